@@ -1,0 +1,82 @@
+"""The static half of every operation: mesh axis, sizes, layout. Hashable, so that it can be a primitive's parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+LAYOUTS = ("grouped", "ranked", "padded")
+SCALE_BLOCK = 128
+"""Consecutive elements of the hidden dimension that share one scale."""
+
+
+def scale_blocks(hidden: int) -> int:
+    """Number of scales of a row of `hidden` elements."""
+    return -(-hidden // SCALE_BLOCK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a dispatch, its handle, and every operation on that handle share.
+
+    Attributes:
+      axis_name: mesh axis names, slowest link first.
+      axis_sizes: their sizes.
+      num_experts: global number of experts `E`.
+      num_tokens: tokens per rank `T`.
+      top_k: slots per token `K`.
+      layout: "grouped", "ranked" or "padded".
+      capacity: rows of `routed.x`.
+      alignment: every group's row count is rounded up to a multiple of this (grouped layout only).
+    """
+
+    axis_name: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    num_experts: int
+    num_tokens: int
+    top_k: int
+    layout: str
+    capacity: int
+    alignment: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.axis_sizes)
+
+    @property
+    def local_experts(self) -> int:
+        """`L = ceil(E / R)`; the last ranks may own fewer, or none."""
+        return -(-self.num_experts // self.num_ranks)
+
+    @property
+    def slots(self) -> int:
+        """Rows that one token may have on one rank, as counted in `positions`."""
+        return 1 if self.layout == "ranked" else self.top_k
+
+    def rows_shape(self, hidden: int) -> tuple[int, ...]:
+        """Shape of `routed.x`."""
+        return (*self.row_dims, hidden)
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        """Leading dimensions of `routed.x`."""
+        if self.layout == "padded":
+            return (self.local_experts, self.num_ranks * self.num_tokens)
+        return (self.capacity,)
+
+
+def worst_case_capacity(
+    *, layout: str, num_ranks: int, num_tokens: int, top_k: int, num_experts: int, alignment: int
+) -> int:
+    """Rows that can never overflow while no token names one expert twice.
+
+    Grouped: a token has at most `min(K, L)` rows on one rank; alignment adds at most `alignment - 1` rows to each group
+    that is not empty.
+    """
+    local = -(-num_experts // num_ranks)
+    if layout == "ranked":
+        return num_ranks * num_tokens
+    if layout == "padded":
+        return local * num_ranks * num_tokens
+    rows = num_ranks * num_tokens * min(top_k, local)
+    return (rows + min(local, rows) * (alignment - 1)) // alignment * alignment
