@@ -1,0 +1,111 @@
+"""Drop-ins for `jax.lax.all_to_all` and `jax.lax.ragged_all_to_all`: same arguments, same meaning, this library's backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax import _primitives, _validate
+from xen_moe_jax._config import KernelConfig
+
+
+def all_to_all(
+    x: Any,
+    axis_name: Any,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Any = None,
+    tiled: bool = False,
+    config: KernelConfig | None = None,
+) -> Any:
+    """`jax.lax.all_to_all`: splits `x` along `split_axis`, sends part `i` to rank `i`, concatenates along `concat_axis`.
+
+    Args:
+      x: array or pytree of arrays. Without `tiled`, the split axis has one element per rank and disappears, and a new axis of the
+        number of ranks stands at `concat_axis`; with `tiled` it is cut into equal chunks that are concatenated.
+      axis_name, split_axis, concat_axis, axis_index_groups, tiled: as in `jax.lax.all_to_all`.
+      config: tuning; never changes the result.
+    """
+    caller = "all_to_all"
+    config = _validate.config(config, caller)
+    names, sizes = _validate.axes(axis_name, caller)
+    groups = _validate.index_groups(axis_index_groups, sizes, caller)
+
+    def one(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        size = _primitives._group_size(sizes, groups)
+        split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
+        (leaf,) = _primitives.vary_over([leaf], names)
+        (out,) = _primitives.all_to_all_p.bind(
+            leaf,
+            axis_name=names,
+            axis_sizes=sizes,
+            split_axis=split,
+            concat_axis=concat,
+            tiled=bool(tiled),
+            axis_index_groups=groups,
+            config=config,
+        )
+        return out
+
+    return jax.tree.map(one, x)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Any,
+    axis_index_groups: Any = None,
+    config: KernelConfig | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all`, on every platform, with a right gradient.
+
+    Rows `operand[input_offsets[p] : input_offsets[p] + send_sizes[p]]` go to rank `p`'s result, at row `output_offsets[p]`.
+
+    Args:
+      operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing arrives.
+      input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank `p`'s output;
+        `recv_sizes[s]` is what source `s` sends here.
+      axis_name, axis_index_groups: as in `jax.lax.ragged_all_to_all`.
+      config: tuning; never changes the result.
+
+    Returns:
+      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row, either may win.
+    """
+    caller = "ragged_all_to_all"
+    config = _validate.config(config, caller)
+    names, sizes = _validate.axes(axis_name, caller)
+    groups = _validate.index_groups(axis_index_groups, sizes, caller)
+    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
+        raise ValueError(
+            f"{caller}: operand is {operand.dtype}{list(operand.shape)} and output {output.dtype}{list(output.shape)}: they may "
+            "differ in the first dimension only"
+        )
+    size = _primitives._group_size(sizes, groups)
+    offsets = []
+    for name, value in (
+        ("input_offsets", input_offsets),
+        ("send_sizes", send_sizes),
+        ("output_offsets", output_offsets),
+        ("recv_sizes", recv_sizes),
+    ):
+        value = jnp.asarray(value)
+        if value.shape != (size,):
+            raise ValueError(f"{caller}: {name} has shape {value.shape}: must be ({size},), one entry per rank")
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
+        offsets.append(value.astype(jnp.int32))
+    operands = _primitives.vary_over([operand, output, *offsets], names)
+    (out,) = _primitives.ragged_all_to_all_p.bind(
+        *operands, axis_name=names, axis_sizes=sizes, axis_index_groups=groups, config=config
+    )
+    return out

@@ -1,0 +1,249 @@
+"""The primitives, their abstract evaluation and their lowerings. The only file that touches semi-private JAX.
+
+Each operation is one `jax.extend.core.Primitive`, so that a jaxpr names it, with one lowering rule per platform:
+CPU and every unknown platform run `xen_moe_jax.reference`, TPU `xen_moe_jax.pallas`, CUDA `xen_moe_jax.cuda`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import config as jax_config
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from xen_moe_jax import _backends, _ragged_gradient
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec, scale_blocks
+
+ShapeDtype = tuple[tuple[int, ...], Any]
+
+
+# -- abstract evaluation ----------------------------------------------------------------------------------------------
+
+
+def _results(like: Any, shapes: Sequence[ShapeDtype]) -> list[Any]:
+    """Avals of the given shapes and dtypes that keep the varying manual axes and the mesh of `like`."""
+    sharding = getattr(like, "sharding", None)
+    avals = []
+    for shape, dtype in shapes:
+        changes: dict[str, Any] = {"shape": tuple(shape), "dtype": jnp.dtype(dtype), "weak_type": False}
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+            changes["sharding"] = sharding.update(spec=spec)
+        avals.append(like.update(**changes))
+    return avals
+
+
+def _dispatch_shapes(*operands: Any, spec: Spec, wire: Wire | None, config: KernelConfig) -> list[ShapeDtype]:
+    x = operands[0]
+    hidden = x.shape[1]
+    shapes: list[ShapeDtype] = [(spec.rows_shape(hidden), x.dtype)]
+    if len(operands) == 4:
+        shapes.append((spec.rows_shape(scale_blocks(hidden)), jnp.float32))
+    shapes.append(((spec.num_ranks, spec.num_tokens, spec.slots), jnp.int32))
+    shapes.append(((spec.num_ranks, spec.local_experts), jnp.int32))
+    if spec.layout == "ranked":
+        shapes.append(((spec.capacity, spec.top_k), jnp.float32))
+        shapes.append(((spec.capacity, spec.top_k), jnp.int32))
+    else:
+        shapes.append((spec.row_dims, jnp.float32))
+    return shapes
+
+
+def _combine_shapes(y: Any, *_: Any, spec: Spec, weighted: bool, wire: Any, config: Any) -> list[ShapeDtype]:
+    return [((spec.num_tokens, y.shape[-1]), y.dtype)]
+
+
+def _redispatch_shapes(x: Any, *_: Any, spec: Spec, wire: Any, config: Any) -> list[ShapeDtype]:
+    return [(spec.rows_shape(x.shape[1]), x.dtype)]
+
+
+def _all_to_all_shapes(
+    x: Any, *, axis_name, axis_sizes, split_axis, concat_axis, tiled, axis_index_groups, config
+) -> list[ShapeDtype]:
+    size = _group_size(axis_sizes, axis_index_groups)
+    shape = list(x.shape)
+    if tiled:
+        shape[split_axis] //= size
+        shape[concat_axis] *= size
+    else:
+        del shape[split_axis]
+        shape.insert(concat_axis, size)
+    return [(tuple(shape), x.dtype)]
+
+
+def _ragged_shapes(operand: Any, output: Any, *_: Any, **params: Any) -> list[ShapeDtype]:
+    return [(output.shape, output.dtype)]
+
+
+def _group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
+    if axis_index_groups is not None:
+        return len(axis_index_groups[0])
+    size = 1
+    for s in axis_sizes:
+        size *= s
+    return size
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def _lowering(operation: str, platform: str | None) -> Callable:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        implementation = _backends.implementation(operation, platform, params["config"])
+        bound = functools.partial(implementation, **params)
+        if operation == "dispatch" and len(operands) == 3:
+            bound = functools.partial(_without_scales, bound)
+        # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
+        plain = ctx.replace(avals_in=[_without_varying(aval) for aval in ctx.avals_in])
+        with jax_config._check_vma(False):
+            return mlir.lower_fun(_as_tuple(bound), multiple_results=True)(plain, *operands)
+
+    return rule
+
+
+def _without_varying(aval: Any) -> Any:
+    return aval.update(manual_axis_type=type(aval.mat)())
+
+
+def _without_scales(implementation: Callable, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+    return implementation(x, None, topk_idx, topk_weights)
+
+
+def _as_tuple(f: Callable) -> Callable:
+    def wrapped(*args: Any) -> tuple[Any, ...]:
+        out = f(*args)
+        return out if isinstance(out, tuple) else (out,)
+
+    return wrapped
+
+
+def _no_vmap(name: str, *_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"vmap of {name} is not supported: tokens already form a batch. Fold the mapped axis into the token axis "
+        "(reshape [B, T, ...] to [B*T, ...]) before the call, or loop over it with jax.lax.map."
+    )
+
+
+def _primitive(operation: str, shapes: Callable) -> Primitive:
+    primitive = Primitive(f"xen_moe_{operation}")
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals: Any, **params: Any) -> list[Any]:
+        return _results(avals[0], shapes(*avals, **params))
+
+    def outside(*_: Any, **params: Any) -> Any:
+        raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside jax.shard_map")
+
+    primitive.def_impl(outside)
+    primitive.def_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = functools.partial(_no_vmap, operation)
+    mlir.register_lowering(primitive, _lowering(operation, None))
+    for platform in ("cpu", "tpu", "cuda"):
+        mlir.register_lowering(primitive, _lowering(operation, platform), platform=platform)
+    return primitive
+
+
+dispatch_p = _primitive("dispatch", _dispatch_shapes)
+combine_p = _primitive("combine", _combine_shapes)
+redispatch_p = _primitive("redispatch", _redispatch_shapes)
+all_to_all_p = _primitive("all_to_all", _all_to_all_shapes)
+ragged_all_to_all_p = _primitive("ragged_all_to_all", _ragged_shapes)
+
+
+# -- all_to_all is linear: jvp, transpose and vmap as jax.lax has them ------------------------------------------------
+
+
+def _all_to_all_transpose(cotangents: Any, x: Any, **params: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval)]
+    swapped = {**params, "split_axis": params["concat_axis"], "concat_axis": params["split_axis"]}
+    return all_to_all_p.bind(cotangent, **swapped)
+
+
+def _all_to_all_batcher(operands: Any, dims: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
+    (x,), (dim,) = operands, dims
+    x = jnp.moveaxis(x, dim, 0)
+    return all_to_all_p.bind(x, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params), [0]
+
+
+ad.deflinear2(all_to_all_p, _all_to_all_transpose)
+batching.primitive_batchers[all_to_all_p] = _all_to_all_batcher
+
+
+# -- ragged_all_to_all is linear in operand and output ----------------------------------------------------------------
+
+
+def _ragged_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = ragged_all_to_all_p.bind(*primals, **params)
+    operand_dot, output_dot, *_ = tangents
+    if type(operand_dot) is ad.Zero and type(output_dot) is ad.Zero:
+        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    moved = [ad.instantiate_zeros(operand_dot), ad.instantiate_zeros(output_dot), *primals[2:]]
+    return out, ragged_all_to_all_p.bind(*moved, **params)
+
+
+def _ragged_transpose(cotangents: Any, operand: Any, output: Any, *offsets: Any, **params: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    if type(cotangent) is ad.Zero:
+        zeros = [ad.Zero(v.aval) if ad.is_undefined_primal(v) else None for v in (operand, output)]
+        return [*zeros, None, None, None, None]
+    shape = operand.aval.shape if ad.is_undefined_primal(operand) else operand.shape
+    bind = functools.partial(ragged_all_to_all_p.bind, **params)
+    exchange = functools.partial(
+        all_to_all_p.bind,
+        split_axis=0,
+        concat_axis=0,
+        tiled=True,
+        **{k: params[k] for k in ("axis_name", "axis_sizes", "axis_index_groups", "config")},
+    )
+    operand_ct, output_ct = _ragged_gradient.transpose(
+        cotangent,
+        shape,
+        *offsets,
+        ragged=lambda *a: bind(*a)[0],
+        exchange=lambda a: exchange(a)[0],
+        axis_name=params["axis_name"],
+    )
+    wanted = [ad.is_undefined_primal(operand), ad.is_undefined_primal(output)]
+    return [operand_ct if wanted[0] else None, output_ct if wanted[1] else None, None, None, None, None]
+
+
+ad.primitive_jvps[ragged_all_to_all_p] = _ragged_jvp
+ad.primitive_transposes[ragged_all_to_all_p] = _ragged_transpose
+
+
+# -- mesh questions ---------------------------------------------------------------------------------------------------
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Mesh axes that the code being traced is manual over: not empty inside `jax.shard_map`."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axis_size(name: str) -> int:
+    return jax.sharding.get_abstract_mesh().shape[name]
+
+
+def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
+    """Operands that all vary over `axis_name` and over whatever any of them varies over."""
+    known = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
+    wanted = frozenset(axis_name).union(*known)
+    if not _vma_is_checked(axis_name[0]):
+        return list(operands)
+    return [
+        jax.lax.pcast(x, tuple(sorted(wanted - vma)), to="varying") if wanted - vma else x
+        for x, vma in zip(operands, known, strict=True)
+    ]
+
+
+def _vma_is_checked(axis: str) -> bool:
+    """Whether `check_vma=True`: only then does an axis index vary over its axis."""
+    return bool(getattr(jax.eval_shape(lambda: jax.lax.axis_index(axis)), "vma", None))

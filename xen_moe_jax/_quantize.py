@@ -1,0 +1,144 @@
+"""Block quantisation: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension.
+
+The block size and the e4m3 range follow DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); ue8m0 (a power of two) follows the OCP
+Microscaling Formats specification, section 5.4.1. The arithmetic is spelled out so that every backend gives the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
+from xen_moe_jax._types import BlockScaled
+
+QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+SCALE_FORMATS = ("float32", "ue8m0")
+MIN_AMAX = 2.0**-96
+"""Blocks quieter than this use its scale: neither the scale nor its inverse then leaves the normal float32 range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """What travels instead of the input dtype: `dtype` values and one scale per 128 of them."""
+
+    dtype: str
+    scale_format: str = "float32"
+
+    @property
+    def jnp_dtype(self) -> Any:
+        return jnp.dtype(self.dtype)
+
+    def row_bytes(self, hidden: int) -> int:
+        """Bytes of one row on the wire, scales included."""
+        return hidden + 4 * scale_blocks(hidden)
+
+
+def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
+    """None, a dtype name ("float8_e4m3fn", "int8"), "float8_e4m3fn:ue8m0", a dtype, or a `Wire`."""
+    if wire is None or isinstance(wire, Wire):
+        return wire
+    if isinstance(wire, str):
+        text, _, scale_format = wire.partition(":")
+    else:
+        try:
+            text, scale_format = jnp.dtype(wire).name, ""
+        except TypeError:
+            text, scale_format = str(wire), ""
+    scale_format = scale_format or "float32"
+    if text not in QMAX or scale_format not in SCALE_FORMATS:
+        raise ValueError(
+            f"{name}={wire!r}: must be None (the input dtype travels) or one of {tuple(QMAX)}, optionally followed by "
+            f"':ue8m0' for power-of-two scales"
+        )
+    return Wire(text, scale_format)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """[..., H] -> [..., ceil(H/128), 128], zero-filled."""
+    hidden = x.shape[-1]
+    blocks = scale_blocks(hidden)
+    pad = blocks * SCALE_BLOCK - hidden
+    if pad:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+    return x.reshape(*x.shape[:-1], blocks, SCALE_BLOCK)
+
+
+def _power_of_two_at_least(scale: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    exponent = (bits >> 23) + jnp.where(bits & 0x7FFFFF, 1, 0)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
+    """`x [..., H]` float -> (values `[..., H]` of the wire dtype, scales float32 `[..., ceil(H/128)]`)."""
+    qmax = QMAX[wire.dtype]
+    blocks = _blocks(x.astype(jnp.float32))
+    magnitude = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF  # as integers: NaN > inf > every finite value
+    amax_bits = jnp.max(magnitude, axis=-1)
+    finite = amax_bits < 0x7F800000
+    amax = jnp.maximum(lax.bitcast_convert_type(amax_bits, jnp.float32), jnp.float32(MIN_AMAX))
+    scale = amax / jnp.float32(qmax)
+    if wire.scale_format == "ue8m0":
+        scale = _power_of_two_at_least(scale)
+        inverse = 1.0 / scale
+    else:
+        inverse = jnp.float32(qmax) / amax
+    inverse = jnp.where(finite, inverse, 0.0)
+    scaled = blocks * inverse[..., None]
+    scaled = jnp.where(finite[..., None], scaled, 0.0)
+    if wire.dtype == "int8":
+        scaled = jnp.clip(jnp.round(scaled), -127, 127)
+    values = scaled.astype(wire.jnp_dtype).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return values, jnp.where(finite, scale, jnp.float32(jnp.nan))
+
+
+def dequantize_arrays(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Inverse of `quantize_arrays` up to rounding: `float32(value) * scale`, rounded to `dtype`."""
+    hidden = values.shape[-1]
+    blocks = _blocks(values).astype(jnp.float32) * scales[..., None]
+    return blocks.reshape(*values.shape[:-1], -1)[..., :hidden].astype(dtype)
+
+
+def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "float32") -> BlockScaled:
+    """Quantises `x` in blocks of 128 along its last dimension.
+
+    Args:
+      x: float array `[..., H]`; `H` need not be a multiple of 128 (the last block is short).
+      dtype: "float8_e4m3fn" or "int8".
+      scale_format: "float32", or "ue8m0" for scales that are powers of two (stored as float32).
+
+    Returns:
+      `BlockScaled(values [..., H], scales float32 [..., ceil(H/128)])`. A block that holds a NaN or an infinity has scale NaN.
+
+    Raises:
+      TypeError: `x` is not a float array. ValueError: unknown `dtype` or `scale_format`, or `x` is a scalar.
+    """
+    if isinstance(x, BlockScaled):
+        raise TypeError("x is already a BlockScaled; dequantize() it first")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x has dtype {x.dtype}: must be float32, bfloat16 or float16")
+    if x.ndim == 0:
+        raise ValueError("x is a scalar: must have a hidden dimension to take blocks of")
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format={scale_format!r}: must be one of {SCALE_FORMATS}")
+    wire = parse_wire(dtype, "dtype")
+    if wire is None:
+        raise ValueError(f"dtype=None: must be one of {tuple(QMAX)}")
+    return BlockScaled(*quantize_arrays(x, Wire(wire.dtype, scale_format)))
+
+
+def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """`float32(values) * scales`, rounded to `dtype`; shape `[..., H]`.
+
+    Raises:
+      TypeError: `x` is not a `BlockScaled`.
+    """
+    if not isinstance(x, BlockScaled):
+        raise TypeError(f"x is a {type(x).__name__}: must be a BlockScaled, as quantize() returns")
+    return dequantize_arrays(x.values, x.scales, dtype)

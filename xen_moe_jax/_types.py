@@ -1,0 +1,132 @@
+"""The pytrees that pass between calls: arrays plus static integers, nothing hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+from jax import export
+
+from xen_moe_jax._spec import Spec
+
+
+def _pytree(*, static: tuple[str, ...] = ()):
+    """Frozen dataclass + pytree registration, in one decorator."""
+
+    def decorate(cls):
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        names = [f.name for f in dataclasses.fields(cls)]
+        data = [n for n in names if n not in static]
+        return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
+
+    return decorate
+
+
+@_pytree()
+class BlockScaled:
+    """Quantised rows: `values [..., H]` (float8_e4m3fn or int8) and `scales float32 [..., ceil(H/128)]`."""
+
+    values: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+
+@_pytree(static=("spec",))
+class Handle:
+    """Where every row of a dispatch went. Plain arrays: safe under jit, scan, remat, donation and export.
+
+    Attributes:
+      topk_idx: int32 `[T, K]`, this rank's routing, unused slots `-1`.
+      positions: int32 `[R, T, slots]`, row of `routed.x` of each (source rank, token, slot); `-1` none, `-2` dropped.
+      recv_counts: int32 `[R, L]`, real rows per source rank and local expert before dropping.
+      weights: float32, router weight of each row of `routed.x` (ranked: per row and slot).
+      spec: static description.
+    """
+
+    topk_idx: Any
+    positions: Any
+    recv_counts: Any
+    weights: Any
+    spec: Spec
+
+
+@_pytree()
+class Routed:
+    """What `dispatch` returns on one rank. Fields that a layout does not have are None.
+
+    Attributes:
+      x: rows. grouped `[C, H]`, ranked `[C, H]`, padded `[L, R*T, H]`; `BlockScaled` if the input was.
+      group_sizes: grouped: int32 `[L]`, rows of each local expert, alignment padding included.
+      num_tokens_per_expert: int32 `[L]`, real rows of each local expert.
+      num_dropped: int32 `[]`, rows that did not fit under `capacity` on this rank.
+      weights: float32 `[C]` (padded `[L, R*T]`), router weight of each row; None in the ranked layout.
+      topk_idx: ranked: int32 `[C, K]`, local expert ids, `-1` elsewhere and past the last row.
+      topk_weights: ranked: float32 `[C, K]`, zero where `topk_idx` is `-1`.
+      handle: pass it to `combine` and `redispatch`.
+    """
+
+    x: Any
+    group_sizes: Any
+    num_tokens_per_expert: Any
+    num_dropped: Any
+    weights: Any
+    topk_idx: Any
+    topk_weights: Any
+    handle: Handle
+
+
+@_pytree(static=("kind",))
+class Flight:
+    """An operation under way between a `*_start` and its `*_done`. Finish it exactly once."""
+
+    state: Any
+    kind: str
+
+
+@_pytree()
+class DispatchLayout:
+    """Row counts of one rank's routing, before anything is sent.
+
+    Attributes:
+      num_tokens_per_rank: int32 `[R]`, tokens that go to each rank (each counted once a rank).
+      num_tokens_per_node: int32 `[R / ranks_per_node]`, or None.
+      num_tokens_per_expert: int32 `[E]`, slots that name each expert.
+      is_token_in_rank: bool `[T, R]`.
+    """
+
+    num_tokens_per_rank: Any
+    num_tokens_per_node: Any
+    num_tokens_per_expert: Any
+    is_token_in_rank: Any
+
+
+def _export_as(cls: type, to_json, from_json) -> None:
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"xen_moe_jax.{cls.__name__}",
+        serialize_auxdata=lambda aux: json.dumps(to_json(aux)).encode(),
+        deserialize_auxdata=lambda data: from_json(json.loads(data.decode())),
+    )
+
+
+def _spec_from_json(fields: list[dict]) -> tuple:
+    (spec,) = fields
+    return (Spec(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}),)
+
+
+_export_as(Handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
+for _cls in (BlockScaled, Routed, Flight, DispatchLayout):
+    _export_as(_cls, list, tuple)

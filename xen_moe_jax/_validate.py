@@ -1,0 +1,207 @@
+"""Checks of arguments when a call is traced: what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax import _primitives
+from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._quantize import QMAX, Wire, parse_wire
+from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
+from xen_moe_jax._types import BlockScaled, Handle
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def axes(axis_name: Any, caller: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the mesh axes that the call runs over."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or len(names) > 2 or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
+        raise ValueError(
+            f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) of two "
+            "different names"
+        )
+    manual = _primitives.manual_axes()
+    for name in names:
+        if name not in manual:
+            where = f"the manual axes here are {manual}" if manual else "there is no manual axis here"
+            raise ValueError(
+                f"{caller}: axis_name={axis_name!r}: {where}. Call it inside jax.shard_map over a mesh that has axis "
+                f"{name!r}"
+            )
+    return names, tuple(_primitives.axis_size(n) for n in names)
+
+
+def integer(value: Any, name: str, caller: str, *, minimum: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{caller}: {name}={value!r}: must be an int known at trace time") from None
+    if value < minimum:
+        raise ValueError(f"{caller}: {name}={value}: must be >= {minimum}")
+    return value
+
+
+def config(value: Any, caller: str) -> KernelConfig:
+    if value is None:
+        return DEFAULT_CONFIG
+    if not isinstance(value, KernelConfig):
+        raise TypeError(f"{caller}: config={value!r}: must be None or an xm.KernelConfig")
+    parse_wire(value.gradient_wire, "config.gradient_wire")
+    return value
+
+
+def layout(value: Any, caller: str) -> str:
+    if value not in LAYOUTS:
+        raise ValueError(f"{caller}: layout={value!r}: must be one of {LAYOUTS}")
+    return value
+
+
+def wire(value: Any, caller: str) -> Wire | None:
+    try:
+        return parse_wire(value)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None
+
+
+def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Array | None]:
+    """`[T, H]` float array, or the values and scales of a `BlockScaled`."""
+    if isinstance(x, BlockScaled):
+        return _block_scaled(x, caller, name)
+    x = _array(x, caller, name)
+    _rank(x, 2, "[T, H] (tokens of this rank, hidden)", caller, name)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(
+            f"{caller}: {name} has dtype {x.dtype}: must be one of {FLOATS}, or a BlockScaled from xm.quantize"
+        )
+    return x, None
+
+
+def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array]:
+    values, scales = _array(x.values, caller, f"{name}.values"), _array(x.scales, caller, f"{name}.scales")
+    _rank(values, 2, "[T, H]", caller, f"{name}.values")
+    if values.dtype.name not in QMAX:
+        raise TypeError(f"{caller}: {name}.values has dtype {values.dtype}: must be one of {tuple(QMAX)}")
+    wanted = (values.shape[0], scale_blocks(values.shape[1]))
+    if scales.shape != wanted or scales.dtype != jnp.float32:
+        raise ValueError(
+            f"{caller}: {name}.scales is {scales.dtype}{list(scales.shape)}: must be float32{list(wanted)}, one scale per 128 "
+            "elements of the hidden dimension"
+        )
+    return values, scales
+
+
+def routing(
+    topk_idx: Any, topk_weights: Any, num_tokens: int | None, caller: str
+) -> tuple[jax.Array, jax.Array | None]:
+    topk_idx = _array(topk_idx, caller, "topk_idx")
+    _rank(topk_idx, 2, "[T, K] (tokens, slots)", caller, "topk_idx")
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(f"{caller}: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype (int32)")
+    if num_tokens is not None and topk_idx.shape[0] != num_tokens:
+        raise ValueError(
+            f"{caller}: topk_idx has {topk_idx.shape[0]} tokens and x has {num_tokens}: both must have this rank's T"
+        )
+    if topk_idx.shape[1] == 0:
+        raise ValueError(f"{caller}: topk_idx has shape {topk_idx.shape}: K must be >= 1")
+    if topk_weights is None:
+        return topk_idx, None
+    topk_weights = _array(topk_weights, caller, "topk_weights")
+    if topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"{caller}: topk_weights has shape {topk_weights.shape} and topk_idx {topk_idx.shape}: they must be equal"
+        )
+    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+        raise TypeError(f"{caller}: topk_weights has dtype {topk_weights.dtype}: must be a float dtype")
+    return topk_idx, topk_weights
+
+
+def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
+    """`y` of a combine: the rows that a dispatch with this handle produced, any hidden size."""
+    if isinstance(y, BlockScaled):
+        raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantise on the wire")
+    y = _array(y, caller, "y")
+    wanted = (*spec.row_dims, "H")
+    if y.shape[:-1] != spec.row_dims or y.ndim != len(wanted):
+        raise ValueError(
+            f"{caller}: y has shape {y.shape}: the handle comes from a dispatch with layout={spec.layout!r}, whose rows are "
+            f"[{', '.join(map(str, wanted))}]"
+        )
+    if y.dtype.name not in FLOATS:
+        raise TypeError(f"{caller}: y has dtype {y.dtype}: must be one of {FLOATS}")
+    return y
+
+
+def handle(value: Any, caller: str) -> Handle:
+    """A handle whose axis is the one that this code is manual over, with the same size."""
+    if not isinstance(value, Handle):
+        raise TypeError(
+            f"{caller}: handle is a {type(value).__name__}: pass the `handle` field of what dispatch returned"
+        )
+    names, sizes = axes(value.spec.axis_name, f"{caller} (axis_name of the handle)")
+    if sizes != value.spec.axis_sizes:
+        raise ValueError(
+            f"{caller}: the handle was made over axis {names} of size {value.spec.axis_sizes}, here it has size {sizes}: use a "
+            "handle inside the mesh that made it"
+        )
+    return value
+
+
+def row_limit(count: int, name: str, caller: str) -> int:
+    if count >= 2**31:
+        raise ValueError(f"{caller}: {name}={count}: row numbers are int32, so it must be below 2**31; pass a capacity")
+    return count
+
+
+def axis_numbers(x: jax.Array, split_axis: Any, concat_axis: Any, size: int, tiled: bool, caller: str):
+    """Checked, non-negative split and concat axes of an `all_to_all`."""
+    split = _axis(split_axis, x.ndim, "split_axis", caller)
+    concat = _axis(concat_axis, x.ndim, "concat_axis", caller)
+    length = x.shape[split]
+    if tiled and length % size:
+        raise ValueError(
+            f"{caller}: x has {length} elements along split_axis={split}: must be divisible by the {size} ranks; pad it"
+        )
+    if not tiled and length != size:
+        raise ValueError(
+            f"{caller}: x has {length} elements along split_axis={split}: without tiled=True it must be the {size} ranks"
+        )
+    return split, concat
+
+
+def _axis(value: Any, ndim: int, name: str, caller: str) -> int:
+    value = integer(value, name, caller, minimum=-ndim)
+    if value >= ndim:
+        raise ValueError(f"{caller}: {name}={value}: x has {ndim} dimensions")
+    return value % ndim
+
+
+def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tuple[int, ...], ...] | None:
+    if groups is None:
+        return None
+    groups = tuple(tuple(int(i) for i in g) for g in groups)
+    total = math.prod(sizes)
+    if not groups or len({len(g) for g in groups}) != 1 or sorted(i for g in groups for i in g) != list(range(total)):
+        raise ValueError(
+            f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of 0..{total - 1} once"
+        )
+    return groups
+
+
+def _array(x: Any, caller: str, name: str) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array") from None
+
+
+def _rank(x: jax.Array, ndim: int, meaning: str, caller: str, name: str) -> None:
+    if x.ndim != ndim:
+        raise ValueError(f"{caller}: {name} has shape {x.shape}: must be {meaning}")

@@ -1,0 +1,120 @@
+"""Combine: each expert rank reduces a token's rows in slot order, one partial row travels back, the token's rank adds them up.
+
+Tokens travel in the order "most rows first", which both sides can compute: then a round's blocks need the same number of slots
+almost everywhere, and slots beyond the largest in a block are never visited.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.reference import rounds
+from xen_moe_jax.reference.rounding import multiply_rounded, round_to, runtime_zero
+
+
+def combine(
+    y: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    weights: jax.Array,
+    *,
+    spec: Spec,
+    weighted: bool,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> jax.Array:
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
+    zero = runtime_zero(recv_counts)
+    rows = y.reshape(-1, y.shape[-1])
+    flat_weights = weights.reshape(-1) if weighted else None
+    block = rounds.block_rows(spec.num_tokens, config)
+
+    came = positions != -1
+    slots = jnp.sum(came, axis=-1, dtype=jnp.int32)
+    order = rounds.pad_to_blocks(most_rows_first(slots), 1, block, fill=-1)
+    packed = jnp.take_along_axis(positions, jnp.argsort(~came, axis=-1, stable=True), axis=-1)
+    largest_pair = lax.pmax(jnp.max(jnp.sum(slots > 0, axis=1, dtype=jnp.int32)), spec.axis_name)
+    source = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None]
+
+    def produce(first_row):
+        token = lax.dynamic_slice_in_dim(order, first_row, block, axis=1)
+        position = jnp.where((token >= 0)[..., None], packed[source, jnp.maximum(token, 0)], -1)
+        partial = _reduce_slots(rows, flat_weights, position, zero)
+        return _to_wire(partial, y.dtype, wire, zero)
+
+    received = rounds.exchange(
+        produce, largest_pair=largest_pair, max_rows=spec.num_tokens, block=block, axis_name=spec.axis_name
+    )
+    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec)
+
+
+def most_rows_first(slots: jax.Array) -> jax.Array:
+    """int32 `[R, T]`: each source's tokens by falling number of rows, ties in token order."""
+    return jnp.argsort(-slots, axis=1, stable=True).astype(jnp.int32)
+
+
+def _reduce_slots(rows, weights, position, zero):
+    """float32 `[R, B, H]`: a token's rows added in slot order; `position [R, B, slots]` has its valid entries first."""
+    deepest = jnp.max(jnp.sum(position != -1, axis=-1, dtype=jnp.int32))
+
+    def add_slot(state):
+        j, acc = state
+        at = lax.dynamic_index_in_dim(position, j, axis=2, keepdims=False)
+        row = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
+        if weights is not None:
+            weight = weights.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds")
+            row = multiply_rounded(row, weight[..., None], zero)
+        return j + 1, jnp.where((at >= 0)[..., None], acc + row, acc)
+
+    acc = jnp.zeros((*position.shape[:2], rows.shape[-1]), jnp.float32)
+    return lax.while_loop(lambda state: state[0] < deepest, add_slot, (jnp.int32(0), acc))[1]
+
+
+def _to_wire(partial, dtype, wire: Wire | None, zero):
+    if wire is None:
+        return (round_to(partial, dtype, zero),)
+    return quantize_arrays(partial, wire)
+
+
+def _from_wire(payload, wire: Wire | None):
+    if wire is None:
+        return payload[0].astype(jnp.float32)
+    return dequantize_arrays(*payload, jnp.float32)
+
+
+def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec) -> jax.Array:
+    """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two axes."""
+    owner = jnp.where(topk_idx >= 0, topk_idx // spec.local_experts, -1)
+    counts = jnp.sum(
+        owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
+    ).T  # [R, T]: slots of each token on each rank
+    counts = jnp.minimum(counts, spec.slots)  # as many rows as `positions` shows the expert rank
+    place = jnp.argsort(most_rows_first(counts), axis=1)
+    stride = received[0].shape[1]
+    flat = tuple(a.reshape(-1, a.shape[-1]) for a in received)
+
+    def add_rank(rank, acc):
+        hit = lax.dynamic_index_in_dim(counts, rank, axis=0, keepdims=False) > 0
+        at = lax.dynamic_index_in_dim(place, rank, axis=0, keepdims=False) + rank * stride
+        partial = _from_wire(tuple(a.at[at].get(mode="promise_in_bounds") for a in flat), wire)
+        return jnp.where(hit[:, None], acc + partial, acc)
+
+    hidden = received[0].shape[-1]
+    start = jnp.zeros((spec.num_tokens, hidden), jnp.float32)
+    if len(spec.axis_sizes) == 1:
+        return lax.fori_loop(0, spec.num_ranks, add_rank, start).astype(dtype)
+    ranks_per_node = spec.num_ranks // spec.axis_sizes[0]
+
+    def add_node(node, acc):
+        inside = lax.fori_loop(node * ranks_per_node, (node + 1) * ranks_per_node, add_rank, start)
+        partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire)
+        return acc + partial
+
+    return lax.fori_loop(0, spec.axis_sizes[0], add_node, start).astype(dtype)
