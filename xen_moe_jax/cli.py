@@ -1,0 +1,36 @@
+"""The `xen-moe-jax` command: `doctor`, `benchmark` and `demo`, each with its own `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": ("xen_moe_jax.doctor", "what this machine has, and which backend each platform would use"),
+    "benchmark": ("xen_moe_jax.benchmark.command", "dispatch and combine against other ways to do it, timed"),
+    "demo": ("xen_moe_jax.demo.command", "train a small MoE language model on virtual CPU devices"),
+}
+"""Subcommand -> the module whose `main(arguments)` runs it, and one line of help."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; its exit status."""
+    listing = "\n".join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="xen-moe-jax",
+        usage="xen-moe-jax COMMAND [ARGUMENT ...]",
+        description="Mixture-of-Experts dispatch and combine for JAX.",
+        epilog=f"commands (COMMAND --help says more):\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given[:1])
+    module, _ = COMMANDS[options.command]
+    return importlib.import_module(module).main(given[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

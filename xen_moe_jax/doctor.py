@@ -1,0 +1,235 @@
+"""`python -m xen_moe_jax.doctor`: what this machine has, which backend each platform would use, and what is missing.
+
+It reads and imports; it changes nothing, launches no kernel, and needs no accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+from xen_moe_jax import _backends
+
+PACKAGES = (
+    "xen-moe-jax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "ml_dtypes",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "libtpu",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "nvidia-nvshmem-cu13",
+)
+OLDEST_JAX = (0, 11, 2)
+OLDEST_PYTHON = (3, 12)
+NATIVE_MODULES = {
+    "_cuda": "CUDA kernels over NVLink",
+    "_nvshmem": "NVSHMEM: one process per GPU, several nodes",
+}
+"""Compiled parts of the package, by module name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+      name: what was looked at.
+      ok: True is in order, False is a fault, None is absent and only needed for some uses.
+      detail: what was found, or why it is absent.
+      remedy: what to do about it; empty where nothing need be done.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:600]
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a distribution, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> list[Finding]:
+    """Python, and the packages that matter here."""
+    old = sys.version_info < OLDEST_PYTHON
+    found = [
+        Finding(
+            "python",
+            not old,
+            f"{platform.python_version()} ({sys.executable})",
+            "use Python 3.12 or later" if old else "",
+        )
+    ]
+    for package in PACKAGES:
+        version = installed_version(package)
+        if package == "xen-moe-jax" and version is None:
+            found.append(Finding(package, True, "imported from a checkout, not installed"))
+        else:
+            found.append(Finding(package, True if version else None, version or "not installed"))
+    return [*found, _jax_is_new_enough()]
+
+
+def _jax_is_new_enough() -> Finding:
+    import jax
+
+    wanted = ".".join(map(str, OLDEST_JAX))
+    if jax.__version_info__ < OLDEST_JAX:
+        return Finding("jax version", False, f"{jax.__version__}, need >= {wanted}", "pip install --upgrade jax jaxlib")
+    return Finding("jax version", True, f"{jax.__version__} >= {wanted}")
+
+
+def devices() -> list[Finding]:
+    """JAX's devices by platform; a platform that fails to start is a fault with JAX's own words."""
+    import jax
+
+    try:
+        local = jax.devices()
+    except Exception as error:  # whatever a plugin raises, the report goes on
+        return [Finding("jax.devices()", False, _reason(error), "repair JAX's installation for this accelerator")]
+    kinds: dict[tuple[str, str], int] = {}
+    for device in local:
+        key = (device.platform, device.device_kind)
+        kinds[key] = kinds.get(key, 0) + 1
+    return [
+        Finding(f"platform {name}", True, f"{count} x {kind}, process {jax.process_index()} of {jax.process_count()}")
+        for (name, kind), count in kinds.items()
+    ]
+
+
+def accelerators() -> list[Finding]:
+    """Accelerators that the operating system shows, whether JAX uses them or not."""
+    gpus = sorted(path for path in glob.glob("/dev/nvidia[0-9]*"))
+    chips = sorted(glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*"))
+    has_cuda_jax = installed_version("jax-cuda13-plugin") is not None
+    return [
+        Finding(
+            "NVIDIA GPUs",
+            True if gpus else None,
+            f"{len(gpus)} device files" if gpus else "no /dev/nvidia*",
+            "pip install 'xen-moe-jax[cuda13]'" if gpus and not has_cuda_jax else "",
+        ),
+        Finding(
+            "TPU chips",
+            True if chips else None,
+            f"{len(chips)} device files" if chips else "no /dev/accel*, no /dev/vfio/*",
+            "pip install 'xen-moe-jax[tpu]'" if chips and installed_version("libtpu") is None else "",
+        ),
+    ]
+
+
+def native_modules() -> list[Finding]:
+    """The compiled parts of this installation: present, and loadable here."""
+    found = []
+    for name, purpose in NATIVE_MODULES.items():
+        if importlib.util.find_spec(f"xen_moe_jax.{name}") is None:
+            remedy = "pip install . with XEN_MOE_CUDA=ON (and XEN_MOE_NVSHMEM=ON) to build it; a CPU or TPU needs none"
+            found.append(Finding(f"xen_moe_jax.{name}", None, f"not built ({purpose})", remedy))
+            continue
+        found.append(Finding(f"xen_moe_jax.{name}", True, f"built ({purpose})"))
+    return found
+
+
+def nvshmem_library() -> Finding:
+    """The NVSHMEM host library that `xen_moe_jax._nvshmem` loads when it is first used."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [os.path.join(root, "nvshmem") for root in (spec.submodule_search_locations or [])] if spec else []
+    if os.environ.get("NVSHMEM_HOME"):
+        roots.insert(0, os.environ["NVSHMEM_HOME"])
+    for root in roots:
+        library = os.path.join(root, "lib", "libnvshmem_host.so.3")
+        if os.path.exists(library):
+            return Finding("libnvshmem_host", True, library)
+    return Finding(
+        "libnvshmem_host",
+        None,
+        "not found (only needed for one process per GPU)",
+        "pip install 'xen-moe-jax[cuda13]', or set NVSHMEM_HOME",
+    )
+
+
+REMEDIES = {
+    "pallas": "pip install 'xen-moe-jax[tpu]'",
+    "cuda": "pip install 'xen-moe-jax[cuda13]' on a machine with NVIDIA GPUs, from a wheel that has xen_moe_jax._cuda",
+}
+
+
+def backends() -> list[Finding]:
+    """For every platform, the backend that an operation would use, or why it falls back to plain JAX."""
+    found = []
+    for name, backend in {"cpu": "reference", **_backends.BY_PLATFORM}.items():
+        try:
+            _backends.load(backend)
+        except _backends.BackendUnavailable as reason:
+            detail = f"{backend} is unavailable: {str(reason).strip()}; plain JAX (reference) runs instead"
+            found.append(Finding(f"on {name}", None, detail, REMEDIES.get(backend, "")))
+        except Exception as error:  # a broken backend must not hide the rest of the report
+            detail = f"{backend} cannot be imported: {_reason(error)}"
+            found.append(Finding(f"on {name}", False, detail, "reinstall xen-moe-jax, or report this"))
+        else:
+            found.append(Finding(f"on {name}", True, backend))
+    return found
+
+
+def examine() -> dict[str, list[Finding]]:
+    """The whole report, by section."""
+    return {
+        "Versions": versions(),
+        "Devices that JAX uses": devices(),
+        "Accelerators of this machine": accelerators(),
+        "Compiled modules": [*native_modules(), nvshmem_library()],
+        "Backend by platform": backends(),
+    }
+
+
+def render(report: dict[str, list[Finding]]) -> str:
+    """The report as text: `ok`, `--` (absent, needed for some uses only) or `!!` (a fault) before each line."""
+    marks = {True: "ok", None: "--", False: "!!"}
+    lines = []
+    for section, findings in report.items():
+        width = max(len(finding.name) for finding in findings)
+        lines += ["", section]
+        for finding in findings:
+            lines.append(f"  {marks[finding.ok]} {finding.name:<{width}}  {finding.detail}")
+            if finding.remedy:
+                lines.append(f"     {'':<{width}}  -> {finding.remedy}")
+    faults = [finding.name for findings in report.values() for finding in findings if finding.ok is False]
+    lines += ["", f"faults: {', '.join(faults)}" if faults else "no fault found"]
+    return "\n".join(lines[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; 1 where a fault was found, else 0."""
+    parser = argparse.ArgumentParser(prog="xen-moe-jax doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    report = examine()
+    if options.json:
+        print(json.dumps({name: [dataclasses.asdict(f) for f in found] for name, found in report.items()}, indent=2))
+    else:
+        print(render(report))
+    return int(any(finding.ok is False for found in report.values() for finding in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
