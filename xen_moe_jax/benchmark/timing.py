@@ -1,0 +1,151 @@
+"""How long a call takes: N dependent calls inside one compiled program, on the slowest rank, over interleaved repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xen_moe_jax.benchmark.programs import AXIS, Program
+from xen_moe_jax.benchmark.workload import Workload, draw_tokens
+
+RANK_SPEC = PartitionSpec(AXIS)
+POOL_SPEC = PartitionSpec(None, AXIS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Global arrays of a workload on a mesh: `x [R*T,H]`, `topk_idx` and `topk_weights [P,R*T,K]`."""
+
+    x: jax.Array
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.x, self.topk_idx, self.topk_weights
+
+
+SPECS = (RANK_SPEC, POOL_SPEC, POOL_SPEC)
+
+
+def place_inputs(work: Workload, mesh: Mesh, topk_idx: np.ndarray, topk_weights: np.ndarray) -> Inputs:
+    """Puts each rank's share on its device; works with one process or many."""
+
+    def tokens(index):
+        start = (index[0].start or 0) // work.tokens
+        stop = start + (index[0].stop - index[0].start if index[0].stop else work.ranks * work.tokens) // work.tokens
+        return np.concatenate([draw_tokens(work, rank) for rank in range(start, stop)])
+
+    def pool(values):
+        flat = values.reshape(work.pool, work.ranks * work.tokens, work.top_k)
+        return jax.make_array_from_callback(flat.shape, NamedSharding(mesh, POOL_SPEC), lambda index: flat[index])
+
+    x_shape = (work.ranks * work.tokens, work.hidden)
+    x = jax.make_array_from_callback(x_shape, NamedSharding(mesh, RANK_SPEC), tokens)
+    return Inputs(x, pool(topk_idx), pool(topk_weights))
+
+
+@dataclasses.dataclass
+class Timed:
+    """A compiled loop of `inner` calls and the times it took.
+
+    Attributes:
+      microseconds: per call, one entry per repeat, of the slowest rank.
+      memory: bytes per device of one call's program, from the compiler: argument, output, temp, total.
+    """
+
+    program: Program
+    inner: int
+    compiled: Any
+    operands: Any
+    memory: dict[str, int]
+    microseconds: list[float] = dataclasses.field(default_factory=list)
+    result: Any = None
+
+    def run_once(self) -> float:
+        """Runs the loop; returns microseconds per call."""
+        start = time.perf_counter()
+        self.result = jax.block_until_ready(self.compiled(*self.operands))
+        return (time.perf_counter() - start) / self.inner * 1e6
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.microseconds)
+
+
+def memory_bytes(compiled: Any) -> dict[str, int]:
+    """Bytes per device that the compiler planned; `total` counts donated buffers once. Empty where it does not say."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    parts = {
+        "argument": analysis.argument_size_in_bytes,
+        "output": analysis.output_size_in_bytes,
+        "temp": analysis.temp_size_in_bytes,
+        "alias": analysis.alias_size_in_bytes,
+    }
+    total = parts["argument"] + parts["output"] + parts["temp"] - parts.pop("alias")
+    return {name: int(size) for name, size in parts.items()} | {"total": int(total)}
+
+
+def on_ranks(function: Any, mesh: Mesh, in_specs: Any) -> Any:
+    """`function` on every rank, jitted; all results are sharded over the leading axis."""
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=RANK_SPEC, check_vma=False))
+
+
+def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
+    """Entry `i` modulo the pool's length."""
+    return jax.lax.dynamic_index_in_dim(pool, jax.lax.rem(i, jnp.int32(pool.shape[0])), keepdims=False)
+
+
+def compile_program(program: Program, mesh: Mesh, inputs: Inputs, inner: int, unroll: int = 1) -> Timed:
+    """Prepares operands, compiles the loop and, for its memory, a single call."""
+    inner = max(1, inner // program.relative_cost)
+
+    def first(x, idx_pool, weights_pool):
+        return program.prepare(x, idx_pool[0], weights_pool[0])
+
+    operands = (on_ranks(first, mesh, SPECS)(*inputs.arrays()), inputs.topk_idx, inputs.topk_weights)
+
+    def loop(prepared, idx_pool, weights_pool):
+        def body(i, carry):
+            routing = i + program.chain(carry)
+            return program.step(prepared, carry, pick(idx_pool, routing), pick(weights_pool, routing))
+
+        carry = program.initial(prepared, idx_pool[0], weights_pool[0])
+        return jax.lax.fori_loop(0, inner, body, carry, unroll=min(unroll, inner))
+
+    def single(prepared, topk_idx, topk_weights):
+        carry = program.initial(prepared, topk_idx, topk_weights)
+        return program.step(prepared, carry, topk_idx, topk_weights)
+
+    compiled = on_ranks(loop, mesh, SPECS).lower(*operands).compile()
+    one = (operands[0], *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands[1:]))
+    memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
+    return Timed(program, inner, compiled, operands, memory)
+
+
+def slowest_process(microseconds: float) -> float:
+    """The largest of every process's time; one process already waits for all of its devices."""
+    if jax.process_count() == 1:
+        return microseconds
+    from jax.experimental import multihost_utils
+
+    return float(np.max(multihost_utils.process_allgather(np.float64(microseconds))))
+
+
+def measure(timed: list[Timed], repeats: int, warmup: int = 1) -> None:
+    """Fills `microseconds` of every program: repeats are interleaved and start at another program each time."""
+    for entry in timed:
+        for _ in range(warmup):
+            entry.run_once()
+    for repeat in range(repeats):
+        shift = repeat % len(timed)
+        for entry in timed[shift:] + timed[:shift]:
+            entry.microseconds.append(slowest_process(entry.run_once()))

@@ -1,0 +1,164 @@
+"""Whether what is timed is right: against a float32 NumPy evaluation, and bitwise against the reference backend.
+
+Nothing here trusts the program under test: the expected round trip is computed from the tokens and the routing alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import xen_moe_jax as xm
+from xen_moe_jax.benchmark.programs import (
+    AXIS,
+    Program,
+    dispatch_arguments,
+    expert_scale,
+    own_round_trip,
+    scaling_experts,
+)
+from xen_moe_jax.benchmark.timing import SPECS, Inputs, Timed, on_ranks
+from xen_moe_jax.benchmark.workload import Capacities, Workload, draw_tokens
+
+TOKENS_CHECKED = 256
+"""Tokens of each addressable rank that the NumPy check looks at."""
+
+QUANTISED_TOLERANCE = 2.0**-3
+"""Of the largest element: fp8 e4m3 keeps 3 bits after the leading one; two roundings there and back, plus the sums."""
+
+
+def tolerance(work: Workload) -> float:
+    """Allowed error of a round trip relative to its largest element: a few roundings of the compute dtype, or of the wire."""
+    if work.block_scaled or work.wire or work.combine_wire:
+        return QUANTISED_TOLERANCE
+    return 6 * float(jnp.finfo(work.compute_dtype).eps)
+
+
+class WrongResultError(AssertionError):
+    """A timed program computed something else than it should have."""
+
+
+def expected_round_trip(
+    work: Workload, rank: int, tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray
+) -> np.ndarray:
+    """float32 `[n, H]` for token numbers `tokens [n]` of `rank`: the weighted sum of what the scaling experts return."""
+    x = draw_tokens(work, rank)[tokens].astype(np.float32)
+    factor = (topk_weights[tokens] * expert_scale(topk_idx[tokens]).astype(np.float32)).sum(1)
+    return x * factor[:, None]
+
+
+def check_round_trip(
+    program: Program, work: Workload, mesh: Mesh, inputs: Inputs, topk_idx: np.ndarray, topk_weights: np.ndarray
+) -> float:
+    """Largest error relative to the largest expected element, on the last routing of the pool.
+
+    Raises:
+      WrongResultError: when it exceeds `tolerance(work)` or is not finite.
+    """
+    assert program.round_trip is not None
+    experts = partial(scaling_experts, local_experts=work.local_experts)
+
+    def run(x, idx_pool, weights_pool):
+        return program.round_trip(x, idx_pool[-1], weights_pool[-1], experts)
+
+    out = on_ranks(run, mesh, SPECS)(*inputs.arrays())
+    worst = 0.0
+    for shard in out.addressable_shards:
+        rank = (shard.index[0].start or 0) // work.tokens
+        tokens = np.linspace(0, work.tokens - 1, min(TOKENS_CHECKED, work.tokens)).astype(int)
+        want = expected_round_trip(work, rank, tokens, topk_idx[-1, rank], topk_weights[-1, rank])
+        got = np.asarray(shard.data[jnp.asarray(tokens)]).astype(np.float32)
+        error = np.abs(got - want).max() / np.abs(want).max()
+        worst = max(worst, float(error)) if np.isfinite(error) else float("nan")
+    if not worst <= tolerance(work):
+        raise WrongResultError(f"{program.name}: round trip is off by {worst:.2e} of the largest element, allowed {tolerance(work):.2e}")
+    return worst
+
+
+def check_timed_result(timed: Timed, work: Workload, inputs: Inputs) -> None:
+    """What the timed loop itself left behind: a chained round trip still holds its tokens, other results are finite.
+
+    The weights of a token sum to one and the experts are the identity, so `n` calls may only add `n` roundings.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(timed.result) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if timed.program.operation == "round trip":
+        error = jnp.max(jnp.abs(leaves[0].astype(jnp.float32) - inputs.x.astype(jnp.float32)))
+        error = float(error / jnp.max(jnp.abs(inputs.x.astype(jnp.float32))))
+        if not error <= tolerance(work) * timed.inner:
+            raise WrongResultError(f"{timed.program.name}: after {timed.inner} chained round trips tokens are off by {error:.2e}")
+    elif timed.program.operation == "combine" and not all(bool(jnp.isfinite(leaf).all()) for leaf in leaves):
+        raise WrongResultError(f"{timed.program.name}: combine left values that are not finite")
+
+
+def local_total(counts: jax.Array) -> int:
+    """Sum over the ranks that this process addresses."""
+    return sum(int(np.asarray(shard.data).sum()) for shard in counts.addressable_shards)
+
+
+def unequal_bits(a: jax.Array, b: jax.Array, keep: jax.Array) -> jax.Array:
+    """int32 `[1]`: elements of `a` and `b` that differ in any bit where `keep` (leading dimensions) holds."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+    bits = [jax.lax.bitcast_convert_type(v, unsigned) for v in (a, b)]
+    keep = keep.reshape(keep.shape + (1,) * (a.ndim - keep.ndim))
+    return jnp.sum((bits[0] != bits[1]) & keep, dtype=jnp.int32).reshape(1)
+
+
+def defined_rows(work: Workload, routed: Any) -> jax.Array:
+    """Rows of `routed.x` that the contract defines: bool `[C]`, padded `[L, R*T]`."""
+    counts = routed.num_tokens_per_expert
+    if work.layout == "padded":
+        return jnp.arange(work.ranks * work.tokens) < counts[:, None]
+    if work.layout == "grouped":
+        return jnp.arange(routed.weights.shape[0]) < routed.group_sizes.sum()
+    return (routed.topk_idx >= 0).any(-1)
+
+
+def differing_bits(work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs) -> dict[str, int]:
+    """Elements that differ between `config`'s backend and the reference backend, on the same devices, last routing of the pool.
+
+    Raises:
+      WrongResultError: when any element differs.
+    """
+    reference = dataclasses.replace(config, backend="reference", chunk_tokens=None)
+    arguments = dispatch_arguments(work, caps, config)
+    experts = partial(scaling_experts, local_experts=work.local_experts)
+
+    def compare(x, idx_pool, weights_pool):
+        tokens = xm.quantize(x, dtype=work.dtype) if work.block_scaled else x
+        routing = idx_pool[-1], weights_pool[-1]
+        ours = xm.dispatch(tokens, *routing, **arguments)
+        theirs = xm.dispatch(tokens, *routing, **(arguments | {"config": reference}))
+        keep = defined_rows(work, theirs)
+        rows = [unequal_bits(a, b, keep) for a, b in zip(*map(jax.tree.leaves, (ours.x, theirs.x)), strict=True)]
+        outs = [own_round_trip(work, caps, c)(x, *routing, experts) for c in (config, reference)]
+        return {
+            "dispatch rows": sum(rows),
+            "positions": unequal_bits(ours.handle.positions, theirs.handle.positions, jnp.ones((), bool)),
+            "weights": unequal_bits(ours.weights, theirs.weights, keep) if work.layout != "ranked" else jnp.zeros(1, jnp.int32),
+            "combine": unequal_bits(*outs, jnp.ones((), bool)),
+        }
+
+    counts = jax.tree.map(local_total, on_ranks(compare, mesh, SPECS)(*inputs.arrays()))
+    wrong = {name: count for name, count in counts.items() if count}
+    if wrong:
+        raise WrongResultError(f"backend {config.backend!r} and the reference differ in {wrong} elements ({AXIS}={work.ranks})")
+    return counts
+
+
+def num_dropped(work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs) -> int:
+    """Rows dropped over all ranks this process addresses and all routings of the pool; a fair comparison drops none."""
+    arguments = dispatch_arguments(work, caps, config)
+
+    def count(x, idx_pool, weights_pool):
+        tokens = xm.quantize(x, dtype=work.dtype) if work.block_scaled else x
+        dropped = [xm.dispatch(tokens, idx_pool[p], weights_pool[p], **arguments).num_dropped for p in range(work.pool)]
+        return sum(dropped).reshape(1)
+
+    out = on_ranks(count, mesh, SPECS)(*inputs.arrays())
+    return local_total(out)
