@@ -16,12 +16,14 @@ from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
+from xen_moe_jax.buffer import Buffer, buffer_size_hint
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
     "BlockScaled",
+    "Buffer",
     "DispatchLayout",
     "Flight",
     "Handle",
@@ -29,6 +31,7 @@ __all__ = [
     "Routed",
     "Wire",
     "all_to_all",
+    "buffer_size_hint",
     "combine",
     "combine_done",
     "combine_start",

@@ -28,24 +28,24 @@ def dispatch(
 ) -> Routed:
     """Sends every token's hidden state to the ranks that hold its experts. Call it inside `jax.shard_map`.
 
-    Rank `r` of `R` owns experts `[r*L, min(E, (r+1)*L))`, `L = ceil(E / R)`. A row crosses the link once per (token, destination
-    rank), however many of the rank's experts the token names.
+    Rank `r` of `R` owns experts `[r*L, min(E, (r+1)*L))`, `L = ceil(E / R)`. A row crosses the link once per (token,
+    destination rank), however many of the rank's experts the token names.
 
     Args:
-      x: `[T, H]` float32, bfloat16 or float16, this rank's tokens; or a `BlockScaled` from `quantize`, which travels as it is and
-        arrives as a `BlockScaled`. `T` is the same on every rank.
+      x: `[T, H]` float32, bfloat16 or float16, this rank's tokens; or a `BlockScaled` from `quantize`, which travels
+        as it is and arrives as a `BlockScaled`. `T` is the same on every rank.
       topk_idx: integer `[T, K]`, global expert of each slot; an entry outside `[0, num_experts)` is an unused slot.
       topk_weights: float `[T, K]`, router weights; None means 1.
       num_experts: global number of experts `E`; need not divide by `R`.
       axis_name: mesh axis, or `(slow, fast)` pair of axes.
-      layout: "grouped": `routed.x [C, H]` by local expert, then (source rank, token, slot), ready for `jax.lax.ragged_dot` with
-        `routed.group_sizes`. "ranked": one row per (token, rank), `routed.topk_idx` holds local expert ids. "padded":
-        `routed.x [L, R*T, H]`, each expert's rows at the front.
-      capacity: rows of `routed.x` (grouped and ranked). None is the worst case, which cannot overflow while no token names one
-        expert twice. Rows at positions `>= capacity` are dropped and counted in `routed.num_dropped`.
+      layout: "grouped": `routed.x [C, H]` by local expert, then (source rank, token, slot), ready for
+        `jax.lax.ragged_dot` with `routed.group_sizes`. "ranked": one row per (token, rank), `routed.topk_idx` holds
+        local expert ids. "padded": `routed.x [L, R*T, H]`, each expert's rows at the front.
+      capacity: rows of `routed.x` (grouped and ranked). None is the worst case, which cannot overflow while no token
+        names one expert twice. Rows at positions `>= capacity` are dropped and counted in `routed.num_dropped`.
       alignment: grouped: each group's rows are rounded up to a multiple of this; the padding rows are zero.
-      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantises on the wire and
-        dequantises on arrival. Gradients go straight through.
+      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantises on
+        the wire and dequantises on arrival. Gradients go straight through.
       config: tuning; never changes the result.
 
     Returns:
@@ -150,14 +150,15 @@ def combine(
 ) -> jax.Array:
     """Brings expert outputs back to their tokens and adds them up, in an order that every backend shares.
 
-    On each expert rank a token's rows are multiplied by their router weights and added in float32 in slot order, then rounded to
-    the wire dtype; on the token's rank these partial sums are added in float32 in ascending rank order and rounded to `y.dtype`.
+    On each expert rank a token's rows are multiplied by their router weights and added in float32 in slot order, then
+    rounded to the wire dtype; on the token's rank these partial sums are added in float32 in ascending rank order and
+    rounded to `y.dtype`.
 
     Args:
       y: expert outputs in the layout that `dispatch` returned: `[C, H_out]`, or `[L, R*T, H_out]` in the padded layout.
       handle: `routed.handle` of that dispatch.
-      weighted: multiply by router weights. Default: True, except in the ranked layout, where the caller has already reduced over
-        its local experts and it must be False.
+      weighted: multiply by router weights. Default: True, except in the ranked layout, where the caller has already
+        reduced over its local experts and it must be False.
       wire: as in `dispatch`; the default sends partial sums in `y.dtype`.
       config: tuning; never changes the result.
 
@@ -178,7 +179,8 @@ def combine(
         raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
     if weighted and spec.layout == "ranked":
         raise ValueError(
-            f"{caller}: weighted=True with layout='ranked': a row stands for several experts; apply routed.topk_weights while "
+            f"{caller}: weighted=True with layout='ranked': a row stands for several experts; apply "
+            f"routed.topk_weights while "
             "reducing over the local experts and pass weighted=False"
         )
     static = _gradients.Static(spec, _validate.wire(wire, caller), config, bool(weighted))

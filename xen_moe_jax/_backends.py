@@ -23,7 +23,7 @@ def implementation(operation: str, platform: str | None, config: KernelConfig) -
       ValueError: `config.backend` names a backend that does not run on `platform`.
       BackendUnavailable: it was asked for by name and cannot be loaded.
     """
-    name = config.backend or BY_PLATFORM.get(platform or "", "reference")
+    name = config.backend or for_platform(platform)
     if config.backend is not None:
         _check_platform(name, platform, config)
     try:
@@ -33,6 +33,11 @@ def implementation(operation: str, platform: str | None, config: KernelConfig) -
             raise
         warnings.warn(f"xen_moe_jax: plain JAX instead of the {name} backend: {reason}", stacklevel=2)
         return getattr(load("reference"), operation)
+
+
+def for_platform(platform: str | None) -> str:
+    """The backend that a platform ("cpu", "tpu", "cuda", ...) uses unless `KernelConfig.backend` insists."""
+    return BY_PLATFORM.get(platform or "", "reference")
 
 
 def load(name: str):

@@ -1,4 +1,5 @@
-"""Drop-ins for `jax.lax.all_to_all` and `jax.lax.ragged_all_to_all`: same arguments, same meaning, this library's backends."""
+"""Drop-ins for `jax.lax.all_to_all` and `jax.lax.ragged_all_to_all`: same arguments, same meaning, this library's
+backends."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ def all_to_all(
     tiled: bool = False,
     config: KernelConfig | None = None,
 ) -> Any:
-    """`jax.lax.all_to_all`: splits `x` along `split_axis`, sends part `i` to rank `i`, concatenates along `concat_axis`.
+    """`jax.lax.all_to_all`: splits `x` along `split_axis`, sends part `i` to rank `i`, concatenates along
+    `concat_axis`.
 
     Args:
-      x: array or pytree of arrays. Without `tiled`, the split axis has one element per rank and disappears, and a new axis of the
-        number of ranks stands at `concat_axis`; with `tiled` it is cut into equal chunks that are concatenated.
+      x: array or pytree of arrays. Without `tiled`, the split axis has one element per rank and disappears, and a new
+        axis of the number of ranks stands at `concat_axis`; with `tiled` it is cut into equal chunks that are
+        concatenated.
       axis_name, split_axis, concat_axis, axis_index_groups, tiled: as in `jax.lax.all_to_all`.
       config: tuning; never changes the result.
     """
@@ -68,17 +71,20 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """`jax.lax.ragged_all_to_all`, on every platform, with a right gradient.
 
-    Rows `operand[input_offsets[p] : input_offsets[p] + send_sizes[p]]` go to rank `p`'s result, at row `output_offsets[p]`.
+    Rows `operand[input_offsets[p] : input_offsets[p] + send_sizes[p]]` go to rank `p`'s result, at row
+    `output_offsets[p]`.
 
     Args:
-      operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing arrives.
-      input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank `p`'s output;
-        `recv_sizes[s]` is what source `s` sends here.
+      operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing
+        arrives.
+      input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank
+        `p`'s output; `recv_sizes[s]` is what source `s` sends here.
       axis_name, axis_index_groups: as in `jax.lax.ragged_all_to_all`.
       config: tuning; never changes the result.
 
     Returns:
-      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row, either may win.
+      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row,
+      either may win.
     """
     caller = "ragged_all_to_all"
     config = _validate.config(config, caller)
@@ -87,7 +93,8 @@ def ragged_all_to_all(
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         raise ValueError(
-            f"{caller}: operand is {operand.dtype}{list(operand.shape)} and output {output.dtype}{list(output.shape)}: they may "
+            f"{caller}: operand is {operand.dtype}{list(operand.shape)} and output "
+            f"{output.dtype}{list(output.shape)}: they may "
             "differ in the first dimension only"
         )
     size = _primitives._group_size(sizes, groups)

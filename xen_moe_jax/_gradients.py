@@ -1,4 +1,5 @@
-"""`custom_vjp` on top of the primitives: the gradient of a dispatch is a combine, and that of a combine a redispatch."""
+"""`custom_vjp` on top of the primitives: the gradient of a dispatch is a combine, and that of a combine a
+redispatch."""
 
 from __future__ import annotations
 
@@ -89,8 +90,10 @@ def _dispatch_backward(static: Static, residuals, cotangent: Dispatched):
     topk_idx, positions, recv_counts, weights = residuals
     if cotangent.row_scales is not None:
         raise TypeError(
-            "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float array "
-            "and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients straight through."
+            "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float "
+            "array "
+            "and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients straight "
+            "through."
         )
     dx = _bind_combine(static, static.gradient_wire, False, cotangent.rows, topk_idx, positions, recv_counts, weights)
     return dx, None, None, _return_to_slots(static, cotangent.weights, positions, topk_idx)

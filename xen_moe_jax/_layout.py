@@ -31,7 +31,8 @@ def round_up(x: jax.Array, multiple: int) -> jax.Array:
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
     """For each entry of int32 `bins [N]`: how many earlier entries name the same bin; and `counts [num_bins]`.
 
-    Entries outside `[0, num_bins)` get an arbitrary order. A stable sort, not a one-hot sum: O(N log N) for any number of bins.
+    Entries outside `[0, num_bins)` get an arbitrary order. A stable sort, not a one-hot sum: O(N log N) for any
+    number of bins.
     """
     n = bins.shape[0]
     keys = jnp.where((bins >= 0) & (bins < num_bins), bins, num_bins)
@@ -94,7 +95,8 @@ class RecvLayout(NamedTuple):
 
 
 def expert_bases(counts: jax.Array, spec: Spec) -> jax.Array:
-    """int32 `[R, L]` from `counts [R, L]` (this rank's experts): flat row at which each source's run for each expert starts."""
+    """int32 `[R, L]` from `counts [R, L]` (this rank's experts): flat row at which each source's run for each expert
+    starts."""
     before = exclusive_cumsum(counts, axis=0)
     if spec.layout == "padded":
         stride = spec.num_ranks * spec.num_tokens

@@ -234,7 +234,7 @@ def axis_size(name: str) -> int:
 
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     """Operands that all vary over `axis_name` and over whatever any of them varies over."""
-    known = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
+    known: list[frozenset[str]] = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
     wanted = frozenset(axis_name).union(*known)
     if not _vma_is_checked(axis_name[0]):
         return list(operands)

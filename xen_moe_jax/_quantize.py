@@ -1,7 +1,8 @@
 """Block quantisation: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension.
 
-The block size and the e4m3 range follow DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); ue8m0 (a power of two) follows the OCP
-Microscaling Formats specification, section 5.4.1. The arithmetic is spelled out so that every backend gives the same bits.
+The block size and the e4m3 range follow DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); ue8m0 (a power of two) follows
+the OCP Microscaling Formats specification, section 5.4.1. The arithmetic is spelled out so that every backend gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     amax_bits = jnp.max(magnitude, axis=-1)
     finite = amax_bits < 0x7F800000
     amax = jnp.maximum(lax.bitcast_convert_type(amax_bits, jnp.float32), jnp.float32(MIN_AMAX))
-    scale = amax / jnp.float32(qmax)
+    # XLA turns a division by a constant into a multiplication by its inverse, which rounds differently: hide the constant.
+    scale = amax / jnp.where(finite, jnp.float32(qmax), 1.0)
     if wire.scale_format == "ue8m0":
         scale = _power_of_two_at_least(scale)
         inverse = 1.0 / scale
@@ -113,7 +115,8 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
       scale_format: "float32", or "ue8m0" for scales that are powers of two (stored as float32).
 
     Returns:
-      `BlockScaled(values [..., H], scales float32 [..., ceil(H/128)])`. A block that holds a NaN or an infinity has scale NaN.
+      `BlockScaled(values [..., H], scales float32 [..., ceil(H/128)])`. A block that holds a NaN or an infinity has
+      scale NaN.
 
     Raises:
       TypeError: `x` is not a float array. ValueError: unknown `dtype` or `scale_format`, or `x` is a scalar.

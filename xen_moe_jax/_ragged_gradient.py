@@ -25,7 +25,8 @@ def transpose(
 
     Args:
       cotangent: of the result, shape of `output`.
-      ragged: `ragged_all_to_all` with the axis bound. exchange: `all_to_all` of one number for each peer, the axis bound.
+      ragged: `ragged_all_to_all` with the axis bound. exchange: `all_to_all` of one number for each peer, the axis
+        bound.
     """
     landed = exchange(output_offsets)  # where each source's rows lie in this rank's result
     came_from = exchange(input_offsets)  # where they lay in the source's operand

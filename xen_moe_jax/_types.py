@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jax import export
 
 from xen_moe_jax._spec import Spec
 
+T = TypeVar("T")
 
-def _pytree(*, static: tuple[str, ...] = ()):
+
+@dataclass_transform(frozen_default=True)
+def _pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     """Frozen dataclass + pytree registration, in one decorator."""
 
-    def decorate(cls):
+    def decorate(cls: type[T]) -> type[T]:
         cls = dataclasses.dataclass(frozen=True)(cls)
-        names = [f.name for f in dataclasses.fields(cls)]
+        names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         data = [n for n in names if n not in static]
         return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
 
@@ -122,9 +126,10 @@ def _export_as(cls: type, to_json, from_json) -> None:
     )
 
 
-def _spec_from_json(fields: list[dict]) -> tuple:
+def _spec_from_json(fields: list[dict[str, Any]]) -> tuple[Spec]:
     (spec,) = fields
-    return (Spec(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}),)
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}
+    return (Spec(**values),)
 
 
 _export_as(Handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)

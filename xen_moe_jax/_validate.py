@@ -23,7 +23,8 @@ def axes(axis_name: Any, caller: str) -> tuple[tuple[str, ...], tuple[int, ...]]
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or len(names) > 2 or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
-            f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) of two "
+            f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) "
+            f"of two "
             "different names"
         )
     manual = _primitives.manual_axes()
@@ -92,7 +93,8 @@ def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, ja
     wanted = (values.shape[0], scale_blocks(values.shape[1]))
     if scales.shape != wanted or scales.dtype != jnp.float32:
         raise ValueError(
-            f"{caller}: {name}.scales is {scales.dtype}{list(scales.shape)}: must be float32{list(wanted)}, one scale per 128 "
+            f"{caller}: {name}.scales is {scales.dtype}{list(scales.shape)}: must be float32{list(wanted)}, one "
+            f"scale per 128 "
             "elements of the hidden dimension"
         )
     return values, scales
@@ -131,7 +133,8 @@ def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
     wanted = (*spec.row_dims, "H")
     if y.shape[:-1] != spec.row_dims or y.ndim != len(wanted):
         raise ValueError(
-            f"{caller}: y has shape {y.shape}: the handle comes from a dispatch with layout={spec.layout!r}, whose rows are "
+            f"{caller}: y has shape {y.shape}: the handle comes from a dispatch with layout={spec.layout!r}, whose "
+            f"rows are "
             f"[{', '.join(map(str, wanted))}]"
         )
     if y.dtype.name not in FLOATS:
@@ -148,7 +151,8 @@ def handle(value: Any, caller: str) -> Handle:
     names, sizes = axes(value.spec.axis_name, f"{caller} (axis_name of the handle)")
     if sizes != value.spec.axis_sizes:
         raise ValueError(
-            f"{caller}: the handle was made over axis {names} of size {value.spec.axis_sizes}, here it has size {sizes}: use a "
+            f"{caller}: the handle was made over axis {names} of size {value.spec.axis_sizes}, here it has size "
+            f"{sizes}: use a "
             "handle inside the mesh that made it"
         )
     return value
@@ -171,7 +175,8 @@ def axis_numbers(x: jax.Array, split_axis: Any, concat_axis: Any, size: int, til
         )
     if not tiled and length != size:
         raise ValueError(
-            f"{caller}: x has {length} elements along split_axis={split}: without tiled=True it must be the {size} ranks"
+            f"{caller}: x has {length} elements along split_axis={split}: without tiled=True it must be the {size} "
+            f"ranks"
         )
     return split, concat
 
@@ -190,7 +195,8 @@ def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tupl
     total = math.prod(sizes)
     if not groups or len({len(g) for g in groups}) != 1 or sorted(i for g in groups for i in g) != list(range(total)):
         raise ValueError(
-            f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of 0..{total - 1} once"
+            f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of 0..{total - 1} "
+            f"once"
         )
     return groups
 

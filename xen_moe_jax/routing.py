@@ -22,7 +22,8 @@ def top_k(
     Args:
       logits: float `[T, E]`.
       k: experts per token, `1 <= k <= E`.
-      score: "softmax" over all experts (Switch Transformer, arXiv:2101.03961) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
+      score: "softmax" over all experts (Switch Transformer, arXiv:2101.03961) or "sigmoid" (DeepSeek-V3,
+        arXiv:2412.19437).
       bias: float `[E]`, added to the scores for the choice only, never to the weights.
       normalize: divide the chosen weights by their sum; default only for sigmoid scores, as in DeepSeek-V3.
       scale: multiplies the weights.
@@ -51,8 +52,8 @@ def group_limited_top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The `k` best experts among the `topk_groups` best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A group's score is the sum of its two best (biased) expert scores. With one group per node this bounds the nodes that a token
-    reaches.
+    A group's score is the sum of its two best (biased) expert scores. With one group per node this bounds the nodes
+    that a token reaches.
 
     Args:
       scores: float `[T, E]`, non-negative (for instance `jax.nn.sigmoid(logits)`); `E` divides by `num_groups`.

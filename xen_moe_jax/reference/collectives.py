@@ -1,4 +1,5 @@
-"""The drop-ins in plain JAX: `all_to_all` is XLA's own; `ragged_all_to_all` runs in rounds, also where XLA has none (CPU)."""
+"""The drop-ins in plain JAX: `all_to_all` is XLA's own; `ragged_all_to_all` runs in rounds, also where XLA has none
+(CPU)."""
 
 from __future__ import annotations
 

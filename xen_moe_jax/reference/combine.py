@@ -1,7 +1,8 @@
-"""Combine: each expert rank reduces a token's rows in slot order, one partial row travels back, the token's rank adds them up.
+"""Combine: each expert rank reduces a token's rows in slot order, one partial row travels back, the token's rank adds
+them up.
 
-Tokens travel in the order "most rows first", which both sides can compute: then a round's blocks need the same number of slots
-almost everywhere, and slots beyond the largest in a block are never visited.
+Tokens travel in the order "most rows first", which both sides can compute: then a round's blocks need the same number
+of slots almost everywhere, and slots beyond the largest in a block are never visited.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.reference import rounds
-from xen_moe_jax.reference.rounding import multiply_rounded, round_to, runtime_zero
+from xen_moe_jax.reference.rounding import keep, multiply_rounded, round_to, runtime_zero
 
 
 def combine(
@@ -33,6 +33,8 @@ def combine(
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
     zero = runtime_zero(recv_counts)
     rows = y.reshape(-1, y.shape[-1])
+    if rows.shape[0] == 0:  # capacity=0: everything was dropped, but a gather needs a row to point at
+        rows = jnp.zeros((1, y.shape[-1]), y.dtype)
     flat_weights = weights.reshape(-1) if weighted else None
     block = rounds.block_rows(spec.num_tokens, config)
 
@@ -83,14 +85,16 @@ def _to_wire(partial, dtype, wire: Wire | None, zero):
     return quantize_arrays(partial, wire)
 
 
-def _from_wire(payload, wire: Wire | None):
+def _from_wire(payload, wire: Wire | None, zero):
     if wire is None:
         return payload[0].astype(jnp.float32)
-    return dequantize_arrays(*payload, jnp.float32)
+    values, scales = payload
+    return keep(dequantize_arrays(values, scales, jnp.float32), zero)
 
 
 def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec) -> jax.Array:
-    """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two axes."""
+    """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two
+    axes."""
     owner = jnp.where(topk_idx >= 0, topk_idx // spec.local_experts, -1)
     counts = jnp.sum(
         owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
@@ -103,7 +107,7 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
     def add_rank(rank, acc):
         hit = lax.dynamic_index_in_dim(counts, rank, axis=0, keepdims=False) > 0
         at = lax.dynamic_index_in_dim(place, rank, axis=0, keepdims=False) + rank * stride
-        partial = _from_wire(tuple(a.at[at].get(mode="promise_in_bounds") for a in flat), wire)
+        partial = _from_wire(tuple(a.at[at].get(mode="promise_in_bounds") for a in flat), wire, zero)
         return jnp.where(hit[:, None], acc + partial, acc)
 
     hidden = received[0].shape[-1]
@@ -114,7 +118,7 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
 
     def add_node(node, acc):
         inside = lax.fori_loop(node * ranks_per_node, (node + 1) * ranks_per_node, add_rank, start)
-        partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire)
+        partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire, zero)
         return acc + partial
 
     return lax.fori_loop(0, spec.axis_sizes[0], add_node, start).astype(dtype)

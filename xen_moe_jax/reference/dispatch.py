@@ -14,6 +14,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.reference import rounds
+from xen_moe_jax.reference.rounding import keep, runtime_zero
 
 
 def dispatch(
@@ -103,7 +104,8 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
 
     if wire is not None:
         values, row_scales = received
-        received = (dequantize_arrays(values, row_scales, x.dtype),)
+        zero = runtime_zero(positions + 2)
+        received = (keep(dequantize_arrays(values, row_scales, x.dtype), zero),)
     return tuple(place(a) for a in received)
 
 

@@ -1,8 +1,8 @@
 """Float32 arithmetic that a compiler may not fuse or skip.
 
-LLVM contracts `a * b + c` into one fused operation, and XLA drops a round trip through a narrower type. Both change bits that the
-contract fixes. Passing a value through an exclusive-or with an integer zero that only the run time knows stops both, at the price
-of one integer operation an element.
+LLVM contracts `a * b + c` into one fused operation, and XLA drops a round trip through a narrower type. Both change
+bits that the contract fixes. Passing a value through an exclusive-or with an integer zero that only the run time
+knows stops both, at the price of one integer operation an element.
 """
 
 from __future__ import annotations

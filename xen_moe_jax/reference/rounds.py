@@ -1,8 +1,9 @@
 """Rows between every pair of ranks in equal rounds of `all_to_all`.
 
-XLA wants static shapes, and on CPU it has no ragged all-to-all. A single padded `all_to_all` would move the worst case, `T` rows
-for every pair. Here each round moves `block` rows for every pair, and the number of rounds follows the largest pair of this very
-routing, so that what is moved is close to what is needed and the send buffer is a round, not the worst case.
+XLA wants static shapes, and on CPU it has no ragged all-to-all. A single padded `all_to_all` would move the worst
+case, `T` rows for every pair. Here each round moves `block` rows for every pair, and the number of rounds follows the
+largest pair of this very routing, so that what is moved is close to what is needed and the send buffer is a round,
+not the worst case.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def exchange(
 
     Args:
       produce: first row of a round (int32) -> pytree of `[R, block, ...]`: what goes to each rank.
-      largest_pair: int32 `[]`, rows of the largest pair; the same on every rank, or the ranks would disagree on the rounds.
+      largest_pair: int32 `[]`, rows of the largest pair; the same on every rank, or the ranks would disagree on the
+        rounds.
       max_rows: static bound of `largest_pair`.
       block: rows of a round.
 
     Returns:
-      pytree of `[R, ceil(max_rows / block) * block, ...]`: row `j` from source `s` at `[s, j]`; zero where nothing came.
+      pytree of `[R, ceil(max_rows / block) * block, ...]`: row `j` from source `s` at `[s, j]`; zero where nothing
+      came.
     """
     rows = -(-max_rows // block) * block
     shapes = jax.eval_shape(produce, jnp.int32(0))

@@ -1,0 +1,127 @@
+"""Symmetric memory that a caller wants to own: how much an operation needs, and an object that holds it.
+
+Only the CUDA backend has such memory; it is made on first use unless a `Buffer` made it before. TPU and reference
+operations keep their communication buffers inside the compiled program, and need none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax import _backends, _validate
+from xen_moe_jax._quantize import Wire
+
+
+def buffer_size_hint(
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_ranks: int,
+    top_k: int = 8,
+    num_experts: int | None = None,
+    dtype: Any = "bfloat16",
+    wire: Any = None,
+    backend: str | None = None,
+) -> int:
+    """Bytes of symmetric memory per rank that dispatch and combine of these shapes need, before anything is allocated.
+
+    Args:
+      num_tokens, hidden, num_ranks, top_k: `T`, `H`, `R`, `K`.
+      num_experts: `E`; None assumes 256 experts or one per rank, whichever is more.
+      dtype: of `x` and `y`; the values' dtype for a `BlockScaled` x.
+      wire: as in `dispatch`.
+      backend: None asks for the one that `jax.default_backend()` would use.
+
+    Returns:
+      bytes; 0 for backends without symmetric memory.
+    """
+    caller = "buffer_size_hint"
+    sizes = {"num_tokens": num_tokens, "hidden": hidden, "num_ranks": num_ranks, "top_k": top_k}
+    checked = {name: _validate.integer(value, name, caller, minimum=1) for name, value in sizes.items()}
+    experts = max(256, num_ranks) if num_experts is None else num_experts
+    checked["num_experts"] = _validate.integer(experts, "num_experts", caller, minimum=1)
+    parsed: Wire | None = _validate.wire(wire, caller)
+    name = backend or _backends.for_platform(_platform())
+    module = _backends.load(name)
+    size = getattr(module, "buffer_size_hint", None)
+    return 0 if size is None else size(**checked, dtype=jnp.dtype(dtype), wire=parsed)
+
+
+class Buffer:
+    """Owns the symmetric memory of one mesh axis on one channel; a context manager.
+
+    Operations over `axis_name` whose config has the same `channel` use it while it is open, and fail with a clear
+    error instead of growing it if it is too small. Without a `Buffer` the library allocates on first use and keeps
+    the memory.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str | tuple[str, str],
+        *,
+        num_tokens: int,
+        hidden: int,
+        top_k: int = 8,
+        num_experts: int | None = None,
+        dtype: Any = "bfloat16",
+        wire: Any = None,
+        size_bytes: int | None = None,
+        channel: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        """Allocates at once, on every rank of the axis.
+
+        Args:
+          mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
+          num_tokens, hidden, top_k, num_experts, dtype, wire: as in `buffer_size_hint`.
+          size_bytes: overrides the hint.
+          channel: the `KernelConfig.channel` it serves.
+
+        Raises:
+          ValueError: an axis is not in the mesh, or a size is not positive.
+        """
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        for name in names:
+            if name not in mesh.axis_names:
+                raise ValueError(f"Buffer: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
+        ranks = 1
+        for name in names:
+            ranks *= mesh.shape[name]
+        platform = mesh.devices.flat[0].platform
+        self.mesh, self.axis_name, self.channel = mesh, names, channel
+        self.backend = backend or _backends.for_platform("cuda" if platform == "gpu" else platform)
+        if size_bytes is None:
+            size_bytes = buffer_size_hint(
+                num_tokens=num_tokens,
+                hidden=hidden,
+                num_ranks=ranks,
+                top_k=top_k,
+                num_experts=num_experts,
+                dtype=dtype,
+                wire=wire,
+                backend=self.backend,
+            )
+        self.size_bytes = _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=0)
+        open_buffer = getattr(_backends.load(self.backend), "open_buffer", None)
+        self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel)
+
+    def close(self) -> None:
+        """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _platform() -> str:
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
