@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def dispatch(
     )
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
-    static = _gradients.Static(spec, parsed_wire, config)
+    static = _gradients.Static(spec, parsed_wire, _for_shape(config, spec, values.shape[1]))
     operands = [values, idx, weights] if scales is None else [values, idx, weights, scales]
     values, idx, weights, *rest = _primitives.vary_over(operands, spec.axis_name)
     out = _gradients.dispatch(static, values, rest[0] if rest else None, idx, weights)
@@ -119,6 +120,12 @@ def _make_spec(
         capacity = _validate.integer(capacity, "capacity", caller, minimum=0)
     _validate.row_limit(capacity, "capacity", caller)
     return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment)
+
+
+def _for_shape(config: KernelConfig, spec: Spec, hidden: int) -> KernelConfig:
+    """Nothing moves when a dimension is empty: plain JAX answers, and no kernel has to think of it."""
+    empty = spec.num_tokens == 0 or spec.capacity == 0 or hidden == 0
+    return dataclasses.replace(config, backend="reference") if empty else config
 
 
 def _routed(out: _gradients.Dispatched, topk_idx: jax.Array, spec: Spec) -> Routed:
@@ -183,6 +190,7 @@ def combine(
             f"routed.topk_weights while "
             "reducing over the local experts and pass weighted=False"
         )
+    config = _for_shape(config, spec, y.shape[-1])
     static = _gradients.Static(spec, _validate.wire(wire, caller), config, bool(weighted))
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, handle.weights]
     return _gradients.combine(static, *_primitives.vary_over(operands, spec.axis_name))
@@ -208,7 +216,7 @@ def redispatch(x: jax.Array, handle: Handle, *, wire: Any = None, config: Kernel
         raise TypeError(f"{caller}: x is a BlockScaled: pass the float array and wire=... instead")
     if values.shape[0] != spec.num_tokens:
         raise ValueError(f"{caller}: x has {values.shape[0]} tokens: the handle was made for {spec.num_tokens}")
-    static = _gradients.Static(spec, _validate.wire(wire, caller), config)
+    static = _gradients.Static(spec, _validate.wire(wire, caller), _for_shape(config, spec, values.shape[1]))
     operands = [values, handle.topk_idx, handle.positions, handle.recv_counts]
     return _gradients.redispatch(static, *_primitives.vary_over(operands, spec.axis_name))
 

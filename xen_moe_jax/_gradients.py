@@ -102,6 +102,8 @@ def _dispatch_backward(static: Static, residuals, cotangent: Dispatched):
 def _return_to_slots(static: Static, row_values, positions, topk_idx) -> jax.Array:
     """float32 `[T, K]`: brings one number per (row, slot) back to the source's (token, slot)."""
     spec = static.spec
+    if 0 in spec.row_dims:
+        return (topk_idx * 0).astype(jnp.float32)
     keep = positions >= 0
     at = jnp.maximum(positions, 0)
     if spec.layout == "ranked":

@@ -31,10 +31,10 @@ def combine(
     config: KernelConfig,
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
+    if spec.num_tokens == 0 or y.size == 0:
+        return jnp.zeros((spec.num_tokens, y.shape[-1]), y.dtype)
     zero = runtime_zero(recv_counts)
     rows = y.reshape(-1, y.shape[-1])
-    if rows.shape[0] == 0:  # capacity=0: everything was dropped, but a gather needs a row to point at
-        rows = jnp.zeros((1, y.shape[-1]), y.dtype)
     flat_weights = weights.reshape(-1) if weighted else None
     block = rounds.block_rows(spec.num_tokens, config)
 
