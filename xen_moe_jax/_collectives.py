@@ -34,7 +34,7 @@ def all_to_all(
     """
     caller = "all_to_all"
     config = _validate.config(config, caller)
-    names, sizes = _validate.axes(axis_name, caller)
+    names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
 
     def one(leaf: Any) -> jax.Array:
@@ -88,7 +88,7 @@ def ragged_all_to_all(
     """
     caller = "ragged_all_to_all"
     config = _validate.config(config, caller)
-    names, sizes = _validate.axes(axis_name, caller)
+    names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:

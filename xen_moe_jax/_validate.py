@@ -18,10 +18,10 @@ from xen_moe_jax._types import BlockScaled, Handle
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def axes(axis_name: Any, caller: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and sizes of the mesh axes that the call runs over."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or len(names) > 2 or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
+def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the mesh axes that the call runs over; `most` names at the most."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
             f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) "
             f"of two "
@@ -78,6 +78,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
         return _block_scaled(x, caller, name)
     x = _array(x, caller, name)
     _rank(x, 2, "[T, H] (tokens of this rank, hidden)", caller, name)
+    _not_empty(x, caller, name)
     if x.dtype.name not in FLOATS:
         raise TypeError(
             f"{caller}: {name} has dtype {x.dtype}: must be one of {FLOATS}, or a BlockScaled from xm.quantize"
@@ -88,6 +89,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
 def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array]:
     values, scales = _array(x.values, caller, f"{name}.values"), _array(x.scales, caller, f"{name}.scales")
     _rank(values, 2, "[T, H]", caller, f"{name}.values")
+    _not_empty(values, caller, f"{name}.values")
     if values.dtype.name not in QMAX:
         raise TypeError(f"{caller}: {name}.values has dtype {values.dtype}: must be one of {tuple(QMAX)}")
     wanted = (values.shape[0], scale_blocks(values.shape[1]))
@@ -137,6 +139,8 @@ def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
             f"rows are "
             f"[{', '.join(map(str, wanted))}]"
         )
+    if y.shape[-1] == 0:
+        raise ValueError(f"{caller}: y has shape {y.shape}: the hidden dimension must be >= 1")
     if y.dtype.name not in FLOATS:
         raise TypeError(f"{caller}: y has dtype {y.dtype}: must be one of {FLOATS}")
     return y
@@ -211,3 +215,11 @@ def _array(x: Any, caller: str, name: str) -> jax.Array:
 def _rank(x: jax.Array, ndim: int, meaning: str, caller: str, name: str) -> None:
     if x.ndim != ndim:
         raise ValueError(f"{caller}: {name} has shape {x.shape}: must be {meaning}")
+
+
+def _not_empty(x: jax.Array, caller: str, name: str) -> None:
+    if 0 in x.shape:
+        raise ValueError(
+            f"{caller}: {name} has shape {x.shape}: T and H must be >= 1; a rank without tokens passes unused ones, with all "
+            "slots -1"
+        )
