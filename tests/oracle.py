@@ -1,7 +1,7 @@
 """An independent NumPy oracle of the public contract: plain loops, no JAX, no code of the library.
 
-Every array is *stacked*: axis 0 is the rank that holds it, so `x` is `[R, T, H]` and `topk_idx` is `[R, T, K]`. Written from the
-contract (docs/internals.md, "Numerics, in words that every backend follows"), sentence by sentence, for reading beside it.
+Every array is *stacked*: axis 0 is the rank that holds it, so `x` is `[R, T, H]` and `topk_idx` is `[R, T, K]`. Written
+from the contract (docs/internals.md, "Numerics, in words that every backend follows"), sentence by sentence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WIRE_DTYPE = {"float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dty
 F32 = np.float32
 
 
-# ---------------------------------------------------------------------------------------------------------- quantisation
+# -- quantisation ----------------------------------------------------------------------------------
 def quantize(x: np.ndarray, wire: str, scale_format: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    """Quantises `x [..., H]` in blocks of 128 along the last axis. Returns `(values [..., H], scales f32[..., ceil(H/128)])`."""
+    """Quantises `x [..., H]` by blocks of 128: `(values [..., H], scales f32[..., ceil(H/128)])`."""
     hidden = x.shape[-1]
     blocks = -(-hidden // SCALE_BLOCK)
     qmax = QMAX[wire]
@@ -67,7 +67,7 @@ def through_wire(x: np.ndarray, wire: str | None, scale_format: str, dtype) -> n
     return dequantize(*quantize(x, wire, scale_format), dtype)
 
 
-# -------------------------------------------------------------------------------------------------------------- dispatch
+# -- dispatch --------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Dispatched:
     """Every output of a dispatch, for all ranks. `specified` marks the rows whose contents the contract fixes."""
@@ -79,7 +79,7 @@ class Dispatched:
     row_scales: np.ndarray | None  # [R, C, blocks], BlockScaled input only
     positions: np.ndarray  # i32[R, R, T, slots]: [holder, source, token, slot]
     recv_counts: np.ndarray  # i32[R, R, L]
-    weights: np.ndarray | None  # f32[R, C] (padded [R, L, R*T]; ranked [R, C, K])
+    weights: np.ndarray  # f32[R, C] (padded [R, L, R*T]; ranked [R, C, K])
     local_idx: np.ndarray | None  # i32[R, C, K], ranked only
     group_sizes: np.ndarray | None  # i32[R, L], grouped only
     num_tokens_per_expert: np.ndarray  # i32[R, L]
@@ -97,12 +97,14 @@ def sanitize(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
     return np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1).astype(np.int32)
 
 
-def worst_case_capacity(layout: str, num_ranks: int, num_tokens: int, top_k: int, num_experts: int, alignment: int) -> int:
+def worst_case_capacity(
+    layout: str, num_ranks: int, num_tokens: int, top_k: int, num_experts: int, alignment: int
+) -> int:
     """Rows of `routed.x` for `capacity=None`, from the words of the contract."""
     local = -(-num_experts // num_ranks)
     if layout == "grouped":
         rows = num_ranks * num_tokens * min(top_k, local)
-        # Each group that holds a row wastes at most alignment - 1 rows; the total is a sum of multiples of the alignment.
+        # A group that holds a row wastes at most alignment - 1 rows; the total is a sum of multiples of the alignment.
         return (rows + min(local, rows) * (alignment - 1)) // alignment * alignment
     if layout == "ranked":
         return num_ranks * num_tokens
@@ -144,7 +146,7 @@ def dispatch(
     scale_format: str = "float32",
     scales: np.ndarray | None = None,
 ) -> Dispatched:
-    """Dispatch of all ranks. `scales` means `BlockScaled` input: values and scales travel as they are."""
+    """Dispatch of all ranks. No weights are weights of one; with `scales` the input is `BlockScaled` and travels as it is."""
     num_ranks, num_tokens, hidden = x.shape
     top_k = topk_idx.shape[-1]
     idx = sanitize(topk_idx, num_experts)
@@ -295,7 +297,7 @@ def redispatch(x: np.ndarray, routed: Dispatched) -> np.ndarray:
     return _gather_rows(x, routed.positions, capacity).reshape(*routed.specified.shape, x.shape[-1])
 
 
-# --------------------------------------------------------------------------------------------------------------- combine
+# -- combine ---------------------------------------------------------------------------------------
 def combine(
     y: np.ndarray,
     routed: Dispatched,
@@ -305,7 +307,7 @@ def combine(
     scale_format: str = "float32",
     axis_sizes: tuple[int, ...] | None = None,
 ) -> np.ndarray:
-    """Sum of a token's rows, `[R, T, H]` of `y.dtype`. Two axes (`axis_sizes = (nodes, ranks of a node)`) add one level."""
+    """Sum of a token's rows, `[R, T, H]` of `y.dtype`. Two `axis_sizes` (nodes, ranks of a node) add one level."""
     num_ranks = routed.num_ranks
     sources, tokens = routed.positions.shape[1:3]
     hidden = y.shape[-1]
@@ -337,7 +339,7 @@ def combine(
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ layout, drop-ins
+# -- layout, drop-ins ------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Layout:
     """One rank's view of its own routing, before anything is sent."""
@@ -348,7 +350,9 @@ class Layout:
     is_token_in_rank: np.ndarray  # bool[T, R]
 
 
-def dispatch_layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int | None = None) -> Layout:
+def dispatch_layout(
+    topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int | None = None
+) -> Layout:
     """`get_dispatch_layout` of one rank's `topk_idx [T, K]`."""
     local = -(-num_experts // num_ranks)
     idx = sanitize(topk_idx, num_experts)
@@ -379,7 +383,9 @@ def all_to_all(x: np.ndarray, split_axis: int, concat_axis: int, *, groups=None,
     return np.stack(out)
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, groups=None) -> np.ndarray:
+def ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, groups=None
+) -> np.ndarray:
     """`jax.lax.ragged_all_to_all` of all ranks: slice `i` of a rank goes to the `i // slices`-th rank of its group."""
     result = output.copy()
     groups = [list(range(operand.shape[0]))] if groups is None else groups

@@ -220,6 +220,6 @@ def _rank(x: jax.Array, ndim: int, meaning: str, caller: str, name: str) -> None
 def _not_empty(x: jax.Array, caller: str, name: str) -> None:
     if 0 in x.shape:
         raise ValueError(
-            f"{caller}: {name} has shape {x.shape}: T and H must be >= 1; a rank without tokens passes unused ones, with all "
-            "slots -1"
+            f"{caller}: {name} has shape {x.shape}: T and H must be >= 1; a rank without tokens passes unused ones, with "
+            "all slots -1"
         )

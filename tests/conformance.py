@@ -1,0 +1,405 @@
+"""The contract as tests: one class, run against every backend.
+
+A backend subclasses `Conformance`, names itself in `config` and picks its sizes; the tables are in `cases.py`, the
+expected values come from `oracle.py`. Everything that the contract fixes is compared bit for bit; rows that it leaves
+unspecified are poisoned (`y`) or not looked at (results).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, ClassVar
+
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
+import numpy as np
+import oracle
+import pytest
+from cases import CASE_IDS, CASE_ROUTINGS, ROUTINGS, Case
+from checks import assert_bits, assert_within_ulp
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+
+ALL_TO_ALL = (  # shape of a rank's x from R, split_axis, concat_axis, tiled, groups of consecutive ranks, dtype
+    (lambda r: (r, 3, 5), 0, 0, False, 1, "float32"),
+    (lambda r: (3, r, 5), 1, 2, False, 1, "bfloat16"),
+    (lambda r: (3, 5, r), 2, 0, False, 1, "int32"),
+    (lambda r: (2 * r, 3), 0, 0, True, 1, "bfloat16"),
+    (lambda r: (2, 3 * r, 5), 1, 0, True, 1, "float32"),
+    (lambda r: (r // 2, 6), 0, 0, False, 2, "float32"),
+    (lambda r: (r, 6), 0, 1, True, 2, "float16"),
+)
+
+
+class Conformance:
+    """Subclass it, set the attributes, run it.
+
+    Attributes:
+      config: passed to every call; names the backend.
+      num_ranks: ranks along a single axis.
+      two_axis_sizes: (slow, fast) for the two-axis cases; None skips them.
+      num_tokens: tokens per rank.
+      hidden: a multiple of 128. `odd_hidden` is the other kind.
+      exact_weighted: False where the backend cannot keep multiply and add apart (TPU): one unit in the last place is
+        then allowed.
+      excluded: case name -> reason: skipped.
+    """
+
+    config: ClassVar[xm.KernelConfig] = xm.KernelConfig()
+    num_ranks: ClassVar[int] = 8
+    two_axis_sizes: ClassVar[tuple[int, int] | None] = (2, 4)
+    num_tokens: ClassVar[int] = 20
+    hidden: ClassVar[int] = 256
+    odd_hidden: ClassVar[int] = 200
+    exact_weighted: ClassVar[bool] = True
+    excluded: ClassVar[dict[str, str]] = {}
+
+    # -- set-up ------------------------------------------------------------------------------------
+    def axes(self, count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        if count == 1:
+            return ("ep",), (self.num_ranks,)
+        if self.two_axis_sizes is None:
+            pytest.skip(f"{type(self).__name__} runs no two-axis cases")
+        return ("node", "gpu"), self.two_axis_sizes
+
+    def mesh(self, count: int = 1) -> jax.sharding.Mesh:
+        names, sizes = self.axes(count)
+        need = int(np.prod(sizes))
+        if jax.device_count() < need:
+            pytest.skip(f"needs {need} devices, has {jax.device_count()}")
+        return jax.make_mesh(sizes, names, devices=jax.devices()[:need])
+
+    def run(self, body, *stacked: Any, axes: int = 1, key: Any = None) -> Any:
+        """Runs `body` on every rank. Arrays are stacked (`[R, ...]`), the results too; equal `key`s share a program."""
+        names, _ = self.axes(axes)
+        mesh = self.mesh(axes)
+        program = _compiled(body if key is None else _Keyed(body, key), mesh, names)
+        placed = jax.device_put(stacked, jax.NamedSharding(mesh, P(names)))
+        return jax.tree.map(np.asarray, program(*placed))
+
+    # -- dispatch and combine ----------------------------------------------------------------------
+    @pytest.mark.parametrize(("case", "routing"), CASE_ROUTINGS, ids=CASE_IDS)
+    def test_dispatch_and_combine(self, case: Case, routing: str):
+        if case.name in self.excluded:
+            pytest.skip(self.excluded[case.name])
+        problem = self.problem(case, routing)
+        results = self.run(problem.body, *problem.operands, axes=case.axes, key=problem.key)
+        check_routed(results["routed"], problem.expected, problem.capacity, case)
+        expected = problem.expected
+        assert_bits(results["rows"], oracle.redispatch(problem.x2, expected), "redispatch", where=expected.specified)
+        _, sizes = self.axes(case.axes)
+        wire, scale_format = case.wire_parts
+        for weighted in (False, True):
+            if (name := f"combined_{weighted}") not in results:
+                continue
+            out = oracle.combine(
+                problem.y, expected, weighted=weighted, wire=wire, scale_format=scale_format, axis_sizes=sizes
+            )
+            if weighted and not self.exact_weighted:
+                ulp = {"float8_e4m3fn": "bfloat16", "int8": "bfloat16", None: problem.y.dtype}[wire]
+                assert_within_ulp(results[name], out, name, ulp_dtype=ulp)
+            else:
+                assert_bits(results[name], out, name)
+
+    def problem(self, case: Case, routing: str) -> Problem:
+        """Random operands and expected results of one case."""
+        _, sizes = self.axes(case.axes)
+        ranks = int(np.prod(sizes))
+        rng = np.random.default_rng(zlib.crc32(f"{case.name}/{routing}".encode()))
+        hidden = self.odd_hidden if case.odd_hidden else self.hidden
+        experts = case.experts(ranks)
+        idx = ROUTINGS[routing](rng, (ranks, self.num_tokens, case.top_k), experts).astype(np.int32)
+        x = rng.standard_normal((ranks, self.num_tokens, hidden)).astype(case.dtype)
+        scales = None
+        if case.block_scaled:
+            x, scales = oracle.quantize(x, *case.block_scaled_parts)
+        weights = rng.uniform(-1.5, 1.5, idx.shape).astype(np.float32) if case.weights else None
+        capacity = case.capacity
+        if isinstance(capacity, str):
+            need = oracle.needed_rows(idx, experts, case.layout, case.alignment)
+            capacity = need if capacity == "exact" else need - 1
+        wire, scale_format = case.wire_parts
+        expected = oracle.dispatch(
+            x,
+            idx,
+            weights,
+            num_experts=experts,
+            layout=case.layout,
+            capacity=capacity,
+            alignment=case.alignment,
+            wire=wire,
+            scale_format=scale_format,
+            scales=scales,
+        )
+        y = rng.standard_normal((*expected.specified.shape, hidden)).astype(case.dtype)
+        # Whoever reads a row that no token owns reads a NaN.
+        owned = np.zeros(expected.specified.shape, bool).reshape(ranks, -1)
+        for rank in range(ranks):
+            owned[rank, expected.positions[rank][expected.positions[rank] >= 0]] = True
+        y[~owned.reshape(expected.specified.shape)] = np.nan
+        x2 = rng.standard_normal((ranks, self.num_tokens, 128)).astype(case.dtype)
+        if case.capacity == "one_below":
+            assert expected.num_dropped.sum() > 0
+        return Problem(
+            case, self.config, self.axes(case.axes)[0], experts, capacity, x, scales, idx, weights, y, x2, expected
+        )
+
+    # -- several at a time -------------------------------------------------------------------------
+    def test_two_layers_interleaved_and_handle_reuse(self):
+        """Two dispatches before the first combine, combines in the opposite order, and a handle that serves twice."""
+        first = self.problem(Case("interleaved-a"), "uniform")
+        second = self.problem(Case("interleaved-b", layout="padded", top_k=3), "zipf")
+        names, config = first.axis_name, self.config
+
+        def body(x1, idx1, w1, y1, x2, idx2, w2, y2):
+            one = xm.dispatch(x1, idx1, w1, num_experts=first.experts, axis_name=names, config=config)
+            two = xm.dispatch(x2, idx2, w2, num_experts=second.experts, axis_name=names, layout="padded", config=config)
+            out2 = xm.combine(y2, two.handle, weighted=False, config=config)
+            out1 = xm.combine(y1, one.handle, weighted=False, config=config)
+            again = xm.combine(y1 * 2, one.handle, weighted=False, config=config)
+            return one.x, two.x, out1, out2, again, xm.redispatch(x2, one.handle, config=config)
+
+        operands = [a for p in (first, second) for a in (p.x, p.idx, p.weights, p.y)]
+        rows1, rows2, out1, out2, again, redispatched = self.run(body, *operands)
+        e1, e2 = first.expected, second.expected
+        assert_bits(rows1, e1.rows, "layer 1 rows", where=e1.specified)
+        assert_bits(rows2, e2.rows, "layer 2 rows", where=e2.specified)
+        assert_bits(out1, oracle.combine(first.y, e1, weighted=False), "layer 1")
+        assert_bits(out2, oracle.combine(second.y, e2, weighted=False), "layer 2")
+        assert_bits(
+            again, oracle.combine((first.y.astype("f4") * 2).astype(first.y.dtype), e1, weighted=False), "reuse"
+        )
+        assert_bits(redispatched, oracle.redispatch(second.x, e1), "reuse by redispatch", where=e1.specified)
+
+    def test_start_and_done_equal_the_whole(self):
+        """The halves with other work between them, two flights in the air at once."""
+        problem = self.problem(Case("halves"), "uniform")
+        names, config = problem.axis_name, self.config
+        other = np.random.default_rng(5).standard_normal((self.num_ranks, 64, 64)).astype(np.float32)
+
+        def body(x, idx, weights, y, other):
+            options = {"num_experts": problem.experts, "axis_name": names, "config": config}
+            flight = xm.dispatch_start(x, idx, weights, **options)
+            between = other @ other
+            routed = xm.dispatch_done(flight)
+            flight = xm.combine_start(y, routed.handle, weighted=False, config=config)
+            between = between @ other
+            return routed, xm.combine_done(flight), between
+
+        routed, out, between = self.run(body, problem.x, problem.idx, problem.weights, problem.y, other)
+        check_routed(routed, problem.expected, None, problem.case)
+        assert_bits(out, oracle.combine(problem.y, problem.expected, weighted=False), "combine_done")
+        np.testing.assert_allclose(between, other @ other @ other, rtol=1e-3, atol=1e-3)
+
+    def test_non_finite_values_travel_unharmed(self):
+        """NaN payloads, infinities, negative zeros in `x`, bit for bit, and only to their own rows."""
+        problem = self.problem(Case("non-finite", dtype="float32"), "uniform")
+        x = problem.x.copy()
+        x[0, 0, :4] = [np.nan, np.inf, -np.inf, -0.0]
+        x.view(np.uint32)[1, 1, 5] = 0x7FC12345
+        x[-1, -1] = np.nan
+        names, config = problem.axis_name, self.config
+
+        def body(x, idx, weights):
+            routed = xm.dispatch(x, idx, weights, num_experts=problem.experts, axis_name=names, config=config)
+            return routed.x, xm.combine(routed.x, routed.handle, weighted=False, config=config)
+
+        rows, out = self.run(body, x, problem.idx, problem.weights)
+        expected = oracle.dispatch(x, problem.idx, problem.weights, num_experts=problem.experts)
+        assert_bits(rows, expected.rows, "rows", where=expected.specified)
+        assert_bits(out, oracle.combine(expected.rows, expected, weighted=False), "combined", any_nan=True)
+        assert np.isnan(out[-1, -1]).all() and not np.isnan(out[2:-1]).any()
+
+    @pytest.mark.parametrize("layout", cases.LAYOUTS)
+    def test_gradients_are_the_transposed_operation(self, layout):
+        """`dispatch`'s cotangents return through a combine, `combine`'s through a redispatch: bit for bit."""
+        case = Case("gradients", layout=layout, dtype="float32")
+        problem = self.problem(case, "uniform")
+        rng = np.random.default_rng(7)
+        weighted = layout != "ranked"
+        routed, names, config = problem.expected, problem.axis_name, self.config
+        rows_bar = rng.standard_normal(routed.rows.shape).astype(np.float32)
+        rows_bar[~routed.specified] = np.nan  # a gradient that reads an unspecified row shows it
+        out_bar = rng.standard_normal(problem.x.shape).astype(np.float32)
+
+        def body(x, idx, weights, y, rows_bar, out_bar):
+            options = {"num_experts": problem.experts, "axis_name": names, "layout": layout, "config": config}
+            routed, pull = jax.vjp(lambda x, w: _rows_and_weights(xm.dispatch(x, idx, w, **options)), x, weights)
+            weights_bar = jnp.where(jnp.isnan(routed[1]), 0, jnp.ones_like(routed[1]))
+            dx, dweights = pull((rows_bar, weights_bar))
+            handle = xm.dispatch(x, idx, weights, **options).handle
+            _, pull = jax.vjp(lambda y: xm.combine(y, handle, weighted=weighted, config=config), y)
+            return dx, dweights, *pull(out_bar)
+
+        dx, dweights, dy = self.run(body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar)
+        assert_bits(dx, oracle.combine(rows_bar, routed, weighted=False), "gradient of x")
+        np.testing.assert_array_equal(dweights, (routed.topk_idx >= 0).astype(np.float32))
+        expected = oracle.redispatch(out_bar, routed)
+        if weighted:
+            expected = expected * np.where(routed.specified, routed.weights, 0)[..., None]
+        assert_bits(np.abs(dy), np.abs(np.where(routed.specified[..., None], expected, 0)), "gradient of y")
+        assert_bits(dy, expected, "gradient of y", where=routed.specified & (routed.weights != 0 if weighted else True))
+
+    # -- drop-ins ----------------------------------------------------------------------------------
+    @pytest.mark.parametrize(("shape", "split", "concat", "tiled", "groups", "dtype"), ALL_TO_ALL)
+    def test_all_to_all(self, shape, split, concat, tiled, groups, dtype):
+        ranks = self.num_ranks
+        if ranks < 4 and groups > 1:
+            pytest.skip("groups of one rank")
+        index_groups = None if groups == 1 else np.arange(ranks).reshape(groups, -1).tolist()
+        x = np.random.default_rng(11).integers(-100, 100, (ranks, *shape(ranks))).astype(dtype)
+
+        def body(x):
+            ours = xm.all_to_all(x, "ep", split, concat, axis_index_groups=index_groups, tiled=tiled)
+            theirs = jax.lax.all_to_all(x, "ep", split, concat, axis_index_groups=index_groups, tiled=tiled)
+            return ours, theirs
+
+        ours, theirs = self.run(body, x)
+        assert_bits(ours, oracle.all_to_all(x, split, concat, groups=index_groups, tiled=tiled), "all_to_all")
+        assert_bits(ours, theirs, "all_to_all against jax.lax")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+    @pytest.mark.parametrize("trailing", [(128,), (), (3, 5)], ids=str)
+    @pytest.mark.parametrize("kind", ["random", "empty", "one_pair"])
+    def test_ragged_all_to_all(self, kind, trailing, dtype):
+        operands = ragged_operands(np.random.default_rng(13), self.num_ranks, kind, trailing, dtype)
+
+        def body(*operands):
+            return xm.ragged_all_to_all(*operands, axis_name="ep")
+
+        out = self.run(body, *operands, key=("ragged", trailing, dtype))
+        assert_bits(out, oracle.ragged_all_to_all(*operands), "ragged_all_to_all")
+
+
+# -- machinery -------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Problem:
+    """Operands of one case on all ranks, the program that runs it, and what the oracle expects."""
+
+    case: Case
+    config: xm.KernelConfig
+    axis_name: tuple[str, ...]
+    experts: int
+    capacity: int | None
+    x: np.ndarray
+    scales: np.ndarray | None
+    idx: np.ndarray
+    weights: np.ndarray | None
+    y: np.ndarray
+    x2: np.ndarray
+    expected: oracle.Dispatched
+
+    @property
+    def key(self) -> Any:
+        return (self.case, self.capacity, self.config, self.axis_name)
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        x = self.x if self.scales is None else xm.BlockScaled(self.x, self.scales)
+        return x, self.idx, self.weights, self.y, self.x2
+
+    def body(self, x, idx, weights, y, x2) -> dict[str, Any]:
+        case, config = self.case, self.config
+        routed = xm.dispatch(
+            x,
+            idx,
+            weights,
+            num_experts=self.experts,
+            axis_name=self.axis_name,
+            layout=case.layout,
+            capacity=self.capacity,
+            alignment=case.alignment,
+            wire=case.wire,
+            config=config,
+        )
+        out = {
+            "routed": routed,
+            "rows": xm.redispatch(x2, routed.handle, config=config),
+            "combined_False": xm.combine(y, routed.handle, weighted=False, wire=case.wire, config=config),
+        }
+        if case.layout != "ranked":
+            out["combined_True"] = xm.combine(y, routed.handle, weighted=True, wire=case.wire, config=config)
+        return out
+
+
+class _Keyed:
+    """A function that equals another with the same key: the compiled program is then shared."""
+
+    def __init__(self, body, key):
+        self.body, self.key = body, key
+
+    def __call__(self, *args):
+        return self.body(*args)
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def __eq__(self, other):
+        return isinstance(other, _Keyed) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(body, mesh: jax.sharding.Mesh, axis_name: tuple[str, ...]):
+    def on_each_rank(*stacked):
+        return jax.tree.map(lambda a: a[None], body(*jax.tree.map(lambda a: a[0], stacked)))
+
+    return jax.jit(jax.shard_map(on_each_rank, mesh=mesh, in_specs=P(axis_name), out_specs=P(axis_name)))
+
+
+def _rows_and_weights(routed: xm.Routed):
+    return routed.x, routed.topk_weights if routed.weights is None else routed.weights
+
+
+def check_routed(routed: xm.Routed, expected: oracle.Dispatched, capacity: int | None, case: Case) -> None:
+    """Every field of `Routed` and of its handle against the oracle."""
+    where = expected.specified
+    x = routed.x
+    if case.block_scaled:
+        assert_bits(x.scales, expected.row_scales, "routed.x.scales", where=where)
+        x = x.values
+    assert_bits(x, expected.rows, "routed.x", where=where)
+    if capacity is not None and case.layout != "padded":
+        assert x.shape[1] == capacity
+    assert_bits(routed.num_tokens_per_expert, expected.num_tokens_per_expert, "num_tokens_per_expert")
+    assert_bits(routed.num_dropped, expected.num_dropped, "num_dropped")
+    if case.layout == "grouped":
+        assert_bits(routed.group_sizes, expected.group_sizes, "group_sizes")
+    else:
+        assert routed.group_sizes is None
+    if case.layout == "ranked":
+        assert_bits(routed.topk_idx, expected.local_idx, "topk_idx")
+        assert routed.weights is None
+        assert_bits(routed.topk_weights, expected.weights, "topk_weights")
+    else:
+        assert routed.topk_idx is None and routed.topk_weights is None
+        assert_bits(routed.weights, expected.weights, "weights", where=where)
+    assert_bits(routed.handle.topk_idx, expected.topk_idx, "handle.topk_idx")
+    assert_bits(routed.handle.positions, expected.positions, "handle.positions")
+    assert_bits(routed.handle.recv_counts, expected.recv_counts, "handle.recv_counts")
+
+
+def ragged_operands(rng, ranks: int, kind: str, trailing: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+    """Operands of `ragged_all_to_all` with gaps between segments, some empty, in a shuffled order at the receiver."""
+    sizes = np.zeros((ranks, ranks), np.int32)  # [source, destination]
+    if kind == "random":
+        sizes = rng.integers(0, 4, (ranks, ranks)).astype(np.int32) * (rng.random((ranks, ranks)) < 0.7)
+        sizes = sizes.astype(np.int32)
+    elif kind == "one_pair":
+        sizes[0, ranks - 1] = 5
+    gap = rng.integers(0, 2, (ranks, ranks)).astype(np.int32)
+    input_offsets = (np.cumsum(sizes + gap, axis=1) - sizes).astype(np.int32)
+    output_offsets = np.zeros((ranks, ranks), np.int32)
+    for dest in range(ranks):
+        at = 0
+        for source in rng.permutation(ranks):
+            output_offsets[source, dest] = at
+            at += sizes[source, dest] + gap[dest, source]
+    rows = 5 * ranks
+    operand = rng.integers(-100, 100, (ranks, rows, *trailing)).astype(dtype)
+    output = rng.integers(-100, 100, (ranks, rows + 3, *trailing)).astype(dtype)
+    return operand, output, input_offsets, sizes, output_offsets, np.ascontiguousarray(sizes.T)

@@ -1,0 +1,56 @@
+"""Eight virtual CPU devices for the whole suite, unless the caller asked for another platform; set before JAX loads."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_flags = os.environ.get("XLA_FLAGS", "")
+if os.environ["JAX_PLATFORMS"] == "cpu" and "xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+
+pytest.register_assert_rewrite("checks", "conformance")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+# A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25, print_blob=True)
+hypothesis.settings.load_profile("suite")
+
+
+def _mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    need = 1
+    for size in sizes:
+        need *= size
+    if jax.device_count() < need:
+        pytest.skip(f"needs {need} devices, has {jax.device_count()}")
+    return jax.make_mesh(sizes, names, devices=jax.devices()[:need])
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    """Eight ranks along "ep"."""
+    return _mesh((8,), ("ep",))
+
+
+@pytest.fixture(scope="session")
+def mesh4():
+    """Four ranks along "ep": smaller programs, for tests that do not need eight."""
+    return _mesh((4,), ("ep",))
+
+
+@pytest.fixture(scope="session")
+def node_mesh():
+    """Two nodes of four ranks: the slow axis first."""
+    return _mesh((2, 4), ("node", "gpu"))
+
+
+@pytest.fixture(scope="session")
+def dp_mesh():
+    return _mesh((2, 4), ("dp", "ep"))
+
+
+@pytest.fixture(scope="session")
+def dp_tp_mesh():
+    return _mesh((2, 2, 2), ("dp", "ep", "tp"))

@@ -1,0 +1,20 @@
+"""The conformance class against the plain-JAX backend, which defines the meaning of every operation."""
+
+import conformance
+
+import xen_moe_jax as xm
+
+
+class TestReference(conformance.Conformance):
+    config = xm.KernelConfig(backend="reference")
+
+
+class TestReferenceOddSizes(conformance.Conformance):
+    """Three ranks, a prime number of tokens, one row a round: nothing lines up."""
+
+    config = xm.KernelConfig(backend="reference", chunk_tokens=3)
+    num_ranks = 3
+    two_axis_sizes = None
+    num_tokens = 7
+    hidden = 128
+    odd_hidden = 72
