@@ -77,7 +77,7 @@ def _gather_metadata(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec):
 def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire: Wire | None, config: KernelConfig):
     """Rows (and scales) of `routed.x`, zero wherever nothing was placed."""
     payload = (x,) if scales is None else (x, scales)
-    if spec.num_tokens == 0:
+    if x.size == 0:
         return tuple(jnp.zeros(spec.rows_shape(a.shape[1]), a.dtype) for a in payload)
     hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts)
     block = rounds.block_rows(spec.num_tokens, config)
