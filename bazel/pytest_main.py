@@ -1,0 +1,29 @@
+"""Entry point of every pytest_test: python pytest_main.py [pytest arguments] files."""
+
+import os
+import sys
+
+import pytest
+
+
+def arguments() -> list[str]:
+    """Bazel's test protocol, in pytest's words."""
+    given = ["-p", "no:cacheprovider"]
+    if "XML_OUTPUT_FILE" in os.environ:
+        given.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
+    if "TESTBRIDGE_TEST_ONLY" in os.environ:  # bazel test --test_filter=EXPRESSION
+        given += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
+    if "TEST_TMPDIR" in os.environ:
+        given.append("--basetemp=" + os.path.join(os.environ["TEST_TMPDIR"], "pytest"))
+    return given
+
+
+def main() -> int:
+    status = pytest.main([*arguments(), *sys.argv[1:]])
+    # With --test_filter, a file in which nothing matches has not failed.
+    filtered_out = status == pytest.ExitCode.NO_TESTS_COLLECTED and "TESTBRIDGE_TEST_ONLY" in os.environ
+    return 0 if filtered_out else int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
