@@ -1,0 +1,30 @@
+"""Flax layers: `xen_moe_jax.flax.nnx.MoE` and `xen_moe_jax.flax.linen.MoE`, one `MoEConfig` for both.
+
+Flax is an optional dependency (`pip install "xen-moe-jax[flax]"`); each front end is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._router import MoEMetrics, updated_bias
+
+if TYPE_CHECKING:
+    from xen_moe_jax.flax import linen, nnx
+
+__all__ = ["MoEConfig", "MoEMetrics", "linen", "nnx", "updated_bias"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("linen", "nnx"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "flax":
+            raise
+        raise ModuleNotFoundError(
+            f"xen_moe_jax.flax.{name} needs Flax, which is not installed: pip install 'xen-moe-jax[flax]'", name="flax"
+        ) from error

@@ -1,0 +1,78 @@
+"""`MoE` for Flax Linen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
+from xen_moe_jax.flax._placement import apply_moe, current_mesh
+from xen_moe_jax.flax._router import MoEMetrics, updated_bias
+
+ROUTER_STATE = "router_state"
+"""Collection of the router bias."""
+
+
+def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any, ...]) -> Callable[..., jax.Array]:
+    """On a mesh with explicit axes Flax asserts a parameter's sharding: the initializer has to give it."""
+
+    def init(*args: Any) -> jax.Array:
+        value = initializer(*args)
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty and mesh.are_all_axes_explicit:
+            value = jax.sharding.reshard(value, jax.sharding.PartitionSpec(*sharding))
+        return value
+
+    return init
+
+
+class MoE(nn.Module):
+    """A mixture of SwiGLU experts, spread over the mesh axis `config.axis_name`.
+
+    The same layer as `xen_moe_jax.flax.nnx.MoE`, with the same parameter names; each parameter is boxed in
+    `nn.Partitioned` with its sharding (`nn.get_partition_spec` reads it). With balancing="bias" the bias lives in the
+    collection "router_state" and moves at each call that makes that collection mutable, as batch statistics do.
+
+        moe = MoE(MoEConfig(hidden_size=64, intermediate_size=128, num_experts=16, top_k=2))
+        variables = nn.unbox(moe.init(jax.random.key(0), x))
+        y, metrics = moe.apply(variables, x)    # x, y: [..., 64]
+
+    Attributes:
+      config: sizes, routing, communication.
+      mesh: mesh to run over; None takes the current one at each call.
+    """
+
+    config: MoEConfig
+    mesh: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+        """Applies the layer.
+
+        Args:
+          x: tokens `[..., hidden_size]`, floating point.
+          mask: bool `[...]`; False leaves a token out (padding): routed to no expert, counted nowhere.
+
+        Returns:
+          `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
+        """
+        config = self.config
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")
+        weights = {}
+        for name, p in parameter_table(config, current_mesh(config, self.mesh)).items():
+            init = nn.with_partitioning(_sharded_as_named(p.initializer, p.sharding), p.sharding)
+            weights[name] = self.param(name, init, p.shape, p.dtype)
+        bias = None
+        if config.balancing == "bias":
+            bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
+            weights[ROUTER_BIAS] = bias.value
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask)
+        if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
+            bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
+        return out, metrics

@@ -1,0 +1,77 @@
+"""`MoE` for Flax NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
+from xen_moe_jax.flax._placement import apply_moe, current_mesh
+from xen_moe_jax.flax._router import MoEMetrics, updated_bias
+
+
+class RouterBias(nnx.Variable):
+    """The router bias: state of the layer, but no parameter of the optimiser."""
+
+
+class MoE(nnx.Module):
+    """A mixture of SwiGLU experts, spread over the mesh axis `config.axis_name`.
+
+    Call it under `jit` on a mesh (`jax.set_mesh` or `mesh=`), inside your own `shard_map`, or on one device. The
+    weights are `nnx.Param`s `router [H, E]`, `gate` and `up [E, H, F]`, `down [E, F, H]` and, with shared experts,
+    `shared_gate`, `shared_up`, `shared_down`, each with its sharding in `out_sharding`; balancing="bias" adds the
+    `RouterBias` `router_bias [E]`.
+
+        moe = MoE(MoEConfig(hidden_size=64, intermediate_size=128, num_experts=16, top_k=2), rngs=nnx.Rngs(0))
+        y, metrics = moe(x)                     # x, y: [..., 64]
+        loss = task_loss(y) + metrics.aux_loss
+
+    Args:
+      config: sizes, routing, communication.
+      mesh: mesh to run over; None takes the current one at each call.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: MoEConfig, *, mesh: Any = None, rngs: nnx.Rngs) -> None:
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")
+        self.config = config
+        self.mesh = mesh
+        on_mesh = current_mesh(config, mesh)
+        table = parameter_table(config, on_mesh)
+        self.weight_names = tuple(table)
+        for name, p in table.items():
+            metadata: dict[str, Any] = {"out_sharding": p.sharding}
+            if on_mesh is None:
+                metadata["eager_sharding"] = False  # the names are for later: there is no mesh to place the array on
+            elif mesh is not None:
+                metadata["mesh"] = mesh
+            setattr(self, name, nnx.Param(p.initializer(rngs.params(), p.shape, p.dtype), **metadata))
+        if config.balancing == "bias":
+            self.router_bias = RouterBias(jnp.zeros(config.num_experts, jnp.float32))
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+        """Applies the layer.
+
+        Args:
+          x: tokens `[..., hidden_size]`, floating point.
+          mask: bool `[...]`; False leaves a token out (padding): routed to no expert, counted nowhere.
+
+        Returns:
+          `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
+        """
+        weights = {name: getattr(self, name)[...] for name in self.weight_names}
+        if self.config.balancing == "bias":
+            weights[ROUTER_BIAS] = self.router_bias[...]
+        return apply_moe(self.config, self.mesh, weights, x, mask)
+
+    def update_bias(self, metrics: MoEMetrics) -> None:
+        """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""
+        if self.config.balancing != "bias":
+            raise ValueError(f"MoEConfig.balancing={self.config.balancing!r}: update_bias needs balancing='bias'")
+        bias = updated_bias(self.router_bias[...], metrics.tokens_per_expert, self.config.bias_update_rate)
+        self.router_bias[...] = bias
