@@ -7,12 +7,14 @@ CPU and every unknown platform run `xen_moe_jax.reference`, TPU `xen_moe_jax.pal
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
+from jax._src import effects
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -103,9 +105,23 @@ def _lowering(operation: str, platform: str | None) -> Callable:
         # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
         plain = ctx.replace(avals_in=[_without_varying(aval) for aval in ctx.avals_in])
         with jax_config._check_vma(False):
-            return mlir.lower_fun(_as_tuple(bound), multiple_results=True)(plain, *operands)
+            results = mlir.lower_fun(_as_tuple(bound), multiple_results=True)(plain, *operands)
+        ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
+        return results
 
     return rule
+
+
+def _interpret_effects(config: KernelConfig) -> Any:
+    """None, except in interpret mode: its callbacks must run in program order, also through custom_vjp and remat."""
+    if config.backend != "pallas" or not config.interpret:
+        return set()
+    interpret = importlib.import_module("jax._src.pallas.mosaic.interpret.params")
+    found = interpret.get_interpret_effects()
+    for allowed in (effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects):
+        for effect in found:
+            allowed.add_type(type(effect))
+    return found
 
 
 def _without_varying(aval: Any) -> Any:
@@ -135,14 +151,14 @@ def _primitive(operation: str, shapes: Callable) -> Primitive:
     primitive = Primitive(f"xen_moe_{operation}")
     primitive.multiple_results = True
 
-    def abstract_eval(*avals: Any, **params: Any) -> list[Any]:
-        return _results(avals[0], shapes(*avals, **params))
+    def abstract_eval(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+        return _results(avals[0], shapes(*avals, **params)), _interpret_effects(params["config"])
 
     def outside(*_: Any, **params: Any) -> Any:
         raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside jax.shard_map")
 
     primitive.def_impl(outside)
-    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_effectful_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_no_vmap, operation)
     mlir.register_lowering(primitive, _lowering(operation, None))
     for platform in ("cpu", "tpu", "cuda"):

@@ -1,0 +1,111 @@
+"""Staged records -> rows of `routed.x`.
+
+What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they are unpacked,
+dequantised where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several experts need is read once for
+each of them; padding rows are zeros that never were in memory. Blocks without live rows are not visited at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels import gather
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
+
+
+def _body(
+    blocks: Any, gathered: Any, now: Any, following: Any, staged: Any, out: Any, *refs: Any, record: Record, keep_scales: bool
+) -> None:
+    scales_out, refs = (refs[0], refs[1:]) if keep_scales else (None, refs)
+    buffer, semaphore = refs
+    step = pl.program_id(0)
+
+    def start(table: Any, slot: Any) -> None:
+        gather.start_rows(table, staged, buffer.at[slot], semaphore.at[slot])
+
+    def wait(slot: Any) -> None:
+        gather.await_gathered(buffer.at[slot], gathered[blocks[step]], semaphore.at[slot])
+
+    slot = gather.double_buffered(start, wait, now, following)
+
+    def load(j: int) -> jax.Array:
+        return buffer[slot, :, j, :]
+
+    for c in range(record.chunks):
+        values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
+        out[:, c * LANES : (c + 1) * LANES] = values.astype(out.dtype)
+        if keep_scales:
+            scales_out[:, c : c + 1] = decode_scale(record, load, c)
+
+
+def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) -> int:
+    """VMEM that a block size needs: two record buffers and two output blocks (pipelined)."""
+    row = record.hidden * jnp.dtype(out_dtype).itemsize + (4 * LANES * record.scale_rows if keep_scales else 0)
+    return 2 * block * (record.bytes + row)
+
+
+def place(
+    staged: jax.Array,
+    source: jax.Array,
+    live: jax.Array,
+    *,
+    record: Record,
+    out_dtype: Any,
+    keep_scales: bool,
+    launch: Launch,
+) -> tuple[jax.Array, ...]:
+    """Builds rows from staged records.
+
+    Args:
+      staged: int32 `[N, *record.shape]`.
+      source: int32 `[C]`, staged record of each row, `-1` for a row of zeros.
+      live: bool `[C]`, rows that are specified; blocks of rows without any are left unwritten.
+      keep_scales: results are the values as they travelled and their scales, not their product.
+
+    Returns:
+      `(rows [C, hidden],)` of `out_dtype`, and with `keep_scales` also float32 `[C, chunks]`.
+    """
+    rows = source.shape[0]
+    block = min(launch.block, rows)
+    steps = -(-rows // block)
+    pad = steps * block - rows
+    table = jnp.pad(source, (0, pad), constant_values=-1).reshape(steps, 1, block)
+    wanted = jnp.any(jnp.pad(live, (0, pad)).reshape(steps, block), axis=1)
+    blocks = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
+    num_blocks = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1)
+    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+
+    def after(i: Any, blocks: Any, *_: Any) -> Any:
+        return blocks[jnp.minimum(i + 1, steps - 1)], 0, 0
+
+    out_specs = [pl.BlockSpec((block, record.hidden), lambda i, blocks, *_: (blocks[i], 0))]
+    out_shape = [((rows, record.hidden), out_dtype)]
+    if keep_scales:
+        out_specs.append(pl.BlockSpec((block, record.chunks), lambda i, blocks, *_: (blocks[i], 0)))
+        out_shape.append(((rows, record.chunks), jnp.float32))
+    return tuple(
+        launch.call(
+            functools.partial(_body, record=record, keep_scales=keep_scales),
+            name="xen_moe_place",
+            remote=False,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(num_blocks,),
+                in_specs=[
+                    pl.BlockSpec((1, 1, block), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
+                    pl.BlockSpec((1, 1, block), after, memory_space=pltpu.SMEM),
+                    pl.BlockSpec(memory_space=pltpu.HBM),
+                ],
+                out_specs=out_specs,
+                scratch_shapes=[pltpu.VMEM((2, block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+            ),
+            out_shape=out_shape,
+        )(blocks, gathered, table, table, staged)
+    )

@@ -1,0 +1,156 @@
+"""What one row looks like on the wire: a `(rows, 128)` block of int32 words.
+
+Values of 1 or 2 bytes share words by column, not by row: word `j` of a row holds elements `j`, `j + W`, `j + 2W`, ... (`W` words).
+So packing is shifts and ors on whole vectors, a row is one contiguous block at any row number, and one DMA carries a row of any
+dtype together with its scales, which follow the values as float32 bits, 128 to a block row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+MIN_AMAX = 2.0**-96
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Shape of one row on the wire.
+
+    Attributes:
+      hidden: elements of a row, a multiple of 128.
+      dtype: dtype name of the values that travel.
+      scaled: whether one float32 scale per 128 elements travels with them.
+    """
+
+    hidden: int
+    dtype: str
+    scaled: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Blocks of 128 elements."""
+        return self.hidden // LANES
+
+    @property
+    def per_word(self) -> int:
+        return 4 // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def value_rows(self) -> int:
+        return -(-self.chunks // self.per_word)
+
+    @property
+    def scale_rows(self) -> int:
+        return -(-self.chunks // LANES) if self.scaled else 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.value_rows + self.scale_rows, LANES)
+
+    @property
+    def bytes(self) -> int:
+        return self.shape[0] * LANES * 4
+
+
+def bits_of(values: jax.Array, dtype: str) -> jax.Array:
+    """Values that are exact in `dtype` -> their bits in the low end of int32."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize == 4:
+        return lax.bitcast_convert_type(values.astype(dtype), jnp.int32)
+    if itemsize == 2:
+        wide = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+        return lax.shift_right_logical(wide, jnp.int32(16))
+    if dtype == "int8":
+        return values.astype(jnp.int32) & 0xFF
+    return lax.bitcast_convert_type(values.astype(dtype), jnp.int8).astype(jnp.int32) & 0xFF
+
+
+def values_of(word: jax.Array, part: int, dtype: str) -> jax.Array:
+    """float32 value number `part` of each int32 word."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize == 4:
+        return lax.bitcast_convert_type(word, jnp.float32)
+    if itemsize == 2:
+        wide = word & jnp.int32(-65536) if part else word << 16
+        return lax.bitcast_convert_type(wide, jnp.float32)
+    byte = lax.shift_right_arithmetic(word << (24 - 8 * part), jnp.int32(24))
+    if dtype == "int8":
+        return byte.astype(jnp.float32)
+    return lax.bitcast_convert_type(byte.astype(jnp.int8), jnp.dtype(dtype)).astype(jnp.float32)
+
+
+def encode(record: Record, chunk: Callable[[int], jax.Array], scale: Callable[[int], jax.Array] | None, out: Any) -> None:
+    """Writes a block of rows as records.
+
+    Args:
+      chunk: number of a 128-element block -> its values `[B, 128]`, exact in `record.dtype`. Called once per block.
+      scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without scales.
+      out: ref int32 `[B, *record.shape]`.
+    """
+    lane = lax.broadcasted_iota(jnp.int32, (out.shape[0], LANES), 1)
+    scale_words = [jnp.zeros((out.shape[0], LANES), jnp.float32) for _ in range(record.scale_rows)]
+    shift = 32 // record.per_word
+    for j in range(record.value_rows):
+        word = None
+        for part in range(record.per_word):
+            c = part * record.value_rows + j
+            if c >= record.chunks:
+                break
+            bits = bits_of(chunk(c), record.dtype)
+            word = bits if word is None else word | (bits << (shift * part))
+            if scale is not None:
+                row = c // LANES
+                scale_words[row] = jnp.where(lane == c % LANES, scale(c), scale_words[row])
+        out[:, j, :] = word
+    for row, words in enumerate(scale_words):
+        out[:, record.value_rows + row, :] = lax.bitcast_convert_type(words, jnp.int32)
+
+
+def decode_scale(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:
+    """Scale `[B, 1]` of 128-element block `c`; `load` gives block row `j` as int32 `[B, 128]`."""
+    words = load(record.value_rows + c // LANES)
+    lane = c % LANES
+    return lax.bitcast_convert_type(words, jnp.float32)[:, lane : lane + 1]
+
+
+def decode_values(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:
+    """Values float32 `[B, 128]` of 128-element block `c`, not multiplied by any scale."""
+    part, j = divmod(c, record.value_rows)
+    return values_of(load(j), part, record.dtype)
+
+
+def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:
+    """Values float32 `[B, 128]` of block `c`, scaled where the record has scales."""
+    values = decode_values(record, load, c)
+    return values * decode_scale(record, load, c) if record.scaled else values
+
+
+def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
+    """One block of docs/internals.md's quantisation: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B, 1]`)."""
+    qmax = jnp.float32({"float8_e4m3fn": 448.0, "int8": 127.0}[dtype])
+    magnitude = jnp.abs(x)
+    magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)  # a NaN counts as an infinity
+    amax = jnp.max(magnitude, axis=-1, keepdims=True)
+    finite = amax < jnp.inf
+    amax = jnp.maximum(jnp.where(finite, amax, 1.0), jnp.float32(MIN_AMAX))
+    scale = amax / qmax
+    if scale_format == "ue8m0":
+        bits = lax.bitcast_convert_type(scale, jnp.int32)
+        exponent = (bits >> 23) + jnp.where((bits & 0x7FFFFF) != 0, 1, 0)
+        scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+        inverse = 1.0 / scale
+    else:
+        inverse = qmax / amax
+    scaled = jnp.where(finite, x * inverse, 0.0)
+    if dtype == "int8":
+        values = jnp.clip(jnp.round(scaled), -127.0, 127.0).astype(jnp.int32)
+    else:
+        values = scaled.astype(dtype)
+    return values, jnp.where(finite, scale, jnp.nan)

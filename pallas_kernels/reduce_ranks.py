@@ -1,0 +1,145 @@
+"""Token's rank: staged partial records -> output rows, added in float32 in the table's order.
+
+What moves: for each block of tokens, their partial records, one local DMA each, double-buffered; missing ones are zeros. The sum
+leaves as a block of `[T, H]`, or, for a second level of reduction, as records again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels import gather
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.record import LANES, Record, decode_scale, decode_values, encode, quantize_chunk
+
+
+def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """float32 `x`, rounded before it is used: `zero` is an int32 zero that the compiler does not know to be one."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
+
+
+def encode_sums(record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, out: Any) -> None:
+    """float32 sums, `total(c)` for each 128-element block `c`, -> records in `out`."""
+    latest = {}
+
+    def chunk(c: int) -> jax.Array:
+        values = keep(total(c), zero)
+        if quantise is None:
+            return values.astype(record.dtype)
+        values, latest["scale"] = quantize_chunk(values, *quantise)
+        return values
+
+    encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, out)
+
+
+def _body(
+    gathered: Any,
+    zero: Any,
+    now: Any,
+    following: Any,
+    staged: Any,
+    out: Any,
+    buffer: Any,
+    semaphore: Any,
+    *,
+    record: Record,
+    entries: int,
+    quantise: tuple[str, str] | None,
+    as_records: bool,
+) -> None:
+    step = pl.program_id(0)
+
+    def start(table: Any, slot: Any) -> None:
+        gather.start_rows(table, staged, buffer.at[slot], semaphore.at[slot])
+
+    def wait(slot: Any) -> None:
+        gather.await_gathered(buffer.at[slot], gathered[step], semaphore.at[slot])
+
+    slot = gather.double_buffered(start, wait, now, following)
+    tokens = buffer.shape[1] // entries
+    nothing = zero[0]
+
+    def total(c: int) -> jax.Array:
+        acc = jnp.zeros((tokens, LANES), jnp.float32)
+        for entry in range(entries):
+
+            def load(j: int, entry: int = entry) -> jax.Array:
+                return buffer[slot, entry * tokens : (entry + 1) * tokens, j, :]
+
+            values = decode_values(record, load, c)
+            if record.scaled:
+                values = keep(values * decode_scale(record, load, c), nothing)
+            acc = acc + values
+        return acc
+
+    if as_records:
+        encode_sums(record, total, quantise, nothing, out)
+    else:
+        for c in range(record.chunks):
+            out[:, c * LANES : (c + 1) * LANES] = total(c).astype(out.dtype)
+
+
+def vmem_bytes(record: Record, out_dtype: Any, entries: int, block: int) -> int:
+    """VMEM that a block of tokens needs: two buffers of partial records and two output blocks (pipelined)."""
+    return 2 * block * (entries * record.bytes + record.hidden * jnp.dtype(out_dtype).itemsize)
+
+
+def reduce_ranks(
+    staged: jax.Array,
+    source: jax.Array,
+    zero: jax.Array,
+    *,
+    record: Record,
+    out_dtype: Any,
+    quantise: tuple[str, str] | None = None,
+    as_records: bool = False,
+    launch: Launch,
+) -> jax.Array:
+    """Adds each token's partial records.
+
+    Args:
+      staged: int32 `[N, *record.shape]`.
+      source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none.
+      zero: int32 `[1]`, a zero unknown to the compiler.
+      quantise: with `as_records`, how the sum is quantised.
+
+    Returns:
+      `[T, hidden]` of `out_dtype`, or with `as_records` int32 `[T, *record.shape]`.
+    """
+    tokens, entries = source.shape
+    block = min(launch.block, tokens)
+    steps = -(-tokens // block)
+    table = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
+    table = table.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
+    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+    smem = functools.partial(pl.BlockSpec, (1, 1, entries * block), memory_space=pltpu.SMEM)
+    if as_records:
+        out_spec = pl.BlockSpec((block, *record.shape), lambda i, *_: (i, 0, 0))
+        out_shape = ((tokens, *record.shape), jnp.int32)
+    else:
+        out_spec = pl.BlockSpec((block, record.hidden), lambda i, *_: (i, 0))
+        out_shape = ((tokens, record.hidden), out_dtype)
+    return launch.call(
+        functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
+        name="xen_moe_reduce_ranks",
+        remote=False,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(steps,),
+            in_specs=[
+                smem(lambda i, *_: (i, 0, 0)),
+                smem(lambda i, *_: (jnp.minimum(i + 1, steps - 1), 0, 0)),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+            ],
+            out_specs=out_spec,
+            scratch_shapes=[pltpu.VMEM((2, entries * block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+        ),
+        out_shape=out_shape,
+    )(gathered, zero, table, table, staged)

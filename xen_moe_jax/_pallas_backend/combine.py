@@ -1,0 +1,97 @@
+"""Combine on TPU: rows reduced in float32 on the expert rank, one partial record per (token, rank) back, reduced on the token's."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._pallas_backend import hardware, plan, support
+from xen_moe_jax._pallas_backend.dispatch import record_of
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
+from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
+from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.reference.rounding import runtime_zero
+
+
+def combine(
+    y: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    weights: jax.Array,
+    *,
+    spec: Spec,
+    weighted: bool,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> jax.Array:
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
+    support.check("combine", y.dtype, spec)
+    hidden = y.shape[-1]
+    rows = y.reshape(-1, hidden)
+    if rows.shape[0] == 0 or spec.num_tokens == 0:
+        return jnp.zeros((spec.num_tokens, hidden), y.dtype)
+    rows = support.pad_rows(support.pad_hidden(rows))
+    record = record_of(rows.shape[1], y.dtype, False, wire)
+    quantise = None if wire is None else (wire.dtype, wire.scale_format)
+    zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
+    todo = plan.combine_plan(topk_idx, positions, spec)
+    staged = slots_kernel.reduce_slots(
+        rows,
+        todo.rows,
+        row_weights(weights, todo.rows) if weighted else None,
+        todo.peer,
+        todo.address,
+        todo.num_pairs,
+        todo.expected,
+        zero,
+        record=record,
+        quantise=quantise,
+        staging_rows=todo.staging_rows,
+        axis=spec.axis_name[-1],
+        num_ranks=spec.num_ranks,
+        launch=slots_launch(record, spec, config),
+    )
+    out = ranks_kernel.reduce_ranks(
+        staged,
+        todo.source,
+        zero,
+        record=record,
+        out_dtype=y.dtype,
+        launch=ranks_launch(record, y.dtype, todo.source.shape[1], spec.num_tokens, config),
+    )
+    return out[:, :hidden]
+
+
+def row_weights(weights: jax.Array, rows: jax.Array) -> jax.Array:
+    """float32, the router weight of each entry of `rows`; 0 where there is none."""
+    flat = weights.reshape(-1)
+    return jnp.where(rows >= 0, flat.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0.0)
+
+
+def slots_launch(record: Record, spec: Spec, config: KernelConfig):
+    return hardware.launch(
+        "reduce_slots",
+        functools.partial(slots_kernel.vmem_bytes, record, spec.slots),
+        preferred=16,
+        smallest=8,
+        available=spec.num_ranks * spec.num_tokens,
+        config=config,
+    )
+
+
+def ranks_launch(record: Record, dtype, entries: int, tokens: int, config: KernelConfig):
+    return hardware.launch(
+        "reduce_ranks",
+        functools.partial(ranks_kernel.vmem_bytes, record, dtype, entries),
+        preferred=32,
+        smallest=hardware.sublanes(dtype),
+        available=tokens,
+        config=config,
+    )

@@ -1,0 +1,134 @@
+"""Dispatch and redispatch on TPU: metadata by one small all-gather, rows by remote DMA, placed by local DMA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._pallas_backend import hardware, plan, support
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.pallas_kernels import place as place_kernel
+from xen_moe_jax.pallas_kernels import push as push_kernel
+from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.reference.dispatch import _gather_metadata, _place_slots, _place_weights
+
+LOW_LATENCY_TOKENS = 256
+"""Up to this many tokens a rank, blocks are small, so that the first rows leave early."""
+
+
+def dispatch(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
+    """Results in the order of docs/internals.md."""
+    support.check("dispatch", x.dtype, spec, quantised=scales is not None)
+    rank = lax.axis_index(spec.axis_name)
+    routing, weights, _pairs = _gather_metadata(topk_idx, topk_weights, spec)
+    layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
+    rows = send_rows(
+        x, scales, topk_idx, layout.positions, layout.recv_counts, spec=spec, wire=wire, config=config
+    )
+    results = (*rows, layout.positions, layout.recv_counts, _place_weights(weights, layout, spec))
+    if spec.layout == "ranked":
+        return (*results, _place_slots(layout.local_idx, layout.positions, spec, fill=-1))
+    return results
+
+
+def redispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    *,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> jax.Array:
+    """A new payload on a known routing."""
+    support.check("redispatch", x.dtype, spec)
+    (rows,) = send_rows(x, None, topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
+    return rows
+
+
+def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
+    """What a row looks like on the wire."""
+    if wire is not None:
+        return Record(hidden, wire.dtype, scaled=True)
+    return Record(hidden, jnp.dtype(dtype).name, scaled=scaled)
+
+
+def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: Wire | None, config: KernelConfig):
+    """Rows (and scales) of `routed.x`; those past the last group are unspecified."""
+    hidden = x.shape[1]
+    if spec.capacity == 0 or spec.num_tokens == 0:
+        return support.empty_rows(x, scales, spec)
+    x = support.pad_hidden(x)
+    record = record_of(x.shape[1], x.dtype, scales is not None, wire)
+    todo = plan.dispatch_plan(topk_idx, positions, spec)
+    staged = push_kernel.push(
+        x,
+        scales,
+        todo.peer,
+        todo.address,
+        todo.expected,
+        record=record,
+        quantise=None if wire is None else (wire.dtype, wire.scale_format),
+        staging_rows=todo.staging_rows,
+        axis=spec.axis_name[-1],
+        num_ranks=spec.num_ranks,
+        launch=push_launch(x, scales is not None, record, spec, config),
+    )
+    return place_rows(staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config)
+
+
+def low_latency(spec: Spec, config: KernelConfig) -> bool:
+    if config.mode == "auto":
+        return spec.num_tokens <= LOW_LATENCY_TOKENS
+    return config.mode == "low_latency"
+
+
+def push_launch(x: jax.Array, has_scales: bool, record: Record, spec: Spec, config: KernelConfig):
+    smallest = hardware.sublanes(x.dtype)
+    return hardware.launch(
+        "push",
+        functools.partial(push_kernel.vmem_bytes, record, x.dtype, has_scales),
+        preferred=smallest if low_latency(spec, config) else 64,
+        smallest=smallest,
+        available=spec.num_tokens,
+        config=config,
+    )
+
+
+def place_rows(staged, staged_row, positions, recv_counts, record, dtype, keep_scales, hidden, spec: Spec, config: KernelConfig):
+    """Staged records -> rows of `routed.x`, in its shape."""
+    pairs = jnp.broadcast_to(staged_row[..., None], positions.shape)
+    source = _place_slots(pairs, positions, spec, fill=-1, flat=True)
+    rows = place_kernel.place(
+        staged,
+        source,
+        _layout.used_rows(recv_counts, spec).reshape(-1),
+        record=record,
+        out_dtype=dtype,
+        keep_scales=keep_scales,
+        launch=hardware.launch(
+            "place",
+            functools.partial(place_kernel.vmem_bytes, record, dtype, keep_scales),
+            preferred=128,
+            smallest=hardware.sublanes(dtype),
+            available=source.shape[0],
+            config=config,
+        ),
+    )
+    return tuple(r[:, : hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))

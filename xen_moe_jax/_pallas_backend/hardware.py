@@ -1,0 +1,121 @@
+"""What the policy knows of each TPU generation, and how it sizes blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.pallas_kernels.launch import Launch
+
+MIB = 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Attributes:
+    name: as in TPU topology names.
+    vmem_bytes: VMEM of one TensorCore.
+    """
+
+    name: str
+    vmem_bytes: int
+
+
+GENERATIONS = {
+    "TPU v4": Generation("v4", 16 * MIB),
+    "TPU v5e": Generation("v5e", 128 * MIB),
+    "TPU v5 lite": Generation("v5e", 128 * MIB),
+    "TPU v5": Generation("v5p", 64 * MIB),
+    "TPU v5p": Generation("v5p", 64 * MIB),
+    "TPU v6e": Generation("v6e", 128 * MIB),
+    "TPU v6 lite": Generation("v6e", 128 * MIB),
+    "TPU7x": Generation("tpu7x", 64 * MIB),
+}
+"""By `device_kind`."""
+SMALLEST = Generation("unknown TPU", 16 * MIB)
+"""Assumed where the generation cannot be told: every known generation has at least this."""
+
+BLOCK_BUDGET = 10 * MIB
+"""VMEM that default block sizes stay under: it fits every generation beside what the compiler itself needs."""
+COMPILER_DEFAULT = 12 * MIB
+"""A kernel that needs more than this gets an explicit `vmem_limit_bytes`."""
+COLLECTIVE_ID_BASE = 8
+"""Default barrier semaphores are this plus `KernelConfig.channel`: small numbers are what other kernels pick by hand."""
+
+
+def generation() -> Generation:
+    """The generation being compiled for, as far as the mesh in context tells."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = getattr(device, "device_kind", None)
+    return GENERATIONS.get(kind, SMALLEST) if kind else SMALLEST
+
+
+def sublanes(*dtypes: Any) -> int:
+    """Smallest block of rows that is whole tiles for every dtype: 8 of 32 bits, 16 of 16, 32 of 8."""
+    return max(32 // jnp.dtype(d).itemsize for d in dtypes)
+
+
+def launch(
+    kernel: str,
+    vmem_bytes: Callable[[int], int],
+    *,
+    preferred: int,
+    smallest: int,
+    available: int,
+    config: KernelConfig,
+) -> Launch:
+    """Chooses a block size.
+
+    Args:
+      vmem_bytes: block size -> VMEM bytes that the kernel needs.
+      preferred: block size where VMEM allows it.
+      smallest: granularity; every block is a multiple of it, unless all there is is less.
+      available: rows or tokens that there are.
+
+    Raises:
+      ValueError: the smallest block, or the one that `config.block_tokens` asks for, does not fit.
+    """
+    chip = generation()
+    limit = config.vmem_limit_bytes or chip.vmem_bytes
+    if config.vmem_limit_bytes is not None and config.interpret is None and limit > chip.vmem_bytes:
+        raise ValueError(
+            f"KernelConfig.vmem_limit_bytes={limit}: {chip.name} has {chip.vmem_bytes} bytes of VMEM; pass at most that"
+        )
+    if config.block_tokens is not None:
+        block = min(-(-config.block_tokens // smallest) * smallest, max(available, 1))
+        need = vmem_bytes(block)
+        if need > limit:
+            raise ValueError(
+                f"KernelConfig.block_tokens={config.block_tokens}: the {kernel} kernel needs {need} bytes of VMEM, the limit is "
+                f"{limit} ({chip.name}); pass a smaller block_tokens, or None for the default"
+            )
+    else:
+        block = max(preferred, smallest)
+        budget = min(BLOCK_BUDGET, limit)
+        while block > smallest and vmem_bytes(block) > budget:
+            block = max(smallest, block // 2 // smallest * smallest)
+        block = min(block, max(available, 1))
+        need = vmem_bytes(block)
+        if need > limit:
+            raise ValueError(
+                f"the {kernel} kernel needs {need} bytes of VMEM for its smallest block of {block} rows, and {chip.name} allows "
+                f"{limit}: use a smaller hidden size or top-k, or KernelConfig(backend='reference')"
+            )
+    explicit = config.vmem_limit_bytes
+    if explicit is None and need > COMPILER_DEFAULT:
+        explicit = min(chip.vmem_bytes, need + need // 4 + 2 * MIB)
+    collective_id = COLLECTIVE_ID_BASE + config.channel if config.collective_id is None else config.collective_id
+    return Launch(block, explicit, collective_id, _interpret(config))
+
+
+def _interpret(config: KernelConfig) -> Any:
+    if config.interpret is True:
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams()
+    return config.interpret or False

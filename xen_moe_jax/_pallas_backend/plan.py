@@ -1,0 +1,154 @@
+"""Tables that the kernels follow: who gets which token's record, and at which row of staging.
+
+Staging of a dispatch: one region per source rank, records in token order inside it. Regions are `T` rows each (nothing to agree on)
+unless the capacity is smaller than that: then they are packed, so that staging is never larger than `routed.x`, and each rank tells
+the others which of their records it keeps and where its region for them starts.
+Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows each while
+there are at most `K` ranks, else packed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._spec import Spec
+
+
+class SendPlan(NamedTuple):
+    """What one rank sends and gets.
+
+    Attributes:
+      peer: int32 `[T, D]`, destination rank of each record, `-1` for none; at most `D = min(K, R)` ranks per token.
+      address: int32 `[T, D]`, row of the destination's staging.
+      expected: int32 `[R]`, records that arrive from each source.
+      staged: int32 `[R, T]`, row of own staging that holds each (source, token); arbitrary where nothing came.
+      staging_rows: static size of staging.
+    """
+
+    peer: jax.Array
+    address: jax.Array
+    expected: jax.Array
+    staged: jax.Array
+    staging_rows: int
+
+
+def to_peers(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """`x [R, ...]`, element `r` for rank `r` -> element `s` from rank `s`."""
+    return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+
+
+def distinct_ranks(topk_idx: jax.Array, spec: Spec) -> jax.Array:
+    """int32 `[T, min(K, R)]`: the ranks that a token reaches, ascending, `-1` in unused places."""
+    num_ranks = spec.num_ranks
+    if num_ranks <= spec.top_k:
+        hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts)
+        return jnp.where(hit, jnp.arange(num_ranks, dtype=jnp.int32), -1)
+    owner = jnp.sort(jnp.where(topk_idx >= 0, topk_idx // spec.local_experts, num_ranks), axis=1)
+    repeated = jnp.concatenate([jnp.zeros((owner.shape[0], 1), bool), owner[:, 1:] == owner[:, :-1]], axis=1)
+    return jnp.where(repeated | (owner == num_ranks), -1, owner).astype(jnp.int32)
+
+
+def pick(table: jax.Array, ranks: jax.Array) -> jax.Array:
+    """`table [T, R]` at `ranks [T, D]`; 0 where the rank is `-1`. A masked sum: gathers of scalars are slow on a TPU."""
+    chosen = ranks[:, :, None] == jnp.arange(table.shape[1], dtype=jnp.int32)
+    return jnp.sum(jnp.where(chosen, table[:, None, :], 0), axis=2, dtype=table.dtype)
+
+
+def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> SendPlan:
+    """Plan of a dispatch or redispatch, the same on both sides of every link."""
+    num_ranks, tokens = spec.num_ranks, spec.num_tokens
+    rank = lax.axis_index(spec.axis_name)
+    peer = distinct_ranks(topk_idx, spec)
+    packed = packs_staging(spec)
+    if packed:
+        came = jnp.any(positions >= 0, axis=-1)
+        sent = to_peers(came.astype(jnp.int8), spec.axis_name).T.astype(jnp.int32)
+        start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
+        remote_start = to_peers(start, spec.axis_name)
+        peer = jnp.where(pick(sent, peer) > 0, peer, -1)
+    else:
+        came = jnp.any(positions != -1, axis=-1)
+        sent = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
+        start = jnp.arange(num_ranks, dtype=jnp.int32) * tokens
+        remote_start = jnp.full((num_ranks,), rank * tokens, jnp.int32)
+    address = pick(remote_start + _layout.exclusive_cumsum(sent, axis=0), peer)
+    staged = start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)
+    return SendPlan(
+        peer=_rotated(peer, rank),
+        address=_rotated(address, rank),
+        expected=jnp.sum(came, axis=1, dtype=jnp.int32),
+        staged=staged,
+        staging_rows=min(spec.capacity, num_ranks * tokens) if packed else num_ranks * tokens,
+    )
+
+
+def packs_staging(spec: Spec) -> bool:
+    return spec.layout != "padded" and spec.capacity < spec.num_ranks * spec.num_tokens
+
+
+def _rotated(table: jax.Array, rank: jax.Array) -> jax.Array:
+    """Columns rotated by the rank, so that the ranks do not all begin with the same destination."""
+    return jnp.roll(table, -rank, axis=1)
+
+
+class CombinePlan(NamedTuple):
+    """What one rank reduces and sends, and what it gets back.
+
+    Attributes:
+      rows: int32 `[P, slots]`, rows of each (source, token) pair in slot order, those in use first, then `-1`.
+      peer: int32 `[P]`, the source rank, `-1` for no pair. address: int32 `[P]`, row of its staging.
+      num_pairs: int32 `[]`: pairs at and after this one are all unused.
+      expected: int32 `[R]`, partial records that arrive here from each rank.
+      source: int32 `[T, D]`, staged record of each summand in ascending rank order, `-1` for none.
+      staging_rows: static size of staging.
+    """
+
+    rows: jax.Array
+    peer: jax.Array
+    address: jax.Array
+    num_pairs: jax.Array
+    expected: jax.Array
+    source: jax.Array
+    staging_rows: int
+
+
+def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> CombinePlan:
+    """Plan of a combine; a pair whose rows were all dropped sends zeros, for its rank does not know of the drop."""
+    num_ranks, tokens = spec.num_ranks, spec.num_tokens
+    rank = lax.axis_index(spec.axis_name)
+    hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
+    counts = jnp.sum(hit, axis=0, dtype=jnp.int32)
+    few_ranks = num_ranks <= spec.top_k
+    if few_ranks:
+        start = jnp.arange(num_ranks, dtype=jnp.int32) * tokens
+        remote_start = jnp.full((num_ranks,), rank * tokens, jnp.int32)
+    else:
+        start = _layout.exclusive_cumsum(counts, axis=0)
+        remote_start = to_peers(start, spec.axis_name)
+    ranks = distinct_ranks(topk_idx, spec)
+    source = jnp.where(ranks >= 0, pick(start + _layout.exclusive_cumsum(hit, axis=0), ranks), -1)
+
+    came = jnp.any(positions != -1, axis=-1)
+    address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
+    peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
+    rows = first_used(positions).reshape(num_ranks * tokens, -1)
+    num_pairs = jnp.int32(num_ranks * tokens)
+    if not few_ranks:  # most pairs do not exist: list those that do
+        order = jnp.argsort(peer < 0, stable=True)
+        peer, address, rows = peer[order], address[order], rows[order]
+        num_pairs = jnp.sum(came, dtype=jnp.int32)
+    return CombinePlan(rows, peer, address, num_pairs, counts, source, tokens * min(num_ranks, spec.top_k))
+
+
+def first_used(positions: jax.Array) -> jax.Array:
+    """`positions [R, T, slots]` with the rows in use first, in slot order, and `-1` after them."""
+    used = positions >= 0
+    if positions.shape[-1] > 1:
+        order = jnp.argsort(~used, axis=-1, stable=True)
+        positions = jnp.take_along_axis(positions, order, axis=-1)
+    return jnp.where(positions >= 0, positions, -1)
