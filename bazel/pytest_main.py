@@ -6,6 +6,11 @@ import sys
 import pytest
 
 
+def import_from_runfiles() -> None:
+    """An editable install in the environment must not stand before the files that Bazel declared."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable_")]
+
+
 def arguments() -> list[str]:
     """Bazel's test protocol, in pytest's words."""
     given = ["-p", "no:cacheprovider"]
@@ -19,6 +24,7 @@ def arguments() -> list[str]:
 
 
 def main() -> int:
+    import_from_runfiles()
     status = pytest.main([*arguments(), *sys.argv[1:]])
     # With --test_filter, a file in which nothing matches has not failed.
     filtered_out = status == pytest.ExitCode.NO_TESTS_COLLECTED and "TESTBRIDGE_TEST_ONLY" in os.environ

@@ -1,0 +1,21 @@
+"""The benchmark command from end to end at a size that takes seconds, on 8 virtual CPU devices: it checks its own results,
+prints its table and writes JSON that a program can read. The times it prints mean nothing at this size.
+"""
+
+import json
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before JAX is imported
+
+from xen_moe_jax.benchmark.command import main
+
+SIZES = ["--tokens", "32", "--hidden", "256", "--experts", "16", "--top-k", "2"]
+EFFORT = ["--inner", "2", "--repeats", "2"]
+
+
+def test_normal_mode_prints_its_table_and_writes_json(tmp_path, capsys):
+    result = tmp_path / "result.json"
+    assert not main(["--mode", "normal", *SIZES, *EFFORT, "--json", str(result)])
+    assert "round trip" in capsys.readouterr().out
+    assert json.loads(result.read_text())
