@@ -1,5 +1,6 @@
-"""The benchmark command from end to end at a size that takes seconds, on 8 virtual CPU devices: it checks its own results,
-prints its table and writes JSON that a program can read. The times it prints mean nothing at this size.
+"""The benchmark command from end to end at a size that takes seconds, on 8 virtual CPU devices.
+
+It checks its own results, prints its table and writes JSON that a program can read. Its times mean nothing at this size.
 """
 
 import json

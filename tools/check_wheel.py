@@ -1,0 +1,69 @@
+"""python check_wheel.py [--cuda]: is the installed wheel whole? Run it outside the checkout.
+
+It checks that the installed package is what is imported, that the TPU kernels and py.typed came along, that an operation
+runs, and with --cuda, that the CUDA module is there and loads on a machine that has no GPU and no driver.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import sysconfig
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from xen_moe_jax import doctor
+
+
+def check_files(cuda: bool) -> None:
+    package = pathlib.Path(xm.__file__).parent
+    site = pathlib.Path(sysconfig.get_path("platlib"))
+    assert package.parent.resolve() == site.resolve(), f"imported {package}, not the installed wheel"
+    assert (package / "py.typed").exists(), "py.typed is missing"
+    assert not (package / "pallas_kernels").is_symlink(), "pallas_kernels is a link that points out of the wheel"
+    importlib.import_module("xen_moe_jax.pallas_kernels")
+    top_level = {str(file).split("/")[0] for file in importlib.metadata.files("xen-moe-jax") or []}
+    unexpected = {name for name in top_level if not name.startswith(("xen_moe_jax", "..", "__pycache__"))}
+    assert not unexpected, f"the wheel installs more than one package: {sorted(unexpected)}"
+    if cuda:
+        importlib.import_module("xen_moe_jax._cuda")
+        assert importlib.util.find_spec("xen_moe_jax._nvshmem"), "the NVSHMEM module is missing"
+
+
+def check_round_trip() -> None:
+    """Identity experts: combine(dispatch(x)) is the sum of a token's weights times x."""
+
+    def layer(x, experts, weights):
+        routed = xm.dispatch(x, experts, weights, num_experts=8, axis_name="ep")
+        return xm.combine(routed.x, routed.handle)
+
+    x = jax.random.normal(jax.random.key(0), (16, 128))
+    experts = jax.random.randint(jax.random.key(1), (16, 2), 0, 8)
+    mesh = jax.make_mesh((4,), ("ep",))
+    layer = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"),) * 3, out_specs=P("ep")))
+    out = layer(x, experts, jnp.full((16, 2), 0.5))
+    assert jnp.allclose(out, x, atol=1e-6), "the round trip does not return the tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cuda", action="store_true", help="the wheel must have the CUDA modules")
+    options = parser.parse_args()
+    check_files(options.cuda)
+    check_round_trip()
+    report = doctor.examine()
+    print(doctor.render(report))
+    faults = [finding for findings in report.values() for finding in findings if finding.ok is False]
+    assert not faults, f"the doctor finds faults: {faults}"
+    print(f"xen-moe-jax {xm.__version__} with jax {jax.__version__}: the wheel is whole")
+
+
+if __name__ == "__main__":
+    main()
