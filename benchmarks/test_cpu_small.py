@@ -1,6 +1,6 @@
 """The benchmark command from end to end at a size that takes seconds, on 8 virtual CPU devices.
 
-It checks its own results, prints its table and writes JSON that a program can read. Its times mean nothing at this size.
+It checks its own results, prints its table and writes JSON that a program can read. Its times mean nothing here.
 """
 
 import json

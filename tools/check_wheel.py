@@ -1,7 +1,7 @@
 """python check_wheel.py [--cuda]: is the installed wheel whole? Run it outside the checkout.
 
-It checks that the installed package is what is imported, that the TPU kernels and py.typed came along, that an operation
-runs, and with --cuda, that the CUDA module is there and loads on a machine that has no GPU and no driver.
+It checks that what is imported is the installed package, that the TPU kernels and py.typed came along, that an
+operation runs, and with --cuda, that the CUDA module is there and loads on a machine without a GPU and a driver.
 """
 
 import argparse
