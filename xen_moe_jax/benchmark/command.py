@@ -58,7 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output").add_argument
     out("--json", metavar="FILE")
     out("--plot", metavar="FILE")
-    out("--link-ceiling", metavar="FILE", help="JSON of the link benchmark of this machine, to report the fraction reached")
+    out(
+        "--link-ceiling",
+        metavar="FILE",
+        help="JSON of the link benchmark of this machine, to report the fraction reached",
+    )
     return parser
 
 

@@ -81,7 +81,11 @@ def measure_programs(
         report.progress(f"compiling {program.name}: {program.operation}")
         error = {}
         if program.round_trip is not None:
-            error = {"max error": verify.check_round_trip(program, work, mesh, inputs, problem.topk_idx, problem.topk_weights)}
+            error = {
+                "max error": verify.check_round_trip(
+                    program, work, mesh, inputs, problem.topk_idx, problem.topk_weights
+                )
+            }
         elif program.name.startswith("xen_moe_jax"):
             error = checks
         errors.append(error)
@@ -129,11 +133,18 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         results = measure_programs(problem, chosen, options, checks)
         report.add_ratios(results)
     report.add_link_ceiling(results, command.read_link_ceiling(options))
-    return head | {"off_rank_rows": dataclasses.asdict(accounting.off_rank_rows(work, problem.topk_idx)), "results": results}
+    return head | {
+        "off_rank_rows": dataclasses.asdict(accounting.off_rank_rows(work, problem.topk_idx)),
+        "results": results,
+    }
 
 
 def sweep(
-    problem: Problem, config: xm.KernelConfig, operations: tuple[str, ...], options: argparse.Namespace, checks: dict[str, Any]
+    problem: Problem,
+    config: xm.KernelConfig,
+    operations: tuple[str, ...],
+    options: argparse.Namespace,
+    checks: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Every operation at every number of thread blocks, repeats interleaved over all of them."""
     chosen, sms = [], []

@@ -33,9 +33,12 @@ def exchange_experts(blocks: jax.Array, work: Workload, experts: Callable) -> ja
     return jax.lax.all_to_all(experts(received, local_expert), AXIS, 0, 0).reshape(blocks.shape)
 
 
-def weighted_sum(rows: jax.Array, topk_weights: jax.Array) -> jax.Array:
-    """`[T,K,H]` rows and `[T,K]` weights to `[T,H]`, summed in float32."""
-    return (rows.astype(jnp.float32) * topk_weights[:, :, None]).sum(1).astype(rows.dtype)
+def weighted_sum(rows: jax.Array, row_of_slot: jax.Array, topk_weights: jax.Array) -> jax.Array:
+    """Gathers `rows [N,H]` by `row_of_slot [T,K]` and sums over the slots in float32, one slot at a time: no `[T,K,H]` array."""
+    total = jnp.zeros((topk_weights.shape[0], rows.shape[1]), jnp.float32)
+    for k in range(topk_weights.shape[1]):
+        total += rows[row_of_slot[:, k]].astype(jnp.float32) * topk_weights[:, k, None]
+    return total.astype(rows.dtype)
 
 
 def padded_all_to_all(work: Workload, caps: Capacities) -> RoundTrip:
@@ -48,7 +51,7 @@ def padded_all_to_all(work: Workload, caps: Capacities) -> RoundTrip:
         source = jnp.full((padded_experts * cap,), work.tokens, jnp.int32).at[slot].set(token, unique_indices=True)
         blocks = x.at[source].get(mode="fill", fill_value=0).reshape(padded_experts, cap, work.hidden)
         back = exchange_experts(blocks, work, experts).reshape(-1, work.hidden)
-        return weighted_sum(back[slot].reshape(work.tokens, work.top_k, -1), topk_weights)
+        return weighted_sum(back, slot.reshape(topk_idx.shape), topk_weights)
 
     return round_trip
 
@@ -134,7 +137,7 @@ def sorted_ragged_all_to_all(work: Workload, caps: Capacities) -> RoundTrip:
             exclusive(sizes[:, me]), sizes[:, me], (jnp.cumsum(sizes, 1) - sizes)[:, me], sizes[me], axis_name=AXIS,
         )  # fmt: skip
         place = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
-        return weighted_sum(back[place].reshape(work.tokens, work.top_k, -1), topk_weights)
+        return weighted_sum(back, place.reshape(topk_idx.shape), topk_weights)
 
     return round_trip
 
@@ -148,7 +151,9 @@ PEERS: dict[str, tuple[Callable[[Workload, Capacities], RoundTrip], tuple[str, .
 """Name -> (maker, platforms that can run it, relative cost of a call)."""
 
 
-def peer_programs(work: Workload, caps: Capacities, platform: str, names: tuple[str, ...] | None = None) -> list[Program]:
+def peer_programs(
+    work: Workload, caps: Capacities, platform: str, names: tuple[str, ...] | None = None
+) -> list[Program]:
     """Round trips of the peers that `platform` can run; `names` chooses among them."""
     unknown = set(names or ()) - set(PEERS)
     if unknown:

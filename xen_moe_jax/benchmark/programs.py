@@ -110,9 +110,7 @@ def own_round_trip(work: Workload, caps: Capacities, config: xm.KernelConfig) ->
     def round_trip(x, topk_idx, topk_weights, experts):
         routed = xm.dispatch(x, topk_idx, topk_weights, **arguments)
         y = apply_experts(work, routed, routed.x, experts)
-        return xm.combine(
-            y, routed.handle, weighted=work.layout != "ranked", wire=work.combine_wire, config=config
-        )
+        return xm.combine(y, routed.handle, weighted=work.layout != "ranked", wire=work.combine_wire, config=config)
 
     return round_trip
 
@@ -173,7 +171,9 @@ def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name:
     return Program(name, "combine", prepare, initial, step)
 
 
-def own_programs(work: Workload, caps: Capacities, config: xm.KernelConfig, operations: tuple[str, ...]) -> list[Program]:
+def own_programs(
+    work: Workload, caps: Capacities, config: xm.KernelConfig, operations: tuple[str, ...]
+) -> list[Program]:
     """The library's programs for the named operations."""
     name = f"xen_moe_jax ({config.backend or 'default backend'})"
     makers = {

@@ -128,7 +128,9 @@ def format_table(columns: list[str], lines: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [columns, *lines]) for i in range(len(columns))]
 
     def line(cells):
-        return "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
 
     return "\n".join([line(columns), "  ".join("-" * w for w in widths), *(line(row) for row in lines)])
 
@@ -149,7 +151,8 @@ def results_table(results: list[dict[str, Any]]) -> str:
             "of link": f"{row['of_link_ceiling']:.0%}" if "of_link_ceiling" in row else "-",
             "vs ours": f"{row['times_own']:.2f}x" if "times_own" in row else "-",
             "MiB": "-" if memory is None else f"{memory / 2**20:.1f}",
-            "check": ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in row["checks"].items()) or "-",
+            "check": ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in row["checks"].items())
+            or "-",
         }
         lines.append([cells[c] for c in columns])
     return format_table(columns, lines)

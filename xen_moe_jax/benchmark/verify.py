@@ -77,7 +77,9 @@ def check_round_trip(
         error = np.abs(got - want).max() / np.abs(want).max()
         worst = max(worst, float(error)) if np.isfinite(error) else float("nan")
     if not worst <= tolerance(work):
-        raise WrongResultError(f"{program.name}: round trip is off by {worst:.2e} of the largest element, allowed {tolerance(work):.2e}")
+        raise WrongResultError(
+            f"{program.name}: round trip is off by {worst:.2e} of the largest element, allowed {tolerance(work):.2e}"
+        )
     return worst
 
 
@@ -91,7 +93,9 @@ def check_timed_result(timed: Timed, work: Workload, inputs: Inputs) -> None:
         error = jnp.max(jnp.abs(leaves[0].astype(jnp.float32) - inputs.x.astype(jnp.float32)))
         error = float(error / jnp.max(jnp.abs(inputs.x.astype(jnp.float32))))
         if not error <= tolerance(work) * timed.inner:
-            raise WrongResultError(f"{timed.program.name}: after {timed.inner} chained round trips tokens are off by {error:.2e}")
+            raise WrongResultError(
+                f"{timed.program.name}: after {timed.inner} chained round trips tokens are off by {error:.2e}"
+            )
     elif timed.program.operation == "combine" and not all(bool(jnp.isfinite(leaf).all()) for leaf in leaves):
         raise WrongResultError(f"{timed.program.name}: combine left values that are not finite")
 
@@ -109,17 +113,18 @@ def unequal_bits(a: jax.Array, b: jax.Array, keep: jax.Array) -> jax.Array:
     return jnp.sum((bits[0] != bits[1]) & keep, dtype=jnp.int32).reshape(1)
 
 
-def defined_rows(work: Workload, routed: Any) -> jax.Array:
+def defined_rows(layout: str, routed: Any) -> jax.Array:
     """Rows of `routed.x` that the contract defines: bool `[C]`, padded `[L, R*T]`."""
-    counts = routed.num_tokens_per_expert
-    if work.layout == "padded":
-        return jnp.arange(work.ranks * work.tokens) < counts[:, None]
-    if work.layout == "grouped":
+    if layout == "padded":
+        return jnp.arange(routed.weights.shape[1]) < routed.num_tokens_per_expert[:, None]
+    if layout == "grouped":
         return jnp.arange(routed.weights.shape[0]) < routed.group_sizes.sum()
     return (routed.topk_idx >= 0).any(-1)
 
 
-def differing_bits(work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs) -> dict[str, int]:
+def differing_bits(
+    work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs
+) -> dict[str, int]:
     """Elements that differ between `config`'s backend and the reference backend, on the same devices, last routing of the pool.
 
     Raises:
@@ -134,20 +139,24 @@ def differing_bits(work: Workload, caps: Capacities, config: xm.KernelConfig, me
         routing = idx_pool[-1], weights_pool[-1]
         ours = xm.dispatch(tokens, *routing, **arguments)
         theirs = xm.dispatch(tokens, *routing, **(arguments | {"config": reference}))
-        keep = defined_rows(work, theirs)
+        keep = defined_rows(work.layout, theirs)
         rows = [unequal_bits(a, b, keep) for a, b in zip(*map(jax.tree.leaves, (ours.x, theirs.x)), strict=True)]
         outs = [own_round_trip(work, caps, c)(x, *routing, experts) for c in (config, reference)]
         return {
             "dispatch rows": sum(rows),
             "positions": unequal_bits(ours.handle.positions, theirs.handle.positions, jnp.ones((), bool)),
-            "weights": unequal_bits(ours.weights, theirs.weights, keep) if work.layout != "ranked" else jnp.zeros(1, jnp.int32),
+            "weights": unequal_bits(ours.weights, theirs.weights, keep)
+            if work.layout != "ranked"
+            else jnp.zeros(1, jnp.int32),
             "combine": unequal_bits(*outs, jnp.ones((), bool)),
         }
 
     counts = jax.tree.map(local_total, on_ranks(compare, mesh, SPECS)(*inputs.arrays()))
     wrong = {name: count for name, count in counts.items() if count}
     if wrong:
-        raise WrongResultError(f"backend {config.backend!r} and the reference differ in {wrong} elements ({AXIS}={work.ranks})")
+        raise WrongResultError(
+            f"backend {config.backend!r} and the reference differ in {wrong} elements ({AXIS}={work.ranks})"
+        )
     return counts
 
 

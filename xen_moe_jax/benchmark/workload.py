@@ -67,7 +67,9 @@ class Workload:
             if getattr(self, name) not in (None, *BLOCK_SCALED_DTYPES):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be None or one of {BLOCK_SCALED_DTYPES}")
         if self.block_scaled and self.wire is not None:
-            raise ValueError(f"wire={self.wire!r}: must be None with dtype={self.dtype!r}, whose rows travel as they are")
+            raise ValueError(
+                f"wire={self.wire!r}: must be None with dtype={self.dtype!r}, whose rows travel as they are"
+            )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(f"capacity_factor={self.capacity_factor}: must be positive")
 

@@ -1,0 +1,134 @@
+"""The GPU test bodies on CPU, where the reference backend stands in for the kernels: proof that the bodies run and can fail.
+
+The stand-in takes another number of tokens a round, so that the two sides of a comparison do not run the same program.
+"""
+
+import dataclasses
+import sys
+
+import bodies
+import jax
+import numpy as np
+import processes
+import pytest
+import stress
+from bodies import Setup
+from cases import CASES
+from jax.sharding import Mesh
+
+import xen_moe_jax as xm
+
+STAND_IN = xm.KernelConfig(backend="reference", chunk_tokens=3)
+BY_NAME = {case.name: case for case in CASES}
+SMALL = tuple(s for s in stress.SHAPES if s.num_tokens * s.hidden < 10_000)
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the GPU tests themselves run on this platform")
+
+
+def cpu_mesh(sizes, names, order=None) -> Mesh:
+    count = int(np.prod(sizes))
+    devices = np.array(jax.devices("cpu")[:count])
+    return Mesh(devices[np.arange(count) if order is None else order].reshape(sizes), names)
+
+
+@pytest.mark.parametrize(
+    "name", ["grouped", "ranked", "padded-fp8-ue8m0", "grouped-scaled-fp8", "grouped-align8-capacity-one-below"]
+)
+def test_data_parallel_groups(name):
+    mesh = cpu_mesh((2, 2), ("dp", "ep"))
+    bodies.assert_same(Setup(BY_NAME[name], mesh, ("ep",), 20, 256), "zipf", STAND_IN)
+
+
+def test_permuted_devices():
+    bodies.assert_same(
+        Setup(BY_NAME["grouped"], cpu_mesh((4,), ("ep",), [2, 0, 3, 1]), ("ep",), 20, 256), "uniform", STAND_IN
+    )
+
+
+def test_two_axes():
+    mesh = cpu_mesh((2, 2), ("node", "gpu"))
+    bodies.assert_same(Setup(BY_NAME["grouped-two-axes"], mesh, ("node", "gpu"), 20, 256), "uniform", STAND_IN)
+
+
+def test_a_difference_is_found(monkeypatch):
+    """One bit of one row of one side flipped: counted once, and the assertion names it."""
+    setup = Setup(BY_NAME["grouped"], cpu_mesh((2,), ("ep",)), ("ep",), 8, 128)
+    genuine = bodies.outcome
+
+    def flip_one_bit(setup, capacity, config, operands, gradients):
+        results = genuine(setup, capacity, config, operands, gradients)
+        if config == STAND_IN:
+            rows, keep = results["rows 0"]
+            results["rows 0"] = rows.at[0, 5].multiply(-1), keep
+        return results
+
+    monkeypatch.setattr(bodies, "outcome", flip_one_bit)
+    counts = bodies.differing_elements(setup, "uniform", STAND_IN)
+    assert {name: n for name, n in counts.items() if n} == {"rows 0": 2}  # one on each rank
+    with pytest.raises(AssertionError, match="rows 0"):
+        bodies.assert_same(setup, "uniform", STAND_IN)
+
+
+def test_stress():
+    result = stress.run(cpu_mesh((4,), ("ep",)), STAND_IN, calls=200, shapes=SMALL[:3])
+    assert result.calls == 200 and not result.mismatches
+
+
+def test_stress_finds_a_wrong_call():
+    """The same run with one program's weights changed: its calls, and no others, are reported."""
+    shapes = SMALL[:2]
+    wrong = stress.Shape(dataclasses.replace(shapes[0].case, weights=False), shapes[0].num_tokens, shapes[0].hidden)
+    mesh = cpu_mesh((2,), ("ep",))
+    setups = [Setup(s.case, mesh, ("ep",), s.num_tokens, s.hidden) for s in (*shapes, wrong)]
+    choices = np.arange(len(stress.POOL))
+    logs = []
+    for setup in setups:
+        program, state = stress.Program(setup, STAND_IN), stress.start_state(setup, choices)
+        program.compile(state)
+        for _ in choices:
+            state = jax.block_until_ready(program(state))
+        logs.append(stress.local_rows(state[0]))
+    order = np.zeros(len(choices), int)
+    assert not stress.mismatches(logs[0], logs[:2], order, choices, len(choices), shapes)
+    found = stress.mismatches(logs[2], logs[:2], order, choices, len(choices), shapes)
+    assert found and all(shapes[0].case.name in line for line in found)
+
+
+@pytest.mark.slow
+def test_two_processes():
+    """The rank program with two processes of two CPU devices."""
+    finished = processes.run_ranks(
+        [
+            "--backend",
+            "reference",
+            "--chunk-tokens",
+            "3",
+            "--cpu-devices",
+            "2",
+            "--cases",
+            "grouped,ranked",
+            "--stress-calls",
+            "20",
+        ],
+        num_processes=2,
+        seconds=240.0,
+        env=processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=""),
+    )
+    processes.assert_finished(finished)
+    assert all("PASSED" in f.output for f in finished)
+
+
+def test_a_hanging_process_is_killed_and_reported():
+    hang = "import time, subprocess; subprocess.Popen(['sleep', '600']); print('started', flush=True); time.sleep(600)"
+    finished = processes.run_all([[sys.executable, "-c", hang]], seconds=3.0)
+    assert finished[0].returncode is None and "started" in finished[0].output and finished[0].seconds < 10
+    with pytest.raises(AssertionError, match="killed at the time limit"):
+        processes.assert_finished(finished)
+
+
+def test_a_failing_process_ends_the_others():
+    finished = processes.run_all(
+        [[sys.executable, "-c", "raise SystemExit(3)"], [sys.executable, "-c", "import time; time.sleep(600)"]],
+        seconds=60.0,
+    )
+    assert finished[0].returncode == 3 and finished[1].returncode is None and finished[1].seconds < 30

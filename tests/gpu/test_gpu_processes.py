@@ -1,0 +1,51 @@
+"""One process per GPU, joined by `jax.distributed`: the whole conformance table, large shapes and a short stress run.
+
+The GPUs are counted without JAX: a JAX client in this process would hold memory that the ranks need.
+"""
+
+import processes
+import pytest
+
+SECONDS = 240.0
+"""Of one multi-process run: start, compilation of every case for two backends, and the runs."""
+
+
+def run(num_processes: int, *arguments: str) -> None:
+    finished = processes.run_ranks(
+        [*arguments, "--backend", "cuda"],
+        num_processes=num_processes,
+        seconds=SECONDS,
+        env=processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3"),
+    )
+    processes.assert_finished(finished)
+    assert all("PASSED" in f.output for f in finished)
+
+
+@pytest.mark.gpu2
+def test_two_processes():
+    run(2, "--cases", "grouped,ranked,padded,grouped-fp8,grouped-scaled-fp8")
+
+
+@pytest.mark.gpu4
+def test_four_processes_every_case():
+    run(4, "--cases", "all")
+
+
+@pytest.mark.gpu4
+def test_four_processes_in_the_opposite_order():
+    run(4, "--cases", "grouped,padded", "--reverse")
+
+
+@pytest.mark.gpu4
+def test_four_processes_large():
+    run(4, "--cases", "grouped,ranked,grouped-scaled-fp8", "--tokens", "1024", "--hidden", "7168")
+
+
+@pytest.mark.gpu4
+def test_four_processes_stress():
+    run(4, "--cases", "grouped", "--stress-calls", "2000")
+
+
+@pytest.mark.gpu8
+def test_eight_processes_every_case():
+    run(8, "--cases", "all")
