@@ -146,7 +146,7 @@ def dispatch(
     scale_format: str = "float32",
     scales: np.ndarray | None = None,
 ) -> Dispatched:
-    """Dispatch of all ranks. No weights are weights of one; with `scales` the input is `BlockScaled` and travels as it is."""
+    """Dispatch of all ranks. Weights default to one; with `scales`, `x` is `BlockScaled` and travels as it is."""
     num_ranks, num_tokens, hidden = x.shape
     top_k = topk_idx.shape[-1]
     idx = sanitize(topk_idx, num_experts)

@@ -250,7 +250,7 @@ def axis_size(name: str) -> int:
 
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     """Operands that all vary over `axis_name` and over whatever any of them varies over."""
-    known: list[frozenset[str]] = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
+    known: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in operands]
     wanted = frozenset(axis_name).union(*known)
     if not _vma_is_checked(axis_name[0]):
         return list(operands)
@@ -262,4 +262,5 @@ def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
 
 def _vma_is_checked(axis: str) -> bool:
     """Whether `check_vma=True`: only then does an axis index vary over its axis."""
-    return bool(getattr(jax.eval_shape(lambda: jax.lax.axis_index(axis)), "vma", None))
+    index = jax.eval_shape(lambda: jax.lax.axis_index(axis))
+    return index.manual_axis_type is not None and axis in index.manual_axis_type.varying
