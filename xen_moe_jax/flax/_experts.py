@@ -14,7 +14,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def grouped_experts(x: jax.Array, group_sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate` and `up [L, H, F]`, `down [L, F, H]`.
+    """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`.
 
     Rows past the last group come out unspecified; `combine` does not read them, and `ragged_dot`'s gradient neither.
     """
