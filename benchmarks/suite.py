@@ -1,0 +1,93 @@
+"""Runs a table of benchmark commands in one process, most important first, within a time budget; one JSON with every document.
+
+    python benchmarks/suite.py gpu --json results.json --seconds 240 --link-ceiling link.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from xen_moe_jax.benchmark import command, modes, report  # noqa: E402
+
+LARGE = "--deepseek-v3 --tokens 4096"
+DECODE = "--mode low-latency --deepseek-v3 --repeats 9 --unroll 4"
+OWN = "--peers none --no-compare"
+
+GPU = {
+    "fp8 dispatch, bf16 combine": f"{LARGE} --dtype float8_e4m3fn --operations dispatch,combine --peers none",
+    "bf16, against JAX's own": f"{LARGE} --inner 20 --repeats 5 --peers 'padded all_to_all,ragged_all_to_all'",
+    "decode 128": f"{DECODE} --tokens 128 --peers 'padded all_to_all,ragged_all_to_all'",
+    "decode 128 fp8": f"{DECODE} --tokens 128 --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "fp8 dispatch by thread blocks": f"--mode sweep-sms {LARGE} --dtype float8_e4m3fn --operations dispatch --repeats 5 {OWN}",
+    "bf16 combine by thread blocks": f"--mode sweep-sms {LARGE} --operations combine --repeats 5 {OWN}",
+    "fp8 dispatch, 64 thread blocks": f"{LARGE} --dtype float8_e4m3fn --num-sms 64 --operations dispatch,combine {OWN}",
+    "decode 32": f"{DECODE} --tokens 32 {OWN}",
+    "decode 1": f"{DECODE} --tokens 1 {OWN}",
+    "decode 32 fp8": f"{DECODE} --tokens 32 --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "decode 1 fp8": f"{DECODE} --tokens 1 --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "zipf": f"{LARGE} --routing zipf --operations dispatch,combine {OWN}",
+    "zipf fp8": f"{LARGE} --routing zipf --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "hidden 4096": f"{LARGE} --hidden 4096 --operations dispatch,combine {OWN}",
+    "hidden 2048": f"{LARGE} --hidden 2048 --operations dispatch,combine {OWN}",
+    "every peer": f"{LARGE} --inner 10 --repeats 3 --operations 'round trip' --no-compare",
+}
+
+CPU = {
+    "bf16, against JAX's own": "--platform cpu --ranks 8 --tokens 1024 --hidden 1024 --experts 64 --top-k 8 --inner 2 --repeats 9",
+    "zipf": "--platform cpu --ranks 8 --routing zipf --inner 2 --repeats 5 --operations 'round trip'",
+    "decode 32": "--platform cpu --ranks 8 --mode low-latency --tokens 32 --repeats 5",
+}
+
+SUITES = {"gpu": GPU, "cpu": CPU}
+
+
+def main() -> int:
+    import shlex
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no command after this long")
+    parser.add_argument("--link-ceiling", help="JSON of benchmarks/link_ceiling.cu, passed on to every command")
+    parser.add_argument("--ranks", type=int, help="passed on to every command")
+    parser.add_argument("--only", nargs="+", help="names of commands")
+    options = parser.parse_args()
+    extra = ["--platform", options.suite, *(["--ranks", str(options.ranks)] if options.ranks else [])]
+    if options.link_ceiling:
+        extra += ["--link-ceiling", options.link_ceiling]
+
+    began = time.monotonic()
+    documents, failed, left_out, started = {}, {}, [], False
+    for name, line in SUITES[options.suite].items():
+        if options.only and name not in options.only:
+            continue
+        if time.monotonic() - began > options.seconds:
+            left_out.append(name)
+            continue
+        arguments = shlex.split(line) + extra
+        parsed = command.build_parser().parse_args(arguments)
+        if not started:
+            command.start_jax(parsed)
+            started = True
+        print(f"== {name} ({time.monotonic() - began:.0f} s)", flush=True)
+        try:
+            documents[name] = modes.run(parsed, arguments)
+        except Exception as error:  # one failing command must not lose the figures of the others; the exit status tells
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            print(modes.describe_results(documents[name]), flush=True)
+        report.write_json(options.json, {"documents": documents, "failed": failed, "left_out": left_out})
+    report.write_json(options.json, {"documents": documents, "failed": failed, "left_out": left_out})
+    print(f"{len(documents)} measured, {len(failed)} failed {sorted(failed)}, {len(left_out)} left out {left_out}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
