@@ -122,18 +122,21 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
       TypeError: `x` is not a float array. ValueError: unknown `dtype` or `scale_format`, or `x` is a scalar.
     """
     if isinstance(x, BlockScaled):
-        raise TypeError("x is already a BlockScaled; dequantize() it first")
+        raise TypeError("quantize: x is already a BlockScaled; dequantize() it first")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x has dtype {x.dtype}: must be float32, bfloat16 or float16")
+        raise TypeError(f"quantize: x has dtype {x.dtype}: must be float32, bfloat16 or float16")
     if x.ndim == 0:
-        raise ValueError("x is a scalar: must have a hidden dimension to take blocks of")
+        raise ValueError("quantize: x is a scalar: must have a hidden dimension to take blocks of")
     if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format={scale_format!r}: must be one of {SCALE_FORMATS}")
-    wire = parse_wire(dtype, "dtype")
-    if wire is None:
-        raise ValueError(f"dtype=None: must be one of {tuple(QMAX)}")
-    return BlockScaled(*quantize_arrays(x, Wire(wire.dtype, scale_format)))
+        raise ValueError(f"quantize: scale_format={scale_format!r}: must be one of {SCALE_FORMATS}")
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in QMAX:
+        raise ValueError(f"quantize: dtype={dtype!r}: must be one of {tuple(QMAX)}")
+    return BlockScaled(*quantize_arrays(x, Wire(name, scale_format)))
 
 
 def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -143,5 +146,5 @@ def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
       TypeError: `x` is not a `BlockScaled`.
     """
     if not isinstance(x, BlockScaled):
-        raise TypeError(f"x is a {type(x).__name__}: must be a BlockScaled, as quantize() returns")
+        raise TypeError(f"dequantize: x is a {type(x).__name__}: must be a BlockScaled, as quantize() returns")
     return dequantize_arrays(x.values, x.scales, dtype)
