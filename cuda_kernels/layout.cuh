@@ -1,0 +1,190 @@
+// Where every received row goes: counts per local expert and positions, by prefix sums over (source, token, slot).
+//
+// A segment is `segment_tokens` tokens of one source. Blocks with this duty, in three steps with a barrier between
+// them:
+//   count   a warp per segment: rows per expert, and each row's number among the segment's rows of that expert
+//   scan    a warp per expert: exclusive prefix over the segments; totals per expert and per (source, expert)
+//   start   every block: first row of each expert's group (in shared memory)
+// A row's position is start[expert] + prefix[expert][segment] + number. Who waits for whom: only blocks of this GPU,
+// through two counters with GPU-scope release and acquire; the metadata itself comes with system-scope flags
+// (dispatch.cuh).
+#pragma once
+
+#include "memory_order.cuh"
+#include "params.h"
+
+namespace xen_moe {
+
+constexpr int kLayoutSharedBytes = 40 * 1024;  // dynamic: counters while counting, starts afterwards
+
+struct LayoutScratch {
+  int* number;  // [R, T, slots]: a row's number in its segment and expert; -1: no row here
+  int* prefix;  // [columns, segments]
+  int* totals;  // [columns]
+  int columns;  // L, or 1 in the ranked layout
+  int segments_per_source;
+  int segments;
+};
+
+__host__ __device__ inline LayoutScratch MakeScratch(char* base, const Routing& r, const Schedule& s) {
+  LayoutScratch out;
+  out.columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
+  out.segments_per_source = (r.tokens + s.segment_tokens - 1) / s.segment_tokens;
+  out.segments = r.ranks * out.segments_per_source;
+  out.number = reinterpret_cast<int*>(base);
+  out.prefix = out.number + static_cast<int64_t>(r.ranks) * r.tokens * r.slots;
+  out.totals = out.prefix + static_cast<int64_t>(out.columns) * out.segments;
+  return out;
+}
+
+// Topk indices of source `s`: this rank's own come from the operand, the others' from the staging area.
+__device__ __forceinline__ const int* SourceTopk(const int* own, const char* data, uint64_t offset, const Routing& r,
+                                                 int s) {
+  if (s == r.rank) return own;
+  return reinterpret_cast<const int*>(data + offset) + static_cast<int64_t>(s) * r.tokens * r.top_k;
+}
+
+// Local expert of a global one, or -1.
+__device__ __forceinline__ int LocalExpert(int expert, const Routing& r) {
+  const int local = expert - r.rank * r.local_experts;
+  return expert >= 0 && expert < r.experts && local >= 0 && local < r.local_experts ? local : -1;
+}
+
+__device__ __forceinline__ void CountSegment(const int* topk, int segment, const LayoutScratch& scratch,
+                                             const Routing& r, const Schedule& schedule, int* counters) {
+  const int lane = threadIdx.x & 31;
+  const int source = segment / scratch.segments_per_source;
+  const int first = (segment % scratch.segments_per_source) * schedule.segment_tokens;
+  const int tokens = min(schedule.segment_tokens, r.tokens - first);
+  for (int l = lane; l < scratch.columns; l += 32) counters[l] = 0;
+  __syncwarp();
+  const int entries = tokens * r.slots;
+  int* number = scratch.number + (static_cast<int64_t>(source) * r.tokens + first) * r.slots;
+  const int* idx = topk + static_cast<int64_t>(first) * r.top_k;
+  for (int base = 0; base < entries; base += 32) {
+    const int entry = base + lane;
+    int column = -1;
+    if (entry < entries) {
+      if (r.layout == Layout::kRanked) {
+        for (int k = 0; k < r.top_k; ++k) {
+          if (LocalExpert(idx[entry * r.top_k + k], r) >= 0) column = 0;
+        }
+      } else {
+        column = LocalExpert(idx[entry], r);
+      }
+    }
+    const uint32_t same = __match_any_sync(0xFFFFFFFFu, column);
+    const int before = __popc(same & ((1u << lane) - 1));
+    const int seen = column >= 0 ? counters[column] : 0;
+    __syncwarp();
+    if (column >= 0 && before == 0) counters[column] = seen + __popc(same);
+    __syncwarp();
+    if (entry < entries) number[entry] = column >= 0 ? seen + before : -1;
+  }
+  for (int l = lane; l < scratch.columns; l += 32) {
+    scratch.prefix[static_cast<int64_t>(l) * scratch.segments + segment] = counters[l];
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void ScanColumn(int column, const LayoutScratch& scratch, const Routing& r,
+                                           int* recv_counts) {
+  const int lane = threadIdx.x & 31;
+  int* values = scratch.prefix + static_cast<int64_t>(column) * scratch.segments;
+  int carry = 0;
+  for (int source = 0; source < r.ranks; ++source) {
+    const int begin = carry;
+    for (int base = 0; base < scratch.segments_per_source; base += 32) {
+      const int i = base + lane;
+      int* at = values + source * scratch.segments_per_source + i;
+      const int value = i < scratch.segments_per_source ? __ldcg(at) : 0;
+      int sum = value;
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+        if (lane >= d) sum += other;
+      }
+      if (i < scratch.segments_per_source) *at = carry + sum - value;
+      carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
+    }
+    if (lane == 0) recv_counts[source * r.local_experts + column] = carry - begin;
+  }
+  if (lane == 0) scratch.totals[column] = carry;
+}
+
+// The counting and scanning blocks' part. `index` of `blocks`; `shared` has kLayoutSharedBytes.
+__device__ __forceinline__ void CountAndScan(const DispatchParams& p, const char* data, const LayoutScratch& scratch,
+                                             int index, int blocks, int* shared, const Patience& patience) {
+  const Routing& r = p.routing;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int counting_warps = min(kWarps, kLayoutSharedBytes / (4 * scratch.columns));
+  if (warp < counting_warps) {
+    for (int segment = index * counting_warps + warp; segment < scratch.segments; segment += blocks * counting_warps) {
+      const int source = segment / scratch.segments_per_source;
+      CountSegment(SourceTopk(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
+                   shared + warp * scratch.columns);
+    }
+  }
+  BlockArrive(&p.control->barrier[0]);
+  BlockAwait(&p.control->barrier[0], blocks, patience, r.rank);
+  for (int column = index * kWarps + warp; column < r.local_experts; column += blocks * kWarps) {
+    if (column < scratch.columns) {
+      ScanColumn(column, scratch, r, p.recv_counts);
+    } else {
+      for (int source = lane; source < r.ranks; source += 32) p.recv_counts[source * r.local_experts + column] = 0;
+    }
+  }
+  BlockArrive(&p.control->barrier[1]);
+}
+
+// Rows of local expert `l`, before dropping.
+__device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutScratch& scratch, int l) {
+  if (!p.known_positions) return __ldcg(scratch.totals + l);
+  int total = 0;
+  for (int source = 0; source < p.routing.ranks; ++source) {
+    total += p.recv_counts[source * p.routing.local_experts + l];
+  }
+  return total;
+}
+
+__device__ __forceinline__ int RoundUp(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// First row of each column's group into `starts` (shared). All threads of the block call it.
+__device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
+  const Routing& r = p.routing;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int carry = 0;
+    for (int base = 0; base < scratch.columns; base += 32) {
+      const int l = base + lane;
+      const int size =
+          r.layout == Layout::kGrouped && l < scratch.columns ? RoundUp(ExpertRows(p, scratch, l), r.alignment) : 0;
+      int sum = size;
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+        if (lane >= d) sum += other;
+      }
+      if (l < scratch.columns) starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : carry + sum - size;
+      carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
+    }
+  }
+  __syncthreads();
+}
+
+// Position of the row of (source, token, slot), -1 or -2, from what the blocks have counted.
+__device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
+                                          int source, int token, int slot, int expert) {
+  const Routing& r = p.routing;
+  const int number = __ldcg(scratch.number + (static_cast<int64_t>(source) * r.tokens + token) * r.slots + slot);
+  if (number < 0) return -1;
+  const int column = r.layout == Layout::kRanked ? 0 : LocalExpert(expert, r);
+  if (column < 0) return -1;
+  const int segment = source * scratch.segments_per_source + token / p.schedule.segment_tokens;
+  const int in_group = number + __ldcg(scratch.prefix + static_cast<int64_t>(column) * scratch.segments + segment);
+  if (r.layout == Layout::kPadded && in_group >= r.ranks * r.tokens) return -2;
+  const int position = starts[column] + in_group;
+  return position < r.capacity && position >= 0 ? position : -2;
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,171 @@
+// Eight consecutive elements per lane, in float32. A warp step is 256 elements; a scale block of 128 is 16 lanes.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace xen_moe {
+
+constexpr int kOctet = 8;
+constexpr int kWarpElements = 32 * kOctet;
+
+struct Octet {
+  float v[kOctet];
+};
+
+__device__ __forceinline__ float ToFloat(float x) { return x; }
+__device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }
+__device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ __forceinline__ T FromFloat(float x);
+template <>
+__device__ __forceinline__ float FromFloat<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// The bits of an octet as loaded: kept apart from the conversion so that several loads can be in flight.
+template <class T>
+struct RawOctet {
+  static constexpr int kVectors = kOctet * sizeof(T) / 16;
+  int4 bits[kVectors];
+};
+
+// `row` is the row's first element, `e` the lane's first; elements at or past `end` read as zero. `vector`: rows are
+// 16-byte aligned and `end` is a multiple of 8.
+template <class T>
+__device__ __forceinline__ RawOctet<T> LoadOctet(const T* row, int e, int end, bool vector) {
+  RawOctet<T> raw;
+  if (vector) {
+#pragma unroll
+    for (int i = 0; i < RawOctet<T>::kVectors; ++i) {
+      raw.bits[i] = e < end ? __ldcs(reinterpret_cast<const int4*>(row + e) + i) : make_int4(0, 0, 0, 0);
+    }
+  } else {
+    T* values = reinterpret_cast<T*>(raw.bits);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = e + i < end ? row[e + i] : FromFloat<T>(0.0f);
+  }
+  return raw;
+}
+template <class T>
+__device__ __forceinline__ Octet Widen(const RawOctet<T>& raw) {
+  const T* values = reinterpret_cast<const T*>(raw.bits);
+  Octet o;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) o.v[i] = ToFloat(values[i]);
+  return o;
+}
+template <class T>
+__device__ __forceinline__ RawOctet<T> Narrow(const Octet& o) {
+  RawOctet<T> raw;
+  T* values = reinterpret_cast<T*>(raw.bits);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) values[i] = FromFloat<T>(o.v[i]);
+  return raw;
+}
+template <class T>
+__device__ __forceinline__ void StoreOctet(T* row, int e, int end, bool vector, const RawOctet<T>& raw) {
+  if (vector) {
+    if (e < end) {
+#pragma unroll
+      for (int i = 0; i < RawOctet<T>::kVectors; ++i) reinterpret_cast<int4*>(row + e)[i] = raw.bits[i];
+    }
+  } else {
+    const T* values = reinterpret_cast<const T*>(raw.bits);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (e + i < end) row[e + i] = values[i];
+    }
+  }
+}
+
+// One-byte wire values of an octet, and the scale of the 128 elements that its 16 lanes hold.
+struct QuantizedOctet {
+  uint2 bits;
+  float scale;
+};
+
+// The arithmetic of docs/internals.md, "Quantise". All 32 lanes call it.
+template <WireType kWire>
+__device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
+  constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
+  uint32_t bits = 0;  // magnitudes compare as integers: NaN > inf > every finite value
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) bits = max(bits, __float_as_uint(o.v[i]) & 0x7FFFFFFFu);
+#pragma unroll
+  for (int m = 8; m > 0; m >>= 1) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
+  const bool finite = bits < 0x7F800000u;
+  const float amax = fmaxf(__uint_as_float(bits), 1.262177448e-29f);  // 2^-96
+  float scale = __fdiv_rn(amax, kQmax);
+  float inverse;
+  if (ue8m0) {
+    const uint32_t s = __float_as_uint(scale);
+    scale = __uint_as_float(((s >> 23) + ((s & 0x7FFFFFu) ? 1u : 0u)) << 23);
+    inverse = __fdiv_rn(1.0f, scale);
+  } else {
+    inverse = __fdiv_rn(kQmax, amax);
+  }
+  QuantizedOctet q;
+  q.scale = finite ? scale : __uint_as_float(0x7FC00000u);
+  uint8_t bytes[kOctet];
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) {
+    const float scaled = finite ? __fmul_rn(o.v[i], inverse) : 0.0f;
+    if constexpr (kWire == WireType::kInt8) {
+      bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(max(-127, min(127, __float2int_rn(scaled)))));
+    } else {
+      bytes[i] = __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
+    }
+  }
+  q.bits.x = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
+  q.bits.y = bytes[4] | bytes[5] << 8 | bytes[6] << 16 | static_cast<uint32_t>(bytes[7]) << 24;
+  return q;
+}
+
+template <WireType kWire>
+__device__ __forceinline__ Octet Dequantize(const QuantizedOctet& q) {
+  Octet o;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) {
+    const uint8_t byte = static_cast<uint8_t>((i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)));
+    float value;
+    if constexpr (kWire == WireType::kInt8) {
+      value = static_cast<float>(static_cast<int8_t>(byte));
+    } else {
+      value = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+    }
+    o.v[i] = __fmul_rn(value, q.scale);
+  }
+  return o;
+}
+
+// A wire row holds ceil(H/8) * 8 value bytes at least: the last octet may carry zeros past H.
+__device__ __forceinline__ void StoreQuantized(char* wire_row, uint64_t scale_offset, int e, int end,
+                                               const QuantizedOctet& q) {
+  if (e >= end) return;
+  *reinterpret_cast<uint2*>(wire_row + e) = q.bits;
+  if ((e & (kScaleBlock - 1)) == 0) *reinterpret_cast<float*>(wire_row + scale_offset + e / kScaleBlock * 4) = q.scale;
+}
+__device__ __forceinline__ QuantizedOctet LoadQuantized(const char* wire_row, uint64_t scale_offset, int e, int end) {
+  QuantizedOctet q{make_uint2(0, 0), 0.0f};
+  if (e < end) {
+    q.bits = __ldcs(reinterpret_cast<const uint2*>(wire_row + e));
+    q.scale = __ldcs(reinterpret_cast<const float*>(wire_row + scale_offset + e / kScaleBlock * 4));
+  }
+  return q;
+}
+
+}  // namespace xen_moe

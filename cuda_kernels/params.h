@@ -1,0 +1,128 @@
+// One plain struct per kernel: everything that it reads and writes. No JAX, Python or FFI types here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "workspace.h"
+
+namespace xen_moe {
+
+enum class Layout : int { kGrouped = 0, kRanked = 1, kPadded = 2 };
+enum class Element : int { kBf16 = 0, kF16 = 1, kF32 = 2, kByte = 3 };  // kByte: 1-byte values that are only copied
+enum class WireType : int { kNative = 0, kFp8 = 1, kInt8 = 2 };
+
+inline int ElementBytes(Element e) { return e == Element::kF32 ? 4 : e == Element::kByte ? 1 : 2; }
+
+// Shapes that dispatch, redispatch and combine share; see docs/internals.md for the letters.
+struct Routing {
+  int ranks;          // R
+  int rank;           // this rank
+  int tokens;         // T
+  int top_k;          // K
+  int slots;          // K, or 1 in the ranked layout
+  int experts;        // E
+  int local_experts;  // L
+  int hidden;         // H
+  int capacity;       // rows of the output; padded: L * R * T
+  int alignment;
+  int ranks_per_node;  // == ranks when there is one axis
+  Layout layout;
+};
+
+// Where things lie in a half of the staging area: flags in bytes from its start, data from the start of its data.
+struct Staging {
+  uint64_t presence_flags;  // [R][kMaxBlocks]
+  uint64_t row_flags;       // [R][T][parts]
+  uint64_t flag_bytes;
+  uint64_t topk_idx;      // [R][T][K] int32
+  uint64_t topk_weights;  // [R][T][K] float32
+  uint64_t rows;          // [R][T] wire rows
+  uint64_t row_bytes;     // of one wire row: values, then scales, each padded to 16 bytes
+  uint64_t scale_offset;  // of the scales in a wire row
+  uint64_t data_bytes;    // data start at half_bytes - data_bytes
+};
+
+// How the work is cut. Equal on all ranks of a group.
+struct Schedule {
+  int blocks;          // thread blocks, one per SM
+  int push_blocks;     // the first blocks push rows to the peers
+  int layout_blocks;   // the last blocks compute positions
+  int parts;           // a row is moved in this many parts (small batches)
+  int part_elements;   // multiple of 256
+  int segment_tokens;  // tokens that one warp counts
+  uint64_t timeout_ns;
+};
+
+struct DispatchParams {
+  Control* control;
+  Routing routing;
+  Staging staging;
+  Schedule schedule;
+  Element element;
+  WireType wire;
+  bool ue8m0;
+  bool known_positions;       // redispatch
+  const void* x;              // [T, H]
+  const float* scales;        // [T, ceil(H/128)] or null
+  const int* topk_idx;        // [T, K]
+  const float* topk_weights;  // [T, K]; null for redispatch
+  void* rows;                 // [C, H]
+  float* row_scales;          // [C, ceil(H/128)] or null
+  int* positions;             // [R, T, slots]: written, or read by redispatch
+  int* recv_counts;           // [R, L]: written, or read by redispatch
+  float* weights;             // [C] or [C, K]
+  int* local_idx;             // [C, K], ranked only
+};
+
+struct CombineParams {
+  Control* control;
+  Routing routing;
+  Staging staging;
+  Schedule schedule;
+  Element element;
+  WireType wire;
+  bool ue8m0;
+  const void* y;         // [C, H]
+  const int* topk_idx;   // [T, K]
+  const int* positions;  // [R, T, slots]
+  const float* weights;  // [C], or null: unweighted
+  void* out;             // [T, H]
+};
+
+// Rows of `unit_bytes` bytes from this rank to every other: all_to_all, and ragged_all_to_all when the arrays are
+// given.
+struct ExchangeParams {
+  Control* control;
+  int ranks, rank;
+  uint64_t timeout_ns;
+  uint64_t presence_flags, chunk_flags, credit_flags, flag_bytes;  // flags, from the start of a half
+  uint64_t offsets, ring, data_bytes;                              // data, which start at half_bytes - data_bytes
+  uint64_t chunk_bytes;                                            // multiple of 16
+  int ring_chunks;                                                 // chunks per (source, lane) in the ring
+  int lanes;                                                       // blocks per peer and direction
+  uint64_t max_chunks;                                             // per (source, lane)
+  uint64_t unit_bytes;
+  uint64_t operand_units, output_units;
+  const char* operand;
+  char* output;
+  // null for all_to_all: then every pair moves operand_units / ranks units. Element `i` belongs to group rank `i`.
+  const int* input_offsets;
+  const int* send_sizes;
+  const int* output_offsets;
+  const int* recv_sizes;
+};
+
+// Launchers return a cudaError_t. They neither allocate nor synchronise: safe to capture into a CUDA graph.
+int LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
+int LaunchCombine(const CombineParams& params, cudaStream_t stream);
+int LaunchExchange(const ExchangeParams& params, cudaStream_t stream);
+
+// Loads every kernel on the current device: a first launch could otherwise wait for a kernel that spins. cudaError_t.
+int PreloadKernels();
+
+// Bytes of a rank's private scratch memory that a dispatch needs.
+uint64_t DispatchScratchBytes(const Routing& routing, const Schedule& schedule);
+
+}  // namespace xen_moe

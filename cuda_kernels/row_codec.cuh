@@ -1,0 +1,179 @@
+// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantised on the way (QuantizeCodec).
+//
+// A codec has
+//   Push(p, token, part, targets)   from x to the wire row at each target (peers' staging areas)
+//   PlaceStaged(p, wire_row, ...)   from a wire row to rows of the output
+//   PlaceOwn(p, token, ...)         from x to rows of the output: what Push and PlaceStaged would give, without the
+//   link
+// All lanes of a warp call them together. Staged rows are written by other GPUs while the kernel runs, so they are
+// never read through the non-coherent cache.
+#pragma once
+
+#include "octet.cuh"
+#include "params.h"
+
+namespace xen_moe {
+
+struct Range {
+  int begin, end;  // elements
+};
+__device__ __forceinline__ Range PartOf(int part, const Schedule& s, int hidden) {
+  return {min(hidden, part * s.part_elements), min(hidden, (part + 1) * s.part_elements)};
+}
+
+// Destinations of a pushed row: staging rows on the ranks of a bit mask, starting after this rank so that the peers are
+// not all written in the same order by everybody.
+struct Targets {
+  uint32_t mask;      // ranks, rotated right by `first`
+  int first, ranks;   // rank = (bit + first) % ranks
+  char* const* base;  // shared memory: each rank's half
+  uint64_t offset;    // of the wire row in a half
+  template <class F>
+  __device__ __forceinline__ void ForEach(F f) const {
+    for (uint32_t m = mask; m; m &= m - 1) {
+      int rank = __ffs(m) - 1 + first;
+      if (rank >= ranks) rank -= ranks;
+      f(base[rank] + offset);
+    }
+  }
+};
+// Destinations of a placed row: output rows, in shared memory.
+struct Rows {
+  const int* list;
+  int count;
+};
+
+template <class Vec>
+struct CopyCodec {
+  // Copies `n` vectors to every destination; up to kInFlight loads per lane in flight.
+  template <class ForEach>
+  __device__ __forceinline__ static void Copy(const Vec* src, int n, ForEach for_each) {
+    constexpr int kInFlight = sizeof(Vec) == 16 ? 14 : 8;
+    const int lane = threadIdx.x & 31;
+    for (int base = 0; base < n; base += 32 * kInFlight) {
+      Vec v[kInFlight];
+      const Vec* from = src + base + lane;
+      const int left = n - base - lane;
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (i * 32 < left) v[i] = __ldcs(from + i * 32);
+      }
+      for_each([&](Vec* row) {
+        Vec* to = row + base + lane;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (i * 32 < left) to[i * 32] = v[i];
+        }
+      });
+    }
+  }
+  __device__ __forceinline__ static int Vectors(const DispatchParams& p, int elements) {
+    const int bytes = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
+    return static_cast<int>(static_cast<int64_t>(elements) * bytes / sizeof(Vec));
+  }
+  __device__ __forceinline__ static int ScaleBlocks(int elements) { return (elements + kScaleBlock - 1) / kScaleBlock; }
+
+  __device__ __forceinline__ static const Vec* Row(const DispatchParams& p, int64_t row) {
+    return static_cast<const Vec*>(p.x) + row * Vectors(p, p.routing.hidden);
+  }
+
+  __device__ static void Push(const DispatchParams& p, int token, Range part, const Targets& targets) {
+    const int first = Vectors(p, part.begin), n = Vectors(p, part.end) - first;
+    Copy(Row(p, token) + first, n,
+         [&](auto store) { targets.ForEach([&](char* row) { store(reinterpret_cast<Vec*>(row) + first); }); });
+    if (p.scales) {
+      const int lane = threadIdx.x & 31;
+      const int blocks = ScaleBlocks(p.routing.hidden);
+      for (int b = ScaleBlocks(part.begin) + lane; b < ScaleBlocks(part.end); b += 32) {
+        const float scale = p.scales[static_cast<int64_t>(token) * blocks + b];
+        targets.ForEach([&](char* row) { reinterpret_cast<float*>(row + p.staging.scale_offset)[b] = scale; });
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void Place(const DispatchParams& p, const Vec* values, const float* scales,
+                                               Range part, const Rows& rows) {
+    const int first = Vectors(p, part.begin), n = Vectors(p, part.end) - first;
+    const int64_t stride = Vectors(p, p.routing.hidden);
+    Copy(values + first, n, [&](auto store) {
+      for (int i = 0; i < rows.count; ++i) store(static_cast<Vec*>(p.rows) + rows.list[i] * stride + first);
+    });
+    if (p.row_scales) {
+      const int lane = threadIdx.x & 31;
+      const int blocks = ScaleBlocks(p.routing.hidden);
+      for (int b = ScaleBlocks(part.begin) + lane; b < ScaleBlocks(part.end); b += 32) {
+        const float scale = __ldcs(scales + b);
+        for (int i = 0; i < rows.count; ++i) p.row_scales[static_cast<int64_t>(rows.list[i]) * blocks + b] = scale;
+      }
+    }
+  }
+  __device__ static void PlaceStaged(const DispatchParams& p, const char* wire_row, Range part, const Rows& rows) {
+    Place(p, reinterpret_cast<const Vec*>(wire_row), reinterpret_cast<const float*>(wire_row + p.staging.scale_offset),
+          part, rows);
+  }
+  __device__ static void PlaceOwn(const DispatchParams& p, int token, Range part, const Rows& rows) {
+    Place(p, Row(p, token), p.scales + static_cast<int64_t>(token) * ScaleBlocks(p.routing.hidden), part, rows);
+  }
+};
+
+template <class X, WireType kWire>
+struct QuantizeCodec {
+  static constexpr int kSteps = 4;  // warp steps whose loads are in flight together
+
+  __device__ __forceinline__ static bool Vector(const DispatchParams& p) { return p.routing.hidden % kOctet == 0; }
+
+  __device__ static void Push(const DispatchParams& p, int token, Range part, const Targets& targets) {
+    const int lane = threadIdx.x & 31, hidden = p.routing.hidden;
+    const X* row = static_cast<const X*>(p.x) + static_cast<int64_t>(token) * hidden;
+    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
+      RawOctet<X> raw[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        raw[i] = LoadOctet(row, base + i * kWarpElements + lane * kOctet, part.end, Vector(p));
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const QuantizedOctet q = Quantize<kWire>(Widen(raw[i]), p.ue8m0);
+        const int e = base + i * kWarpElements + lane * kOctet;
+        targets.ForEach([&](char* wire) { StoreQuantized(wire, p.staging.scale_offset, e, part.end, q); });
+      }
+    }
+  }
+  __device__ __forceinline__ static void Store(const DispatchParams& p, int e, int end, const QuantizedOctet& q,
+                                               const Rows& rows) {
+    const RawOctet<X> raw = Narrow<X>(Dequantize<kWire>(q));
+    for (int i = 0; i < rows.count; ++i) {
+      X* row = static_cast<X*>(p.rows) + static_cast<int64_t>(rows.list[i]) * p.routing.hidden;
+      StoreOctet(row, e, end, Vector(p), raw);
+    }
+  }
+  __device__ static void PlaceStaged(const DispatchParams& p, const char* wire_row, Range part, const Rows& rows) {
+    const int lane = threadIdx.x & 31;
+    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
+      QuantizedOctet q[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        q[i] = LoadQuantized(wire_row, p.staging.scale_offset, base + i * kWarpElements + lane * kOctet, part.end);
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) Store(p, base + i * kWarpElements + lane * kOctet, part.end, q[i], rows);
+    }
+  }
+  __device__ static void PlaceOwn(const DispatchParams& p, int token, Range part, const Rows& rows) {
+    const int lane = threadIdx.x & 31;
+    const X* row = static_cast<const X*>(p.x) + static_cast<int64_t>(token) * p.routing.hidden;
+    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
+      RawOctet<X> raw[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        raw[i] = LoadOctet(row, base + i * kWarpElements + lane * kOctet, part.end, Vector(p));
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        Store(p, base + i * kWarpElements + lane * kOctet, part.end, Quantize<kWire>(Widen(raw[i]), p.ue8m0), rows);
+      }
+    }
+  }
+};
+
+}  // namespace xen_moe

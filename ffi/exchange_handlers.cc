@@ -1,0 +1,76 @@
+// all_to_all and ragged_all_to_all: decode, check, launch.
+#include "ffi/handlers.h"
+#include "ffi/operation.h"
+
+namespace xen_moe {
+namespace {
+
+ffi::ErrorOr<std::unique_ptr<ExchangePlan>> Instantiate(ffi::Dictionary dictionary) {
+  auto plan = std::make_unique<ExchangePlan>();
+  try {
+    Attributes attributes([&](const char* name) { return dictionary.get<int64_t>(name); });
+    DecodeExchange(attributes, plan.get());
+    auto devices = dictionary.get<ffi::Span<const int64_t>>("devices");
+    if (!devices.has_value())
+      return ffi::Unexpected(ffi::Error::InvalidArgument("xen_moe_jax: attribute devices is missing"));
+    plan->workspace = PrepareWorkspace(std::vector<DeviceKey>(devices->begin(), devices->end()), plan->params.ranks,
+                                       static_cast<int>(attributes.Int("channel", 0, 15)), plan->needs,
+                                       2 * plan->params.ranks * plan->params.lanes);
+  } catch (const MemoryError& e) {
+    return ffi::Unexpected(ToError(e));
+  }
+  return plan;
+}
+
+// operand -> output, or operand, output, input_offsets, send_sizes, output_offsets, recv_sizes -> output (aliased)
+ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ExchangePlan* plan, ffi::RemainingArgs args,
+                    ffi::Result<ffi::AnyBuffer> output) {
+  ExchangeParams p = plan->params;
+  const size_t wanted = plan->ragged ? 6 : 1;
+  if (args.size() != wanted) {
+    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(args.size()) + " operands, not " +
+                                       std::to_string(wanted));
+  }
+  const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(0);
+  if (operand.size_bytes() != p.operand_units * p.unit_bytes || output->size_bytes() != p.output_units * p.unit_bytes) {
+    return ffi::Error::InvalidArgument(
+        "xen_moe_jax: operand of " + std::to_string(operand.size_bytes()) + " and output of " +
+        std::to_string(output->size_bytes()) + " bytes do not match operand_units " + std::to_string(p.operand_units) +
+        ", output_units " + std::to_string(p.output_units) + ", unit_bytes " + std::to_string(p.unit_bytes));
+  }
+  p.operand = static_cast<const char*>(operand.untyped_data());
+  p.output = static_cast<char*>(output->untyped_data());
+  if (plan->ragged) {
+    const int** targets[] = {&p.input_offsets, &p.send_sizes, &p.output_offsets, &p.recv_sizes};
+    static const char* const names[] = {"input_offsets", "send_sizes", "output_offsets", "recv_sizes"};
+    for (size_t i = 0; i < 4; ++i) {
+      const ffi::AnyBuffer sizes = *args.get<ffi::AnyBuffer>(2 + i);
+      if (ffi::Error e = CheckBuffer(names[i], sizes, ffi::DataType::S32, {p.ranks}); !e.success()) return e;
+      *targets[i] = static_cast<const int*>(sizes.untyped_data());
+    }
+    const ffi::AnyBuffer initial = *args.get<ffi::AnyBuffer>(1);
+    if (initial.untyped_data() != output->untyped_data()) {
+      return ffi::Error::Internal("xen_moe_jax: ragged_all_to_all must alias its output operand");
+    }
+  }
+  return RunOn(*plan->workspace, plan->needs, ordinal, stream, [&](const Member& member) {
+    p.control = member.control;
+    p.rank = member.rank;
+    return LaunchExchange(p, stream);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchange, Exchange,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::State<ExchangePlan>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace xen_moe

@@ -1,0 +1,15 @@
+// The FFI handlers, as nanobind registers them.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace xen_moe {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kRoutingInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kDispatch);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kRedispatch);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kCombine);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kExchangeInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kExchange);
+
+}  // namespace xen_moe
