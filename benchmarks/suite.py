@@ -1,4 +1,5 @@
-"""Runs a table of benchmark commands in one process, most important first, within a time budget; one JSON with every document.
+"""Runs a table of benchmark commands in one process, most important first, within a time budget; one JSON with every
+document.
 
     python benchmarks/suite.py gpu --json results.json --seconds 240 --link-ceiling link.json
 """
@@ -13,10 +14,11 @@ import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from xen_moe_jax.benchmark import command, modes, report  # noqa: E402
+from xen_moe_jax.benchmark import command, modes, report
 
 LARGE = "--deepseek-v3 --tokens 4096"
 DECODE = "--mode low-latency --deepseek-v3 --repeats 9 --unroll 4"
+SWEEP = f"--mode sweep-sms {LARGE} --repeats 5"
 OWN = "--peers none --no-compare"
 
 GPU = {
@@ -24,8 +26,8 @@ GPU = {
     "bf16, against JAX's own": f"{LARGE} --inner 20 --repeats 5 --peers 'padded all_to_all,ragged_all_to_all'",
     "decode 128": f"{DECODE} --tokens 128 --peers 'padded all_to_all,ragged_all_to_all'",
     "decode 128 fp8": f"{DECODE} --tokens 128 --dtype float8_e4m3fn --operations dispatch {OWN}",
-    "fp8 dispatch by thread blocks": f"--mode sweep-sms {LARGE} --dtype float8_e4m3fn --operations dispatch --repeats 5 {OWN}",
-    "bf16 combine by thread blocks": f"--mode sweep-sms {LARGE} --operations combine --repeats 5 {OWN}",
+    "fp8 dispatch by thread blocks": f"{SWEEP} --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "bf16 combine by thread blocks": f"{SWEEP} --operations combine {OWN}",
     "fp8 dispatch, 64 thread blocks": f"{LARGE} --dtype float8_e4m3fn --num-sms 64 --operations dispatch,combine {OWN}",
     "decode 32": f"{DECODE} --tokens 32 {OWN}",
     "decode 1": f"{DECODE} --tokens 1 {OWN}",
@@ -39,9 +41,9 @@ GPU = {
 }
 
 CPU = {
-    "bf16, against JAX's own": "--platform cpu --ranks 8 --tokens 1024 --hidden 1024 --experts 64 --top-k 8 --inner 2 --repeats 9",
-    "zipf": "--platform cpu --ranks 8 --routing zipf --inner 2 --repeats 5 --operations 'round trip'",
-    "decode 32": "--platform cpu --ranks 8 --mode low-latency --tokens 32 --repeats 5",
+    "bf16, against JAX's own": "--ranks 8 --tokens 1024 --hidden 1024 --experts 64 --top-k 8 --inner 2 --repeats 9",
+    "zipf": "--ranks 8 --routing zipf --inner 2 --repeats 5 --operations 'round trip'",
+    "decode 32": "--ranks 8 --mode low-latency --tokens 32 --repeats 5",
 }
 
 SUITES = {"gpu": GPU, "cpu": CPU}

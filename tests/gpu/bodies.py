@@ -1,8 +1,9 @@
-"""Test bodies that run on any backend, any mesh, in one process or many: two backends compared bit for bit on the devices.
+"""Test bodies that run on any backend, any mesh, in one process or many: two backends compared bit for bit on the
+devices.
 
-The conformance class compares with the oracle from one process. These bodies compare a kernel backend with the reference backend
-inside one compiled program instead, so that nothing but a count of differing elements leaves the devices: large shapes, meshes with
-further axes, permuted devices and several processes all run the same code.
+The conformance class compares with the oracle from one process. These bodies compare a kernel backend with the
+reference backend inside one compiled program instead, so that nothing but a count of differing elements leaves the
+devices: large shapes, meshes with further axes, permuted devices and several processes all run the same code.
 """
 
 from __future__ import annotations
@@ -89,22 +90,22 @@ def outcome(
 ) -> dict[str, Any]:
     """Every result of the operations on one rank: name -> (array, which of its leading entries are specified).
 
-    `operands`: `x [T,H], topk_idx [T,K], topk_weights [T,K], seed uint32[1]`; expert outputs are drawn from the seed, and rows that
-    no token owns are NaN, so that whoever reads one shows it.
+    `operands`: `x [T,H], topk_idx [T,K], topk_weights [T,K], seed uint32[1]`; expert outputs are drawn from the seed,
+    and rows that no token owns are NaN, so that whoever reads one shows it.
     """
     case = setup.case
     x, topk_idx, topk_weights, seed = operands
     wire, _ = case.wire_parts
     scaled, scale_format = case.block_scaled_parts
     tokens = xm.quantize(x, dtype=scaled, scale_format=scale_format) if scaled else x
-    options = dict(
-        num_experts=setup.experts,
-        axis_name=setup.axis_name,
-        layout=case.layout,
-        capacity=capacity,
-        alignment=case.alignment,
-        config=config,
-    )
+    options = {
+        "num_experts": setup.experts,
+        "axis_name": setup.axis_name,
+        "layout": case.layout,
+        "capacity": capacity,
+        "alignment": case.alignment,
+        "config": config,
+    }
     routed = xm.dispatch(tokens, topk_idx, topk_weights if case.weights else None, wire=case.wire, **options)
     handle = routed.handle
     keep = defined_rows(case.layout, routed)

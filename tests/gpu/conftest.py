@@ -1,16 +1,21 @@
 """Which of these tests can run: the marks gpu2, gpu4, gpu8 count the GPUs that JAX sees, and a skip says both numbers.
 
-Run with `JAX_PLATFORMS=cuda python -m pytest tests/gpu`; without it the suite's default, eight virtual CPU devices, holds.
+Run with `JAX_PLATFORMS=cuda python -m pytest tests/gpu`; without it the suite's default, eight virtual CPU devices,
+holds.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+
+# Before JAX makes its client: leave memory for the processes that some tests start, and for symmetric memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 
 MARKS = {"gpu2": 2, "gpu4": 4, "gpu8": 8}
 

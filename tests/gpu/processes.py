@@ -1,4 +1,6 @@
-"""Starts one process per rank, or any other program, under a hard time limit: at the limit the whole process group is killed."""
+"""Starts one process per rank, or any other program, under a hard time limit: at the limit the whole process group is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -86,11 +88,11 @@ def run_all(commands: list[list[str]], *, seconds: float, env: dict[str, str] | 
 def run_ranks(arguments: list[str], *, num_processes: int, seconds: float, env: dict[str, str]) -> list[Finished]:
     """`rank_program.py` once per process, joined through `jax.distributed` on a free port."""
     coordinator = f"127.0.0.1:{free_port()}"
+    program = [sys.executable, str(HERE / "rank_program.py"), "--coordinator", coordinator]
     commands = [
-        [sys.executable, str(HERE / "rank_program.py"), "--coordinator", coordinator, "--num-processes", str(num_processes),
-         "--process-id", str(i), *arguments]
+        [*program, "--num-processes", str(num_processes), "--process-id", str(i), *arguments]
         for i in range(num_processes)
-    ]  # fmt: skip
+    ]
     return run_all(commands, seconds=seconds, env=env)
 
 

@@ -1,4 +1,5 @@
-"""What each process of a multi-process test runs: joins the others, compares a backend with the reference, prints PASSED.
+"""What each process of a multi-process test runs: joins the others, compares a backend with the reference, prints
+PASSED.
 
 rank_program.py --coordinator HOST:PORT --num-processes N --process-id I --backend cuda --cases grouped,padded
 """

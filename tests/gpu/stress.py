@@ -1,8 +1,10 @@
-"""Many random calls back to back, with mixed shapes, layouts and skew, no pause between: every result checked by its hash.
+"""Many random calls back to back, with mixed shapes, layouts and skew, no pause between: every result checked by its
+hash.
 
-A bounded set of programs is compiled ahead. The host only picks which program runs next; which routing a call takes, and where its
-hash goes, is read on the device, so that calls queue up as fast as the host can issue them. Afterwards each hash is compared with
-that of the same program on the reference backend: a mismatch names the call, the program, the routing and the rank.
+A bounded set of programs is compiled ahead. The host only picks which program runs next; which routing a call takes,
+and where its hash goes, is read on the device, so that calls queue up as fast as the host can issue them. Afterwards
+each hash is compared with that of the same program on the reference backend: a mismatch names the call, the program,
+the routing and the rank.
 
     python tests/gpu/stress.py --calls 20000 --seconds 90
 """
@@ -64,11 +66,15 @@ SHAPES = (
     Shape(Case("one-token", layout="padded", experts=lambda r: 4 * r, top_k=4), 1, 7168, "low_latency"),
     Shape(Case("odd-hidden", experts=lambda r: 2 * r, top_k=2), 24, 200),
 )
-"""Static shapes; small enough that a call takes tens of microseconds, different enough that workspaces are shared unevenly."""
+"""Static shapes; small enough that a call takes tens of microseconds, different enough that workspaces are shared
+unevenly.
+"""
 
 
 def hash_results(results: dict[str, Any]) -> jax.Array:
-    """uint32 `[]`: a sum over all specified elements of their bits times a number of their place. Order of addition is free."""
+    """uint32 `[]`: a sum over all specified elements of their bits times a number of their place. Order of addition
+    is free.
+    """
     total = jnp.uint32(0)
     for number, (array, keep) in enumerate(results.values()):
         unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
@@ -156,8 +162,8 @@ def run(
 ) -> Result:
     """Issues `calls` random calls; stops early, with fewer calls in the result, when `seconds` have passed.
 
-    No call waits for the one before, except on CPU: XLA's CPU collectives may starve each other of threads when two programs are in
-    flight.
+    No call waits for the one before, except on CPU: XLA's CPU collectives may starve each other of threads when two
+    programs are in flight.
     """
     rng = np.random.default_rng(seed)
     order = rng.integers(0, len(shapes), calls)

@@ -1,4 +1,5 @@
-"""The GPU test bodies on CPU, where the reference backend stands in for the kernels: proof that the bodies run and can fail.
+"""The GPU test bodies on CPU, where the reference backend stands in for the kernels: proof that the bodies run and
+can fail.
 
 The stand-in takes another number of tokens a round, so that the two sides of a comparison do not run the same program.
 """

@@ -1,4 +1,6 @@
-"""CUDA graphs: the same calls with XLA's command buffers forced on, in a process of its own because the flag is read at start."""
+"""CUDA graphs: the same calls with XLA's command buffers forced on, in a process of its own because the flag is read
+at start.
+"""
 
 import os
 import sys
@@ -22,12 +24,14 @@ def run(*arguments: str, seconds: float = 240.0) -> str:
 
 @pytest.mark.gpu4
 def test_stress_under_graphs():
-    """Epochs and flags must advance at every replay: the second replay of a graph with a frozen epoch gives old rows."""
+    """Epochs and flags must advance at every replay: a graph with a frozen epoch gives old rows the second time."""
     run(str(processes.HERE / "stress.py"), "--calls", "2000", "--ranks", "4", "--seconds", "60")
 
 
 @pytest.mark.gpu4
 def test_a_loop_of_round_trips_under_graphs():
-    """Calls of the same graph in a loop, each fed by the one before; the benchmark checks what the loop leaves behind."""
-    run("-m", "xen_moe_jax.benchmark", "--ranks", "4", "--tokens", "256", "--hidden", "1024", "--backend", "cuda", "--peers", "none",
-        "--inner", "50", "--repeats", "3")  # fmt: skip
+    """Calls of the same graph in a loop, each fed by the one before; the benchmark checks what the loop leaves
+    behind.
+    """
+    sizes = "--ranks 4 --tokens 256 --hidden 1024 --inner 50 --repeats 3"
+    run("-m", "xen_moe_jax.benchmark", "--backend", "cuda", "--peers", "none", *sizes.split())

@@ -1,4 +1,6 @@
-"""Meshes with further axes, devices in any order, large shapes: compared bit for bit with the reference on the same GPUs."""
+"""Meshes with further axes, devices in any order, large shapes: compared bit for bit with the reference on the same
+GPUs.
+"""
 
 import bodies
 import pytest
@@ -10,7 +12,7 @@ import xen_moe_jax as xm
 CUDA = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 BY_NAME = {case.name: case for case in CASES}
 SOME = ("grouped", "ranked", "padded", "grouped-fp8", "grouped-scaled-fp8", "grouped-align8-capacity-one-below")
-DEEPSEEK = dict(experts=lambda ranks: 256, top_k=8)
+DEEPSEEK = {"experts": lambda ranks: 256, "top_k": 8}
 LARGE = (
     (Case("deepseek", **DEEPSEEK), 4096, 7168),
     (Case("deepseek-fp8", block_scaled="float8_e4m3fn", **DEEPSEEK), 4096, 7168),
@@ -69,7 +71,9 @@ def test_large(gpu_mesh, case, tokens, hidden, routing):
 
 
 def _sized(case: Case, tokens: int, routing: str, ranks: int) -> Case:
-    """A capacity that holds twice the mean unless the case has its own: the worst case of these sizes is tens of gigabytes."""
+    """A capacity that holds twice the mean unless the case has its own: the worst case of these sizes is tens of
+    gigabytes.
+    """
     import dataclasses
 
     if case.capacity is not None or case.layout != "grouped":

@@ -1,6 +1,6 @@
 """One process per GPU, joined by `jax.distributed`: the whole conformance table, large shapes and a short stress run.
 
-The GPUs are counted without JAX: a JAX client in this process would hold memory that the ranks need.
+This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
 import processes

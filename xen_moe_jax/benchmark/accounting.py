@@ -1,7 +1,7 @@
 """Bytes that cross the link: the one place where they are counted.
 
-A row that leaves its rank costs the bytes of its elements on the wire plus 4 bytes per scale. Deduplicated counts a token once per
-destination rank; duplicated counts it once per slot. A rank's own rows never count.
+A row that leaves its rank costs the bytes of its elements on the wire plus 4 bytes per scale. Deduplicated counts a
+token once per destination rank; duplicated counts it once per slot. A rank's own rows never count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def wire_row_bytes(hidden: int, wire: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class OffRankRows:
-    """Rows that leave (dispatch) or return to (combine) a rank in one call, mean over the routings, of the busiest rank.
+    """Rows that leave (dispatch) or return to (combine) a rank in one call, mean over the routings, of the busiest
+    rank.
 
     The busiest rank has the largest of what it sends and what it receives: the link is full duplex.
     """

@@ -1,7 +1,7 @@
 """The same MoE round trip as JAX users write it today: what the library is compared with, in the same run.
 
-Every peer presents its rows to the experts grouped or batched by expert, brings them back and reduces them with the router's
-weights; none drops a row at the capacities that the benchmark gives.
+Every peer presents its rows to the experts grouped or batched by expert, brings them back and reduces them with the
+router's weights; none drops a row at the capacities that the benchmark gives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def exchange_experts(blocks: jax.Array, work: Workload, experts: Callable) -> ja
 
 
 def weighted_sum(rows: jax.Array, row_of_slot: jax.Array, topk_weights: jax.Array) -> jax.Array:
-    """Gathers `rows [N,H]` by `row_of_slot [T,K]` and sums over the slots in float32, one slot at a time: no `[T,K,H]` array."""
+    """Gathers `rows [N,H]` by `row_of_slot [T,K]` and sums over the slots in float32, one slot at a time: no
+    `[T,K,H]` array.
+    """
     total = jnp.zeros((topk_weights.shape[0], rows.shape[1]), jnp.float32)
     for k in range(topk_weights.shape[1]):
         total += rows[row_of_slot[:, k]].astype(jnp.float32) * topk_weights[:, k, None]

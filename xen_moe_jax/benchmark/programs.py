@@ -1,7 +1,8 @@
 """The library's own operations as programs that can be timed: every call depends on the one before.
 
-A round trip feeds its output to the next dispatch. A lone dispatch or combine has no such output, so a flag read from its result
-(one where the first element is NaN, which never happens and which the compiler cannot know) enters the next call's routing.
+A round trip feeds its output to the next dispatch. A lone dispatch or combine has no such output, so a flag read from
+its result (one where the first element is NaN, which never happens and which the compiler cannot know) enters the
+next call's routing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ RoundTrip = Callable[[jax.Array, jax.Array, jax.Array, Experts], jax.Array]
 
 
 def identity_experts(rows: jax.Array, local_expert: jax.Array) -> jax.Array:
-    """Nothing but the promise that the rows exist in memory, grouped for a matrix product, as a real expert needs them."""
+    """Nothing but the promise that the rows exist in memory, grouped for a matrix product, as a real expert needs
+    them.
+    """
     del local_expert
     return jax.lax.optimization_barrier(rows)
 
@@ -93,18 +96,20 @@ def round_trip_program(name: str, round_trip: RoundTrip, relative_cost: int = 1)
 
 def dispatch_arguments(work: Workload, caps: Capacities, config: xm.KernelConfig) -> dict[str, Any]:
     capacity = {"grouped": caps.grouped, "ranked": caps.ranked, "padded": None}[work.layout]
-    return dict(
-        num_experts=work.experts,
-        axis_name=AXIS,
-        layout=work.layout,
-        capacity=capacity,
-        wire=None if work.block_scaled else work.wire,
-        config=config,
-    )
+    return {
+        "num_experts": work.experts,
+        "axis_name": AXIS,
+        "layout": work.layout,
+        "capacity": capacity,
+        "wire": None if work.block_scaled else work.wire,
+        "config": config,
+    }
 
 
 def own_round_trip(work: Workload, caps: Capacities, config: xm.KernelConfig) -> RoundTrip:
-    """dispatch, experts, combine. `BlockScaled` workloads quantise on the way out, so that the loop carries plain tokens."""
+    """dispatch, experts, combine. `BlockScaled` workloads quantise on the way out, so that the loop carries plain
+    tokens.
+    """
     arguments = dispatch_arguments(work, caps, config) | {"wire": work.dtype if work.block_scaled else work.wire}
 
     def round_trip(x, topk_idx, topk_weights, experts):
@@ -116,7 +121,9 @@ def own_round_trip(work: Workload, caps: Capacities, config: xm.KernelConfig) ->
 
 
 def apply_experts(work: Workload, routed: Any, rows: jax.Array, experts: Experts) -> jax.Array:
-    """Runs `experts` on the rows of any layout; ranked rows are reduced over their local experts, as that layout asks."""
+    """Runs `experts` on the rows of any layout; ranked rows are reduced over their local experts, as that layout
+    asks.
+    """
     if work.layout == "padded":
         local = jnp.arange(rows.shape[0], dtype=jnp.int32)
         return experts(rows, jnp.broadcast_to(local[:, None], rows.shape[:2]))

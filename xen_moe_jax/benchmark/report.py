@@ -105,8 +105,8 @@ def add_ratios(results: list[dict[str, Any]]) -> None:
 def add_link_ceiling(results: list[dict[str, Any]], ceiling: dict[str, Any] | None) -> None:
     """`of_link_ceiling`: achieved rate over the rate of a bare push, measured on the same machine in the same job.
 
-    `ceiling` is the JSON of the link benchmark: `{"entries": [{"row_bytes", "tokens", "gb_per_s", ...}, ...]}`; the fastest entry
-    whose row size and token count are nearest counts.
+    `ceiling` is the JSON of the link benchmark: `{"entries": [{"row_bytes", "tokens", "gb_per_s", ...}, ...]}`; the
+    fastest entry whose row size and token count are nearest counts.
     """
     if ceiling is None:
         return
@@ -161,8 +161,8 @@ def results_table(results: list[dict[str, Any]]) -> str:
 def describe(head: dict[str, Any]) -> str:
     m = head["machine"]
     lines = [
-        f"{m['devices']} x {m['device_kind']} ({m['platform']}), {m['processes']} process(es); {m['processor']}, {m['cores']} cores, "
-        f"load {m['load_average'][0]:.1f}",
+        f"{m['devices']} x {m['device_kind']} ({m['platform']}), {m['processes']} process(es); "
+        f"{m['processor']}, {m['cores']} cores, load {m['load_average'][0]:.1f}",
         "  ".join(f"{name} {version}" for name, version in head["versions"].items()),
         head["command"],
     ]
@@ -172,8 +172,9 @@ def describe(head: dict[str, Any]) -> str:
 
 
 FOOTNOTE = (
-    "us: median per call on the slowest rank, dependent calls inside one program. GB/s: off-rank bytes of the busiest rank, a token\n"
-    "counted once per destination rank, over us. MiB: arguments, results and temporaries of one call, per device, from the compiler."
+    "us: median per call on the slowest rank, dependent calls inside one program. GB/s: off-rank bytes of the busiest\n"
+    "rank, a token counted once per destination rank, over us. MiB: arguments, results and temporaries of one call,\n"
+    "per device, from the compiler."
 )
 
 

@@ -1,4 +1,6 @@
-"""How long a call takes: N dependent calls inside one compiled program, on the slowest rank, over interleaved repeats."""
+"""How long a call takes: N dependent calls inside one compiled program, on the slowest rank, over interleaved
+repeats.
+"""
 
 from __future__ import annotations
 

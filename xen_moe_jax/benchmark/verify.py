@@ -34,7 +34,9 @@ QUANTISED_TOLERANCE = 2.0**-3
 
 
 def tolerance(work: Workload) -> float:
-    """Allowed error of a round trip relative to its largest element: a few roundings of the compute dtype, or of the wire."""
+    """Allowed error of a round trip relative to its largest element: a few roundings of the compute dtype, or of the
+    wire.
+    """
     if work.block_scaled or work.wire or work.combine_wire:
         return QUANTISED_TOLERANCE
     return 6 * float(jnp.finfo(work.compute_dtype).eps)
@@ -47,7 +49,7 @@ class WrongResultError(AssertionError):
 def expected_round_trip(
     work: Workload, rank: int, tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray
 ) -> np.ndarray:
-    """float32 `[n, H]` for token numbers `tokens [n]` of `rank`: the weighted sum of what the scaling experts return."""
+    """float32 `[n, H]` for token numbers `tokens [n]` of `rank`: the weighted sum of what scaling experts return."""
     x = draw_tokens(work, rank)[tokens].astype(np.float32)
     factor = (topk_weights[tokens] * expert_scale(topk_idx[tokens]).astype(np.float32)).sum(1)
     return x * factor[:, None]
@@ -125,7 +127,8 @@ def defined_rows(layout: str, routed: Any) -> jax.Array:
 def differing_bits(
     work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs
 ) -> dict[str, int]:
-    """Elements that differ between `config`'s backend and the reference backend, on the same devices, last routing of the pool.
+    """Elements that differ between `config`'s backend and the reference backend, on the same devices, last routing of
+    the pool.
 
     Raises:
       WrongResultError: when any element differs.

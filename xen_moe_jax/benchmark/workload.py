@@ -30,11 +30,11 @@ class Workload:
       dtype: dtype of the tokens; "float8_e4m3fn" and "int8" dispatch `BlockScaled` tokens and combine in bfloat16.
       wire: wire dtype of dispatch; None is `dtype`.
       combine_wire: wire dtype of combine; None is the dtype of the expert outputs.
-      routing: "uniform": K distinct experts; "zipf": popularity 1/rank of a shuffled expert list, distinct; "one-hot": every
-        token of every rank takes the same K experts.
+      routing: "uniform": K distinct experts; "zipf": popularity 1/rank of a shuffled expert list, distinct;
+        "one-hot": every token of every rank takes the same K experts.
       layout: layout of `dispatch`.
-      capacity_factor: rows of capacity over the mean `T*K`; None gives every program, peers too, the smallest capacity that
-        drops nothing in the routings at hand.
+      capacity_factor: rows of capacity over the mean `T*K`; None gives every program, peers too, the smallest
+        capacity that drops nothing in the routings at hand.
       pool: number of different routings that the timed calls cycle through.
       seed: of everything random.
     """

@@ -1,0 +1,312 @@
+"""Builds, tests and times everything on a GPU machine, in one call that cannot hang.
+
+    python tools/gpu_check.py OUTPUT_DIRECTORY [--steps build,conformance,bench] [--budget 540] [--wheels DIRECTORY]
+
+Every step is a process group with a time limit of its own, cut to what is left of the whole budget; at the limit the
+group is killed and the step counts as failed, with whatever it had shown. Correctness comes first, then timing, then
+stress. OUTPUT_DIRECTORY gets `STEP.json` and one `logs.txt`; a short table is printed last. The exit status is the
+number of steps that failed or were left out.
+
+Needs jax with CUDA, pytest and hypothesis; the build needs nanobind, CMake and ninja, and is skipped when the modules
+are there already. Without a network, put wheels of what is missing in a directory and name it with --wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import processes  # noqa: E402
+
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
+GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command with a time limit in seconds. `default`: part of a run that names no steps."""
+
+    name: str
+    seconds: float
+    commands: Callable[[Context], list[list[str]]]
+    default: bool = True
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    about: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    out: pathlib.Path
+    gpus: int
+    build: str
+    scratch: pathlib.Path
+
+    @property
+    def link_json(self) -> pathlib.Path:
+        return self.out / "link_ceiling.json"
+
+    def link_option(self) -> list[str]:
+        return ["--link-ceiling", str(self.link_json)] if self.link_json.exists() else []
+
+
+def shell(line: str) -> list[str]:
+    return ["bash", "-ec", line]
+
+
+def gpu_tests(*arguments: str) -> list[str]:
+    return [*PYTEST, *arguments]
+
+
+def build_commands(context: Context) -> list[list[str]]:
+    """CMake into the source tree; nothing where the modules exist, unless --build always."""
+    if context.build == "never" or (context.build == "auto" and any(ROOT.glob("xen_moe_jax/_cuda*.so"))):
+        return [[sys.executable, "-c", "import xen_moe_jax._cuda as m; print('prebuilt', m.__file__)"]]
+    folder, jobs = context.scratch / "build", max(2, (os.cpu_count() or 2) - 2)
+    return [
+        shell(
+            f"cmake -S '{ROOT}' -B '{folder}' -G Ninja -DPython_EXECUTABLE='{sys.executable}' -DXEN_MOE_CUDA=ON"
+            f" && cmake --build '{folder}' -j {jobs} && cmake --install '{folder}' --prefix '{ROOT}'"
+        )
+    ]
+
+
+def info_commands(context: Context) -> list[list[str]]:
+    return [
+        shell("nvidia-smi -L; nvidia-smi topo -m; nvcc --version | tail -2; uname -r; nproc"),
+        [sys.executable, "-c", "import jax, jaxlib as l; print(jax.__version__, l.__version__, jax.devices())"],
+        [sys.executable, "-m", "xen_moe_jax.doctor"],
+    ]  # fmt: skip
+
+
+def link_commands(context: Context) -> list[list[str]]:
+    program = context.scratch / "link_ceiling"
+    source = ROOT / "benchmarks" / "link_ceiling.cu"
+    return [shell(f"nvcc -O3 -std=c++17 -arch=native '{source}' -o '{program}' && '{program}' '{context.link_json}'")]
+
+
+def conformance_class(context: Context) -> str:
+    return {2: "TestTwoRanks", 3: "TestTwoRanks"}.get(
+        context.gpus, "TestFourRanks" if context.gpus < 8 else "TestEightRanks"
+    )
+
+
+def conformance_commands(context: Context) -> list[list[str]]:
+    return [gpu_tests(f"tests/gpu/test_gpu_conformance.py::{conformance_class(context)}", "--maxfail=25")]
+
+
+def sanitizer_commands(context: Context) -> list[list[str]]:
+    """One GPU, one rank: bounds and races inside the kernels. XLA's own allocations are made one by one, so that
+    bounds are exact.
+    """
+    program = [sys.executable, str(ROOT / "tests" / "gpu" / "sanitized_program.py")]
+    checker = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    common = [checker, "--error-exitcode", "9", "--target-processes", "all"]
+    return [[*common, "--tool", "memcheck", *program], [*common, "--tool", "racecheck", *program, "--short"]]
+
+
+def suite_commands(context: Context, seconds: float, *only: str) -> list[list[str]]:
+    script = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "suite.py"),
+        "gpu",
+        "--json",
+        str(context.out / "bench-figures.json"),
+    ]
+    return [[*script, "--seconds", str(seconds), "--ranks", str(context.gpus), *context.link_option(), *only]]
+
+
+def stress_commands(context: Context, calls: int, seconds: float) -> list[list[str]]:
+    script = [
+        sys.executable,
+        str(ROOT / "tests" / "gpu" / "stress.py"),
+        "--json",
+        str(context.out / "stress-calls.json"),
+    ]
+    return [[*script, "--calls", str(calls), "--seconds", str(seconds), "--ranks", str(context.gpus), "--threads", "8"]]
+
+
+SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
+SOME_PROCESSES = "two_processes or opposite or stress"
+VARIANTS = "not TestFourRanks or LowLatency"
+
+STEPS = (
+    Step("info", 40, info_commands, about="GPUs, versions, doctor"),
+    Step("build", 200, build_commands, about="CMake, unless the modules are there"),
+    Step("smoke", 60, lambda c: [gpu_tests(f"tests/gpu/test_gpu_conformance.py::{conformance_class(c)}", "-k", SMOKE)],
+         about="three cases"),
+    Step("conformance", 150, conformance_commands, about="the conformance class, one process"),
+    Step("meshes", 70, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "not large")],
+         about="dp x ep, permuted devices, numbers of thread blocks"),
+    Step("processes", 80, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", SOME_PROCESSES)],
+         about="one process per GPU"),
+    Step("timeout", 45, lambda c: [gpu_tests("tests/gpu/test_gpu_timeout.py")], about="a peer that never arrives"),
+    Step("link", 40, link_commands, about="bare pushes over NVLink"),
+    Step("bench", 170, lambda c: suite_commands(c, 140), about="figures, most important first"),
+    Step("graphs", 60, lambda c: [gpu_tests("tests/gpu/test_gpu_graphs.py")], about="CUDA graphs forced on"),
+    Step("stress", 110, lambda c: stress_commands(c, 20_000, 90), about="20,000 random calls"),
+    Step("sanitizer", 150, sanitizer_commands, default=False, about="compute-sanitizer memcheck and racecheck",
+         environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    Step("large", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "large")], default=False,
+         about="DeepSeek shapes, bit for bit"),
+    Step("variants", 250, lambda c: [gpu_tests("tests/gpu/test_gpu_conformance.py", "-k", VARIANTS)],
+         default=False, about="conformance with two, three ranks, low latency"),
+    Step("processes-all", 400, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py")], default=False,
+         about="one process per GPU, every case"),
+    Step("bench-all", 400, lambda c: suite_commands(c, 370), default=False, about="every figure"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a step did. `passed`, `failed`, `skipped` count tests where it ran any."""
+
+    step: str
+    status: str
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    output_end: str = ""
+
+
+TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+
+
+def run_step(step: Step, context: Context, seconds: float, log) -> Outcome:
+    """Runs the step's commands one after another within `seconds`."""
+    began = time.monotonic()
+    status, text = "passed", ""
+    for command in step.commands(context):
+        left = seconds - (time.monotonic() - began)
+        if left <= 1:
+            status = "out of time"
+            break
+        environment = processes.environment(**GPU_ENVIRONMENT, **step.environment)
+        (done,) = processes.run_all([command], seconds=left, env=environment)
+        text += done.output
+        log.write(f"\n===== {step.name}: {' '.join(command)}\n{done.output}\n")
+        log.write(f"===== status {done.returncode} after {done.seconds:.1f} s\n")
+        log.flush()
+        if not done.ok:
+            status = "killed at its limit" if done.returncode is None else f"exit status {done.returncode}"
+            break
+    tests = TEST_LINE.findall(text)
+    count = {kind: sum(result == kind for _, result in tests) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    failures = [name for name, result in tests if result in ("FAILED", "ERROR")]
+    if status == "passed" and tests and not count["PASSED"]:
+        status = "every test was skipped"
+    return Outcome(
+        step.name,
+        status,
+        round(time.monotonic() - began, 1),
+        count["PASSED"],
+        count["FAILED"] + count["ERROR"],
+        count["SKIPPED"],
+        failures[:40],
+        text[-6000:],
+    )
+
+
+def install_wheels(directory: str, target: pathlib.Path) -> None:
+    """Unpacks wheels for this run alone and puts them on the path of every step."""
+    wheels = sorted(str(p) for p in pathlib.Path(directory).glob("*.whl"))
+    if not wheels:
+        raise SystemExit(f"--wheels {directory}: no *.whl there")
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(target),
+            *wheels,
+        ],
+        check=True,
+        timeout=120,
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(target)]))
+
+
+def count_gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def choose_steps(names: str | None) -> list[Step]:
+    if not names:
+        return [step for step in STEPS if step.default]
+    wanted = names.split(",")
+    unknown = [name for name in wanted if name not in {step.name for step in STEPS}]
+    if unknown:
+        raise SystemExit(f"--steps: unknown {unknown}; there are {[step.name for step in STEPS]}")
+    return [step for step in STEPS if step.name in wanted]
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = [f"{'step':<14}{'status':<24}{'seconds':>8}{'passed':>8}{'failed':>8}{'skipped':>8}"]
+    for o in outcomes:
+        lines.append(f"{o.step:<14}{o.status:<24}{o.seconds:>8.1f}{o.passed:>8}{o.failed:>8}{o.skipped:>8}")
+    failures = [name for o in outcomes for name in o.failures]
+    return "\n".join([*lines, *(f"failed: {name}" for name in failures[:20])])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--steps", help=", ".join(f"{s.name}{'' if s.default else ' (not by default)'}" for s in STEPS))
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--build", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument("--wheels", help="directory of wheels to use for this run")
+    parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    options = parser.parse_args()
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    steps = choose_steps(options.steps)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as scratch, open(options.out / "logs.txt", "a") as log:
+        if options.wheels:
+            install_wheels(options.wheels, pathlib.Path(scratch) / "wheels")
+        context = Context(options.out.resolve(), options.gpus or count_gpus(), options.build, pathlib.Path(scratch))
+        if context.gpus < 2:
+            raise SystemExit(f"{context.gpus} GPU(s): at least 2 of one host are needed")
+        for step in steps:
+            left = options.budget - (time.monotonic() - began)
+            print(f"[{options.budget - left:5.0f} s] {step.name}: {step.about}", flush=True)
+            if left < 10:
+                outcomes.append(Outcome(step.name, "left out, no time", 0.0))
+            else:
+                outcomes.append(run_step(step, context, min(step.seconds, left), log))
+                print("\n".join(outcomes[-1].output_end.splitlines()[-12:]), flush=True)
+            result = dataclasses.asdict(outcomes[-1])
+            (options.out / f"{step.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            if step.name == "build" and outcomes[-1].status != "passed":
+                print("the build failed: nothing else can run")
+                break
+    print(table(outcomes))
+    return sum(o.status != "passed" for o in outcomes) + len(steps) - len(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
