@@ -1,0 +1,121 @@
+"""A decoder-only transformer over bytes: every second feed-forward layer is a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from xen_moe_jax.flax import MoEConfig
+from xen_moe_jax.flax.nnx import MoE
+
+VOCABULARY = 256
+ApplyMoE = Callable[[MoE, jax.Array], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the language model; `moe` is shared by its MoE layers."""
+
+    layers: int
+    heads: int
+    context: int
+    dense_size: int
+    moe: MoEConfig
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Odd layers: 1, 3, ..."""
+        return tuple(range(1, self.layers, 2))
+
+
+class SwiGLU(nnx.Module):
+    """The feed-forward layer of the dense blocks."""
+
+    def __init__(self, hidden: int, inner: int, *, rngs: nnx.Rngs) -> None:
+        self.gate = nnx.Linear(hidden, inner, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(hidden, inner, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(inner, hidden, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions (arXiv:2104.09864)."""
+
+    def __init__(self, hidden: int, heads: int, *, rngs: nnx.Rngs) -> None:
+        self.heads = heads
+        self.qkv = nnx.Linear(hidden, 3 * hidden, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(hidden, hidden, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, hidden = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        mixed = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        return self.out(mixed.reshape(batch, length, hidden))
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+    """Rotary embedding of `x [batch, length, heads, features]`."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nnx.Module):
+    """Attention, then a dense or an MoE feed-forward layer, each after an RMS norm and with a residual."""
+
+    def __init__(self, config: ModelConfig, use_moe: bool, *, rngs: nnx.Rngs) -> None:
+        hidden = config.moe.hidden_size
+        self.attention_norm = nnx.RMSNorm(hidden, rngs=rngs)
+        self.attention = Attention(hidden, config.heads, rngs=rngs)
+        self.ffn_norm = nnx.RMSNorm(hidden, rngs=rngs)
+        self.use_moe = use_moe
+        self.ffn: Any = MoE(config.moe, rngs=rngs) if use_moe else SwiGLU(hidden, config.dense_size, rngs=rngs)
+
+    def __call__(self, x: jax.Array, apply_moe: ApplyMoE | None) -> tuple[jax.Array, Any]:
+        x = x + self.attention(self.attention_norm(x))
+        h = self.ffn_norm(x)
+        if not self.use_moe:
+            return x + self.ffn(h), None
+        y, metrics = self.ffn(h) if apply_moe is None else apply_moe(self.ffn, h)
+        return x + y, metrics
+
+
+class LanguageModel(nnx.Module):
+    """Bytes to next-byte logits."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        hidden = config.moe.hidden_size
+        self.embed = nnx.Embed(VOCABULARY, hidden, rngs=rngs, embedding_init=nnx.initializers.normal(0.02))
+        self.blocks = nnx.List([Block(config, i in config.moe_layers, rngs=rngs) for i in range(config.layers)])
+        self.norm = nnx.RMSNorm(hidden, rngs=rngs)
+        self.head = nnx.Linear(hidden, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, apply_moe: ApplyMoE | None = None) -> tuple[jax.Array, list[Any]]:
+        """Tokens integer `[batch, length]` -> logits float32 `[batch, length, 256]`, metrics of each MoE layer.
+
+        `apply_moe(layer, x) -> (y, anything)` takes the place of the MoE layers' own forward pass (`dense.py`).
+        """
+        x = self.embed(tokens.astype(jnp.int32))
+        metrics = []
+        for block in self.blocks:
+            x, layer_metrics = block(x, apply_moe)
+            if layer_metrics is not None:
+                metrics.append(layer_metrics)
+        return self.head(self.norm(x)), metrics
+
+
+def next_byte_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats of each target byte, float32 `[batch, length]`."""
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(log_probability, targets.astype(jnp.int32)[..., None], axis=-1)[..., 0]
