@@ -107,7 +107,8 @@ def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
     """Inside the caller's `shard_map`: the axes that hold different tokens."""
     if config.token_axes is not None:
         return config.token_axes
-    return tuple(jax.typeof(x).vma | set(config.expert_axes))
+    tracked = jax.typeof(x).manual_axis_type
+    return tuple((tracked.varying if tracked is not None else frozenset()) | set(config.expert_axes))
 
 
 def _mesh_of(config: MoEConfig, mesh: Any, x: jax.Array) -> Any:
