@@ -19,14 +19,12 @@ class Launch:
     vmem_limit_bytes: VMEM that the compiler may use; None is its default.
     collective_id: number of the barrier semaphore of kernels that reach other ranks.
     interpret: False, or what `pallas_call(interpret=)` takes.
-    varying: mesh axes that the results vary over.
     """
 
     block: int
     vmem_limit_bytes: int | None = None
     collective_id: int = 0
     interpret: Any = False
-    varying: frozenset[str] = frozenset()
 
     def call(
         self,
@@ -34,18 +32,22 @@ class Launch:
         *,
         name: str,
         remote: bool,
+        by_dma: bool,
         grid_spec: Any,
         out_shape: Any,
         aliases: dict[int, int] | None = None,
     ) -> Callable:
-        """`pallas_call` with results in HBM.
+        """`pallas_call`.
 
         Args:
           remote: the kernel reaches other ranks: it takes part in the entry barrier and is never removed or duplicated.
+          by_dma: the results are written by DMAs that the kernel starts.
           out_shape: (shape, dtype), or a list of them.
         """
         many = isinstance(out_shape, list)
-        shapes = [self.hbm(*s) for s in (out_shape if many else [out_shape])]
+        # written by DMA, possibly a peer's: must lie in HBM. What leaves through the pipeline may be where XLA likes it.
+        kind = pltpu.HBM if by_dma else jax.ShapeDtypeStruct
+        shapes = [kind(shape, jnp.dtype(dtype)) for shape, dtype in (out_shape if many else [out_shape])]
         rank = len(grid_spec.grid)
         return pl.pallas_call(
             body,
@@ -62,8 +64,25 @@ class Launch:
             name=name,
         )
 
-    def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An HBM result: `ANY` would let the compiler keep it in VMEM, where no peer may write."""
-        if self.varying:
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), vma=self.varying)
-        return pltpu.HBM(shape, jnp.dtype(dtype))
+
+def block_rows(wanted: int, available: int, group: int) -> int:
+    """Rows per grid step: a multiple of `group`, or all there are if that is less than one group."""
+    if available < group:
+        return available
+    return max(group, min(wanted, available) // group * group)
+
+
+def for_row_groups(rows: int, group: int, work: Callable[[Any], None]) -> None:
+    """Calls `work(slice of rows)` for each group of a block: a loop, so that the program does not grow with the block."""
+    if rows <= group:
+        work(pl.ds(0, rows))
+        return
+
+    @pl.loop(0, rows // group)
+    def _(i: Any) -> None:
+        work(pl.ds(pl.multiple_of(i * group, group), group))
+
+
+def tile_rows(*dtypes: Any) -> int:
+    """Smallest number of rows that is whole tiles for every dtype: 8 of 32 bits, 16 of 16, 32 of 8."""
+    return max(32 // jnp.dtype(d).itemsize for d in dtypes)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
 
 
@@ -35,14 +35,17 @@ def _body(
 
     slot = gather.double_buffered(start, wait, now, following)
 
-    def load(j: int) -> jax.Array:
-        return buffer[slot, :, j, :]
+    def write(rows: Any) -> None:
+        def load(j: int) -> jax.Array:
+            return buffer[slot, rows, j, :]
 
-    for c in range(record.chunks):
-        values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
-        out[:, c * LANES : (c + 1) * LANES] = values.astype(out.dtype)
-        if keep_scales:
-            scales_out[:, c : c + 1] = decode_scale(record, load, c)
+        for c in range(record.chunks):
+            values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
+            out[rows, c * LANES : (c + 1) * LANES] = values.astype(out.dtype)
+            if keep_scales:
+                scales_out[rows, c : c + 1] = decode_scale(record, load, c)
+
+    for_row_groups(out.shape[0], tile_rows(out.dtype), write)
 
 
 def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) -> int:
@@ -73,7 +76,7 @@ def place(
       `(rows [C, hidden],)` of `out_dtype`, and with `keep_scales` also float32 `[C, chunks]`.
     """
     rows = source.shape[0]
-    block = min(launch.block, rows)
+    block = block_rows(launch.block, rows, tile_rows(out_dtype))
     steps = -(-rows // block)
     pad = steps * block - rows
     table = jnp.pad(source, (0, pad), constant_values=-1).reshape(steps, 1, block)
@@ -95,6 +98,7 @@ def place(
             functools.partial(_body, record=record, keep_scales=keep_scales),
             name="xen_moe_place",
             remote=False,
+            by_dma=False,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(num_blocks,),

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import peers
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, encode, quantize_chunk
 
 RECV_SEMAPHORES = 16
@@ -53,20 +53,20 @@ def await_records(staging: Any, expected: Any, recv: Any, num_ranks: int) -> Non
         peers.wait_rows(staging, expected[source], recv.at[lax.rem(source, semaphores)])
 
 
-def _encode_block(x: Any, scales: Any, out: Any, record: Record, quantise: tuple[str, str] | None) -> None:
+def _encode_rows(x: Any, scales: Any, out: Any, rows: Any, record: Record, quantise: tuple[str, str] | None) -> None:
     latest = {}
 
     def chunk(c: int) -> jax.Array:
-        values = x[:, c * LANES : (c + 1) * LANES]
+        values = x[rows, c * LANES : (c + 1) * LANES]
         if quantise is None:
             return values
         values, latest["scale"] = quantize_chunk(values.astype(jnp.float32), *quantise)
         return values
 
     def scale(c: int) -> jax.Array:
-        return latest["scale"] if scales is None else scales[:, c : c + 1]
+        return latest["scale"] if scales is None else scales[rows, c : c + 1]
 
-    encode(record, chunk, scale if record.scaled else None, out)
+    encode(record, chunk, scale if record.scaled else None, out, rows)
 
 
 def _body(
@@ -104,7 +104,10 @@ def _body(
     def _() -> None:
         peers.wait_rows(buffers.at[slot], sent[step - 2], send.at[slot])
 
-    _encode_block(x, scales, buffers.at[slot], record, quantise)
+    def encode_rows(rows: Any) -> None:
+        _encode_rows(x, scales, buffers.at[slot], rows, record, quantise)
+
+    for_row_groups(x.shape[0], tile_rows(x.dtype), encode_rows)
 
     if num_ranks is not None:
 
@@ -162,7 +165,7 @@ def push(
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
     """
     tokens, entries = peer.shape
-    block = min(launch.block, tokens)
+    block = block_rows(launch.block, tokens, tile_rows(x.dtype))
     steps = -(-tokens // block)
     pad = steps * block - tokens
     peer = jnp.pad(peer, ((0, pad), (0, 0)), constant_values=-1).reshape(steps, 1, block * entries)
@@ -191,6 +194,7 @@ def push(
         body,
         name="xen_moe_push" if num_ranks is not None else "xen_moe_pack",
         remote=num_ranks is not None,
+        by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps,),

@@ -17,6 +17,7 @@ from jax import lax
 
 LANES = 128
 MIN_AMAX = 2.0**-96
+QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +87,19 @@ def values_of(word: jax.Array, part: int, dtype: str) -> jax.Array:
     return lax.bitcast_convert_type(byte.astype(jnp.int8), jnp.dtype(dtype)).astype(jnp.float32)
 
 
-def encode(record: Record, chunk: Callable[[int], jax.Array], scale: Callable[[int], jax.Array] | None, out: Any) -> None:
+def encode(
+    record: Record, chunk: Callable[[int], jax.Array], scale: Callable[[int], jax.Array] | None, out: Any, rows: Any
+) -> None:
     """Writes a block of rows as records.
 
     Args:
       chunk: number of a 128-element block -> its values `[B, 128]`, exact in `record.dtype`. Called once per block.
       scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without scales.
-      out: ref int32 `[B, *record.shape]`.
+      out: ref int32 `[N, *record.shape]`.
+      rows: slice of the `B` rows of `out`.
     """
-    lane = lax.broadcasted_iota(jnp.int32, (out.shape[0], LANES), 1)
-    scale_words = [jnp.zeros((out.shape[0], LANES), jnp.float32) for _ in range(record.scale_rows)]
+    lane = lax.broadcasted_iota(jnp.int32, (rows.size, LANES), 1)
+    scale_words = [jnp.zeros((rows.size, LANES), jnp.float32) for _ in range(record.scale_rows)]
     shift = 32 // record.per_word
     for j in range(record.value_rows):
         word = None
@@ -108,9 +112,9 @@ def encode(record: Record, chunk: Callable[[int], jax.Array], scale: Callable[[i
             if scale is not None:
                 row = c // LANES
                 scale_words[row] = jnp.where(lane == c % LANES, scale(c), scale_words[row])
-        out[:, j, :] = word
+        out[rows, j, :] = word
     for row, words in enumerate(scale_words):
-        out[:, record.value_rows + row, :] = lax.bitcast_convert_type(words, jnp.int32)
+        out[rows, record.value_rows + row, :] = lax.bitcast_convert_type(words, jnp.int32)
 
 
 def decode_scale(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:
@@ -134,12 +138,13 @@ def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Arra
 
 def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
     """One block of docs/internals.md's quantisation: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B, 1]`)."""
-    qmax = jnp.float32({"float8_e4m3fn": 448.0, "int8": 127.0}[dtype])
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)  # a NaN counts as an infinity
     amax = jnp.max(magnitude, axis=-1, keepdims=True)
     finite = amax < jnp.inf
     amax = jnp.maximum(jnp.where(finite, amax, 1.0), jnp.float32(MIN_AMAX))
+    # always QMAX, but not a constant: XLA would turn the division into a multiplication by an inexact 1 / QMAX
+    qmax = jnp.where(amax > 0.0, jnp.float32(QMAX[dtype]), 1.0)
     scale = amax / qmax
     if scale_format == "ue8m0":
         bits = lax.bitcast_convert_type(scale, jnp.int32)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode_scale, decode_values, encode, quantize_chunk
 
 
@@ -25,8 +25,10 @@ def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
 
 
-def encode_sums(record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, out: Any) -> None:
-    """float32 sums, `total(c)` for each 128-element block `c`, -> records in `out`."""
+def encode_sums(
+    record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, out: Any, rows: Any
+) -> None:
+    """float32 sums, `total(c)` for each 128-element block `c`, -> records in `out[rows]`."""
     latest = {}
 
     def chunk(c: int) -> jax.Array:
@@ -36,7 +38,7 @@ def encode_sums(record: Record, total: Any, quantise: tuple[str, str] | None, ze
         values, latest["scale"] = quantize_chunk(values, *quantise)
         return values
 
-    encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, out)
+    encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, out, rows)
 
 
 def _body(
@@ -66,24 +68,27 @@ def _body(
     tokens = buffer.shape[1] // entries
     nothing = zero[0]
 
-    def total(c: int) -> jax.Array:
-        acc = jnp.zeros((tokens, LANES), jnp.float32)
-        for entry in range(entries):
+    def add(rows: Any) -> None:
+        def total(c: int) -> jax.Array:
+            acc = jnp.zeros((rows.size, LANES), jnp.float32)
+            for entry in range(entries):
 
-            def load(j: int, entry: int = entry) -> jax.Array:
-                return buffer[slot, entry * tokens : (entry + 1) * tokens, j, :]
+                def load(j: int, entry: int = entry) -> jax.Array:
+                    return buffer[slot, pl.ds(entry * tokens + rows.start, rows.size), j, :]
 
-            values = decode_values(record, load, c)
-            if record.scaled:
-                values = keep(values * decode_scale(record, load, c), nothing)
-            acc = acc + values
-        return acc
+                values = decode_values(record, load, c)
+                if record.scaled:
+                    values = keep(values * decode_scale(record, load, c), nothing)
+                acc = acc + values
+            return acc
 
-    if as_records:
-        encode_sums(record, total, quantise, nothing, out)
-    else:
-        for c in range(record.chunks):
-            out[:, c * LANES : (c + 1) * LANES] = total(c).astype(out.dtype)
+        if as_records:
+            encode_sums(record, total, quantise, nothing, out, rows)
+        else:
+            for c in range(record.chunks):
+                out[rows, c * LANES : (c + 1) * LANES] = total(c).astype(out.dtype)
+
+    for_row_groups(tokens, tile_rows(out.dtype), add)
 
 
 def vmem_bytes(record: Record, out_dtype: Any, entries: int, block: int) -> int:
@@ -114,7 +119,7 @@ def reduce_ranks(
       `[T, hidden]` of `out_dtype`, or with `as_records` int32 `[T, *record.shape]`.
     """
     tokens, entries = source.shape
-    block = min(launch.block, tokens)
+    block = block_rows(launch.block, tokens, tile_rows(jnp.int32 if as_records else out_dtype))
     steps = -(-tokens // block)
     table = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
     table = table.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
@@ -130,6 +135,7 @@ def reduce_ranks(
         functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
         name="xen_moe_reduce_ranks",
         remote=False,
+        by_dma=False,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps,),

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather, peers
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows
 from xen_moe_jax.pallas_kernels.push import await_records, recv_semaphores, send_block
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
@@ -113,7 +113,14 @@ def _body(
     def _() -> None:
         peers.wait_rows(outgoing.at[slot], sent[step - 2], send.at[slot])
 
-    encode_sums(record, lambda c: acc[:, c * LANES : (c + 1) * LANES], quantise, nothing, outgoing.at[slot])
+    encode_sums(
+        record,
+        lambda c: acc[:, c * LANES : (c + 1) * LANES],
+        quantise,
+        nothing,
+        outgoing.at[slot],
+        pl.ds(0, pairs),
+    )
 
     def copy(source: Any, row: Any, to: Any) -> Any:
         if num_ranks is None:
@@ -188,7 +195,7 @@ def reduce_slots(
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
-    block = min(launch.block, pairs)
+    block = block_rows(launch.block, pairs, 8)
     steps = -(-pairs // block)
     pad = steps * block - pairs
     positions = jnp.pad(positions, ((0, pad), (0, 0)), constant_values=-1)
@@ -228,6 +235,7 @@ def reduce_slots(
         body,
         name="xen_moe_reduce_slots" if num_ranks is not None else "xen_moe_reduce_slots_local",
         remote=num_ranks is not None,
+        by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(jnp.maximum(-(-num_pairs // block), 1),),

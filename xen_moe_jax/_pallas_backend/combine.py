@@ -15,6 +15,7 @@ from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
+from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
 from xen_moe_jax.pallas_kernels.record import Record
 from xen_moe_jax.reference.rounding import runtime_zero
 
@@ -75,7 +76,7 @@ def row_weights(weights: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where(rows >= 0, flat.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0.0)
 
 
-def slots_launch(record: Record, spec: Spec, config: KernelConfig):
+def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
     return hardware.launch(
         "reduce_slots",
         functools.partial(slots_kernel.vmem_bytes, record, spec.slots),
@@ -86,12 +87,12 @@ def slots_launch(record: Record, spec: Spec, config: KernelConfig):
     )
 
 
-def ranks_launch(record: Record, dtype, entries: int, tokens: int, config: KernelConfig):
+def ranks_launch(record: Record, dtype, entries: int, tokens: int, config: KernelConfig) -> Launch:
     return hardware.launch(
         "reduce_ranks",
         functools.partial(ranks_kernel.vmem_bytes, record, dtype, entries),
         preferred=32,
-        smallest=hardware.sublanes(dtype),
+        smallest=tile_rows(dtype),
         available=tokens,
         config=config,
     )

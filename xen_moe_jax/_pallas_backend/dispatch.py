@@ -15,6 +15,7 @@ from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
+from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
 from xen_moe_jax.pallas_kernels.record import Record
 from xen_moe_jax.reference.dispatch import _gather_metadata, _place_slots, _place_weights
 
@@ -99,8 +100,8 @@ def low_latency(spec: Spec, config: KernelConfig) -> bool:
     return config.mode == "low_latency"
 
 
-def push_launch(x: jax.Array, has_scales: bool, record: Record, spec: Spec, config: KernelConfig):
-    smallest = hardware.sublanes(x.dtype)
+def push_launch(x: jax.Array, has_scales: bool, record: Record, spec: Spec, config: KernelConfig) -> Launch:
+    smallest = tile_rows(x.dtype)
     return hardware.launch(
         "push",
         functools.partial(push_kernel.vmem_bytes, record, x.dtype, has_scales),
@@ -126,7 +127,7 @@ def place_rows(staged, staged_row, positions, recv_counts, record, dtype, keep_s
             "place",
             functools.partial(place_kernel.vmem_bytes, record, dtype, keep_scales),
             preferred=128,
-            smallest=hardware.sublanes(dtype),
+            smallest=tile_rows(dtype),
             available=source.shape[0],
             config=config,
         ),

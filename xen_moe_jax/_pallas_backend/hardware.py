@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.pallas_kernels.launch import Launch
@@ -53,11 +52,6 @@ def generation() -> Generation:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = getattr(device, "device_kind", None)
     return GENERATIONS.get(kind, SMALLEST) if kind else SMALLEST
-
-
-def sublanes(*dtypes: Any) -> int:
-    """Smallest block of rows that is whole tiles for every dtype: 8 of 32 bits, 16 of 16, 32 of 8."""
-    return max(32 // jnp.dtype(d).itemsize for d in dtypes)
 
 
 def launch(
