@@ -80,9 +80,7 @@ def test_json_is_the_same_report(capsys):
 
 
 def test_the_command_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "xen_moe_jax", "doctor"], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-m", "xen_moe_jax", "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode in (0, 1), done.stderr
     assert "Backend by platform" in done.stdout and "Traceback" not in done.stderr
 

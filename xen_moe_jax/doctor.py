@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import glob
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -139,14 +140,20 @@ def accelerators() -> list[Finding]:
 
 
 def native_modules() -> list[Finding]:
-    """The compiled parts of this installation: present, and loadable here."""
+    """The compiled parts of this installation: present, and loadable here (the NVSHMEM part loads on first use only)."""
     found = []
     for name, purpose in NATIVE_MODULES.items():
         if importlib.util.find_spec(f"xen_moe_jax.{name}") is None:
             remedy = "pip install . with XEN_MOE_CUDA=ON (and XEN_MOE_NVSHMEM=ON) to build it; a CPU or TPU needs none"
             found.append(Finding(f"xen_moe_jax.{name}", None, f"not built ({purpose})", remedy))
             continue
-        found.append(Finding(f"xen_moe_jax.{name}", True, f"built ({purpose})"))
+        try:
+            if name != "_nvshmem":
+                importlib.import_module(f"xen_moe_jax.{name}")
+        except ImportError as error:
+            found.append(Finding(f"xen_moe_jax.{name}", False, _reason(error), "reinstall xen-moe-jax on this machine"))
+        else:
+            found.append(Finding(f"xen_moe_jax.{name}", True, f"built ({purpose})"))
     return found
 
 
