@@ -1,0 +1,101 @@
+"""One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
+
+Run by `test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
+`python multiprocess_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, with the devices set by the environment.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+
+T, H, K, E = 12, 192, 3, 19
+PROGRAMS = (  # axis names and sizes, layout, wire
+    (("ep",), (8,), "grouped", None),
+    (("ep",), (8,), "ranked", None),
+    (("ep",), (8,), "padded", "int8"),
+    (("node", "gpu"), (2, 4), "grouped", "float8_e4m3fn"),
+)
+
+
+def operands(ranks: int) -> tuple[np.ndarray, ...]:
+    """x, topk_idx, topk_weights of all ranks, the same in every process."""
+    rng = np.random.default_rng(29)
+    x = rng.standard_normal((ranks * T, H)).astype(jnp.bfloat16)
+    idx = rng.integers(-1, E + 1, (ranks * T, K)).astype(np.int32)
+    return x, idx, rng.random((ranks * T, K)).astype(np.float32)
+
+
+def program(axis_name, layout, wire, x, idx, weights):
+    """Rows, counts, positions, output and gradients of one layer with experts that scale their rows."""
+
+    def layer(x, weights):
+        routed = xm.dispatch(
+            x, idx, weights, num_experts=E, axis_name=axis_name, layout=layout, wire=wire, capacity=capacity(layout)
+        )
+        out = xm.combine(routed.x * 3, routed.handle, wire=wire)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, routed)
+
+    grads, (out, routed) = jax.grad(layer, (0, 1), has_aux=True)(x, weights)
+    rows = xm.redispatch(out, routed.handle)
+    sizes = routed.num_tokens_per_expert[:1].repeat(jax.lax.axis_size(axis_name)) % 3
+    ragged = xm.ragged_all_to_all(
+        x, rows.reshape(-1, H)[: 3 * sizes.size], sizes * 0, *exchange_sizes(sizes, axis_name), axis_name=axis_name
+    )
+    return {
+        "out": out,
+        "dx": grads[0],
+        "dweights": grads[1],
+        "positions": routed.handle.positions,
+        "num_dropped": routed.num_dropped[None],
+        "num_tokens_per_expert": routed.num_tokens_per_expert,
+        "rows": rows.reshape(-1, H),
+        "ragged": ragged,
+    }
+
+
+def capacity(layout: str) -> int | None:
+    return None if layout == "padded" else 40
+
+
+def exchange_sizes(sizes, axis_name):
+    """send_sizes, output_offsets, recv_sizes: source `s` writes at row `3 * s` of everyone."""
+    received = xm.all_to_all(sizes, axis_name, 0, 0, tiled=True)
+    offsets = jnp.full(sizes.shape, 3 * jax.lax.axis_index(axis_name), jnp.int32)
+    return sizes, offsets, received
+
+
+def results(devices) -> dict[str, jax.Array]:
+    """Global arrays by name, over one axis of all devices and over (node, gpu)."""
+    found = {}
+    for names, sizes, layout, wire in PROGRAMS:
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
+        sharding = jax.sharding.NamedSharding(mesh, P(names))
+        arrays = [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in operands(8)]
+
+        def body(*a, names=names, layout=layout, wire=wire):
+            return program(names, layout, wire, *a)
+
+        out = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names)))(*arrays)
+        found |= {f"{'x'.join(names)}/{layout}/{wire}/{name}": value for name, value in out.items()}
+    return found
+
+
+def main() -> None:
+    coordinator, num_processes, process_id, output = sys.argv[1:]
+    jax.distributed.initialize(coordinator, int(num_processes), int(process_id), initialization_timeout=60)
+    assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // int(num_processes)
+    shards = {}
+    for name, value in results(jax.devices()).items():
+        for shard in value.addressable_shards:
+            shards[f"{name}@{shard.device.id}"] = np.asarray(shard.data).view(np.uint8)
+            shards[f"{name}#{shard.device.id}"] = np.array([shard.index[0].start or 0])
+    np.savez(output, **shards)
+
+
+if __name__ == "__main__":
+    main()
