@@ -1,4 +1,4 @@
-"""What the documents say is true: README's example runs and is right, links lead somewhere, every public name is described."""
+"""What the documents say is true: their examples run, links lead somewhere, every public name is described."""
 
 import os
 import pathlib

@@ -140,7 +140,7 @@ def accelerators() -> list[Finding]:
 
 
 def native_modules() -> list[Finding]:
-    """The compiled parts of this installation: present, and loadable here (the NVSHMEM part loads on first use only)."""
+    """The compiled parts of this installation: present, and loadable here (NVSHMEM: loaded on first use only)."""
     found = []
     for name, purpose in NATIVE_MODULES.items():
         if importlib.util.find_spec(f"xen_moe_jax.{name}") is None:
