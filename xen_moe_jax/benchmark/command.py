@@ -54,10 +54,11 @@ def build_parser() -> argparse.ArgumentParser:
     run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
     run("--num-processes", type=int, default=1)
     run("--process-id", type=int, default=0)
-    run("--tune", action="store_true", help="measure candidate KernelConfigs and report the best; --json saves them")
+    run("--tune", action="store_true", help="measure candidate KernelConfigs and report them, best first")
     out = parser.add_argument_group("output").add_argument
     out("--json", metavar="FILE")
     out("--plot", metavar="FILE")
+    out("--tuned", metavar="FILE", help="with --tune: JSON file that keeps the best, for xen_moe_jax.autotune.load")
     out(
         "--link-ceiling",
         metavar="FILE",

@@ -43,8 +43,13 @@ def make_mesh(ranks: int) -> Mesh:
     return Mesh(np.array(devices[:ranks]), (programs.AXIS,))
 
 
-def make_problem(work: Workload) -> Problem:
-    mesh = make_mesh(work.ranks)
+def make_problem(work: Workload, mesh: Mesh | None = None) -> Problem:
+    """Draws the workload and places it; `mesh` is one axis of `work.ranks` devices, None takes the first ones."""
+    mesh = make_mesh(work.ranks) if mesh is None else mesh
+    if mesh.axis_names != (programs.AXIS,) or mesh.size != work.ranks:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: must have the one axis {programs.AXIS!r} of ranks={work.ranks} devices"
+        )
     topk_idx, topk_weights = draw_topk_idx(work), draw_topk_weights(work)
     inputs = timing.place_inputs(work, mesh, topk_idx, topk_weights)
     return Problem(work, mesh, topk_idx, topk_weights, capacities(work, topk_idx), inputs)
@@ -161,19 +166,37 @@ def sweep(
 
 
 def tune(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures candidate configs; the best of each operation first. `--tuned FILE` keeps them."""
     from xen_moe_jax import autotune
 
     inner = options.inner or command.default_inner(problem.platform, problem.work.tokens)
-    tuned = autotune.tune_problem(problem, config, inner=inner, repeats=options.repeats)
-    return {"tuned": tuned, "results": []}
+    operations = tuple(name for name in chosen_operations(options) if name in autotune.OPERATIONS)
+    tuned = autotune.autotune(
+        problem.work, mesh=problem.mesh, base=config, operations=operations, inner=inner, repeats=options.repeats
+    )
+    if options.tuned:
+        autotune.save(options.tuned, problem.work, tuned)
+
+    def row(m: autotune.Measured) -> dict[str, Any]:
+        fields = {name: getattr(m.config, name) for name in autotune.TUNED_FIELDS}
+        return {"config": fields, "us_median": m.us_median, "us_min": m.us_min, "us_max": m.us_max}
+
+    return {"tuned": {name: [row(m) for m in entry.measured] for name, entry in tuned.items()}, "results": []}
 
 
 def describe_results(document: dict[str, Any]) -> str:
     parts = [report.describe(document), ""]
     if "tuned" in document:
-        for operation, entry in document["tuned"].items():
-            lines = [[str(c["config"]), f"{c['us_median']:.1f}"] for c in entry["candidates"]]
-            parts += [operation, report.format_table(["candidate", "us"], lines), f"best: {entry['best']}", ""]
+        for operation, rows in document["tuned"].items():
+            lines = [
+                [
+                    ", ".join(f"{name}={value}" for name, value in row["config"].items()),
+                    f"{row['us_median']:.1f}",
+                    f"{row['us_min']:.1f}..{row['us_max']:.1f}",
+                ]
+                for row in rows
+            ]
+            parts += [report.format_table([f"{operation}: best first", "us", "min..max"], lines), ""]
         return "\n".join(parts)
     parts += [report.results_table(document["results"]), "", report.FOOTNOTE]
     return "\n".join(parts)

@@ -1,0 +1,341 @@
+"""The benchmark command: what it counts, that it notices wrong programs, and that every mode runs end to end."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import xen_moe_jax as xm
+from xen_moe_jax import autotune
+from xen_moe_jax.benchmark import accounting, command, modes, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
+
+SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
+REFERENCE = xm.KernelConfig(backend="reference")
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    """The command as a user runs it: its own process, its own number of virtual devices."""
+    return subprocess.run(
+        [sys.executable, "-m", "xen_moe_jax.benchmark", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    )
+
+
+SIZES = ("--tokens", "16", "--hidden", "128", "--experts", "8", "--top-k", "2", "--ranks", "2")
+QUICK = ("--inner", "2", "--repeats", "2")
+
+
+# ---------------------------------------------------------------------------------------------------- workload
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot"])
+def test_routing_names_distinct_experts_in_range(routing):
+    idx = draw_topk_idx(dataclasses.replace(SMALL, routing=routing))
+    assert idx.shape == (3, 4, 24, 3) and idx.dtype == np.int32
+    assert idx.min() >= 0 and idx.max() < SMALL.experts
+    assert all(len(set(token)) == 3 for token in idx.reshape(-1, 3))
+
+
+def test_routing_skew():
+    work = dataclasses.replace(SMALL, tokens=500, experts=32, top_k=2)
+    share = {}
+    for routing in ("uniform", "zipf", "one-hot"):
+        counts = np.bincount(draw_topk_idx(dataclasses.replace(work, routing=routing)).reshape(-1), minlength=32)
+        share[routing] = counts.max() / counts.sum()
+    assert share["uniform"] < 0.05 < 0.12 < share["zipf"] < 0.4 < share["one-hot"] == 0.5
+
+
+def test_weights_sum_to_one_and_tokens_are_random():
+    np.testing.assert_allclose(draw_topk_weights(SMALL).sum(-1), 1, rtol=1e-6)
+    a, b = (draw_tokens(SMALL, rank).astype(np.float32) for rank in (0, 1))
+    assert a.std() > 0.9 and not np.array_equal(a, b)
+    np.testing.assert_array_equal(a, draw_tokens(SMALL, 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot"])
+def test_capacities_are_the_smallest_that_drop_nothing(routing):
+    work = dataclasses.replace(SMALL, routing=routing)
+    idx = draw_topk_idx(work)
+    caps = capacities(work, idx)
+    grouped = max(oracle.needed_rows(idx[p], work.experts, "grouped") for p in range(work.pool))
+    ranked = max(oracle.needed_rows(idx[p], work.experts, "ranked") for p in range(work.pool))
+    most = max(np.bincount(row.reshape(-1)).max() for pool in idx for row in pool)
+    assert (caps.grouped, caps.ranked, caps.per_source_expert) == tuple(-(-n // 8) * 8 for n in (grouped, ranked, most))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"tokens": 0}, "tokens=0"),
+        ({"top_k": 9}, "top_k=9"),
+        ({"routing": "best"}, "routing='best'"),
+        ({"wire": "float16"}, "wire='float16'"),
+        ({"dtype": "int8", "wire": "int8"}, "must be None"),
+        ({"capacity_factor": -1.0}, "capacity_factor"),
+    ],
+)
+def test_bad_workloads(change, match):
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(SMALL, **change)
+
+
+# -------------------------------------------------------------------------------------------------- accounting
+def test_off_rank_rows_by_hand():
+    """Two ranks, two experts each. Rank 0 sends token 0 to both of rank 1's experts, rank 1 keeps all but one slot."""
+    work = Workload(tokens=2, hidden=128, experts=4, top_k=2, ranks=2, pool=1)
+    idx = np.array([[[[2, 3], [0, 1]], [[0, 2], [2, 3]]]], np.int32)
+    rows = accounting.off_rank_rows(work, idx)
+    assert rows == accounting.OffRankRows(deduplicated=1.0, duplicated=2.0)
+    assert accounting.off_rank_bytes(work, rows.duplicated, "dispatch") == 2 * 256
+    assert accounting.off_rank_bytes(work, 1, "round trip") == 512
+
+
+def test_off_rank_rows_against_plain_loops():
+    idx = draw_topk_idx(dataclasses.replace(SMALL, routing="zipf"))
+    per_routing = []
+    for pool in idx:
+        sent, received = np.zeros(4), np.zeros(4)
+        for source, tokens in enumerate(pool):
+            for token in tokens:
+                for destination in {int(e) // 2 for e in token} - {source}:
+                    sent[source] += 1
+                    received[destination] += 1
+        per_routing.append(max(sent.max(), received.max()))
+    assert accounting.off_rank_rows(SMALL, idx).deduplicated == np.mean(per_routing)
+
+
+def test_wire_bytes_include_scales():
+    assert accounting.wire_row_bytes(7168, "bfloat16") == 14336
+    assert accounting.wire_row_bytes(7168, "float8_e4m3fn") == 7168 + 4 * 56
+    assert accounting.wire_row_bytes(200, "int8") == 200 + 8
+    assert accounting.gigabytes_per_second(330e3, 1.0) == 330.0
+
+
+# ------------------------------------------------------------------------------------------------ verification
+@pytest.fixture(scope="module")
+def problem():
+    if jax.device_count() < 4:
+        pytest.skip(f"needs 4 devices, has {jax.device_count()}")
+    return modes.make_problem(SMALL)
+
+
+def check(problem, program):
+    arguments = problem.work, problem.mesh, problem.inputs, problem.topk_idx, problem.topk_weights
+    return verify.check_round_trip(program, *arguments)
+
+
+def every_round_trip(problem):
+    own = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
+    return own + peers.peer_programs(problem.work, problem.caps, "cpu")
+
+
+def test_every_program_computes_the_same_round_trip(problem):
+    found = every_round_trip(problem)
+    assert len(found) == 4
+    for program in found:
+        assert 0 < check(problem, program) < 0.02
+
+
+@pytest.mark.parametrize("layout", ["ranked", "padded"])
+def test_round_trip_of_other_layouts(layout):
+    problem = modes.make_problem(dataclasses.replace(SMALL, layout=layout, wire="float8_e4m3fn"))
+    (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
+    assert check(problem, program) < verify.QUANTISED_TOLERANCE
+
+
+def test_a_wrong_round_trip_is_noticed(problem):
+    """Swapped experts, lost weights, a lost row: each is an error."""
+    (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
+    genuine = program.round_trip
+    wrong = {
+        "next expert": lambda x, idx, w, experts: genuine(x, (idx + 1) % SMALL.experts, w, experts),
+        "weights": lambda x, idx, w, experts: genuine(x, idx, jnp.ones_like(w) / 3, experts),
+        "one slot lost": lambda x, idx, w, experts: genuine(x, idx.at[0, 0].set(-1), w, experts),
+        "nan": lambda x, idx, w, experts: genuine(x, idx, w, experts).at[0, 0].set(jnp.nan),
+    }
+    for name, round_trip in wrong.items():
+        with pytest.raises(verify.WrongResultError):
+            check(problem, dataclasses.replace(program, name=name, round_trip=round_trip))
+
+
+def test_a_backend_that_differs_is_noticed(problem, monkeypatch):
+    config = dataclasses.replace(REFERENCE, chunk_tokens=5)
+    arguments = problem.work, problem.caps, config, problem.mesh, problem.inputs
+    assert set(verify.differing_bits(*arguments).values()) == {0}
+    genuine = xm.combine
+
+    def off_by_a_bit(y, handle, *, config, **options):
+        out = genuine(y, handle, config=config, **options)
+        return out if config.chunk_tokens is None else out.at[0, 0].multiply(-1)
+
+    monkeypatch.setattr(xm, "combine", off_by_a_bit)
+    with pytest.raises(verify.WrongResultError, match="'combine': 4"):  # one element on each rank
+        verify.differing_bits(*arguments)
+
+
+def test_drops_are_counted(problem):
+    few = dataclasses.replace(problem.caps, grouped=16)
+    arguments = REFERENCE, problem.mesh, problem.inputs
+    assert verify.num_dropped(problem.work, problem.caps, *arguments) == 0
+    rows = SMALL.pool * SMALL.ranks * SMALL.tokens * SMALL.top_k
+    assert verify.num_dropped(problem.work, few, *arguments) == rows - SMALL.pool * SMALL.ranks * 16
+
+
+# ------------------------------------------------------------------------------------------------------ timing
+def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
+    """A program that counts its calls and adds up the routings that it saw."""
+    counting = programs.Program(
+        "counting",
+        "dispatch",
+        prepare=lambda x, idx, w: x[:1, :1].astype(jnp.float32) * 0,
+        initial=lambda operands, idx, w: (operands, jnp.zeros((1,), jnp.int32)),
+        step=lambda operands, carry, idx, w: (carry[0] + 1, carry[1] + idx.sum()),
+        chain=lambda carry: programs.never(carry[0]),
+    )
+    timed = timing.compile_program(counting, problem.mesh, problem.inputs, inner=5)
+    timing.measure([timed], repeats=3)
+    calls, seen = timed.result
+    assert len(timed.microseconds) == 3 and all(us > 0 for us in timed.microseconds)
+    np.testing.assert_array_equal(np.asarray(calls).reshape(-1), 5)
+    np.testing.assert_array_equal(np.asarray(seen), sum(problem.topk_idx[i % 3].sum((1, 2)) for i in range(5)))
+
+
+def test_calls_in_the_loop_are_not_optimised_away(problem):
+    """The compiled loop of each of the library's programs still holds its all-to-all."""
+    for program in programs.own_programs(problem.work, problem.caps, REFERENCE, modes.OPERATIONS):
+        timed = timing.compile_program(program, problem.mesh, problem.inputs, inner=3)
+        assert "all-to-all" in timed.compiled.as_text()
+        assert timed.memory["total"] > 0
+
+
+def test_a_timed_loop_that_loses_its_tokens_is_noticed(problem):
+    (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
+    timed = timing.compile_program(program, problem.mesh, problem.inputs, inner=3)
+    timed.run_once()
+    verify.check_timed_result(timed, problem.work, problem.inputs)
+    timed.result = timed.result * 1.5
+    with pytest.raises(verify.WrongResultError, match="chained"):
+        verify.check_timed_result(timed, problem.work, problem.inputs)
+
+
+# ----------------------------------------------------------------------------------------------------- command
+def test_normal_mode_end_to_end(tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    done = run_command(*SIZES, *QUICK, "--json", str(path), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    rows = document["results"]
+    assert [row["operation"] for row in rows] == ["dispatch", "combine", *["round trip"] * 4]
+    assert {row["name"] for row in rows[3:]} == set(peers.PEERS) - {"ragged_all_to_all"}
+    for row in rows:
+        assert row["us_min"] <= row["us_median"] <= row["us_max"] and len(row["us_repeats"]) == 2
+        assert row["memory_bytes"]["total"] > 0
+        assert row["gb_per_s_deduplicated"] == pytest.approx(
+            row["off_rank_bytes_deduplicated"] / row["us_median"] / 1e3
+        )
+        assert row["name"] in done.stdout
+    assert rows[0]["checks"] == {"dropped": 0} and 0 < rows[3]["checks"]["max error"] < 0.05
+    assert document["versions"]["jax"] == jax.__version__ and document["machine"]["devices"] == 2
+    assert document["command"].endswith(f"--plot {plot}") and plot.stat().st_size > 1000
+
+
+def test_low_latency_and_sweep_modes(tmp_path):
+    path = tmp_path / "out.json"
+    done = run_command(
+        "--mode", "low-latency", *SIZES, *QUICK, "--peers", "none", "--dtype", "float8_e4m3fn", "--json", str(path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["workload"]["layout"] == "padded"
+    sweep = ("--mode", "sweep-sms", "--num-sms", "2", "4", "--operations", "combine", "--json", str(path))
+    done = run_command(*sweep, *SIZES, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert [row["num_sms"] for row in json.loads(path.read_text())["results"]] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--top-k", "99"), "top_k=99"),
+        (("--operations", "sort"), "--operations 'sort'"),
+        (("--peers", "mpi"), "mpi"),
+        (("--backend", "cuda"), "cuda"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_status_1(arguments, message):
+    done = run_command(*SIZES, *QUICK, *arguments)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_link_ceiling_ratio():
+    rows = [{"operation": "dispatch", "gb_per_s_deduplicated": 150.0, "wire_row_bytes": 7392, "tokens": 4096}]
+    entries = [
+        {"row_bytes": 7392, "tokens": 4096, "gb_per_s": 300.0},
+        {"row_bytes": 7392, "tokens": 4096, "gb_per_s": 290.0},
+        {"row_bytes": 7392, "tokens": 128, "gb_per_s": 900.0},
+        {"row_bytes": 14336, "tokens": 4096, "gb_per_s": 900.0},
+    ]
+    report.add_link_ceiling(rows, {"entries": entries})
+    assert rows[0]["link_ceiling_gb_per_s"] == 300.0 and rows[0]["of_link_ceiling"] == 0.5
+
+
+def test_every_command_of_the_suites_parses():
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "suite.py"
+    spec = importlib.util.spec_from_file_location("suite", path)
+    suite = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(suite)
+    for line in (line for lines in suite.SUITES.values() for line in lines.values()):
+        options = command.build_parser().parse_args(shlex.split(line))
+        work = command.make_workload(options, 4)
+        assert set(modes.chosen_operations(options)) <= set(modes.OPERATIONS) and work.tokens > 0
+
+
+# ---------------------------------------------------------------------------------------------------- autotune
+def test_autotune_measures_saves_and_loads(tmp_path, problem):
+    base = xm.KernelConfig(backend="reference", channel=3)
+    configs = [dataclasses.replace(base, chunk_tokens=n) for n in (None, 8, 24)]
+    tuned = autotune.autotune(SMALL, mesh=problem.mesh, base=base, configs=configs, inner=2, repeats=2)
+    assert set(tuned) == {"dispatch", "combine"}
+    for entry in tuned.values():
+        assert {m.config for m in entry.measured} == set(configs)
+        times = [m.us_median for m in entry.measured]
+        assert times == sorted(times) and times[0] > 0 and entry.best == entry.measured[0].config
+    path = tmp_path / "tuned.json"
+    autotune.save(path, SMALL, tuned)
+    assert autotune.load(path, SMALL, base) == {name: entry.best for name, entry in tuned.items()}
+    other = dataclasses.replace(SMALL, tokens=25)
+    assert autotune.load(path, other, base) == {}
+    autotune.save(path, other, tuned)
+    assert autotune.load(path, SMALL, base) and autotune.load(path, other, base)
+
+
+def test_autotune_bad_input(tmp_path, problem):
+    with pytest.raises(ValueError, match="operations"):
+        autotune.autotune(SMALL, mesh=problem.mesh, operations=("sort",))
+    with pytest.raises(ValueError, match="at least one"):
+        autotune.autotune(SMALL, mesh=problem.mesh, configs=[])
+    with pytest.raises(ValueError, match="ranks=4"):
+        autotune.autotune(SMALL, mesh=jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2]))
+    broken = tmp_path / "broken.json"
+    broken.write_text("[1, 2")
+    with pytest.raises(ValueError, match="autotune.save"):
+        autotune.load(broken, SMALL)
+
+
+@pytest.mark.parametrize(("platform", "field"), [("gpu", "num_sms"), ("tpu", "block_tokens"), ("cpu", "chunk_tokens")])
+def test_candidates_start_with_the_default_and_differ(platform, field):
+    found = autotune.candidates(xm.KernelConfig(channel=2), platform, 64)
+    assert found[0] == xm.KernelConfig(channel=2) and len(set(found)) == len(found) > 3
+    assert all(c.channel == 2 for c in found) and len({getattr(c, field) for c in found}) > 3
