@@ -140,7 +140,7 @@ std::shared_ptr<Workspace> PrepareWorkspace(std::vector<DeviceKey> devices, int 
 
 ffi::Error RunOn(Workspace& workspace, const Needs& needs, int32_t ordinal, cudaStream_t stream,
                  const std::function<int(const Member&)>& launch) {
-  const Member* member = workspace.Find(ordinal);
+  Member* member = workspace.Find(ordinal);
   if (member == nullptr) {
     return ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
@@ -148,22 +148,24 @@ ffi::Error RunOn(Workspace& workspace, const Needs& needs, int32_t ordinal, cuda
             " of this process, which is not in the mesh that it was lowered for. Lower it again under the mesh "
             "that it runs on");
   }
-  if (!workspace.Serves(needs)) {  // its xm.Buffer was closed. Every rank comes by here before it launches.
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) {
-      return ffi::Error(
-          ffi::ErrorCode::kFailedPrecondition,
-          "xen_moe_jax: the program's xm.Buffer was closed, and memory cannot be made while a CUDA graph is captured");
-    }
-    try {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const bool capturing = cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+  try {
+    if (!workspace.Serves(needs)) {  // its xm.Buffer was closed. Every rank comes by here before any of them launches.
+      if (capturing) {
+        return ffi::Error(
+            ffi::ErrorCode::kFailedPrecondition,
+            "xen_moe_jax: the program's xm.Buffer was closed, and memory cannot be made while a CUDA graph is "
+            "captured. Open the buffer again");
+      }
       workspace.Serve(needs);
-    } catch (const MemoryError& e) {
-      return ToError(e);
     }
+    const std::string failure = workspace.Admit(member, capturing);
+    if (!failure.empty()) return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
+  } catch (const MemoryError& e) {
+    return ToError(e);
   }
   std::shared_lock<std::shared_mutex> lock(workspace.mutex());
-  const std::string failure = workspace.Failure(*member);
-  if (!failure.empty()) return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure);
   const int e = launch(*member);
   if (e != cudaSuccess) {
     return ffi::Error::Internal(std::string("xen_moe_jax: kernel launch on GPU ") + std::to_string(ordinal) + ": " +

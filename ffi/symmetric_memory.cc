@@ -130,9 +130,9 @@ void Workspace::CreateMembers() {
   }
 }
 
-const Member* Workspace::Find(int ordinal) const {
-  for (const Group& group : groups_) {
-    for (const Member& member : group.members) {
+Member* Workspace::Find(int ordinal) {
+  for (Group& group : groups_) {
+    for (Member& member : group.members) {
       if (member.ordinal == ordinal) return &member;
     }
   }
@@ -293,25 +293,58 @@ void Workspace::WriteTables(Group& group) {
 
 void Workspace::Reset() {
   std::unique_lock<std::shared_mutex> lock(mutex_);
+  std::lock_guard<std::mutex> failure_lock(failure_mutex_);
   SynchronizeDevices();
-  DeviceGuard guard;
   bool across = false;
   for (Group& group : groups_) {
     across |= !group.within_process;
-    for (Member& member : group.members) {
-      Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-      if (member.staging) Check(cudaMemset(member.staging, 0, 2 * half_bytes_), "cudaMemset");
-      Check(cudaMemset(reinterpret_cast<char*>(member.control) + offsetof(Control, epoch), 0,
-                       sizeof(Control) - offsetof(Control, epoch)),
-            "cudaMemset");
-      Check(cudaDeviceSynchronize(), "cudaMemset");
-      member.error->packed = 0;
-    }
+    ResetGroup(group);
   }
   if (across) Registry::Get().provider()->barrier();
 }
 
-std::string Workspace::Failure(const Member& member) const {
+void Workspace::ResetGroup(Group& group) {
+  DeviceGuard guard;
+  for (Member& member : group.members) {
+    Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
+    Check(cudaDeviceSynchronize(), "waiting for GPU " + std::to_string(member.ordinal));
+  }
+  for (Member& member : group.members) {
+    Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
+    if (member.staging) Check(cudaMemset(member.staging, 0, 2 * half_bytes_), "cudaMemset");
+    char* const counters = reinterpret_cast<char*>(member.control) + offsetof(Control, epoch);
+    Check(cudaMemset(counters, 0, sizeof(Control) - offsetof(Control, epoch)), "cudaMemset");
+    Check(cudaDeviceSynchronize(), "cudaMemset");
+    member.error->packed = 0;
+    member.told = false;
+  }
+  group.failure.clear();
+}
+
+std::string Workspace::Admit(Member* member, bool capturing) {
+  for (Group& group : groups_) {
+    if (std::none_of(group.members.begin(), group.members.end(), [&](const Member& m) { return &m == member; }))
+      continue;
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    std::string found;
+    for (const Member& m : group.members) {
+      if (found.empty()) found = FailureOf(m);
+    }
+    if (group.failure.empty()) group.failure = found;
+    if (group.failure.empty()) return "";
+    const bool all_told =
+        std::all_of(group.members.begin(), group.members.end(), [](const Member& m) { return m.told; });
+    if (!all_told || capturing || !group.within_process) {
+      member->told = true;
+      return group.failure;
+    }
+    ResetGroup(group);
+    return "";
+  }
+  return "";
+}
+
+std::string Workspace::FailureOf(const Member& member) const {
   const uint64_t word = *reinterpret_cast<volatile uint64_t*>(&member.error->packed);
   if ((word >> 63) == 0) return "";
   static const char* const operations[] = {"dispatch", "redispatch", "combine", "all_to_all"};
@@ -327,9 +360,9 @@ std::string Workspace::Failure(const Member& member) const {
          std::to_string(static_cast<uint32_t>(word)) + " on channel " + std::to_string(channel_) + ") on rank " +
          std::to_string(member.rank) + " gave up after KernelConfig.timeout_s waiting for rank " +
          std::to_string(rank) + ": " + steps[std::min(step, 5)] +
-         " never came. That operation's result is not valid. Find out why that rank did not run the same operation, "
-         "then call "
-         "xen_moe_jax.cuda.reset() in every process and go on";
+         " never came. That operation's result is not valid. Find out why that rank did not run the same operation; "
+         "the GPUs of one "
+         "process can go on after this error, several processes after xen_moe_jax.cuda.reset() in each";
 }
 
 Registry& Registry::Get() {

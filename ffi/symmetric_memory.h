@@ -43,6 +43,7 @@ struct Member {
   char* staging = nullptr;
   ErrorWord* error = nullptr;  // mapped host memory
   std::vector<char*> peers;    // staging of every rank, as mapped into this device
+  bool told = false;           // has returned the error of the group's failure
 };
 
 // The groups of one mesh axis on one channel, as far as this process has a part in them.
@@ -58,10 +59,12 @@ class Workspace {
   void Release();
   // Restarts after a timeout: clears flags, counters and the error words. Nothing may be running.
   void Reset();
-  // Text of a timeout that a kernel of this member reported; empty if none did.
-  std::string Failure(const Member& member) const;
+  // Called before every launch. Empty, or the text of a timeout: each rank of a group that failed gets it at least
+  // once; when all have had it, a group within one process starts afresh. Between processes that takes Reset() in all
+  // of them.
+  std::string Admit(Member* member, bool capturing);
 
-  const Member* Find(int ordinal) const;
+  Member* Find(int ordinal);
   int ranks() const { return ranks_; }
   int channel() const { return channel_; }
   uint64_t staging_bytes() const { return 2 * half_bytes_; }
@@ -78,7 +81,8 @@ class Workspace {
   struct Group {
     std::vector<DeviceKey> devices;
     std::vector<Member> members;  // those of this process
-    bool within_process;
+    bool within_process = true;
+    std::string failure;  // not empty: some rank gave up
   };
   void CreateMembers();
   void Grow(uint64_t half_bytes, uint64_t scratch_bytes);
@@ -86,6 +90,8 @@ class Workspace {
   void Free(Group& group);
   void WriteTables(Group& group);
   void SynchronizeDevices();
+  void ResetGroup(Group& group);
+  std::string FailureOf(const Member& member) const;
 
   std::vector<DeviceKey> devices_;
   int ranks_, channel_;
@@ -94,6 +100,7 @@ class Workspace {
   uint64_t half_bytes_ = 0, scratch_bytes_ = 0;
   bool reserved_ = false;
   std::shared_mutex mutex_;
+  std::mutex failure_mutex_;
 };
 
 // All workspaces of this process.

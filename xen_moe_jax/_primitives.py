@@ -6,6 +6,7 @@ CPU and every unknown platform run `xen_moe_jax.reference`, TPU `xen_moe_jax.pal
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
-from jax._src import effects
+from jax._src import dispatch as jax_dispatch
+from jax._src import distributed, effects
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -104,12 +106,40 @@ def _lowering(operation: str, platform: str | None) -> Callable:
             bound = functools.partial(_without_scales, bound)
         # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
         plain = ctx.replace(avals_in=[_without_varying(aval) for aval in ctx.avals_in])
-        with jax_config._check_vma(False):
-            results = mlir.lower_fun(_as_tuple(bound), multiple_results=True)(plain, *operands)
+        mesh = _lowering_mesh.set(getattr(ctx.module_context.axis_context, "mesh", None))
+        try:
+            with jax_config._check_vma(False):
+                results = mlir.lower_fun(_as_tuple(bound), multiple_results=True)(plain, *operands)
+        finally:
+            _lowering_mesh.reset(mesh)
         ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
         return results
 
     return rule
+
+
+_lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+
+
+def lowering_mesh() -> Any:
+    """The mesh that an operation is being lowered for; an `AbstractMesh` where no devices are known."""
+    mesh = _lowering_mesh.get()
+    if mesh is None:
+        raise ValueError("xen_moe_jax operations must be inside jax.shard_map when they are lowered")
+    return mesh
+
+
+@functools.cache
+def _lower_per_device_order() -> None:
+    """On GPUs the mesh's devices are part of the program: JAX must not reuse a lowering for another device order."""
+    if jax.default_backend() == "gpu":
+        for primitive in (dispatch_p, combine_p, redispatch_p, all_to_all_p, ragged_all_to_all_p):
+            jax_dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def key_value_client() -> Any:
+    """The client of `jax.distributed`'s key-value store; None before `jax.distributed.initialize()`."""
+    return distributed.global_state.client
 
 
 def _interpret_effects(config: KernelConfig) -> Any:
@@ -152,6 +182,7 @@ def _primitive(operation: str, shapes: Callable) -> Primitive:
     primitive.multiple_results = True
 
     def abstract_eval(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+        _lower_per_device_order()
         return _results(avals[0], shapes(*avals, **params)), _interpret_effects(params["config"])
 
     def outside(*_: Any, **params: Any) -> Any:

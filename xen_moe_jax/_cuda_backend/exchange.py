@@ -1,0 +1,116 @@
+"""all_to_all and ragged_all_to_all as FFI calls: shapes into `[ranks, bytes]` and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xen_moe_jax import _primitives
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._cuda_backend import devices, module, routing, schedule
+
+CHUNK_BYTES = 64 * 1024
+RING_CHUNKS = 4
+
+
+def _attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, **units: int) -> dict[str, int]:
+    """`pair_bytes`: the largest message between two ranks."""
+    most = module.compiled().max_ranks
+    if ranks > most:
+        raise ValueError(
+            f"the CUDA backend takes at most {most} ranks, not {ranks}: use KernelConfig(backend='reference')"
+        )
+    blocks = min(config.num_sms or schedule.DEFAULT_SMS, sms)
+    lanes = max(1, min(blocks // (2 * ranks), -(-pair_bytes // 4096)))
+    chunk = min(CHUNK_BYTES, -(-pair_bytes // (256 * lanes)) * 256)
+    return {
+        "ranks": ranks,
+        "lanes": lanes,
+        "chunk_bytes": max(256, chunk),
+        "ring_chunks": RING_CHUNKS,
+        "timeout_ns": routing.timeout_ns(config),
+        "channel": config.channel,
+        **units,
+    }
+
+
+def all_to_all(
+    x: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool,
+    axis_index_groups: Any,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `jax.lax.all_to_all`."""
+    mesh = _primitives.lowering_mesh()
+    ranks = len(axis_index_groups[0]) if axis_index_groups is not None else math.prod(axis_sizes)
+    if tiled:
+        parts = x.reshape(*x.shape[:split_axis], ranks, x.shape[split_axis] // ranks, *x.shape[split_axis + 1 :])
+    else:
+        parts = x
+    parts = jnp.moveaxis(parts, split_axis, 0)
+    unit_bytes = parts[0].size * x.dtype.itemsize
+    attrs = _attributes(
+        config,
+        devices.num_sms(mesh),
+        ranks,
+        unit_bytes,
+        unit_bytes=unit_bytes,
+        operand_units=ranks,
+        output_units=ranks,
+        ragged=0,
+    )
+    keys = devices.groups(mesh, axis_name, axis_index_groups)
+    (out,) = routing.call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
+    out = jnp.moveaxis(out, 0, concat_axis)
+    if tiled:
+        shape = out.shape
+        out = out.reshape(*shape[:concat_axis], shape[concat_axis] * shape[concat_axis + 1], *shape[concat_axis + 2 :])
+    return out
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    axis_index_groups: Any,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
+    mesh = _primitives.lowering_mesh()
+    ranks = send_sizes.shape[0]
+    unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize
+    if unit_bytes == 0 or operand.shape[0] == 0 or output.shape[0] == 0:
+        return output
+    attrs = _attributes(
+        config,
+        devices.num_sms(mesh),
+        ranks,
+        unit_bytes * operand.shape[0],
+        unit_bytes=unit_bytes,
+        operand_units=operand.shape[0],
+        output_units=output.shape[0],
+        ragged=1,
+    )
+    keys = devices.groups(mesh, axis_name, axis_index_groups)
+    sizes = [lax.convert_element_type(a, jnp.int32) for a in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    results = [jax.ShapeDtypeStruct(output.shape, output.dtype)]
+    (out,) = routing.call(
+        "xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0}
+    )
+    return out

@@ -1,0 +1,47 @@
+"""The compiled module: whether it is there, and its FFI targets, registered on first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+
+import jax
+
+from xen_moe_jax._backends import BackendUnavailable
+
+INSTALL = (
+    "install a wheel that was built with nvcc (pip install 'xen-moe-jax[cuda13]', or XEN_MOE_CUDA=ON pip install . "
+    "in a checkout)"
+)
+
+
+@functools.cache
+def compiled() -> types.ModuleType:
+    """`xen_moe_jax._cuda`.
+
+    Raises:
+      BackendUnavailable: it is not part of this installation, or cannot be loaded.
+    """
+    try:
+        return importlib.import_module("xen_moe_jax._cuda")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the CUDA module xen_moe_jax._cuda cannot be imported ({error}): {INSTALL}"
+        ) from error
+
+
+@functools.cache
+def registered() -> types.ModuleType:
+    """The module with its FFI types and targets registered.
+
+    After `jax.devices()`: jaxlib replays queued handlers before queued state types when a client is made, and a handler
+    with state registered before that fails.
+    """
+    module = compiled()
+    jax.devices()
+    for name, registration in module.types().items():
+        jax.ffi.register_ffi_type(name, registration, platform="CUDA")
+    for name, target in module.targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="CUDA")
+    return module

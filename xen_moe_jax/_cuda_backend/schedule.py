@@ -1,0 +1,94 @@
+"""How an operation is cut into thread blocks, parts and segments. Tuning only: any schedule gives the same bits.
+
+Every rank must choose the same schedule, so it depends on static shapes and the mesh alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
+
+DEFAULT_SMS = 64
+WARPS = 16
+"""Warps of a thread block; `kWarps` in cuda_kernels/workspace.h."""
+MIN_PART_ELEMENTS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What a tuning run may vary. None: the default of `dispatch` and `combine` below."""
+
+    push_blocks: int | None = None
+    layout_blocks: int | None = None
+    parts: int | None = None
+
+
+_tuning = Tuning()
+
+
+@contextlib.contextmanager
+def tuned(**values: int) -> Iterator[None]:
+    """For tuning scripts: programs lowered inside use these values. Not part of the public API."""
+    global _tuning
+    before, _tuning = _tuning, Tuning(**values)
+    try:
+        yield
+    finally:
+        _tuning = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """See `struct Schedule` in cuda_kernels/params.h."""
+
+    blocks: int
+    push_blocks: int
+    layout_blocks: int
+    parts: int
+    segment_tokens: int
+
+
+def _blocks(config: KernelConfig, sms: int) -> int:
+    return min(config.num_sms or DEFAULT_SMS, sms)
+
+
+def _parts(items: int, warps: int, hidden: int, config: KernelConfig) -> int:
+    """Parts of a row: a power of two, so many that small batches use all warps; 1 for large batches."""
+    if _tuning.parts is not None:
+        return _tuning.parts
+    most = max(1, min(16, hidden // MIN_PART_ELEMENTS))
+    parts = 1
+    if config.mode != "throughput":
+        while parts * 2 <= most and items * parts * 2 <= warps * (2 if config.mode == "low_latency" else 1):
+            parts *= 2
+    return parts
+
+
+def _within(value: int, most: int) -> int:
+    return max(1, min(value, most))
+
+
+def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
+    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows."""
+    blocks = _blocks(config, sms)
+    small = spec.num_tokens <= 512
+    push = _within(_tuning.push_blocks or (blocks // 2 if small else min(16, blocks // 4)), blocks)
+    parts = _parts(spec.num_tokens, push * WARPS, hidden, config)
+    counting = _within(_tuning.layout_blocks or blocks - push, blocks)
+    tokens = spec.num_ranks * spec.num_tokens
+    segment = max(-(-32 // spec.slots), -(-tokens // (counting * WARPS)))
+    segments = spec.num_ranks * -(-spec.num_tokens // segment)
+    counting = _within(-(-segments // WARPS), counting)
+    return Schedule(blocks, push, counting, parts, segment)
+
+
+def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
+    """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
+    blocks = _blocks(config, sms)
+    push = _within(_tuning.push_blocks or -(-blocks * 5 // 8), blocks)
+    parts = _parts((spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens, push * WARPS, hidden, config)
+    return Schedule(blocks, push, 1, parts, max(1, spec.num_tokens))
