@@ -50,6 +50,7 @@ def _body(
     out: Any,
     buffer: Any,
     semaphore: Any,
+    total: Any,
     *,
     record: Record,
     entries: int,
@@ -69,31 +70,31 @@ def _body(
     nothing = zero[0]
 
     def add(rows: Any) -> None:
-        def total(c: int) -> jax.Array:
-            acc = jnp.zeros((rows.size, LANES), jnp.float32)
-            for entry in range(entries):
+        @pl.loop(0, entries)
+        def _(entry: Any) -> None:
+            def load(j: int) -> jax.Array:
+                return buffer[slot, pl.ds(entry * tokens + rows.start, rows.size), j, :]
 
-                def load(j: int, entry: int = entry) -> jax.Array:
-                    return buffer[slot, pl.ds(entry * tokens + rows.start, rows.size), j, :]
-
+            for c in range(record.chunks):
+                columns = slice(c * LANES, (c + 1) * LANES)
                 values = decode_values(record, load, c)
                 if record.scaled:
                     values = keep(values * decode_scale(record, load, c), nothing)
-                acc = acc + values
-            return acc
+                total[rows, columns] = jnp.where(entry == 0, 0.0, total[rows, columns]) + values
 
         if as_records:
-            encode_sums(record, total, quantise, nothing, out, rows)
+            encode_sums(record, lambda c: total[rows, c * LANES : (c + 1) * LANES], quantise, nothing, out, rows)
         else:
             for c in range(record.chunks):
-                out[rows, c * LANES : (c + 1) * LANES] = total(c).astype(out.dtype)
+                columns = slice(c * LANES, (c + 1) * LANES)
+                out[rows, columns] = total[rows, columns].astype(out.dtype)
 
     for_row_groups(tokens, tile_rows(out.dtype), add)
 
 
 def vmem_bytes(record: Record, out_dtype: Any, entries: int, block: int) -> int:
-    """VMEM that a block of tokens needs: two buffers of partial records and two output blocks (pipelined)."""
-    return 2 * block * (entries * record.bytes + record.hidden * jnp.dtype(out_dtype).itemsize)
+    """VMEM that a block of tokens needs: two buffers of partial records, the sums, two output blocks (pipelined)."""
+    return 2 * block * (entries * record.bytes + record.hidden * (jnp.dtype(out_dtype).itemsize + 2))
 
 
 def reduce_ranks(
@@ -145,7 +146,11 @@ def reduce_ranks(
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=out_spec,
-            scratch_shapes=[pltpu.VMEM((2, entries * block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[
+                pltpu.VMEM((2, entries * block, *record.shape), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.VMEM((block, record.hidden), jnp.float32),
+            ],
         ),
         out_shape=out_shape,
     )(gathered, zero, table, table, staged)
