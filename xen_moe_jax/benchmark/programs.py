@@ -63,7 +63,7 @@ class Program:
     name: str
     operation: str
     prepare: Callable[..., Any]
-    initial: Callable[[Any], Any]
+    initial: Callable[..., Any]
     step: Callable[..., Any]
     chain: Callable[[Any], jax.Array] = lambda carry: jnp.int32(0)
     round_trip: RoundTrip | None = None

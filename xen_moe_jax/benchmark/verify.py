@@ -63,11 +63,13 @@ def check_round_trip(
     Raises:
       WrongResultError: when it exceeds `tolerance(work)` or is not finite.
     """
-    assert program.round_trip is not None
+    round_trip = program.round_trip
+    if round_trip is None:
+        raise ValueError(f"{program.name}: {program.operation} is not a round trip")
     experts = partial(scaling_experts, local_experts=work.local_experts)
 
     def run(x, idx_pool, weights_pool):
-        return program.round_trip(x, idx_pool[-1], weights_pool[-1], experts)
+        return round_trip(x, idx_pool[-1], weights_pool[-1], experts)
 
     out = on_ranks(run, mesh, SPECS)(*inputs.arrays())
     worst = 0.0
@@ -92,8 +94,8 @@ def check_timed_result(timed: Timed, work: Workload, inputs: Inputs) -> None:
     """
     leaves = [leaf for leaf in jax.tree.leaves(timed.result) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if timed.program.operation == "round trip":
-        error = jnp.max(jnp.abs(leaves[0].astype(jnp.float32) - inputs.x.astype(jnp.float32)))
-        error = float(error / jnp.max(jnp.abs(inputs.x.astype(jnp.float32))))
+        tokens = inputs.x.astype(jnp.float32)
+        error = float(jnp.max(jnp.abs(leaves[0].astype(jnp.float32) - tokens)) / jnp.max(jnp.abs(tokens)))
         if not error <= tolerance(work) * timed.inner:
             raise WrongResultError(
                 f"{timed.program.name}: after {timed.inner} chained round trips tokens are off by {error:.2e}"
@@ -151,7 +153,7 @@ def differing_bits(
             "weights": unequal_bits(ours.weights, theirs.weights, keep)
             if work.layout != "ranked"
             else jnp.zeros(1, jnp.int32),
-            "combine": unequal_bits(*outs, jnp.ones((), bool)),
+            "combine": unequal_bits(outs[0], outs[1], jnp.ones((), bool)),
         }
 
     counts = jax.tree.map(local_total, on_ranks(compare, mesh, SPECS)(*inputs.arrays()))
