@@ -1,7 +1,7 @@
 """One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
 
 Run by `test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
-`python multiprocess_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, with the devices set by the environment.
+`python multiprocess_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, devices set by the environment.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Two processes of four devices each, joined by `jax.distributed` on loopback, give the bytes of one process of eight."""
+"""Two processes of four devices, joined by `jax.distributed` on loopback, give the bytes of one process of eight."""
 
 import os
 import pathlib

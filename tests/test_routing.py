@@ -1,0 +1,86 @@
+"""Routers against NumPy written from the papers' formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xen_moe_jax as xm
+
+T, E = 40, 16
+
+
+def logits(seed=0):
+    return np.random.default_rng(seed).standard_normal((T, E)).astype(np.float32)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("k", [1, 2, E])
+def test_top_k(score, k):
+    """The k largest, best first; sigmoid weights are normalised, softmax weights are not, unless told."""
+    x = logits()
+    scores = softmax(x) if score == "softmax" else sigmoid(x)
+    idx, weights = xm.routing.top_k(x, k, score=score)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(idx, order)
+    expected = np.take_along_axis(scores, order, 1)
+    if score == "sigmoid":
+        expected = expected / expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    assert idx.dtype == jnp.int32 and weights.dtype == jnp.float32
+
+
+def test_ties_go_to_the_lower_expert():
+    idx, _ = xm.routing.top_k(jnp.zeros((2, E)), 3)
+    np.testing.assert_array_equal(idx, [[0, 1, 2]] * 2)
+
+
+def test_bias_chooses_but_does_not_weigh():
+    x = logits(1)
+    bias = np.zeros(E, np.float32)
+    bias[5] = 10
+    idx, weights = xm.routing.top_k(x, 2, score="sigmoid", bias=bias, normalize=False, scale=2.5)
+    assert (np.asarray(idx)[:, 0] == 5).all()
+    np.testing.assert_allclose(weights[:, 0], 2.5 * sigmoid(x)[:, 5], rtol=1e-5)
+    gradient = jax.grad(lambda b: jnp.sum(xm.routing.top_k(x, 2, score="sigmoid", bias=b)[1]))(bias)
+    assert not np.asarray(gradient).any(), "the bias is not trained by gradient"
+
+
+def test_group_limited_top_k():
+    """DeepSeek-V3: groups ranked by the sum of their two best biased scores, then top-k inside the best groups."""
+    num_groups, topk_groups, k = 4, 2, 3
+    scores = sigmoid(logits(2))
+    bias = np.random.default_rng(3).standard_normal(E).astype(np.float32) * 0.2
+    idx, weights = xm.routing.group_limited_top_k(
+        scores, k, num_groups=num_groups, topk_groups=topk_groups, bias=bias, scale=2.0
+    )
+    for token in range(T):
+        biased = scores[token] + bias
+        per_group = biased.reshape(num_groups, -1)
+        best = np.argsort(-np.sort(per_group, axis=1)[:, -2:].sum(1), kind="stable")[:topk_groups]
+        allowed = [e for e in range(E) if e // (E // num_groups) in best]
+        chosen = sorted(allowed, key=lambda e: -biased[e])[:k]
+        assert np.asarray(idx)[token].tolist() == chosen
+        share = scores[token][chosen]
+        np.testing.assert_allclose(weights[token], 2.0 * share / share.sum(), rtol=1e-5)
+
+
+def test_group_limit_bounds_the_nodes_of_a_token():
+    scores = sigmoid(logits(4))
+    idx, _ = xm.routing.group_limited_top_k(scores, 4, num_groups=8, topk_groups=2, normalize=False)
+    nodes = {tuple(sorted(set((row // 2).tolist()))) for row in np.asarray(idx)}
+    assert max(map(len, nodes)) == 2
+
+
+def test_router_gradient_reaches_the_logits():
+    gradient = jax.grad(lambda x: jnp.sum(xm.routing.top_k(x, 2)[1] ** 2))(logits(5))
+    assert np.isfinite(gradient).all() and np.asarray(gradient).any(axis=1).all()
