@@ -51,10 +51,10 @@ def off_rank_rows(work: Workload, topk_idx: np.ndarray) -> OffRankRows:
 
 
 def off_rank_bytes(work: Workload, rows: float, operation: str) -> float:
-    """Bytes of `rows` for operation "dispatch", "combine" or "round trip" (their sum)."""
+    """Bytes of `rows` for operation "dispatch", "combine" or "round trip" (their sum); 0 for "none"."""
     there = rows * wire_row_bytes(work.hidden, work.dispatch_wire)
     back = rows * wire_row_bytes(work.hidden, work.return_wire)
-    return {"dispatch": there, "combine": back, "round trip": there + back}[operation]
+    return {"dispatch": there, "combine": back, "round trip": there + back, "none": 0.0}[operation]
 
 
 def gigabytes_per_second(num_bytes: float, microseconds: float) -> float:

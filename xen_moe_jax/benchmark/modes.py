@@ -126,7 +126,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     work = command.make_workload(options, jax.device_count())
     problem = make_problem(work)
     config = base_config(options)
-    head = report.header(arguments, work) | {"mode": options.mode, "capacities": dataclasses.asdict(problem.caps)}
+    head = report.header(arguments, work) | {
+        "mode": options.mode,
+        "capacities": dataclasses.asdict(problem.caps),
+        "symmetric_bytes_per_rank": symmetric_bytes(work, config),
+    }
     if options.tune:
         return head | tune(problem, config, options)
     checks = own_checks(problem, config, options)
@@ -135,6 +139,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         results = sweep(problem, config, operations, options, checks)
     else:
         chosen = programs.own_programs(work, problem.caps, config, operations) + chosen_peers(options, problem)
+        if options.mode == "low-latency":
+            chosen.append(programs.empty_loop())
         results = measure_programs(problem, chosen, options, checks)
         report.add_ratios(results)
     report.add_link_ceiling(results, command.read_link_ceiling(options))
@@ -142,6 +148,25 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "off_rank_rows": dataclasses.asdict(accounting.off_rank_rows(work, problem.topk_idx)),
         "results": results,
     }
+
+
+def symmetric_bytes(work: Workload, config: xm.KernelConfig) -> dict[str, int]:
+    """What the library's operations of this workload need per rank, and the bound that it promises to stay under."""
+    row = max(accounting.wire_row_bytes(work.hidden, wire) for wire in (work.dispatch_wire, work.return_wire))
+    need = [
+        xm.buffer_size_hint(
+            num_tokens=work.tokens,
+            hidden=work.hidden,
+            num_ranks=work.ranks,
+            top_k=work.top_k,
+            num_experts=work.experts,
+            dtype=dtype,
+            wire=wire,
+            backend=config.backend,
+        )
+        for dtype, wire in ((work.dtype, work.wire), (work.compute_dtype, work.combine_wire))
+    ]
+    return {"hint": max(need), "bound": 2 * work.ranks * work.tokens * row + (64 << 20)}
 
 
 def sweep(

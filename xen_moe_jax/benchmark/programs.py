@@ -51,7 +51,7 @@ class Program:
 
     Attributes:
       name: of the implementation.
-      operation: "dispatch", "combine" or "round trip".
+      operation: "dispatch", "combine", "round trip", or "none" for the empty loop.
       prepare: `(x [T,H], topk_idx [T,K], topk_weights [T,K]) -> operands`, outside the timed loop; arrays of rank >= 1.
       initial: `(operands, topk_idx, topk_weights) -> carry`.
       step: `(operands, carry, topk_idx, topk_weights) -> carry`, the timed call.
@@ -176,6 +176,23 @@ def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name:
         return xm.combine(y, handle, weighted=work.layout != "ranked", wire=work.combine_wire, config=config)
 
     return Program(name, "combine", prepare, initial, step)
+
+
+def empty_loop() -> Program:
+    """What a lone dispatch costs without the dispatch: picking a routing, chaining calls. To be read, never subtracted."""
+
+    def step(operands, carry, topk_idx, topk_weights):
+        topk_idx, topk_weights = jax.lax.optimization_barrier((topk_idx, topk_weights))
+        return carry + topk_weights[:1, :1] + topk_idx[:1, :1].astype(jnp.float32)
+
+    return Program(
+        "empty loop",
+        "none",
+        prepare=lambda x, topk_idx, topk_weights: x[:1],
+        initial=lambda x, topk_idx, topk_weights: jnp.zeros((1, 1), jnp.float32),
+        step=step,
+        chain=never,
+    )
 
 
 def own_programs(

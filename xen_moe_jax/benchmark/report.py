@@ -111,7 +111,7 @@ def add_link_ceiling(results: list[dict[str, Any]], ceiling: dict[str, Any] | No
     if ceiling is None:
         return
     for row in results:
-        if row["operation"] == "round trip":
+        if row["operation"] not in ("dispatch", "combine"):
             continue
 
         def distance(entry, row=row):
