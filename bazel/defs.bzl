@@ -31,7 +31,8 @@ def nvcc_shared_library(name, srcs, hdrs = [], architectures = [], copts = [], *
       **kwargs: of the genrule.
     """
     options = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "--threads=2", "-I."]
-    options += ["-gencode=" + architecture for architecture in architectures] + copts
+    options += ["'-gencode=%s'" % architecture for architecture in architectures] + copts
+    options.append("-L%s/lib" % CUDA_HOME)  # where the toolkit that pip installs keeps libcudart_static
     sources = ["$(location %s)" % src for src in srcs]
     native.genrule(
         name = name,
