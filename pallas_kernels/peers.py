@@ -10,6 +10,9 @@ a slow rank's announcement for this one. `leave` prevents that: no rank leaves a
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,27 +24,50 @@ WAIT_BATCH = 8
 """Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
 
 
-def announce(axis: str, num_ranks: int) -> None:
-    """Tells every peer that this rank's buffers are ready to be written."""
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The ranks that a kernel spans: mesh axes inside one slice, slowest first, and their sizes."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def device_id(self, rank: Any) -> dict[str, Any]:
+        """Mesh coordinates of a rank; the other mesh axes stay this rank's own."""
+        ids = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            ids[name] = rank if name == self.names[0] else lax.rem(rank, size)
+            rank = rank if name == self.names[0] else lax.div(rank, size)
+        return ids
+
+
+def announce(axes: Axes, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None) -> None:
+    """Tells peers that this rank's buffers are ready to be written: all, or the `count` ranks `peers(i)`."""
     barrier = pltpu.get_barrier_semaphore()
 
-    @pl.loop(0, num_ranks)
-    def _(peer: Any) -> None:
-        pl.semaphore_signal(barrier, 1, device_id={axis: peer})
+    @pl.loop(0, axes.num_ranks if count is None else count)
+    def _(i: Any) -> None:
+        pl.semaphore_signal(barrier, 1, device_id=axes.device_id(peers(i)))
 
 
-def await_peers(axis: str, num_ranks: int, credits: Any) -> None:
+def await_peers(
+    axes: Axes, credits: Any, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None
+) -> None:
     """Waits until every peer has announced itself, then sends each one exit credit."""
-    pl.semaphore_wait(pltpu.get_barrier_semaphore(), num_ranks)
+    count = axes.num_ranks if count is None else count
+    pl.semaphore_wait(pltpu.get_barrier_semaphore(), count)
 
-    @pl.loop(0, num_ranks)
-    def _(peer: Any) -> None:
-        pl.semaphore_signal(credits, 1, device_id={axis: peer})
+    @pl.loop(0, count)
+    def _(i: Any) -> None:
+        pl.semaphore_signal(credits, 1, device_id=axes.device_id(peers(i)))
 
 
-def leave(num_ranks: int, credits: Any) -> None:
+def leave(credits: Any, count: int) -> None:
     """Waits for every peer's exit credit: all have passed `await_peers`, so the barrier semaphore is at rest."""
-    pl.semaphore_wait(credits, num_ranks)
+    pl.semaphore_wait(credits, count)
 
 
 def wait_rows(rows: Any, count: jax.Array, semaphore: Any) -> None:

@@ -6,7 +6,7 @@ Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantised) i
 Who waits: nobody writes before every peer has announced itself, which is checked only after the first block is encoded. At the
 end each rank waits for the number of records that the routing says it receives, one semaphore per source (modulo
 `RECV_SEMAPHORES`), so that no counter can overflow.
-Local form (`num_ranks=None`): the same, into a send buffer of this rank's own, for `exchange`.
+Local form (`axes=None`): the same, into a send buffer of this rank's own, for `exchange`.
 """
 
 from __future__ import annotations
@@ -80,25 +80,24 @@ def _body(
     quantise: tuple[str, str] | None,
     has_scales: bool,
     entries: int,
-    axis: str,
-    num_ranks: int | None,
+    axes: peers.Axes | None,
 ) -> None:
     scales, refs = (refs[0], refs[1:]) if has_scales else (None, refs)
     target, buffers, send, *sync = refs
     step, steps = pl.program_id(0), pl.num_programs(0)
     slot = lax.rem(step, 2)
-    if num_ranks is not None:
+    if axes is not None:
         recv, credits = sync
-        mine = lax.rem(lax.axis_index(axis), recv_semaphores(num_ranks))
+        mine = lax.rem(lax.axis_index(axes.names), recv_semaphores(axes.num_ranks))
 
         @pl.when(step == 0)
         def _() -> None:
-            peers.announce(axis, num_ranks)
+            peers.announce(axes)
 
     def copy(source: Any, row: Any, to: Any) -> Any:
-        if num_ranks is None:
+        if axes is None:
             return pltpu.make_async_copy(source, row, send.at[slot])
-        return pltpu.make_async_remote_copy(source, row, send.at[slot], recv.at[mine], device_id={axis: to})
+        return pltpu.make_async_remote_copy(source, row, send.at[slot], recv.at[mine], device_id=axes.device_id(to))
 
     @pl.when(step >= 2)
     def _() -> None:
@@ -109,11 +108,11 @@ def _body(
 
     for_row_groups(x.shape[0], tile_rows(x.dtype), encode_rows)
 
-    if num_ranks is not None:
+    if axes is not None:
 
         @pl.when(step == 0)
         def _() -> None:
-            peers.await_peers(axis, num_ranks, credits)
+            peers.await_peers(axes, credits)
 
     send_block(buffers.at[slot], target, peer, address, x.shape[0], entries, copy)
 
@@ -124,9 +123,9 @@ def _body(
             peers.wait_rows(buffers.at[1 - slot], sent[step - 1], send.at[1 - slot])
 
         peers.wait_rows(buffers.at[slot], sent[step], send.at[slot])
-        if num_ranks is not None:
-            await_records(target, expected, recv, num_ranks)
-            peers.leave(num_ranks, credits)
+        if axes is not None:
+            await_records(target, expected, recv, axes.num_ranks)
+            peers.leave(credits, axes.num_ranks)
 
 
 def vmem_bytes(record: Record, x_dtype: Any, has_scales: bool, block: int) -> int:
@@ -145,8 +144,7 @@ def push(
     record: Record,
     quantise: tuple[str, str] | None,
     staging_rows: int,
-    axis: str,
-    num_ranks: int | None,
+    axes: peers.Axes | None,
     launch: Launch,
 ) -> jax.Array:
     """Sends every token's record to its destinations.
@@ -159,7 +157,7 @@ def push(
       expected: int32 `[R]`, records that arrive from each source. Unused in the local form.
       quantise: (dtype, scale format) to quantise to, or None to send `x` as it is.
       staging_rows: rows of the result.
-      num_ranks: size of `axis`; None writes into this rank's own buffer.
+      axes: the ranks that are reached; None writes into this rank's own buffer.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
@@ -179,21 +177,20 @@ def push(
         in_specs.append(pl.BlockSpec((block, record.chunks), lambda i, *_: (i, 0)))
         operands.append(scales)
     scratch = [pltpu.VMEM((2, block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))]
-    if num_ranks is not None:
-        scratch += [pltpu.SemaphoreType.DMA((recv_semaphores(num_ranks),)), pltpu.SemaphoreType.REGULAR]
+    if axes is not None:
+        scratch += [pltpu.SemaphoreType.DMA((recv_semaphores(axes.num_ranks),)), pltpu.SemaphoreType.REGULAR]
     body = functools.partial(
         _body,
         record=record,
         quantise=quantise,
         has_scales=scales is not None,
         entries=entries,
-        axis=axis,
-        num_ranks=num_ranks,
+        axes=axes,
     )
     return launch.call(
         body,
-        name="xen_moe_push" if num_ranks is not None else "xen_moe_pack",
-        remote=num_ranks is not None,
+        name="xen_moe_push" if axes is not None else "xen_moe_pack",
+        remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

@@ -4,7 +4,7 @@ What moves: for each block of (source, token) pairs, their rows of `y`, one loca
 float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words (of which one is used). Rows are multiplied
 by their weights and added in float32 in slot order; the sum becomes a record and leaves by remote DMA.
 Double buffers on both sides: the next block's rows arrive, and the last block's records leave, while this block is added up.
-Who waits: as in `push`. Local form (`num_ranks=None`): records go to a send buffer of this rank's own, for `exchange`.
+Who waits: as in `push`. Local form (`axes=None`): records go to a send buffer of this rank's own, for `exchange`.
 """
 
 from __future__ import annotations
@@ -61,19 +61,18 @@ def _body(
     slots: int,
     weighted: bool,
     paired: bool,
-    axis: str,
-    num_ranks: int | None,
+    axes: peers.Axes | None,
 ) -> None:
     step, steps = pl.program_id(0), pl.num_programs(0)
     pairs = buffer.shape[2]
     rows = y.bitcast(jnp.int32) if y.dtype == jnp.bfloat16 else y
-    if num_ranks is not None:
+    if axes is not None:
         recv, credits = sync
-        mine = lax.rem(lax.axis_index(axis), recv_semaphores(num_ranks))
+        mine = lax.rem(lax.axis_index(axes.names), recv_semaphores(axes.num_ranks))
 
         @pl.when(step == 0)
         def _() -> None:
-            peers.announce(axis, num_ranks)
+            peers.announce(axes)
 
     def start(table: Any, slot: Any) -> None:
         @pl.loop(0, pairs)
@@ -123,15 +122,15 @@ def _body(
     )
 
     def copy(source: Any, row: Any, to: Any) -> Any:
-        if num_ranks is None:
+        if axes is None:
             return pltpu.make_async_copy(source, row, send.at[slot])
-        return pltpu.make_async_remote_copy(source, row, send.at[slot], recv.at[mine], device_id={axis: to})
+        return pltpu.make_async_remote_copy(source, row, send.at[slot], recv.at[mine], device_id=axes.device_id(to))
 
-    if num_ranks is not None:
+    if axes is not None:
 
         @pl.when(step == 0)
         def _() -> None:
-            peers.await_peers(axis, num_ranks, credits)
+            peers.await_peers(axes, credits)
 
     send_block(outgoing.at[slot], target, peer, address, pairs, 1, copy)
 
@@ -142,9 +141,9 @@ def _body(
             peers.wait_rows(outgoing.at[1 - slot], sent[step - 1], send.at[1 - slot])
 
         peers.wait_rows(outgoing.at[slot], sent[step], send.at[slot])
-        if num_ranks is not None:
-            await_records(target, expected, recv, num_ranks)
-            peers.leave(num_ranks, credits)
+        if axes is not None:
+            await_records(target, expected, recv, axes.num_ranks)
+            peers.leave(credits, axes.num_ranks)
 
 
 def _pair_words(y: jax.Array) -> jax.Array:
@@ -171,8 +170,7 @@ def reduce_slots(
     record: Record,
     quantise: tuple[str, str] | None,
     staging_rows: int,
-    axis: str,
-    num_ranks: int | None,
+    axes: peers.Axes | None,
     launch: Launch,
 ) -> jax.Array:
     """Reduces each pair's rows and sends the partial sums.
@@ -219,8 +217,8 @@ def reduce_slots(
         pltpu.VMEM((2, block, *record.shape), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
     ]
-    if num_ranks is not None:
-        scratch += [pltpu.SemaphoreType.DMA((recv_semaphores(num_ranks),)), pltpu.SemaphoreType.REGULAR]
+    if axes is not None:
+        scratch += [pltpu.SemaphoreType.DMA((recv_semaphores(axes.num_ranks),)), pltpu.SemaphoreType.REGULAR]
     body = functools.partial(
         _body,
         record=record,
@@ -228,13 +226,12 @@ def reduce_slots(
         slots=slots,
         weighted=weights is not None,
         paired=paired,
-        axis=axis,
-        num_ranks=num_ranks,
+        axes=axes,
     )
     return launch.call(
         body,
-        name="xen_moe_reduce_slots" if num_ranks is not None else "xen_moe_reduce_slots_local",
-        remote=num_ranks is not None,
+        name="xen_moe_reduce_slots" if axes is not None else "xen_moe_reduce_slots_local",
+        remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,

@@ -16,6 +16,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
+from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
 from xen_moe_jax.reference.rounding import runtime_zero
 
@@ -55,8 +56,7 @@ def combine(
         record=record,
         quantise=quantise,
         staging_rows=todo.staging_rows,
-        axis=spec.axis_name[-1],
-        num_ranks=spec.num_ranks,
+        axes=Axes(spec.axis_name, spec.axis_sizes),
         launch=slots_launch(record, spec, config),
     )
     out = ranks_kernel.reduce_ranks(

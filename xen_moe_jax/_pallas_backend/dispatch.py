@@ -16,6 +16,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
+from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
 from xen_moe_jax.reference.dispatch import _gather_metadata, _place_slots, _place_weights
 
@@ -87,8 +88,7 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
         record=record,
         quantise=None if wire is None else (wire.dtype, wire.scale_format),
         staging_rows=todo.staging_rows,
-        axis=spec.axis_name[-1],
-        num_ranks=spec.num_ranks,
+        axes=Axes(spec.axis_name, spec.axis_sizes),
         launch=push_launch(x, scales is not None, record, spec, config),
     )
     return place_rows(staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config)

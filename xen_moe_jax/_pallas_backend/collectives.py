@@ -1,0 +1,141 @@
+"""The drop-ins on TPU: `all_to_all` and `ragged_all_to_all` as one remote DMA per peer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._pallas_backend import hardware
+from xen_moe_jax.pallas_kernels import exchange as exchange_kernel
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.peers import Axes
+from xen_moe_jax.pallas_kernels.record import LANES
+
+_MOVABLE = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
+
+
+def all_to_all(
+    x: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool,
+    axis_index_groups: Any,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `jax.lax.all_to_all`: every peer's part is one run of whole rows of 128 elements."""
+    axes = Axes(axis_name, axis_sizes)
+    ids, place = _group(axes, axis_index_groups)
+    peers = ids.shape[0]
+    if tiled:
+        shape = x.shape
+        x = x.reshape(*shape[:split_axis], peers, shape[split_axis] // peers, *shape[split_axis + 1 :])
+    parts = jnp.moveaxis(x, split_axis, 0)
+    rows, restore = _as_rows(parts, "all_to_all")
+    one = jnp.ones((peers,), jnp.int32)
+    received = exchange_kernel.exchange(
+        rows,
+        None,
+        ids,
+        place,
+        jnp.arange(peers, dtype=jnp.int32),
+        one,
+        jnp.broadcast_to(place, (peers,)),
+        one,
+        axes=axes,
+        launch=_launch(config),
+    )
+    received = restore(received)  # [peers, *rest], element p from peer p
+    if not tiled:
+        return jnp.moveaxis(received, 0, concat_axis)
+    received = jnp.moveaxis(received, 0, concat_axis)
+    shape = received.shape
+    return received.reshape(*shape[:concat_axis], peers * shape[concat_axis + 1], *shape[concat_axis + 2 :])
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    axis_index_groups: Any,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `jax.lax.ragged_all_to_all`; what lies outside `operand` or `output` is neither read nor written."""
+    axes = Axes(axis_name, axis_sizes)
+    ids, place = _group(axes, axis_index_groups)
+    peers = ids.shape[0]
+    groups = None if axis_index_groups is None else [list(g) for g in axis_index_groups]
+
+    def to_peers(a: jax.Array) -> jax.Array:
+        return lax.all_to_all(a.reshape(peers, 1), axis_name, 0, 0, axis_index_groups=groups).reshape(peers)
+
+    wanted = jnp.minimum(send_sizes, to_peers(recv_sizes))
+    skip = jnp.maximum(jnp.maximum(-input_offsets, -output_offsets), 0)
+    room = jnp.minimum(operand.shape[0] - input_offsets, output.shape[0] - output_offsets)
+    sizes = jnp.maximum(jnp.minimum(wanted, room) - skip, 0)
+    rows, _ = _as_rows(operand, "ragged_all_to_all")
+    target, restore = _as_rows(output, "ragged_all_to_all")
+    return restore(
+        exchange_kernel.exchange(
+            rows,
+            target,
+            ids,
+            place,
+            input_offsets + skip,
+            sizes,
+            output_offsets + skip,
+            to_peers(sizes),
+            axes=axes,
+            launch=_launch(config),
+        )
+    )
+
+
+def _group(axes: Axes, groups: Any) -> tuple[jax.Array, jax.Array]:
+    """This rank's peers as int32 `[n]` ranks along `axes`, and its own place among them as int32 `[1]`."""
+    rank = lax.axis_index(axes.names)
+    if groups is None:
+        return jnp.arange(axes.num_ranks, dtype=jnp.int32), rank.reshape(1).astype(jnp.int32)
+    table = jnp.asarray(groups, jnp.int32)
+    mine = table == rank
+    return (
+        table[jnp.argmax(jnp.any(mine, axis=1))],
+        jnp.argmax(jnp.any(mine, axis=0)).reshape(1).astype(jnp.int32),
+    )
+
+
+def _as_rows(x: jax.Array, operation: str) -> tuple[jax.Array, Any]:
+    """`x [N, ...]` -> integers `[N, S, 128]`, each row padded to whole rows of 128; and the way back."""
+    itemsize = x.dtype.itemsize
+    if x.dtype == jnp.bool_:
+        rows, back = _as_rows(x.astype(jnp.int8), operation)
+        return rows, lambda a: back(a).astype(jnp.bool_)
+    if itemsize not in _MOVABLE or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{operation} on TPU: dtype {x.dtype} is not supported: elements must be of 1, 2 or 4 bytes")
+    elements = math.prod(x.shape[1:])
+    sublanes = max(1, -(-elements // LANES))
+    flat = lax.bitcast_convert_type(x, _MOVABLE[itemsize]).reshape(x.shape[0], elements)
+    rows = jnp.pad(flat, ((0, 0), (0, sublanes * LANES - elements))).reshape(x.shape[0], sublanes, LANES)
+
+    def back(a: jax.Array) -> jax.Array:
+        a = a.reshape(a.shape[0], -1)[:, :elements].reshape(a.shape[0], *x.shape[1:])
+        return lax.bitcast_convert_type(a, x.dtype)
+
+    return rows, back
+
+
+def _launch(config: KernelConfig) -> Launch:
+    return hardware.launch("exchange", lambda block: 0, preferred=1, smallest=1, available=1, config=config)
