@@ -255,7 +255,9 @@ class Conformance:
         x = np.random.default_rng(11).integers(-100, 100, (ranks, *shape(ranks))).astype(dtype)
 
         def body(x):
-            ours = xm.all_to_all(x, "ep", split, concat, axis_index_groups=index_groups, tiled=tiled)
+            ours = xm.all_to_all(
+                x, "ep", split, concat, axis_index_groups=index_groups, tiled=tiled, config=self.config
+            )
             theirs = jax.lax.all_to_all(x, "ep", split, concat, axis_index_groups=index_groups, tiled=tiled)
             return ours, theirs
 
@@ -270,9 +272,9 @@ class Conformance:
         operands = ragged_operands(np.random.default_rng(13), self.num_ranks, kind, trailing, dtype)
 
         def body(*operands):
-            return xm.ragged_all_to_all(*operands, axis_name="ep")
+            return xm.ragged_all_to_all(*operands, axis_name="ep", config=self.config)
 
-        out = self.run(body, *operands, key=("ragged", trailing, dtype))
+        out = self.run(body, *operands, key=("ragged", trailing, dtype, self.config))
         assert_bits(out, oracle.ragged_all_to_all(*operands), "ragged_all_to_all")
 
 
