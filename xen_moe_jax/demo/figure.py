@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,13 @@ def draw(
     top.plot(steps, losses, color="#9ecae1", linewidth=0.9, label="training, one batch")
     if held_out:
         top.plot(
-            *zip(*held_out, strict=True), color="#08519c", marker="o", markersize=4, linewidth=1.6, label="held out"
+            *zip(*held_out, strict=True),
+            color="#08519c",
+            marker="o",
+            markersize=4,
+            linewidth=1.6,
+            label="held out",
+            clip_on=False,
         )
         step, loss = held_out[-1]
         top.annotate(
@@ -53,7 +60,7 @@ def draw(
     share = load / np.maximum(load.sum(-1, keepdims=True), 1) * load.shape[-1]
     experts = load.shape[-1]
     local = -(-experts // num_ranks)
-    image = None
+    image: Any = None
     for axis, layer, values in zip(axes[1:], layers, share.transpose(1, 2, 0), strict=True):
         image = axis.imshow(
             values,
@@ -70,7 +77,7 @@ def draw(
         axis.set_yticks([first + (min(local, experts - first) - 1) / 2 for first in ranks])
         axis.set_yticklabels([f"rank {i}" for i in range(len(ranks))])
         axis.set_xlim(1, max(2, len(losses)))
-        axis.set_title(f"layer {layer}: rows of each of the {experts} experts", fontsize=9, loc="left")
+        axis.set_title(f"layer {layer}: rows routed to each of the {experts} experts", fontsize=9, loc="left")
     axes[-1].set_xlabel("step")
     bar = figure.colorbar(image, ax=list(axes[1:]), extend="max", pad=0.01)
     bar.set_label("load over the mean")

@@ -115,7 +115,7 @@ class LanguageModel(nnx.Module):
         return self.head(self.norm(x)), metrics
 
 
-def next_byte_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def next_byte_losses(logits: jax.typing.ArrayLike, targets: jax.typing.ArrayLike) -> jax.Array:
     """Nats of each target byte, float32 `[batch, length]`."""
-    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(log_probability, targets.astype(jnp.int32)[..., None], axis=-1)[..., 0]
+    log_probability = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    return -jnp.take_along_axis(log_probability, jnp.asarray(targets, jnp.int32)[..., None], axis=-1)[..., 0]

@@ -72,7 +72,7 @@ class MoEConfig:
     aux_loss_weight: float = 0.01
     bias_update_rate: float = 0.001
     num_shared_experts: int = 0
-    axis_name: str | tuple[str, ...] = "ep"
+    axis_name: str | tuple[str, str] = "ep"
     token_axes: tuple[str, ...] | None = None
     expert_sharding: tuple[Any, Any, Any] | None = None
     layout: str = "grouped"
@@ -150,7 +150,8 @@ class MoEConfig:
     def _check_axes(self) -> None:
         axes = self.expert_axes
         names = all(isinstance(axis, str) and axis for axis in axes)
-        _require(bool(axes) and names, "axis_name", self.axis_name, "must be a mesh axis name or a tuple of them")
+        remedy = "must be a mesh axis name, or a tuple of one or two with the slow axis first"
+        _require(names and len(set(axes)) == len(axes) in (1, 2), "axis_name", self.axis_name, remedy)
         if self.token_axes is not None:
             _require(
                 isinstance(self.token_axes, tuple) and set(axes) <= set(self.token_axes),

@@ -28,11 +28,13 @@ def moe_on_rank(
       weights: by the names of `parameter_table`, plus the router bias if there is one; expert weights have this rank's
         `L` experts or all `E`.
       x: this rank's tokens `[..., H]`.
-      mask: bool `[...]`, False for tokens to leave out: they get zero from the routed experts.
+      mask: bool `[...]`, False for tokens to leave out: their output is zero.
     """
     dtype = config.dtype or x.dtype
     tokens = x.reshape(-1, config.hidden_size)
     mask = mask.reshape(-1)
+    # A NaN in a left-out token would reach the router's gradient: zero times NaN is NaN.
+    tokens = jnp.where(mask[:, None], tokens, 0)
     topk_idx, topk_weights, scores = route(config, weights["router"], weights.get(ROUTER_BIAS), tokens, mask)
 
     tokens = tokens.astype(dtype)

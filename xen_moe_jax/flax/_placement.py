@@ -76,8 +76,7 @@ def apply_moe(
     """
     _check_input(config, x, mask)
     if mask is None:
-        # Computed from x so that it varies over the mesh axes that x varies over.
-        mask = jnp.ones_like(x[..., 0], bool) & True
+        mask = jnp.ones(x.shape[:-1], bool)
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
     inside = [axis for axis in config.expert_axes if axis in manual]
@@ -161,8 +160,20 @@ def _on_one_device(
         ),
         out_specs=(tokens, PartitionSpec()),
     )
-    out, metrics = mapped(weights, x.reshape(-1, x.shape[-1]), mask.reshape(-1))
-    return out.reshape(x.shape), metrics
+    out, metrics = mapped(weights, *_in_shards(x, mask, 1))
+    return _as_it_came(out, x), metrics
+
+
+def _in_shards(x: jax.Array, mask: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens `[N, H]` and their mask, with left-out ones at the end until every shard has as many, one at least."""
+    x, mask = x.reshape(-1, x.shape[-1]), mask.reshape(-1)
+    extra = max(-(-x.shape[0] // num_shards), 1) * num_shards - x.shape[0]
+    return jnp.pad(x, ((0, extra), (0, 0))), jnp.pad(mask, (0, extra))
+
+
+def _as_it_came(out: jax.Array, x: jax.Array) -> jax.Array:
+    """Undoes `_in_shards`: `out` in the shape of `x`."""
+    return out[: math.prod(x.shape[:-1])].reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -170,15 +181,12 @@ def _on_mesh(
     config: MoEConfig, place: _Placement, weights: dict[str, jax.Array], x: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, MoEMetrics]:
     """The layer's own `shard_map`; tokens are padded with left-out ones where the mesh does not divide them."""
-    shape, hidden = x.shape, x.shape[-1]
-    came_as = jax.typeof(x).sharding.spec if place.explicit else None
-    divides = x.ndim > 1 and shape[0] % place.num_shards == 0 and x.size > 0
+    came = x
+    divides = x.ndim > 1 and x.shape[0] % place.num_shards == 0 and x.size > 0
     if not divides:
         if place.explicit:
             x, mask = (jax.sharding.reshard(a, PartitionSpec()) for a in (x, mask))
-        x, mask = x.reshape(-1, hidden), mask.reshape(-1)
-        extra = -x.shape[0] % place.num_shards
-        x, mask = jnp.pad(x, ((0, extra), (0, 0))), jnp.pad(mask, (0, extra))
+        x, mask = _in_shards(x, mask, place.num_shards)
 
     tokens = PartitionSpec(place.token_axes)
     specs = {}
@@ -202,7 +210,7 @@ def _on_mesh(
     if not divides:
         if place.explicit:
             out = jax.sharding.reshard(out, PartitionSpec())
-        out = out[: math.prod(shape[:-1])].reshape(shape)
+        out = _as_it_came(out, came)
     if place.explicit:
-        out = jax.sharding.reshard(out, came_as)
+        out = jax.sharding.reshard(out, jax.typeof(came).sharding.spec)
     return out, metrics

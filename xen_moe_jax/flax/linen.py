@@ -56,7 +56,8 @@ class MoE(nn.Module):
 
         Args:
           x: tokens `[..., hidden_size]`, floating point.
-          mask: bool `[...]`; False leaves a token out (padding): routed to no expert, counted nowhere.
+          mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
+            and its output is zero.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -64,7 +65,7 @@ class MoE(nn.Module):
         config = self.config
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")
-        weights = {}
+        weights: dict[str, Any] = {}
         for name, p in parameter_table(config, current_mesh(config, self.mesh)).items():
             init = nn.with_partitioning(_sharded_as_named(p.initializer, p.sharding), p.sharding)
             weights[name] = self.param(name, init, p.shape, p.dtype)

@@ -36,6 +36,11 @@ class MoE(nnx.Module):
       rngs: source of the initial weights.
     """
 
+    router: nnx.Param[jax.Array]
+    gate: nnx.Param[jax.Array]
+    up: nnx.Param[jax.Array]
+    down: nnx.Param[jax.Array]
+
     def __init__(self, config: MoEConfig, *, mesh: Any = None, rngs: nnx.Rngs) -> None:
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")
@@ -59,7 +64,8 @@ class MoE(nnx.Module):
 
         Args:
           x: tokens `[..., hidden_size]`, floating point.
-          mask: bool `[...]`; False leaves a token out (padding): routed to no expert, counted nowhere.
+          mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
+            and its output is zero.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.

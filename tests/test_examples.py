@@ -1,0 +1,58 @@
+"""Every script in examples/ runs, and what its `main` returns is right."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+CHECKED = {}
+
+
+def checks(name):
+    def register(check):
+        CHECKED[name] = check
+        return check
+
+    return register
+
+
+@checks("train_nnx")
+def _training_learns(losses):
+    assert len(losses) == 60
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@checks("infer_linen_padded")
+def _layouts_agree(difference):
+    # bfloat16 outputs of size about 1; the two matmuls may sum in different orders.
+    assert difference <= 2**-6
+
+
+@checks("swap_all_to_all")
+def _the_swap_changes_nothing(largest_difference):
+    assert largest_difference == 0.0
+
+
+@checks("fp8_gradient")
+def _fp8_costs_a_few_percent(errors):
+    # An e4m3 element is off by 2**-4 of itself at most, by 2.6 % in the mean square: the outputs must show some of it.
+    assert set(errors) == {"output", "gradient of x", "gradient of the router", "gradient of the experts"}
+    assert all(1e-4 < error < 0.08 for error in errors.values()), errors
+
+
+def test_every_example_is_checked():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(CHECKED)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKED))
+def test_example(name, capsys):
+    pytest.importorskip("flax", reason="the Flax examples need xen-moe-jax[flax]")
+    if 16 % jax.device_count():
+        pytest.skip(f"the examples split 16 experts; {jax.device_count()} devices do not divide them")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    CHECKED[name](example.main())
+    assert capsys.readouterr().out.strip(), "an example says what it found"
