@@ -47,6 +47,7 @@ class Conformance:
       hidden: a multiple of 128. `odd_hidden` is the other kind.
       exact_weighted: False where the backend cannot keep multiply and add apart (TPU): one unit in the last place is
         then allowed.
+      selected: names of the cases to run; None runs all of them.
       excluded: case name -> reason: skipped.
     """
 
@@ -57,7 +58,16 @@ class Conformance:
     hidden: ClassVar[int] = 256
     odd_hidden: ClassVar[int] = 200
     exact_weighted: ClassVar[bool] = True
+    selected: ClassVar[tuple[str, ...] | None] = None
     excluded: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc) -> None:
+        """The case table of this class."""
+        if "case" in metafunc.fixturenames:
+            table = zip(CASE_ROUTINGS, CASE_IDS, strict=True)
+            chosen = [(c, i) for c, i in table if cls.selected is None or c[0].name in cls.selected]
+            metafunc.parametrize(("case", "routing"), [c for c, _ in chosen], ids=[i for _, i in chosen])
 
     # -- set-up ------------------------------------------------------------------------------------
     def axes(self, count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -83,7 +93,6 @@ class Conformance:
         return jax.tree.map(np.asarray, program(*placed))
 
     # -- dispatch and combine ----------------------------------------------------------------------
-    @pytest.mark.parametrize(("case", "routing"), CASE_ROUTINGS, ids=CASE_IDS)
     def test_dispatch_and_combine(self, case: Case, routing: str):
         if case.name in self.excluded:
             pytest.skip(self.excluded[case.name])
@@ -185,10 +194,10 @@ class Conformance:
         def body(x, idx, weights, y, other):
             options = {"num_experts": problem.experts, "axis_name": names, "config": config}
             flight = xm.dispatch_start(x, idx, weights, **options)
-            between = other @ other
+            between = jnp.matmul(other, other, precision="highest")  # GPUs would round to TF32
             routed = xm.dispatch_done(flight)
             flight = xm.combine_start(y, routed.handle, weighted=False, config=config)
-            between = between @ other
+            between = jnp.matmul(between, other, precision="highest")
             return routed, xm.combine_done(flight), between
 
         routed, out, between = self.run(body, problem.x, problem.idx, problem.weights, problem.y, other)

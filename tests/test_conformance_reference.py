@@ -10,7 +10,7 @@ class TestReference(conformance.Conformance):
 
 
 class TestReferenceOddSizes(conformance.Conformance):
-    """Three ranks, a prime number of tokens, one row a round: nothing lines up."""
+    """Three ranks, a prime number of tokens, three rows a round: nothing lines up."""
 
     config = xm.KernelConfig(backend="reference", chunk_tokens=3)
     num_ranks = 3
@@ -18,3 +18,17 @@ class TestReferenceOddSizes(conformance.Conformance):
     num_tokens = 7
     hidden = 128
     odd_hidden = 72
+    selected = (
+        "grouped",
+        "ranked",
+        "padded",
+        "grouped-uneven",
+        "padded-uneven",
+        "grouped-fewer-experts-than-ranks",
+        "grouped-capacity-one-below",
+        "ranked-capacity-one-below",
+        "grouped-align8-capacity-one-below",
+        "grouped-fp8",
+        "padded-odd-hidden-fp8",
+        "ranked-odd-hidden-scaled",
+    )
