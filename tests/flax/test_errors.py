@@ -1,0 +1,133 @@
+"""Bad arguments: the error names the argument, its value and what to do."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+
+from flax import nnx
+from layers import CONFIG, H, layer, make_mesh, tokens
+
+from xen_moe_jax.flax.linen import MoE as LinenMoE
+from xen_moe_jax.flax.nnx import MoE
+
+CONFIG_ERRORS = [
+    ({"hidden_size": 0}, ValueError, r"hidden_size=0: must be a positive int"),
+    ({"intermediate_size": 2.5}, ValueError, r"intermediate_size=2.5"),
+    ({"num_experts": True}, ValueError, r"num_experts=True"),
+    ({"top_k": 9}, ValueError, r"top_k=9: must be <= num_experts=8"),
+    ({"num_shared_experts": -1}, ValueError, r"num_shared_experts=-1"),
+    ({"score": "tanh"}, ValueError, r"score='tanh': must be one of \('softmax', 'sigmoid'\)"),
+    ({"balancing": "luck"}, ValueError, r"balancing='luck'"),
+    ({"layout": "ranked"}, ValueError, r"layout='ranked'.*xm.dispatch"),
+    ({"num_groups": 3}, ValueError, r"num_groups=3: must divide num_experts=8"),
+    ({"num_groups": 4, "topk_groups": 5}, ValueError, r"topk_groups=5"),
+    ({"num_groups": 8, "topk_groups": 1}, ValueError, r"top_k=2.*hold only 1"),
+    ({"weight_scale": float("nan")}, ValueError, r"weight_scale=nan"),
+    ({"capacity": -1}, ValueError, r"capacity=-1"),
+    ({"capacity": 4, "capacity_factor": 1.0}, ValueError, r"not both"),
+    ({"capacity_factor": 0}, ValueError, r"capacity_factor=0"),
+    ({"capacity": 4, "layout": "padded"}, ValueError, r"capacity=4: only layout='grouped'"),
+    ({"alignment": 8, "layout": "padded"}, ValueError, r"alignment=8: only layout='grouped'"),
+    ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
+    ({"axis_name": ("ep", "ep")}, ValueError, r"axis_name"),
+    ({"token_axes": ("dp",)}, ValueError, r"token_axes=\('dp',\).*includes axis_name='ep'"),
+    ({"expert_sharding": ("ep",)}, ValueError, r"expert_sharding"),
+    ({"kernel": "fast"}, TypeError, r"kernel='fast'.*KernelConfig"),
+    ({"dtype": "int32"}, ValueError, r"dtype='int32'"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", CONFIG_ERRORS, ids=[str(c[0]) for c in CONFIG_ERRORS])
+def test_config(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_config_is_required():
+    with pytest.raises(TypeError, match="MoEConfig"):
+        MoE({"hidden_size": 4}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="MoEConfig"):
+        LinenMoE({"hidden_size": 4}).init(jax.random.key(0), jnp.zeros((4, 4)))
+
+
+@pytest.mark.parametrize(
+    "x, kwargs, error, message",
+    [
+        (np.zeros((4, H + 1), np.float32), {}, ValueError, r"x has shape \(4, 17\).*hidden_size=16"),
+        (np.zeros((4, H), np.int32), {}, TypeError, r"x has dtype int32.*embed"),
+        (np.zeros((4, H), np.float32), {"mask": np.ones(3, bool)}, ValueError, r"mask is bool\[3\]: must be bool\[4\]"),
+        (np.zeros((4, H), np.float32), {"mask": np.ones(4)}, ValueError, r"mask is float64\[4\]"),
+    ],
+)
+def test_input(x, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        layer(CONFIG)(x, **kwargs)
+
+
+def test_mesh_without_the_axis():
+    mesh = make_mesh((4,), ("data",))
+    with pytest.raises(ValueError, match=r"axis_name='ep': the mesh has axes \('data',\).*add the axis"):
+        layer(CONFIG, mesh=mesh)
+    moe = layer(CONFIG)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="axis_name='ep'"):
+        moe(jnp.asarray(tokens(4)))
+
+
+def test_unknown_token_axes():
+    config = dataclasses.replace(CONFIG, token_axes=("batch", "ep"))
+    with pytest.raises(ValueError, match=r"token_axes=\('batch', 'ep'\): the mesh has axes"):
+        layer(config, mesh=make_mesh((2, 4), ("dp", "ep")))(jnp.asarray(tokens(8)))
+
+
+def test_half_manual_expert_axes():
+    config = dataclasses.replace(CONFIG, axis_name=("node", "gpu"))
+    moe = layer(config)
+    call = jax.shard_map(
+        lambda x: moe(x)[0],
+        mesh=make_mesh((2, 4), ("node", "gpu")),
+        in_specs=jax.P("node"),
+        out_specs=jax.P("node"),
+        axis_names={"node"},
+    )
+    with pytest.raises(ValueError, match=r"manual over \['node'\] only"):
+        jax.jit(call)(tokens(8))
+
+
+def test_wrong_number_of_experts_in_a_shard():
+    mesh = make_mesh((2, 4), ("dp", "ep"))
+    graph, state = nnx.split(layer(CONFIG))
+    specs = jax.tree.map(lambda _: jax.P(), state)
+    specs["gate"] = specs["gate"].replace(jax.P("dp"))
+    call = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x)[0],
+        mesh=mesh,
+        in_specs=(specs, jax.P(("dp", "ep"))),
+        out_specs=jax.P(("dp", "ep")),
+    )
+    with pytest.raises(ValueError, match=r"hold 4 experts on this rank: expected 2 .* check the in_specs"):
+        jax.jit(call)(state, tokens(8))
+
+
+def test_update_bias_needs_a_bias():
+    moe = layer(CONFIG)
+    with pytest.raises(ValueError, match="balancing='aux_loss'.*needs balancing='bias'"):
+        moe.update_bias(moe(jnp.asarray(tokens(4)))[1])
+
+
+def test_without_flax_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['flax'] = None\n"
+        "import xen_moe_jax.flax as f; assert f.MoEConfig\n"
+        "try: f.nnx\n"
+        "except ModuleNotFoundError as error: assert \"pip install 'xen-moe-jax[flax]'\" in str(error), error\n"
+        "else: raise SystemExit('no error')\n"
+        "assert not hasattr(f, 'torch')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
