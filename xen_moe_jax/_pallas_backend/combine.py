@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware, plan, support
+from xen_moe_jax._pallas_backend import hardware, hierarchical, plan, support
 from xen_moe_jax._pallas_backend.dispatch import record_of
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -43,6 +43,22 @@ def combine(
     record = record_of(rows.shape[1], y.dtype, False, wire)
     quantise = None if wire is None else (wire.dtype, wire.scale_format)
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
+    if len(spec.axis_name) == 2:
+        out = hierarchical.combine(
+            rows,
+            lambda pairs: row_weights(weights, pairs) if weighted else None,
+            topk_idx,
+            positions,
+            zero,
+            record=record,
+            quantise=quantise,
+            dtype=y.dtype,
+            spec=spec,
+            config=config,
+            slots_launch=slots_launch(record, spec, config),
+            ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
+        )
+        return out[:, :hidden]
     todo = plan.combine_plan(topk_idx, positions, spec)
     staged = slots_kernel.reduce_slots(
         rows,

@@ -10,7 +10,7 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware, plan, support
+from xen_moe_jax._pallas_backend import hardware, hierarchical, plan, support
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.pallas_kernels import place as place_kernel
@@ -79,18 +79,25 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
     x = support.pad_hidden(x)
     record = record_of(x.shape[1], x.dtype, scales is not None, wire)
     todo = plan.dispatch_plan(topk_idx, positions, spec)
-    staged = push_kernel.push(
-        x,
-        scales,
-        todo.peer,
-        todo.address,
-        todo.expected,
-        record=record,
-        quantise=None if wire is None else (wire.dtype, wire.scale_format),
-        staging_rows=todo.staging_rows,
-        axes=Axes(spec.axis_name, spec.axis_sizes),
-        launch=push_launch(x, scales is not None, record, spec, config),
-    )
+    quantise = None if wire is None else (wire.dtype, wire.scale_format)
+    launch = push_launch(x, scales is not None, record, spec, config)
+    if len(spec.axis_name) == 2:
+        staged = hierarchical.push(
+            x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, config=config, launch=launch
+        )
+    else:
+        staged = push_kernel.push(
+            x,
+            scales,
+            todo.peer,
+            todo.address,
+            todo.expected,
+            record=record,
+            quantise=quantise,
+            staging_rows=todo.staging_rows,
+            axes=Axes(spec.axis_name, spec.axis_sizes),
+            launch=launch,
+        )
     return place_rows(staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config)
 
 

@@ -137,12 +137,27 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
     rows = first_used(positions).reshape(num_ranks * tokens, -1)
-    num_pairs = jnp.int32(num_ranks * tokens)
-    if not few_ranks:  # most pairs do not exist: list those that do
-        order = jnp.argsort(peer < 0, stable=True)
-        peer, address, rows = peer[order], address[order], rows[order]
-        num_pairs = jnp.sum(came, dtype=jnp.int32)
-    return CombinePlan(rows, peer, address, num_pairs, counts, source, tokens * min(num_ranks, spec.top_k))
+    pairs = listed(peer, address, rows, not few_ranks)
+    return CombinePlan(
+        pairs.rows, pairs.peer, pairs.address, pairs.count, counts, source, tokens * min(num_ranks, spec.top_k)
+    )
+
+
+class Pairs(NamedTuple):
+    """(source, token) pairs to reduce: `rows [P, slots]`, `peer [P]`, `address [P]`; those after `count` are unused."""
+
+    rows: jax.Array
+    peer: jax.Array
+    address: jax.Array
+    count: jax.Array
+
+
+def listed(peer: jax.Array, address: jax.Array, rows: jax.Array, sparse: bool) -> Pairs:
+    """All pairs, or with `sparse` (most do not exist) those that do first, in order."""
+    if not sparse:
+        return Pairs(rows, peer, address, jnp.int32(peer.shape[0]))
+    order = jnp.argsort(peer < 0, stable=True)
+    return Pairs(rows[order], peer[order], address[order], jnp.sum(peer >= 0, dtype=jnp.int32))
 
 
 def first_used(positions: jax.Array) -> jax.Array:

@@ -1,0 +1,220 @@
+"""Two axes, `(slow, fast)`: DCN between slices, ICI inside one. A Pallas remote DMA reaches its own slice only.
+
+Dispatch: a token's record crosses DCN once per (token, slice), between chips of the same index, by XLA's all-to-all in rounds; the
+chip that gets it fans it out over ICI to the ranks of its slice that need it. Combine goes the other way: partial sums of a slice
+are added up on the chip of the token's index before one record crosses DCN.
+
+Shapes: `N` slices of `M` ranks, rank `r = slice * M + index`; "rail" = the `N` chips of one index.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._pallas_backend import hardware, plan
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.pallas_kernels import forward as forward_kernel
+from xen_moe_jax.pallas_kernels import push as push_kernel
+from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
+from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.peers import Axes
+from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.reference import rounds
+
+
+class Rail(NamedTuple):
+    """What a chip knows of the tokens of its rail, `[N, T]` of them.
+
+    Attributes:
+      own_hits: int32 `[T, N]`: does this rank's token reach the slice?
+      hits: int32 `[N, T, M]`: does the rail's token reach this rank of this slice?
+      crossed: int32 `[N, T]`: does it reach this slice at all?
+    """
+
+    own_hits: jax.Array
+    hits: jax.Array
+    crossed: jax.Array
+
+
+def rail_of(topk_idx: jax.Array, spec: Spec) -> Rail:
+    slices, fast = spec.axis_sizes
+    hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts).reshape(-1, slices, fast)
+    by_slice = jnp.moveaxis(hit, 1, 0).astype(jnp.int8)  # [N, T, M], element d for slice d
+    hits = plan.to_peers(by_slice, spec.axis_name[:1]).astype(jnp.int32)
+    own_hits = jnp.any(hit, axis=2).astype(jnp.int32)
+    return Rail(own_hits, hits, jnp.any(hits > 0, axis=2).astype(jnp.int32))
+
+
+def across_slices(buffer: jax.Array, largest_pair: jax.Array, spec: Spec, config: KernelConfig) -> jax.Array:
+    """`[N, T, ...]`, the first rows for each slice -> `[N, ceil(T), ...]`, the first rows from each, over DCN."""
+    block = rounds.block_rows(spec.num_tokens, config)
+    padded = rounds.pad_to_blocks(buffer, 1, block, fill=0)
+    return rounds.exchange(
+        lambda first: lax.dynamic_slice_in_dim(padded, first, block, axis=1),
+        largest_pair=lax.pmax(largest_pair, spec.axis_name),
+        max_rows=spec.num_tokens,
+        block=block,
+        axis_name=spec.axis_name[:1],
+    )
+
+
+def push(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    todo: plan.SendPlan,
+    positions: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    spec: Spec,
+    config: KernelConfig,
+    launch: Launch,
+) -> jax.Array:
+    """Every token's record to the staging of the ranks that need it, as `push` does on one axis."""
+    slices, fast = spec.axis_sizes
+    tokens = spec.num_tokens
+    rail = rail_of(topk_idx, spec)
+    slice_of = jnp.arange(slices, dtype=jnp.int32)
+    buffer = push_kernel.push(
+        x,
+        scales,
+        jnp.where(rail.own_hits > 0, slice_of, -1),
+        slice_of * tokens + _layout.exclusive_cumsum(rail.own_hits, axis=0),
+        jnp.zeros((1,), jnp.int32),
+        record=record,
+        quantise=quantise,
+        staging_rows=slices * tokens,
+        axes=None,
+        launch=launch,
+    )
+    largest = jnp.max(jnp.sum(rail.own_hits, axis=0, dtype=jnp.int32))
+    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
+    stride = received.shape[1]
+
+    starts, sent = _regions(todo, rail, positions, spec)
+    address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
+    source = slice_of[:, None] * stride + _layout.exclusive_cumsum(rail.crossed, axis=1)
+    peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
+    return forward_kernel.forward(
+        received.reshape(slices * stride, *record.shape),
+        source.reshape(-1),
+        peer.reshape(slices * tokens, fast),
+        address.reshape(slices * tokens, fast),
+        jnp.sum(todo.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+        staging_rows=todo.staging_rows,
+        axes=_fast(spec),
+        launch=_table_launch(config),
+    )
+
+
+def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Where each rank of this slice wants the rail's records, `starts [N, M]`, and which it wants, `sent [N, T, M]`."""
+    slices, fast = spec.axis_sizes
+    tokens = spec.num_tokens
+    index = lax.axis_index(spec.axis_name[1])
+    if not plan.packs_staging(spec):
+        rank = jnp.arange(slices, dtype=jnp.int32) * fast + index
+        return jnp.broadcast_to((rank * tokens)[:, None], (slices, fast)), rail.hits
+    came = jnp.any(positions >= 0, axis=-1)
+    start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
+    starts = plan.to_peers(start.reshape(slices, fast).T, spec.axis_name[1:])  # [M, N]
+    wanted = jnp.moveaxis(came.reshape(slices, fast, tokens), 1, 0).astype(jnp.int8)
+    wanted = plan.to_peers(wanted, spec.axis_name[1:]).astype(jnp.int32)  # [M, N, T]
+    return starts.T, jnp.moveaxis(wanted, 0, 2)
+
+
+def combine(
+    rows: jax.Array,
+    weights_of,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    zero: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    dtype,
+    spec: Spec,
+    config: KernelConfig,
+    slots_launch: Launch,
+    ranks_launch,
+) -> jax.Array:
+    """`[T, hidden]`; `weights_of(pair rows)` gives their router weights or None, `ranks_launch(entries, tokens)` a launch."""
+    slices, fast = spec.axis_sizes
+    tokens = spec.num_tokens
+    rail = rail_of(topk_idx, spec)
+    index = lax.axis_index(spec.axis_name[1])
+
+    # expert rank -> the chip of the token's index in this slice; its staging has a region per (expert rank, source slice)
+    counts = jnp.sum(rail.hits, axis=1, dtype=jnp.int32).T  # [M, N]
+    few = fast <= spec.top_k
+    if few:
+        starts = (jnp.arange(fast * slices, dtype=jnp.int32) * tokens).reshape(fast, slices)
+        remote = jnp.broadcast_to(starts[index], (fast, slices))  # [M (chip), N (source slice)]
+    else:
+        starts = _layout.exclusive_cumsum(counts.reshape(-1), axis=0).reshape(fast, slices)
+        remote = plan.to_peers(starts, spec.axis_name[1:])
+    came = jnp.any(positions != -1, axis=-1).reshape(slices, fast, tokens)
+    address = remote.T[:, :, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=2)
+    peer = jnp.where(came, jnp.arange(fast, dtype=jnp.int32)[:, None], -1)
+    pair_rows = plan.first_used(positions).reshape(slices * fast * tokens, -1)
+    pairs = plan.listed(peer.reshape(-1), address.reshape(-1), pair_rows, spec.num_ranks > spec.top_k)
+    staged = slots_kernel.reduce_slots(
+        rows,
+        pairs.rows,
+        weights_of(pairs.rows),
+        pairs.peer,
+        pairs.address,
+        pairs.count,
+        jnp.sum(counts, axis=1, dtype=jnp.int32),
+        zero,
+        record=record,
+        quantise=quantise,
+        staging_rows=slices * tokens * min(fast, spec.top_k),
+        axes=_fast(spec),
+        launch=slots_launch,
+    )
+
+    # partial sums of this slice, packed in token order for each source slice
+    summand = starts.T[:, None, :] + _layout.exclusive_cumsum(rail.hits, axis=1)  # [N, T, M]
+    summand = jnp.where(rail.hits > 0, summand, -1)
+    order = jnp.argsort(rail.crossed == 0, axis=1, stable=True)
+    summand = jnp.take_along_axis(summand, order[:, :, None], axis=1)
+    buffer = ranks_kernel.reduce_ranks(
+        staged,
+        summand.reshape(slices * tokens, fast),
+        zero,
+        record=record,
+        out_dtype=dtype,
+        quantise=quantise,
+        as_records=True,
+        launch=ranks_launch(fast, slices * tokens),
+    )
+    largest = jnp.max(jnp.sum(rail.crossed, axis=1, dtype=jnp.int32))
+    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
+    stride = received.shape[1]
+    last = jnp.arange(slices, dtype=jnp.int32) * stride + _layout.exclusive_cumsum(rail.own_hits, axis=0)
+    return ranks_kernel.reduce_ranks(
+        received.reshape(slices * stride, *record.shape),
+        jnp.where(rail.own_hits > 0, last, -1),
+        zero,
+        record=record,
+        out_dtype=dtype,
+        launch=ranks_launch(slices, tokens),
+    )
+
+
+def _fast(spec: Spec) -> Axes:
+    return Axes(spec.axis_name[1:], spec.axis_sizes[1:])
+
+
+def _table_launch(config: KernelConfig) -> Launch:
+    """`forward` keeps nothing in VMEM; its block only sizes the tables in SMEM."""
+    return hardware.launch("forward", lambda block: 0, preferred=256, smallest=1, available=256, config=config)
