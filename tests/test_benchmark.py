@@ -291,6 +291,14 @@ def test_link_ceiling_ratio():
     assert rows[0]["link_ceiling_gb_per_s"] == 300.0 and rows[0]["of_link_ceiling"] == 0.5
 
 
+def test_tables_of_the_document_are_what_their_json_files_say():
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / "docs" / "benchmarks.md").exists():
+        pytest.skip("docs/benchmarks.md is not beside the tests")
+    done = subprocess.run([sys.executable, str(root / "benchmarks" / "table.py"), "--check"], timeout=60)
+    assert done.returncode == 0, "run python benchmarks/table.py"
+
+
 def test_every_command_of_the_suites_parses():
     path = pathlib.Path(__file__).parents[1] / "benchmarks" / "suite.py"
     spec = importlib.util.spec_from_file_location("suite", path)
