@@ -205,8 +205,9 @@ class Conformance:
         assert_bits(out, oracle.combine(problem.y, problem.expected, weighted=False), "combine_done")
         np.testing.assert_allclose(between, other @ other @ other, rtol=1e-3, atol=1e-3)
 
-    def test_non_finite_values_travel_unharmed(self):
-        """NaN payloads, infinities, negative zeros in `x`, bit for bit, and only to their own rows."""
+    @pytest.mark.parametrize("wire", [None, "float8_e4m3fn"])
+    def test_non_finite_values_travel_unharmed(self, wire):
+        """NaN payloads, infinities, negative zeros in `x`: bit for bit, and only to their own rows (or quantised blocks)."""
         problem = self.problem(Case("non-finite", dtype="float32"), "uniform")
         x = problem.x.copy()
         x[0, 0, :4] = [np.nan, np.inf, -np.inf, -0.0]
@@ -215,14 +216,17 @@ class Conformance:
         names, config = problem.axis_name, self.config
 
         def body(x, idx, weights):
-            routed = xm.dispatch(x, idx, weights, num_experts=problem.experts, axis_name=names, config=config)
-            return routed.x, xm.combine(routed.x, routed.handle, weighted=False, config=config)
+            routed = xm.dispatch(
+                x, idx, weights, num_experts=problem.experts, axis_name=names, wire=wire, config=config
+            )
+            return routed.x, xm.combine(routed.x, routed.handle, weighted=False, wire=wire, config=config)
 
         rows, out = self.run(body, x, problem.idx, problem.weights)
-        expected = oracle.dispatch(x, problem.idx, problem.weights, num_experts=problem.experts)
-        assert_bits(rows, expected.rows, "rows", where=expected.specified)
-        assert_bits(out, oracle.combine(expected.rows, expected, weighted=False), "combined", any_nan=True)
-        assert np.isnan(out[-1, -1]).all() and not np.isnan(out[2:-1]).any()
+        expected = oracle.dispatch(x, problem.idx, problem.weights, num_experts=problem.experts, wire=wire)
+        assert_bits(rows, expected.rows, "rows", where=expected.specified, any_nan=wire is not None)
+        combined = oracle.combine(expected.rows, expected, weighted=False, wire=wire)
+        assert_bits(out, combined, "combined", any_nan=True)
+        assert np.isnan(out[-1, -1]).all() and not np.isnan(out[2:-1]).any() and not np.isnan(out[:, 2:-1]).any()
 
     @pytest.mark.parametrize("layout", cases.LAYOUTS)
     def test_gradients_are_the_transposed_operation(self, layout):

@@ -16,6 +16,8 @@ from xen_moe_jax._types import DispatchLayout
 
 def sanitize(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """int32 `[T, K]` with every entry outside `[0, E)` replaced by `-1`."""
+    if topk_idx.dtype.itemsize < 4:  # a narrow integer cannot be compared with a large number of experts
+        topk_idx = topk_idx.astype(jnp.int32)
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
     return jnp.where(valid, topk_idx, -1).astype(jnp.int32)
 
