@@ -24,7 +24,7 @@ def biased_layer(config):
     if config.balancing == "bias":
         moe.router_bias[...] = jnp.zeros(E).at[5].set(1.0)
     else:
-        moe.router[...] = moe.router[...].at[0, 5].set(20.0)
+        moe.router[...] = moe.router[...].at[0, 5].set(4.0)
     return moe
 
 
@@ -48,7 +48,7 @@ def test_aux_loss_does_not_depend_on_the_mesh():
 
 def test_following_the_aux_loss_balances():
     config = dataclasses.replace(CONFIG, aux_loss_weight=1.0)
-    moe, x = biased_layer(config), jnp.asarray(np.abs(tokens(128)))
+    moe, x = biased_layer(config), jnp.asarray(tokens(128) + np.eye(1, H))
     weights = {name: getattr(moe, name)[...] for name in moe.weight_names}
 
     @jax.jit
@@ -58,13 +58,13 @@ def test_following_the_aux_loss_balances():
             return metrics.aux_loss, metrics.max_load
 
         gradient, load = jax.grad(loss, has_aux=True)(router)
-        return router - 5.0 * gradient, load
+        return router - 0.3 * gradient, load
 
     router, loads = weights["router"], []
-    for _ in range(60):
+    for _ in range(100):
         router, load = step(router)
         loads.append(float(load))
-    assert loads[0] > 3.5 and loads[-1] < 2.0, loads
+    assert loads[0] > 3 and max(loads[-5:]) < 1.3, loads
 
 
 def test_moving_the_bias_balances():
