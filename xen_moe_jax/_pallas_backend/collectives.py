@@ -31,6 +31,7 @@ def all_to_all(
     config: KernelConfig,
 ) -> jax.Array:
     """As `jax.lax.all_to_all`: every peer's part is one run of whole rows of 128 elements."""
+    hardware.check_one_slice(axis_name, "use jax.lax or KernelConfig(backend='reference')")
     axes = Axes(axis_name, axis_sizes)
     ids, place = _group(axes, axis_index_groups)
     peers = ids.shape[0]
@@ -74,6 +75,7 @@ def ragged_all_to_all(
     config: KernelConfig,
 ) -> jax.Array:
     """As `jax.lax.ragged_all_to_all`; what lies outside `operand` or `output` is neither read nor written."""
+    hardware.check_one_slice(axis_name, "use jax.lax or KernelConfig(backend='reference')")
     axes = Axes(axis_name, axis_sizes)
     ids, place = _group(axes, axis_index_groups)
     peers = ids.shape[0]

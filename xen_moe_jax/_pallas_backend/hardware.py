@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
+from xen_moe_jax import _primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.pallas_kernels.launch import Launch
 
@@ -48,10 +51,40 @@ COLLECTIVE_ID_BASE = 8
 
 
 def generation() -> Generation:
-    """The generation being compiled for, as far as the mesh in context tells."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = getattr(device, "device_kind", None)
-    return GENERATIONS.get(kind, SMALLEST) if kind else SMALLEST
+    """The generation being compiled for, as far as the mesh tells."""
+    mesh = _primitives.lowering_mesh()
+    devices = _devices(mesh)
+    kind = devices.flat[0].device_kind if devices is not None else getattr(_abstract(mesh), "device_kind", None)
+    return GENERATIONS.get(kind, SMALLEST)
+
+
+def _devices(mesh: Any) -> np.ndarray | None:
+    return None if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices
+
+
+def _abstract(mesh: Any) -> Any:
+    return getattr(mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh, "abstract_device", None)
+
+
+def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
+    """Raises ValueError if these mesh axes join devices of several slices: a Pallas remote DMA cannot leave its slice.
+
+    A kernel that is aimed across slices compiles, so that nobody else would notice.
+    """
+    mesh = _primitives.lowering_mesh()
+    devices = _devices(mesh)
+    if devices is None:
+        return
+    others = [i for i, name in enumerate(mesh.axis_names) if name not in axis_name]
+    along = [i for i, name in enumerate(mesh.axis_names) if name in axis_name]
+    groups = devices.transpose(others + along).reshape(math.prod(devices.shape[i] for i in others), -1)
+    for group in groups:
+        slices = sorted({getattr(d, "slice_index", 0) or 0 for d in group})
+        if len(slices) > 1:
+            raise ValueError(
+                f"mesh axis {' x '.join(axis_name)} joins devices of slices {slices}: remote DMA over ICI reaches one slice "
+                f"only; {remedy}"
+            )
 
 
 def launch(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._pallas_backend import hardware
 from xen_moe_jax._spec import SCALE_BLOCK, Spec, scale_blocks
 
 FLOAT_DTYPES = ("float32", "bfloat16")
@@ -14,8 +15,11 @@ QUANTISED_DTYPES = ("float8_e4m3fn", "int8")
 
 
 def check(operation: str, dtype: Any, spec: Spec, *, quantised: bool = False) -> None:
-    """Raises TypeError for a dtype that the kernels do not take."""
-    del spec
+    """Raises TypeError for a dtype that the kernels do not take, ValueError for a mesh that they cannot span."""
+    hardware.check_one_slice(
+        spec.axis_name[-1:],
+        "give the slices a mesh axis of their own and pass axis_name=(slow, fast), or use KernelConfig(backend='reference')",
+    )
     allowed = QUANTISED_DTYPES if quantised else FLOAT_DTYPES
     if jnp.dtype(dtype).name not in allowed:
         raise TypeError(
