@@ -21,6 +21,7 @@ from xen_moe_jax.benchmark import accounting, command, modes, peers, programs, r
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 REFERENCE = xm.KernelConfig(backend="reference")
 
 
@@ -31,7 +32,12 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         timeout=400,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
     )
 
 
@@ -292,15 +298,16 @@ def test_link_ceiling_ratio():
 
 
 def test_tables_of_the_document_are_what_their_json_files_say():
-    root = pathlib.Path(__file__).parents[1]
-    if not (root / "docs" / "benchmarks.md").exists():
-        pytest.skip("docs/benchmarks.md is not beside the tests")
-    done = subprocess.run([sys.executable, str(root / "benchmarks" / "table.py"), "--check"], timeout=60)
+    if not (ROOT / "docs" / "benchmarks.md").exists() or not (ROOT / "benchmarks" / "results").exists():
+        pytest.skip("docs/benchmarks.md or benchmarks/results is not beside the tests")
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "table.py"), "--check"], timeout=60)
     assert done.returncode == 0, "run python benchmarks/table.py"
 
 
 def test_every_command_of_the_suites_parses():
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "suite.py"
+    path = ROOT / "benchmarks" / "suite.py"
+    if not path.exists():
+        pytest.skip("benchmarks/suite.py is not beside the tests")
     spec = importlib.util.spec_from_file_location("suite", path)
     suite = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(suite)

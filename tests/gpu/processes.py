@@ -41,7 +41,7 @@ def free_port() -> int:
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment with the tests and the library importable, and `changes`."""
-    path = [str(HERE), str(HERE.parent), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = dict.fromkeys([str(HERE), str(HERE.parent), str(ROOT), *filter(None, sys.path)])
     # Multicast over NVLink and NICs are not needed on one host; GPU memory is shared with the symmetric heap.
     defaults = {
         "NCCL_NVLS_ENABLE": "0",
