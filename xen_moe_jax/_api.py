@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _gradients, _layout, _primitives, _validate
+from xen_moe_jax import _gradients, _halves, _layout, _primitives, _validate
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
@@ -55,7 +55,37 @@ def dispatch(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
-    caller = "dispatch"
+    prepared = _prepare_dispatch(
+        "dispatch",
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        axis_name=axis_name,
+        layout=layout,
+        capacity=capacity,
+        alignment=alignment,
+        wire=wire,
+        config=config,
+    )
+    return _routed(_gradients.dispatch(*prepared), prepared[3], prepared[0].spec)
+
+
+def _prepare_dispatch(
+    caller: str,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    num_experts: Any,
+    axis_name: Any,
+    layout: Any = "grouped",
+    capacity: Any = None,
+    alignment: Any = 1,
+    wire: Any = None,
+    config: KernelConfig | None = None,
+) -> tuple[_gradients.Static, jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """Checked arguments of a dispatch: static half, values, scales, sanitised indices, weights."""
     config = _validate.config(config, caller)
     values, scales = _validate.payload(x, caller)
     num_tokens = values.shape[0]
@@ -78,8 +108,7 @@ def dispatch(
     static = _gradients.Static(spec, parsed_wire, _for_shape(config, spec, values.shape[1]))
     operands = [values, idx, weights] if scales is None else [values, idx, weights, scales]
     values, idx, weights, *rest = _primitives.vary_over(operands, spec.axis_name)
-    out = _gradients.dispatch(static, values, rest[0] if rest else None, idx, weights)
-    return _routed(out, idx, spec)
+    return static, values, rest[0] if rest else None, idx, weights
 
 
 def _make_spec(
@@ -175,7 +204,13 @@ def combine(
     Raises:
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
     """
-    caller = "combine"
+    return _gradients.combine(*_prepare_combine("combine", y, handle, weighted=weighted, wire=wire, config=config))
+
+
+def _prepare_combine(
+    caller: str, y: Any, handle: Any, *, weighted: Any = None, wire: Any = None, config: KernelConfig | None = None
+) -> tuple[Any, ...]:
+    """Checked arguments of a combine: static half, then the operands of the primitive."""
     config = _validate.config(config, caller)
     handle = _validate.handle(handle, caller)
     spec = handle.spec
@@ -193,7 +228,7 @@ def combine(
     config = _for_shape(config, spec, y.shape[-1])
     static = _gradients.Static(spec, _validate.wire(wire, caller), config, bool(weighted))
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, handle.weights]
-    return _gradients.combine(static, *_primitives.vary_over(operands, spec.axis_name))
+    return static, *_primitives.vary_over(operands, spec.axis_name)
 
 
 def redispatch(x: jax.Array, handle: Handle, *, wire: Any = None, config: KernelConfig | None = None) -> jax.Array:
@@ -249,27 +284,43 @@ def get_dispatch_layout(
 
 
 def dispatch_start(*args: Any, **kwargs: Any) -> Flight:
-    """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`."""
-    return Flight(dispatch(*args, **kwargs), "dispatch")
+    """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
+
+    On TPU the halves are two kernels. XLA keeps them apart only around work that data dependencies put between them: tie it with
+    `jax.lax.optimization_barrier`, as docs/tpu.md shows.
+    """
+    prepared = _prepare_dispatch("dispatch_start", *args, **kwargs)
+    if _halves.available(prepared[0]):
+        return Flight(_halves.start_dispatch(*prepared), "dispatch")
+    return Flight(_routed(_gradients.dispatch(*prepared), prepared[3], prepared[0].spec), "dispatch")
 
 
 def dispatch_done(flight: Flight) -> Routed:
     """Second half of `dispatch`: waits for the rows."""
-    return _land(flight, "dispatch")
+    state = _land(flight, "dispatch")
+    if not isinstance(state, _halves.DispatchInFlight):
+        return state
+    return _routed(_halves.finish_dispatch(state), state.topk_idx, state.static.spec)
 
 
 def combine_start(*args: Any, **kwargs: Any) -> Flight:
     """First half of `combine`, same arguments. Finish with `combine_done`."""
-    return Flight(combine(*args, **kwargs), "combine")
+    prepared = _prepare_combine("combine_start", *args, **kwargs)
+    if _halves.available(prepared[0]):
+        return Flight(_halves.start_combine(*prepared), "combine")
+    return Flight(_gradients.combine(*prepared), "combine")
 
 
 def combine_done(flight: Flight) -> jax.Array:
     """Second half of `combine`: waits for the partial sums and adds them up."""
-    return _land(flight, "combine")
+    state = _land(flight, "combine")
+    return _halves.finish_combine(state) if isinstance(state, _halves.CombineInFlight) else state
 
 
 def _land(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
+    if isinstance(flight.state, _halves.DispatchInFlight | _halves.CombineInFlight):
+        return flight.state
     return jax.lax.optimization_barrier(flight.state)

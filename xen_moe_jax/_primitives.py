@@ -98,14 +98,17 @@ def _group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 # -- registration -----------------------------------------------------------------------------------------------------
 
 
-def _lowering(operation: str, platform: str | None) -> Callable:
+def _lowering(operation: str, platform: str | None, semaphores: tuple[int, ...] = ()) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         implementation = _backends.implementation(operation, platform, params["config"])
         bound = functools.partial(implementation, **params)
-        if operation == "dispatch" and len(operands) == 3:
+        if operation in ("dispatch", "dispatch_start") and len(operands) == 3:
             bound = functools.partial(_without_scales, bound)
         # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
-        plain = ctx.replace(avals_in=[_without_varying(aval) for aval in ctx.avals_in])
+        avals = [_without_varying(aval) for aval in ctx.avals_in]
+        for i in semaphores:
+            avals[i] = _semaphores_like(avals[i])
+        plain = ctx.replace(avals_in=avals)
         mesh = _lowering_mesh.set(getattr(ctx.module_context.axis_context, "mesh", None))
         try:
             with jax_config._check_vma(False):
@@ -177,7 +180,14 @@ def _no_vmap(name: str, *_: Any, **__: Any) -> Any:
     )
 
 
-def _primitive(operation: str, shapes: Callable) -> Primitive:
+def _semaphores_like(aval: Any) -> Any:
+    """TPU DMA semaphores of the shape of an int32 array, which is what carries them between two kernels."""
+    tpu = importlib.import_module("jax.experimental.pallas.tpu")
+    return tpu.SemaphoreType.DMA(aval.shape).get_array_aval()
+
+
+def _primitive(operation: str, shapes: Callable, semaphores: tuple[int, ...] = ()) -> Primitive:
+    """`semaphores`: operands that are TPU semaphores, declared as int32 arrays."""
     primitive = Primitive(f"xen_moe_{operation}")
     primitive.multiple_results = True
 
@@ -191,9 +201,9 @@ def _primitive(operation: str, shapes: Callable) -> Primitive:
     primitive.def_impl(outside)
     primitive.def_effectful_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_no_vmap, operation)
-    mlir.register_lowering(primitive, _lowering(operation, None))
+    mlir.register_lowering(primitive, _lowering(operation, None, semaphores))
     for platform in ("cpu", "tpu", "cuda"):
-        mlir.register_lowering(primitive, _lowering(operation, platform), platform=platform)
+        mlir.register_lowering(primitive, _lowering(operation, platform, semaphores), platform=platform)
     return primitive
 
 

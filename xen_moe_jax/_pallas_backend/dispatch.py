@@ -36,13 +36,17 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     support.check("dispatch", x.dtype, spec, quantised=scales is not None)
+    positions, recv_counts, *rest = metadata(topk_idx, topk_weights, spec)
+    rows = send_rows(x, scales, topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
+    return (*rows, positions, recv_counts, *rest)
+
+
+def metadata(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> tuple[jax.Array, ...]:
+    """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them."""
     rank = lax.axis_index(spec.axis_name)
     routing, weights, _pairs = _gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
-    rows = send_rows(
-        x, scales, topk_idx, layout.positions, layout.recv_counts, spec=spec, wire=wire, config=config
-    )
-    results = (*rows, layout.positions, layout.recv_counts, _place_weights(weights, layout, spec))
+    results = (layout.positions, layout.recv_counts, _place_weights(weights, layout, spec))
     if spec.layout == "ranked":
         return (*results, _place_slots(layout.local_idx, layout.positions, spec, fill=-1))
     return results

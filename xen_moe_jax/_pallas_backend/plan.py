@@ -27,6 +27,8 @@ class SendPlan(NamedTuple):
       address: int32 `[T, D]`, row of the destination's staging.
       expected: int32 `[R]`, records that arrive from each source.
       staged: int32 `[R, T]`, row of own staging that holds each (source, token); arbitrary where nothing came.
+      sent: int32 `[T, R]`, 1 where a token's record goes to a rank. remote_start: int32 `[R]`, where this rank's region starts in
+        each destination's staging.
       staging_rows: static size of staging.
     """
 
@@ -34,6 +36,8 @@ class SendPlan(NamedTuple):
     address: jax.Array
     expected: jax.Array
     staged: jax.Array
+    sent: jax.Array
+    remote_start: jax.Array
     staging_rows: int
 
 
@@ -83,8 +87,22 @@ def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Send
         address=_rotated(address, rank),
         expected=jnp.sum(came, axis=1, dtype=jnp.int32),
         staged=staged,
-        staging_rows=min(spec.capacity, num_ranks * tokens) if packed else num_ranks * tokens,
+        sent=sent,
+        remote_start=remote_start,
+        staging_rows=dispatch_staging_rows(spec),
     )
+
+
+def dispatch_staging_rows(spec: Spec) -> int:
+    """Records that staging of a dispatch has room for."""
+    if packs_staging(spec):
+        return spec.capacity
+    return spec.num_ranks * spec.num_tokens
+
+
+def combine_staging_rows(spec: Spec) -> int:
+    """Records that staging of a combine has room for; also what one rank sends in a dispatch at most."""
+    return spec.num_tokens * min(spec.num_ranks, spec.top_k)
 
 
 def packs_staging(spec: Spec) -> bool:
@@ -100,6 +118,8 @@ class CombinePlan(NamedTuple):
     """What one rank reduces and sends, and what it gets back.
 
     Attributes:
+      came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's region starts in
+        each source's staging.
       rows: int32 `[P, slots]`, rows of each (source, token) pair in slot order, those in use first, then `-1`.
       peer: int32 `[P]`, the source rank, `-1` for no pair. address: int32 `[P]`, row of its staging.
       num_pairs: int32 `[]`: pairs at and after this one are all unused.
@@ -108,6 +128,8 @@ class CombinePlan(NamedTuple):
       staging_rows: static size of staging.
     """
 
+    came: jax.Array
+    remote_start: jax.Array
     rows: jax.Array
     peer: jax.Array
     address: jax.Array
@@ -139,7 +161,15 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     rows = first_used(positions).reshape(num_ranks * tokens, -1)
     pairs = listed(peer, address, rows, not few_ranks)
     return CombinePlan(
-        pairs.rows, pairs.peer, pairs.address, pairs.count, counts, source, tokens * min(num_ranks, spec.top_k)
+        came,
+        remote_start,
+        pairs.rows,
+        pairs.peer,
+        pairs.address,
+        pairs.count,
+        counts,
+        source,
+        combine_staging_rows(spec),
     )
 
 
