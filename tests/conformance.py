@@ -207,7 +207,7 @@ class Conformance:
 
     @pytest.mark.parametrize("wire", [None, "float8_e4m3fn"])
     def test_non_finite_values_travel_unharmed(self, wire):
-        """NaN payloads, infinities, negative zeros in `x`: bit for bit, and only to their own rows (or quantised blocks)."""
+        """NaN payloads, infinities, negative zeros in `x`: bit for bit, and only to their own rows or blocks."""
         problem = self.problem(Case("non-finite", dtype="float32"), "uniform")
         x = problem.x.copy()
         x[0, 0, :4] = [np.nan, np.inf, -np.inf, -0.0]
