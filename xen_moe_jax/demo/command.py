@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", metavar="FILE", help="text to learn (default: the Python reference, pydoc_data.topics)"
     )
-    parser.add_argument("--steps", type=int, default=320, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=280, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), metavar="DIR", help="(default: %(default)s)"
@@ -116,8 +117,9 @@ def _run(options: argparse.Namespace, split: text.Split, mesh: jax.sharding.Mesh
     comparison, load = _compare_with_dense(trainer, windows)
 
     print(f"\nexpert load on the held-out text\n{load_table(load, config.moe_layers, EXPERT_RANKS)}\n")
-    for line in sample(trainer.exact_graph, trainer.state, list(PROMPTS), config.context, options.seed)[:SAMPLES_SHOWN]:
-        print(f"sample    {line!r}")
+    samples = sample(trainer.exact_graph, trainer.state, list(PROMPTS), config.context, options.seed)
+    for number, written in enumerate(samples[:SAMPLES_SHOWN], 1):
+        print(f"sample {number}\n{textwrap.indent(written, '  | ', lambda line: True)}")
 
     learned = comparison.loss < baseline - MARGIN
     print(
