@@ -75,6 +75,26 @@ def _power_of_two_at_least(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
+def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a / b`, correctly rounded, of positive float32 numbers whose quotient is normal; other inputs give any number.
+
+    In integers: XLA's own division is approximate on GPU, and a division by a constant is a multiplication everywhere.
+    Neither operand has more than 24 bits, so no quotient lies halfway between two floats.
+    """
+    a_bits, b_bits = (lax.bitcast_convert_type(v, jnp.uint32) for v in (a, b))
+    leading = jnp.uint32(1 << 23)
+    a_mantissa, b_mantissa = ((bits & (leading - 1)) | leading for bits in (a_bits, b_bits))
+    less = a_mantissa < b_mantissa
+    remainder = jnp.where(less, a_mantissa << 1, a_mantissa) - b_mantissa  # the quotient's leading bit is one
+    quotient = jnp.ones_like(remainder)
+    for _ in range(3):  # eight bits at a time: 24 behind the leading one, the last of them to round by
+        shifted = remainder << 8
+        digit = shifted // b_mantissa
+        quotient, remainder = (quotient << 8) | digit, shifted - digit * b_mantissa
+    exponent = (a_bits >> 23) - (b_bits >> 23) + jnp.uint32(127) - less.astype(jnp.uint32)
+    return lax.bitcast_convert_type((exponent << 23) + ((quotient + 1) >> 1) - leading, jnp.float32)
+
+
 def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     """`x [..., H]` float -> (values `[..., H]` of the wire dtype, scales float32 `[..., ceil(H/128)]`)."""
     qmax = QMAX[wire.dtype]
@@ -83,13 +103,13 @@ def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     amax_bits = jnp.max(magnitude, axis=-1)
     finite = amax_bits < 0x7F800000
     amax = jnp.maximum(lax.bitcast_convert_type(amax_bits, jnp.float32), jnp.float32(MIN_AMAX))
-    # XLA turns a division by a constant into a multiplication by its inverse, which rounds differently: hide the constant.
-    scale = amax / jnp.where(finite, jnp.float32(qmax), 1.0)
+    qmaxes = jnp.full_like(amax, qmax)
+    scale = _divide(amax, qmaxes)
     if wire.scale_format == "ue8m0":
         scale = _power_of_two_at_least(scale)
-        inverse = 1.0 / scale
+        inverse = _divide(jnp.ones_like(scale), scale)
     else:
-        inverse = jnp.float32(qmax) / amax
+        inverse = _divide(qmaxes, amax)
     inverse = jnp.where(finite, inverse, 0.0)
     scaled = blocks * inverse[..., None]
     scaled = jnp.where(finite[..., None], scaled, 0.0)
