@@ -1,4 +1,4 @@
-"""Scales must have the same bits on every backend, so their divisions are done in integers: they equal IEEE division."""
+"""Scales must have the same bits on every backend: their divisions, done in integers, equal IEEE division."""
 
 import jax
 import jax.numpy as jnp

@@ -9,6 +9,7 @@ devices: large shapes, meshes with further axes, permuted devices and several pr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from typing import Any
@@ -175,22 +176,29 @@ def differing_elements(
 ) -> dict[str, int]:
     """Elements that differ in any bit between `config` and `against`, by result, over the ranks of this process."""
     idx = draw_routing(setup, routing)
-    capacity = resolve_capacity(setup, [idx])
+    program = comparison(setup, resolve_capacity(setup, [idx]), config, against, gradients, outcome)
+    counts = program(*(setup.place(a) for a in draw_operands(setup, idx)))
+    return {name: local_total(count) for name, count in counts.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def comparison(
+    setup: Setup, capacity: int | None, config: xm.KernelConfig, against: xm.KernelConfig, gradients, results
+):
+    """The jitted comparison; routings of one shape share it. `results` is `outcome`."""
 
     def compare(*operands):
-        ours = outcome(setup, capacity, config, operands, gradients)
-        theirs = outcome(setup, capacity, against, operands, gradients)
+        ours = results(setup, capacity, config, operands, gradients)
+        theirs = results(setup, capacity, against, operands, gradients)
         counts = {}
         for name, (expected, keep) in theirs.items():
             where = jnp.ones((), bool) if keep is None else keep
             counts[name] = unequal_bits(ours[name][0], expected, where)
         return counts
 
-    program = jax.jit(
+    return jax.jit(
         jax.shard_map(compare, mesh=setup.mesh, in_specs=(setup.spec,) * 4, out_specs=setup.spec, check_vma=False)
     )
-    counts = program(*(setup.place(a) for a in draw_operands(setup, idx)))
-    return {name: local_total(count) for name, count in counts.items()}
 
 
 def assert_same(setup: Setup, routing: str, config: xm.KernelConfig, **options: Any) -> None:
