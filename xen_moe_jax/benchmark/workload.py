@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,8 +124,14 @@ def draw_topk_weights(work: Workload) -> np.ndarray:
 
 def draw_tokens(work: Workload, rank: int) -> np.ndarray:
     """Rank `rank`'s tokens `[T, H]`, standard normal, in `compute_dtype`."""
-    rng = np.random.default_rng((work.seed + 2, rank))
-    return rng.standard_normal((work.tokens, work.hidden), np.float32).astype(work.compute_dtype)
+    return _normal(work.seed + 2, rank, work.tokens, work.hidden, work.compute_dtype.name)
+
+
+@functools.lru_cache(maxsize=16)  # a suite asks for the same tokens again and again, and large ones take seconds
+def _normal(seed: int, rank: int, rows: int, columns: int, dtype: str) -> np.ndarray:
+    values = np.random.default_rng((seed, rank)).standard_normal((rows, columns), np.float32).astype(jnp.dtype(dtype))
+    values.flags.writeable = False
+    return values
 
 
 def round_up(rows: float, multiple: int = ROW_MULTIPLE) -> int:
