@@ -60,6 +60,8 @@ def document_table(name: str | None, document: dict[str, Any]) -> str:
 
 
 def file_tables(path: pathlib.Path) -> str:
+    if not path.exists():
+        return "Not measured yet: the file is not there."
     content = json.loads(path.read_text())
     if "documents" not in content:
         return document_table(None, content)

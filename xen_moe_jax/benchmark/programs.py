@@ -179,7 +179,7 @@ def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name:
 
 
 def empty_loop() -> Program:
-    """What a lone dispatch costs without the dispatch: picking a routing, chaining calls. To be read, never subtracted."""
+    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls. Shown, never subtracted."""
 
     def step(operands, carry, topk_idx, topk_weights):
         topk_idx, topk_weights = jax.lax.optimization_barrier((topk_idx, topk_weights))
