@@ -46,3 +46,9 @@ class TestOnWait(Pallas):
 
 class TestEager(Pallas):
     config = config("eager")
+
+
+class TestEightRanks(Pallas):
+    config = config("on_wait")
+    num_ranks = 8
+    two_axis_sizes = (2, 4)

@@ -1,0 +1,48 @@
+"""The project's conformance suite against the TPU kernels in interpret mode, each part in a process with a time limit.
+
+CI runs a part of the table in each DMA mode; `slow` runs all of it in both, and on eight ranks.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+SHORT = {  # DMA mode -> pytest -k expression; between them every kernel and every layout
+    "TestEager": "[grouped/uniform] or ranked/duplicates or padded-fp8 or grouped-scaled or two-axes/uniform",
+    "TestOnWait": (
+        "padded/zipf or align8-capacity-one-below or grouped-top1/uniform or grouped-int8-f32 or ranked-odd-hidden or "
+        "gradients_are_the_transposed_operation[grouped] or random-(3 or all_to_all[<lambda>-0-0-False-1"
+    ),
+}
+
+
+def run_suite(expression: str, seconds: float, file: str = "interpret_conformance.py") -> None:
+    """Runs a part of the conformance suite in a process of its own; a deadlock ends as `TimeoutExpired`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
+    command += ["-k", expression, "-o", "pythonpath=. tests"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@pytest.mark.parametrize("mode", SHORT)
+def test_conformance_in_interpret_mode(mode):
+    run_suite(f"{mode} and ({SHORT[mode]})", 900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SHORT)
+def test_whole_conformance_in_interpret_mode(mode):
+    run_suite(mode, 3000)
+
+
+@pytest.mark.slow
+def test_conformance_on_eight_ranks():
+    run_suite("TestEightRanks and (grouped/uniform or ranked/uniform or padded/uniform or grouped-two-axes/uniform)", 1800)

@@ -1,0 +1,55 @@
+"""Bugs planted on purpose are noticed: what the other tests rely on does work."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.tpu")
+
+PROGRAM = pathlib.Path(__file__).with_name("planted_bugs.py")
+ROOT = PROGRAM.parents[2]
+HANG_SECONDS = 60
+"""A healthy run takes about 10 s on two cores; what runs six times as long is taken to hang."""
+
+NOTICED = (  # bug, DMA mode, what must be noticed
+    ("no_wait_for_arrivals", "eager", "RACE DETECTED"),
+    ("no_wait_for_sends", "eager", "non-zero count"),
+    ("buffer_reused_early", "on_wait", "RACE DETECTED"),
+    ("one_record_too_few", "on_wait", "WRONG"),
+    ("no_exit_credits", "eager", "non-zero count"),
+    pytest.param("no_wait_for_arrivals", "on_wait", "WRONG", marks=pytest.mark.slow),
+    pytest.param("no_wait_for_sends", "on_wait", "RACE DETECTED", marks=pytest.mark.slow),
+    pytest.param("buffer_reused_early", "eager", "RACE DETECTED", marks=pytest.mark.slow),
+    pytest.param("one_record_too_few", "eager", "RACE DETECTED", marks=pytest.mark.slow),
+)
+
+
+def run(bug: str, mode: str, seconds: float) -> str:
+    command = [sys.executable, str(PROGRAM), bug, mode]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds)
+    assert "FINISHED" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_nothing_is_noticed_without_a_bug():
+    out = run("none", "eager", 300)
+    assert out.strip() == "FINISHED", out
+
+
+@pytest.mark.parametrize(("bug", "mode", "sign"), NOTICED)
+def test_planted_bug_is_noticed(bug, mode, sign):
+    assert sign in run(bug, mode, 300)
+
+
+@pytest.mark.slow
+def test_a_missing_announcement_hangs():
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("no_announcement", "eager", HANG_SECONDS)
