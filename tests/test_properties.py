@@ -157,3 +157,11 @@ def test_quantisation_error_is_bounded(x):
         scales = np.repeat(np.asarray(scaled.scales), 128, axis=-1)[:, :200]
         error = np.abs(np.asarray(xm.dequantize(scaled, jnp.float32)) - x)
         assert (error <= np.abs(x) * relative * 1.001 + scales * steps + 2.0**-100).all()
+
+
+@pytest.mark.parametrize(("wire", "qmax"), [("float8_e4m3fn", 448.0), ("int8", 127.0)])
+def test_power_of_two_scales_at_the_edge(wire, qmax):
+    """`2**ceil(log2(amax / qmax))`: exact where the ratio is a power of two, the next one right above it."""
+    amax = np.array([qmax * 4, np.nextafter(np.float32(qmax * 4), np.float32(np.inf)), qmax / 2], np.float32)
+    scales = np.asarray(xm.quantize(amax[:, None], wire, "ue8m0").scales)[:, 0]
+    assert scales.tolist() == [4.0, 8.0, 0.5]
