@@ -13,6 +13,8 @@
 #include "memory_order.cuh"
 #include "octet.cuh"
 #include "params.h"
+#include "row_stream.cuh"
+#include "signal.cuh"
 
 namespace xen_moe {
 
@@ -21,6 +23,8 @@ struct CombineShared {
   char* data[kMaxRanks];             // and its data
   int rows[kWarps][kMaxSlots];       // rows of y to add, in slot order
   float weights[kWarps][kMaxSlots];  // their weights
+  int sources[kWarps][kMaxRanks];    // ranks that send a partial row of the token at hand, ascending
+  SignalBox signals;
 };
 
 // The rows of one (source, token) that this rank holds. `belongs`: the token names this rank at all.
@@ -70,40 +74,21 @@ __device__ __forceinline__ void Clear(Octet (&acc)[kSteps]) {
   for (int s = 0; s < kSteps; ++s) acc[s] = Octet{};
 }
 
-// acc = sum over the gathered rows of weight * y, `kSteps` warp steps from element `base`. kPairs: two rows' loads are
-// in flight, at the price of registers.
-template <class Y, int kSteps, bool kPairs>
+// acc = sum over the gathered rows of weight * y, `kSteps` warp steps from element `base`: the plain way, through
+// registers.
+template <class Y, int kSteps>
 __device__ __forceinline__ void ReduceRows(const CombineParams& p, const CombineShared& shared, int count, int base,
                                            int end, bool vector, Octet (&acc)[kSteps]) {
   const int warp = threadIdx.x / 32, e = base + (threadIdx.x & 31) * kOctet;
-  const bool weighted = p.weights != nullptr;
   const Y* y = static_cast<const Y*>(p.y);
   Clear(acc);
-  auto load = [&](int i, RawOctet<Y>(&raw)[kSteps]) {
+  for (int i = 0; i < count; ++i) {
+    RawOctet<Y> raw[kSteps];
     const Y* row = y + static_cast<int64_t>(shared.rows[warp][i]) * p.routing.hidden;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) raw[s] = LoadOctet(row, e + s * kWarpElements, end, vector);
-  };
-  auto add = [&](int i, const RawOctet<Y>(&raw)[kSteps]) {
-    const float weight = shared.weights[warp][i];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) AddRow(acc[s], raw[s], weight, weighted);
-  };
-  RawOctet<Y> first[kSteps];
-  if constexpr (kPairs) {
-    RawOctet<Y> second[kSteps];
-    for (int i = 0; i < count; i += 2) {
-      const bool two = i + 1 < count;
-      load(i, first);
-      if (two) load(i + 1, second);
-      add(i, first);
-      if (two) add(i + 1, second);
-    }
-  } else {
-    for (int i = 0; i < count; ++i) {
-      load(i, first);
-      add(i, first);
-    }
+    for (int s = 0; s < kSteps; ++s) AddRow(acc[s], raw[s], shared.weights[warp][i], p.weights != nullptr);
   }
 }
 
@@ -117,23 +102,22 @@ __device__ __forceinline__ Octet RoundToWire(const Octet& partial, bool ue8m0) {
   }
 }
 
-__device__ __forceinline__ uint32_t* PartialFlag(char* half, const CombineParams& p, int source, int token, int part) {
-  const int64_t index = (static_cast<int64_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
-  return reinterpret_cast<uint32_t*>(half + p.staging.row_flags) + index;
+__device__ __forceinline__ uint32_t PartialFlagIndex(const CombineParams& p, int source, int token, int part) {
+  return (static_cast<uint32_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
 }
 
 template <class Y, WireType kWire, int kSteps>
-__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, bool vector,
+__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Routing& r = p.routing;
-  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int items = (r.ranks - 1) * r.tokens * p.schedule.parts;
-  auto claim = [&] { return lane == 0 ? static_cast<int>(atomicAdd(&p.control->work[0], 1u)) : 0; };
-  int next = claim();
-  for (;;) {
-    const int item = __shfl_sync(0xFFFFFFFFu, next, 0);
-    if (item >= items) break;
-    next = claim();
+  const bool direct = items <= p.schedule.push_blocks * kWarps;
+  Signaller signaller{shared.signals, shared.half, p.staging.row_flags, epoch, direct};
+  if (!direct && warp == kSignalWarp) return signaller.Serve();
+  const Y* y = static_cast<const Y*>(p.y);
+  Claims claims(&p.control->work[0], items, p.schedule.push_blocks);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
     const int pair = item / p.schedule.parts, part = item % p.schedule.parts;
     const int token = pair / (r.ranks - 1);
     int source = r.rank + 1 + pair % (r.ranks - 1);
@@ -144,9 +128,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
         shared.data[source] + p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
     const int begin = min(r.hidden, part * p.schedule.part_elements);
     const int end = min(r.hidden, begin + p.schedule.part_elements);
-    for (int base = begin; base < end; base += kSteps * kWarpElements) {
-      Octet acc[kSteps];
-      ReduceRows<Y, kSteps, true>(p, shared, rows.count, base, end, vector, acc);
+    auto store = [&](int base, const Octet(&acc)[kSteps]) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int e = base + s * kWarpElements + lane * kOctet;
@@ -156,13 +138,26 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
           StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
         }
       }
+    };
+    if (vector) {
+      Octet acc[kSteps];
+      RowStream<Y, kSteps>::Run(
+          ring, rows.count, begin, end,
+          [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; }, [&](int) { Clear(acc); },
+          [&](int i, int s, const RawOctet<Y>& raw) {
+            AddRow(acc[s], raw, shared.weights[warp][i], p.weights != nullptr);
+          },
+          [&](int) {}, [&](int base) { store(base, acc); });
+    } else {
+      for (int base = begin; base < end; base += kSteps * kWarpElements) {
+        Octet acc[kSteps];
+        ReduceRows<Y, kSteps>(p, shared, rows.count, base, end, vector, acc);
+        store(base, acc);
+      }
     }
-    __syncwarp();
-    if (lane == 0) {
-      __threadfence_system();
-      StoreRelaxedSystem(PartialFlag(shared.half[source], p, r.rank, token, part), epoch);
-    }
+    signaller.Raise(1u << source, PartialFlagIndex(p, r.rank, token, part));
   }
+  signaller.Finish();
 }
 
 template <class Y, WireType kWire, int kSteps>
@@ -186,20 +181,63 @@ __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* 
   }
 }
 
-// kNodes: partial rows are added inside each node first, rounded to the wire, then over the nodes.
-template <class Y, WireType kWire, int kSteps, bool kNodes>
-__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, bool vector,
+// out = sum over the ranks of `ranks`, ascending: the rows that this rank holds (rounded to the wire together) and
+// staged rows.
+template <class Y, int kSteps>
+__device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineShared& shared, char* ring,
+                                               uint32_t ranks, int own, int token, int begin, int end, Y* out) {
+  const Routing& r = p.routing;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const uint32_t below = ranks & ((1u << r.rank) - 1), above = ranks & ~((2u << r.rank) - 1);
+  const int first_own = __popc(below), first_above = first_own + own;  // entries: ranks below, own rows, ranks above
+  if ((below | above) >> lane & 1) shared.sources[warp][__popc((below | above) & ((1u << lane) - 1))] = lane;
+  __syncwarp();
+  const Y* y = static_cast<const Y*>(p.y);
+  auto row_of = [&](int i) {
+    if (i >= first_own && i < first_above) return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * r.hidden;
+    const int rank = shared.sources[warp][i < first_own ? i : i - own];
+    return reinterpret_cast<const Y*>(shared.data[r.rank] + p.staging.rows +
+                                      (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes);
+  };
+  Octet total[kSteps], partial[kSteps];
+  auto clear = [&](int) {
+    Clear(total);
+    Clear(partial);
+  };
+  auto add = [&](int i, int s, const RawOctet<Y>& raw) {
+    if (i >= first_own && i < first_above) {
+      AddRow(partial[s], raw, shared.weights[warp][i - first_own], p.weights != nullptr);
+    } else {
+      Add(total[s], Widen(raw));
+    }
+  };
+  auto after_row = [&](int i) {
+    if (own > 0 && i == first_above - 1) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], Widen(Narrow<Y>(partial[s])));
+    }
+  };
+  auto store = [&](int base) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, true, Narrow<Y>(total[s]));
+    }
+  };
+  RowStream<Y, kSteps>::Run(ring, first_above + __popc(above), begin, end, row_of, clear, add, after_row, store);
+}
+
+// kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
+// over the nodes.
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
+__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             const Patience& patience) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
+  const bool nodes_apart = r.ranks_per_node != r.ranks;
   const int items = r.tokens * p.schedule.parts;
   char* half = shared.half[r.rank];
-  auto claim = [&] { return lane == 0 ? static_cast<int>(atomicAdd(&p.control->work[1], 1u)) : 0; };
-  int next = claim();
-  for (;;) {
-    const int item = __shfl_sync(0xFFFFFFFFu, next, 0);
-    if (item >= items) break;
-    next = claim();
+  Claims claims(&p.control->work[1], items, gridDim.x);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     uint32_t ranks = 0;
     for (int k = lane; k < r.top_k; k += 32) {
@@ -210,59 +248,73 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
     const TokenRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     if ((ranks >> lane & 1) && lane != r.rank) {
-      arrived = WaitFlag(PartialFlag(half, p, lane, token, part), patience, Step::kRows, lane);
+      const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
+      arrived = WaitFlag(flags + PartialFlagIndex(p, lane, token, part), patience, Step::kRows, lane);
     }
-    if (!__all_sync(0xFFFFFFFFu, arrived)) continue;
+    arrived = __all_sync(0xFFFFFFFFu, arrived);
+    __syncwarp();  // what one lane has acquired, all lanes may read
+    if (!arrived) continue;
     const int begin = min(r.hidden, part * p.schedule.part_elements);
     const int end = min(r.hidden, begin + p.schedule.part_elements);
     Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
-    for (int base = begin; base < end; base += kSteps * kWarpElements) {
-      Octet total[kSteps], nodes[kNodes ? kSteps : 1];
-      Clear(total);
-      if constexpr (kNodes) Clear(nodes);
-      int node = 0;
-      auto close_node = [&] {
-        if constexpr (kNodes) {
+    if constexpr (kWire == WireType::kNative && !kGeneral) {
+      StreamPartials<Y, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
+    } else
+      for (int base = begin; base < end; base += kSteps * kWarpElements) {
+        Octet total[kSteps], nodes[kGeneral ? kSteps : 1];
+        Clear(total);
+        if constexpr (kGeneral) Clear(nodes);
+        int node = 0;
+        auto close_node = [&] {
+          if constexpr (kGeneral) {
 #pragma unroll
-          for (int s = 0; s < kSteps; ++s) Add(nodes[s], RoundToWire<Y, kWire>(total[s], p.ue8m0));
-          Clear(total);
-        }
-      };
-      for (uint32_t m = ranks; m; m &= m - 1) {
-        const int rank = __ffs(m) - 1;
-        if constexpr (kNodes) {
-          if (rank / r.ranks_per_node != node) {
-            close_node();
-            node = rank / r.ranks_per_node;
+            for (int s = 0; s < kSteps; ++s) Add(nodes[s], RoundToWire<Y, kWire>(total[s], p.ue8m0));
+            Clear(total);
           }
+        };
+        for (uint32_t m = ranks; m; m &= m - 1) {
+          const int rank = __ffs(m) - 1;
+          if constexpr (kGeneral) {
+            if (nodes_apart && rank / r.ranks_per_node != node) {
+              close_node();
+              node = rank / r.ranks_per_node;
+            }
+          }
+          Octet partial[kSteps];
+          if (rank == r.rank) {
+            ReduceRows<Y, kSteps>(p, shared, own.count, base, end, vector, partial);
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
+          } else {
+            const char* wire = shared.data[r.rank] + p.staging.rows +
+                               (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes;
+            LoadPartial<Y, kWire, kSteps>(p, wire, base, end, vector, partial);
+          }
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
         }
-        Octet partial[kSteps];
-        if (rank == r.rank) {
-          ReduceRows<Y, kSteps, false>(p, shared, own.count, base, end, vector, partial);
+        if (nodes_apart) close_node();
 #pragma unroll
-          for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
-        } else {
-          const char* wire = shared.data[r.rank] + p.staging.rows +
-                             (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes;
-          LoadPartial<Y, kWire, kSteps>(p, wire, base, end, vector, partial);
+        for (int s = 0; s < kSteps; ++s) {
+          const int e = base + s * kWarpElements + lane * kOctet;
+          StoreOctet(out, e, end, vector, Narrow<Y>(kGeneral && nodes_apart ? nodes[kGeneral ? s : 0] : total[s]));
         }
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
       }
-      close_node();
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int e = base + s * kWarpElements + lane * kOctet;
-        StoreOctet(out, e, end, vector, Narrow<Y>(kNodes ? nodes[kNodes ? s : 0] : total[s]));
-      }
-    }
   }
 }
 
-template <class Y, WireType kWire, bool kNodes>
+// Warp steps whose accumulators a warp holds in registers.
+template <class Y>
+__host__ __device__ constexpr int StepsOf(bool general) {
+  return general || sizeof(Y) == 4 ? 2 : 4;
+}
+
+template <class Y, WireType kWire, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineParams p) {
-  constexpr int kSteps = kNodes || sizeof(Y) == 4 ? 2 : 4;
+  constexpr int kSteps = StepsOf<Y>(kGeneral);
   __shared__ CombineShared shared;
+  extern __shared__ __align__(128) char rings[];
+  char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   const Routing& r = p.routing;
   const uint32_t epoch = *static_cast<volatile uint32_t*>(&p.control->epoch) + 1;
   if (threadIdx.x < r.ranks) {
@@ -270,17 +322,18 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     shared.half[threadIdx.x] = p.control->staging[threadIdx.x] + (epoch & 1) * half_bytes;
     shared.data[threadIdx.x] = shared.half[threadIdx.x] + half_bytes - p.staging.data_bytes;
   }
+  InitSignalBox(shared.signals);
   __syncthreads();
   const Patience patience{p.control, p.schedule.timeout_ns, epoch, Operation::kCombine};
   if (!HasMemory(patience, p.staging.flag_bytes, p.staging.data_bytes, r.rank))
     return FinishOperation(p.control, epoch);
-  const bool vector = r.hidden % kOctet == 0;
+  const bool vector = !kGeneral || r.hidden % kOctet == 0;
   uint32_t* presence =
       reinterpret_cast<uint32_t*>(shared.half[threadIdx.x < r.ranks ? threadIdx.x : r.rank] + p.staging.presence_flags);
   const bool peer = threadIdx.x < r.ranks && threadIdx.x != r.rank;
   if (blockIdx.x == 0 && peer) StoreRelaxedSystem(presence + r.rank * kMaxBlocks, epoch);
-  if (blockIdx.x < p.schedule.push_blocks) PushPartials<Y, kWire, kSteps>(p, shared, vector, epoch);
-  SumPartials<Y, kWire, kSteps, kNodes>(p, shared, vector, patience);
+  if (blockIdx.x < p.schedule.push_blocks) PushPartials<Y, kWire, kSteps>(p, shared, ring, vector, epoch);
+  SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, patience);
   if (blockIdx.x == gridDim.x - 1 && peer) {
     const uint32_t* mine = reinterpret_cast<const uint32_t*>(shared.half[r.rank] + p.staging.presence_flags);
     WaitFlag(mine + threadIdx.x * kMaxBlocks, patience, Step::kPresence, threadIdx.x);
@@ -288,14 +341,16 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   FinishOperation(p.control, epoch);
 }
 
+template <class Y, WireType kWire, bool kGeneral>
+int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
+  const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
+  CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, rings, stream>>>(p);
+  return cudaGetLastError();
+}
 template <class Y, WireType kWire>
 int LaunchCombineWire(const CombineParams& p, cudaStream_t stream) {
-  if (p.routing.ranks_per_node == p.routing.ranks) {
-    CombineKernel<Y, kWire, false><<<p.schedule.blocks, kThreads, 0, stream>>>(p);
-  } else {
-    CombineKernel<Y, kWire, true><<<p.schedule.blocks, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const bool general = p.routing.ranks_per_node != p.routing.ranks || p.routing.hidden % kOctet != 0;
+  return !general ? LaunchCombineKernel<Y, kWire, false>(p, stream) : LaunchCombineKernel<Y, kWire, true>(p, stream);
 }
 template <class Y>
 int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
@@ -308,11 +363,18 @@ int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
       return LaunchCombineWire<Y, WireType::kInt8>(p, stream);
   }
 }
+// Loads the kernel and lets it use the shared memory of its rings.
+template <class Y, WireType kWire, bool kGeneral>
+int PreloadCombineKernel() {
+  const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
+  cudaFuncAttributes attributes;
+  if (int e = cudaFuncGetAttributes(&attributes, CombineKernel<Y, kWire, kGeneral>)) return e;
+  return cudaFuncSetAttribute(CombineKernel<Y, kWire, kGeneral>, cudaFuncAttributeMaxDynamicSharedMemorySize, rings);
+}
 template <class Y, WireType kWire>
 int PreloadCombineWire() {
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, CombineKernel<Y, kWire, false>)) return e;
-  return cudaFuncGetAttributes(&attributes, CombineKernel<Y, kWire, true>);
+  if (int e = PreloadCombineKernel<Y, kWire, false>()) return e;
+  return PreloadCombineKernel<Y, kWire, true>();
 }
 template <class Y>
 int PreloadCombineOf() {

@@ -25,4 +25,10 @@ uint64_t DispatchScratchBytes(const Routing& routing, const Schedule& schedule) 
   return reinterpret_cast<uint64_t>(scratch.totals + scratch.columns);
 }
 
+uint64_t SoloLayoutBytes(const Routing& routing, const Schedule& schedule) {
+  const LayoutScratch scratch = MakeScratch(nullptr, routing, schedule);
+  return reinterpret_cast<uint64_t>(scratch.totals + (2 + kWarps) * static_cast<int64_t>(scratch.columns));
+}
+uint64_t SoloLayoutLimit() { return kLayoutSharedBytes; }
+
 }  // namespace xen_moe

@@ -13,6 +13,7 @@
 
 #include "layout.cuh"
 #include "row_codec.cuh"
+#include "signal.cuh"
 
 namespace xen_moe {
 
@@ -20,23 +21,28 @@ struct DispatchShared {
   char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
   char* data[kMaxRanks];  // and its data
   int rows[kWarps][kMaxSlots];
+  SignalBox signals;
 };
 
-__device__ __forceinline__ uint32_t* RowFlag(char* half, const DispatchParams& p, int source, int token, int part) {
-  const int64_t index = (static_cast<int64_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
-  return reinterpret_cast<uint32_t*>(half + p.staging.row_flags) + index;
+__device__ __forceinline__ uint32_t RowFlagIndex(const DispatchParams& p, int source, int token, int part) {
+  return (static_cast<uint32_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
 }
 __device__ __forceinline__ uint32_t* PresenceFlag(char* half, const Staging& staging, int source, int block) {
   return reinterpret_cast<uint32_t*>(half + staging.presence_flags) + source * kMaxBlocks + block;
 }
 
 template <class Codec>
-__device__ __forceinline__ void PushRows(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
+__device__ __forceinline__ void PushRows(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
   const Routing& r = p.routing;
-  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
   const int items = r.tokens * p.schedule.parts;
-  for (int item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += p.schedule.push_blocks * kWarps) {
+  const bool direct = items <= p.schedule.push_blocks * kWarps;
+  Signaller signaller{shared.signals, shared.half, p.staging.row_flags, epoch, direct};
+  const int pushing_warps = direct ? kWarps : kSignalWarp;
+  if (warp >= pushing_warps) return signaller.Serve();
+  for (int item = blockIdx.x + warp * p.schedule.push_blocks; item < items;
+       item += p.schedule.push_blocks * pushing_warps) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     uint32_t ranks = 0;
     for (int k = lane; k < r.top_k; k += 32) {
@@ -48,17 +54,14 @@ __device__ __forceinline__ void PushRows(const DispatchParams& p, const Dispatch
     const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
     const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
     Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), Targets{rotated, first, r.ranks, shared.data, row});
-    __syncwarp();
-    if (ranks >> lane & 1) {
-      __threadfence_system();
-      StoreRelaxedSystem(RowFlag(shared.half[lane], p, r.rank, token, part), epoch);
-    }
+    signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
   }
+  signaller.Finish();
 }
 
-// Sends this rank's topk_idx and topk_weights to every peer, block by block, and waits for theirs.
-__device__ __forceinline__ void ExchangeMetadata(const DispatchParams& p, const DispatchShared& shared, int index,
-                                                 const Patience& patience) {
+// Sends this rank's topk_idx and topk_weights to every peer, block by block.
+__device__ __forceinline__ void SendMetadata(const DispatchParams& p, const DispatchShared& shared, int index,
+                                             const Patience& patience) {
   const Routing& r = p.routing;
   const int words = r.tokens * r.top_k, blocks = p.schedule.layout_blocks;
   for (int i = index * kThreads + threadIdx.x; i < words; i += blocks * kThreads) {
@@ -76,6 +79,11 @@ __device__ __forceinline__ void ExchangeMetadata(const DispatchParams& p, const 
     __threadfence_system();
     StoreRelaxedSystem(PresenceFlag(shared.half[threadIdx.x], p.staging, r.rank, index), patience.epoch);
   }
+}
+__device__ __forceinline__ void AwaitMetadata(const DispatchParams& p, const DispatchShared& shared,
+                                              const Patience& patience) {
+  const Routing& r = p.routing;
+  const int blocks = p.schedule.layout_blocks;
   for (int i = threadIdx.x; i < r.ranks * blocks; i += kThreads) {
     const int source = i / blocks;
     if (source == r.rank) continue;
@@ -154,12 +162,8 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   int* list = shared.rows[warp];
   const int own_items = r.tokens * p.schedule.parts;
   const int items = r.ranks * own_items;
-  auto claim = [&] { return lane == 0 ? static_cast<int>(atomicAdd(&p.control->work[0], 1u)) : 0; };
-  int next = claim();
-  for (;;) {
-    const int item = __shfl_sync(0xFFFFFFFFu, next, 0);
-    if (item >= items) break;
-    next = claim();  // the answer is needed only in the next round
+  Claims claims(&p.control->work[0], items, gridDim.x);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
     if (item >= own_items) {  // token by token, the sources interleaved: the order in which rows arrive
@@ -176,8 +180,13 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
       Codec::PlaceOwn(p, token, range, rows);
     } else {
       bool arrived = true;
-      if (lane == 0) arrived = WaitFlag(RowFlag(half, p, source, token, part), patience, Step::kRows, source);
-      if (!__shfl_sync(0xFFFFFFFFu, arrived, 0)) continue;
+      if (lane == 0) {
+        const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
+        arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), patience, Step::kRows, source);
+      }
+      arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
+      __syncwarp();  // what one lane has acquired, all lanes may read
+      if (!arrived) continue;
       Codec::PlaceStaged(
           p, data + p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes, range,
           rows);
@@ -213,6 +222,49 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   }
 }
 
+// Ranked: the experts of rows that nobody sent are -1, so that the caller's counts are right.
+__device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch) {
+  const Routing& r = p.routing;
+  if (r.layout != Layout::kRanked || p.known_positions) return;
+  const int64_t begin = static_cast<int64_t>(min(r.capacity, ExpertRows(p, scratch, 0))) * r.top_k;
+  const int64_t end = static_cast<int64_t>(r.capacity) * r.top_k;
+  for (int64_t i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
+    p.local_idx[i] = -1;
+    p.weights[i] = 0.0f;
+  }
+}
+
+// Positions, by all blocks together or, for a small batch, by every block for itself in shared memory. Returns where
+// the result is, with the groups' starts in `*starts`.
+__device__ __forceinline__ LayoutScratch ComputePositions(const DispatchParams& p, const DispatchShared& shared,
+                                                          int* dynamic, const Patience& patience, int** starts) {
+  const Routing& r = p.routing;
+  const int layout_index = static_cast<int>(blockIdx.x) - (p.schedule.blocks - p.schedule.layout_blocks);
+  LayoutScratch scratch = MakeScratch(p.control->scratch, r, p.schedule);
+  *starts = dynamic;
+  if (p.known_positions) {
+    if (r.alignment > 1) ComputeStarts(p, scratch, *starts);
+    return scratch;
+  }
+  if (p.schedule.solo_layout) {
+    scratch = MakeScratch(reinterpret_cast<char*>(dynamic), r, p.schedule);
+    int* counters = scratch.totals + scratch.columns;
+    *starts = counters + kWarps * scratch.columns;
+    if (layout_index >= 0) SendMetadata(p, shared, layout_index, patience);
+    AwaitMetadata(p, shared, patience);
+    CountAlone(p, shared.data[r.rank], scratch, counters, blockIdx.x == 0);
+  } else {
+    if (layout_index >= 0) {
+      SendMetadata(p, shared, layout_index, patience);
+      AwaitMetadata(p, shared, patience);
+      CountAndScan(p, shared.data[r.rank], scratch, layout_index, p.schedule.layout_blocks, dynamic, patience);
+    }
+    BlockAwait(&p.control->barrier[1], p.schedule.layout_blocks, patience, r.rank);
+  }
+  ComputeStarts(p, scratch, *starts);
+  return scratch;
+}
+
 template <class Codec>
 __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
@@ -224,28 +276,19 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     shared.half[threadIdx.x] = p.control->staging[threadIdx.x] + (epoch & 1) * half_bytes;
     shared.data[threadIdx.x] = shared.half[threadIdx.x] + half_bytes - p.staging.data_bytes;
   }
+  InitSignalBox(shared.signals);
   __syncthreads();
   const Patience patience{p.control, p.schedule.timeout_ns, epoch,
                           p.known_positions ? Operation::kRedispatch : Operation::kDispatch};
   if (!HasMemory(patience, p.staging.flag_bytes, p.staging.data_bytes, r.rank))
     return FinishOperation(p.control, epoch);
-  const LayoutScratch scratch = MakeScratch(p.control->scratch, r, p.schedule);
-  const int layout_index = static_cast<int>(blockIdx.x) - (p.schedule.blocks - p.schedule.layout_blocks);
-
-  if (p.known_positions) {
-    if (blockIdx.x == 0) AnnouncePresence(r, p.staging, shared.half, epoch);
-    if (blockIdx.x < p.schedule.push_blocks) PushRows<Codec>(p, shared, epoch);
-  } else {
-    if (blockIdx.x < p.schedule.push_blocks) PushRows<Codec>(p, shared, epoch);
-    if (layout_index >= 0) {
-      ExchangeMetadata(p, shared, layout_index, patience);
-      CountAndScan(p, shared.data[r.rank], scratch, layout_index, p.schedule.layout_blocks, dynamic, patience);
-    }
-    BlockAwait(&p.control->barrier[1], p.schedule.layout_blocks, patience, r.rank);
-  }
-  if (!p.known_positions || r.alignment > 1) ComputeStarts(p, scratch, dynamic);
-  PlaceRows<Codec>(p, shared, scratch, dynamic, patience);
-  ZeroPadding(p, scratch, dynamic);
+  if (p.known_positions && blockIdx.x == 0) AnnouncePresence(r, p.staging, shared.half, epoch);
+  if (blockIdx.x < p.schedule.push_blocks) PushRows<Codec>(p, shared, epoch);
+  int* starts;
+  const LayoutScratch scratch = ComputePositions(p, shared, dynamic, patience, &starts);
+  PlaceRows<Codec>(p, shared, scratch, starts, patience);
+  ZeroPadding(p, scratch, starts);
+  ClearUnusedRows(p, scratch);
   if (p.known_positions && blockIdx.x == gridDim.x - 1) AwaitPresence(r, p.staging, shared.half, patience);
   FinishOperation(p.control, epoch);
 }

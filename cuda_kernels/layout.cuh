@@ -50,6 +50,16 @@ __device__ __forceinline__ int LocalExpert(int expert, const Routing& r) {
   return expert >= 0 && expert < r.experts && local >= 0 && local < r.local_experts ? local : -1;
 }
 
+// Column of a segment's entry: its local expert, or, ranked, 0 for a token with any expert here; -1: no row here.
+__device__ __forceinline__ int ColumnOf(const int* idx, int entry, const Routing& r) {
+  if (r.layout != Layout::kRanked) return LocalExpert(idx[entry], r);
+  int column = -1;
+  for (int k = 0; k < r.top_k; ++k) {
+    if (LocalExpert(idx[entry * r.top_k + k], r) >= 0) column = 0;
+  }
+  return column;
+}
+
 __device__ __forceinline__ void CountSegment(const int* topk, int segment, const LayoutScratch& scratch,
                                              const Routing& r, const Schedule& schedule, int* counters) {
   const int lane = threadIdx.x & 31;
@@ -61,25 +71,26 @@ __device__ __forceinline__ void CountSegment(const int* topk, int segment, const
   const int entries = tokens * r.slots;
   int* number = scratch.number + (static_cast<int64_t>(source) * r.tokens + first) * r.slots;
   const int* idx = topk + static_cast<int64_t>(first) * r.top_k;
-  for (int base = 0; base < entries; base += 32) {
-    const int entry = base + lane;
-    int column = -1;
-    if (entry < entries) {
-      if (r.layout == Layout::kRanked) {
-        for (int k = 0; k < r.top_k; ++k) {
-          if (LocalExpert(idx[entry * r.top_k + k], r) >= 0) column = 0;
-        }
-      } else {
-        column = LocalExpert(idx[entry], r);
-      }
+  constexpr int kAhead = 4;  // groups of 32 entries that are read together
+  for (int first_entry = 0; first_entry < entries; first_entry += 32 * kAhead) {
+    int columns[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int entry = first_entry + i * 32 + lane;
+      columns[i] = entry < entries ? ColumnOf(idx, entry, r) : -1;
     }
-    const uint32_t same = __match_any_sync(0xFFFFFFFFu, column);
-    const int before = __popc(same & ((1u << lane) - 1));
-    const int seen = column >= 0 ? counters[column] : 0;
-    __syncwarp();
-    if (column >= 0 && before == 0) counters[column] = seen + __popc(same);
-    __syncwarp();
-    if (entry < entries) number[entry] = column >= 0 ? seen + before : -1;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int entry = first_entry + i * 32 + lane, column = columns[i];
+      if (first_entry + i * 32 >= entries) break;
+      const uint32_t same = __match_any_sync(0xFFFFFFFFu, column);
+      const int before = __popc(same & ((1u << lane) - 1));
+      const int seen = column >= 0 ? counters[column] : 0;
+      __syncwarp();
+      if (column >= 0 && before == 0) counters[column] = seen + __popc(same);
+      __syncwarp();
+      if (entry < entries) number[entry] = column >= 0 ? seen + before : -1;
+    }
   }
   for (int l = lane; l < scratch.columns; l += 32) {
     scratch.prefix[static_cast<int64_t>(l) * scratch.segments + segment] = counters[l];
@@ -97,7 +108,7 @@ __device__ __forceinline__ void ScanColumn(int column, const LayoutScratch& scra
     for (int base = 0; base < scratch.segments_per_source; base += 32) {
       const int i = base + lane;
       int* at = values + source * scratch.segments_per_source + i;
-      const int value = i < scratch.segments_per_source ? __ldcg(at) : 0;
+      const int value = i < scratch.segments_per_source ? *at : 0;
       int sum = value;
 #pragma unroll
       for (int d = 1; d < 32; d <<= 1) {
@@ -107,7 +118,7 @@ __device__ __forceinline__ void ScanColumn(int column, const LayoutScratch& scra
       if (i < scratch.segments_per_source) *at = carry + sum - value;
       carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
     }
-    if (lane == 0) recv_counts[source * r.local_experts + column] = carry - begin;
+    if (lane == 0 && recv_counts) recv_counts[source * r.local_experts + column] = carry - begin;
   }
   if (lane == 0) scratch.totals[column] = carry;
 }
@@ -137,9 +148,32 @@ __device__ __forceinline__ void CountAndScan(const DispatchParams& p, const char
   BlockArrive(&p.control->barrier[1]);
 }
 
+// The same by one block for itself, everything in shared memory. `write`: it also writes recv_counts.
+__device__ __forceinline__ void CountAlone(const DispatchParams& p, const char* data, const LayoutScratch& scratch,
+                                           int* counters, bool write) {
+  const Routing& r = p.routing;
+  const int warp = threadIdx.x / 32;
+  for (int segment = warp; segment < scratch.segments; segment += kWarps) {
+    const int source = segment / scratch.segments_per_source;
+    CountSegment(SourceTopk(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
+                 counters + warp * scratch.columns);
+  }
+  __syncthreads();
+  for (int column = warp; column < scratch.columns; column += kWarps) {
+    ScanColumn(column, scratch, r, write ? p.recv_counts : nullptr);
+  }
+  if (write) {
+    for (int i = threadIdx.x; i < r.ranks * (r.local_experts - scratch.columns); i += kThreads) {
+      const int rest = r.local_experts - scratch.columns;
+      p.recv_counts[i / rest * r.local_experts + scratch.columns + i % rest] = 0;
+    }
+  }
+  __syncthreads();
+}
+
 // Rows of local expert `l`, before dropping.
 __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutScratch& scratch, int l) {
-  if (!p.known_positions) return __ldcg(scratch.totals + l);
+  if (!p.known_positions) return scratch.totals[l];
   int total = 0;
   for (int source = 0; source < p.routing.ranks; ++source) {
     total += p.recv_counts[source * p.routing.local_experts + l];
@@ -176,12 +210,12 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
 __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
                                           int source, int token, int slot, int expert) {
   const Routing& r = p.routing;
-  const int number = __ldcg(scratch.number + (static_cast<int64_t>(source) * r.tokens + token) * r.slots + slot);
+  const int number = scratch.number[(static_cast<int64_t>(source) * r.tokens + token) * r.slots + slot];
   if (number < 0) return -1;
   const int column = r.layout == Layout::kRanked ? 0 : LocalExpert(expert, r);
   if (column < 0) return -1;
   const int segment = source * scratch.segments_per_source + token / p.schedule.segment_tokens;
-  const int in_group = number + __ldcg(scratch.prefix + static_cast<int64_t>(column) * scratch.segments + segment);
+  const int in_group = number + scratch.prefix[static_cast<int64_t>(column) * scratch.segments + segment];
   if (r.layout == Layout::kPadded && in_group >= r.ranks * r.tokens) return -2;
   const int position = starts[column] + in_group;
   return position < r.capacity && position >= 0 ? position : -2;

@@ -97,10 +97,39 @@ __device__ __forceinline__ void BlockArrive(uint32_t* counter) {
 __device__ __forceinline__ void BlockAwait(const uint32_t* counter, uint32_t blocks, const Patience& patience,
                                            int rank) {
   if (threadIdx.x == 0) {
-    WaitUntil([&] { return LoadAcquireGpu(counter) >= blocks; }, patience, Step::kLocalBlocks, rank);
+    // Without a limit of its own: a block that waits for a peer has one, and tells the others by `abort`.
+    const Patience endless{patience.control, 0, patience.epoch, patience.operation};
+    WaitUntil([&] { return LoadAcquireGpu(counter) >= blocks; }, endless, Step::kLocalBlocks, rank);
   }
   __syncthreads();
 }
+
+// Items of work for warps: taken from a counter, or, when there are no more items than warps, one each without asking.
+class Claims {
+ public:
+  // `blocks`: the first blocks of the grid, which share the work.
+  __device__ __forceinline__ Claims(uint32_t* counter, int items, int blocks, int warps = kWarps)
+      : counter_(counter), items_(items), blocks_(blocks), fixed_(items <= blocks * warps) {}
+  __device__ __forceinline__ int First() {
+    if (fixed_) return static_cast<int>(blockIdx.x) + static_cast<int>(threadIdx.x / 32) * blocks_;
+    next_ = Take();
+    return Next();
+  }
+  __device__ __forceinline__ int Next() {
+    if (fixed_) return items_;
+    const int item = __shfl_sync(0xFFFFFFFFu, next_, 0);
+    if (item < items_) next_ = Take();  // the answer is needed only in the next round
+    return item;
+  }
+
+ private:
+  __device__ __forceinline__ int Take() {
+    return (threadIdx.x & 31) == 0 ? static_cast<int>(atomicAdd(counter_, 1u)) : 0;
+  }
+  uint32_t* counter_;
+  int items_, blocks_, next_ = 0;
+  bool fixed_;
+};
 
 // The last block to finish resets the counters and completes the operation.
 __device__ __forceinline__ void FinishOperation(Control* control, uint32_t epoch) {

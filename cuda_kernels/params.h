@@ -52,6 +52,7 @@ struct Schedule {
   int parts;           // a row is moved in this many parts (small batches)
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
+  bool solo_layout;    // every block computes all positions for itself, in shared memory
   uint64_t timeout_ns;
 };
 
@@ -124,5 +125,8 @@ int PreloadKernels();
 
 // Bytes of a rank's private scratch memory that a dispatch needs.
 uint64_t DispatchScratchBytes(const Routing& routing, const Schedule& schedule);
+// Bytes of shared memory that Schedule::solo_layout takes, and how many there are.
+uint64_t SoloLayoutBytes(const Routing& routing, const Schedule& schedule);
+uint64_t SoloLayoutLimit();
 
 }  // namespace xen_moe

@@ -80,6 +80,11 @@ void DecodeRouting(const Attributes& a, RoutingPlan* plan) {
   s.parts = static_cast<int>(a.Int("parts", 1, 64));
   s.part_elements = static_cast<int>(AlignUp((r.hidden + s.parts - 1) / s.parts, 256));
   s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
+  s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
+  if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
+    Reject("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
+           " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));
+  }
   s.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
 
   Staging& m = plan->staging;

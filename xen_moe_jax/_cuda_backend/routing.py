@@ -57,6 +57,7 @@ def attributes(
         "layout_blocks": cut.layout_blocks,
         "parts": cut.parts,
         "segment_tokens": cut.segment_tokens,
+        "solo_layout": int(cut.solo_layout),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -112,7 +113,7 @@ def dispatch(
     mesh = _primitives.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh))
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
     attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scales is not None)
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     if scales is not None:
@@ -145,7 +146,7 @@ def redispatch(
     mesh = _primitives.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh))
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
     attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True)
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     operands = (x, topk_idx, positions, recv_counts)

@@ -16,6 +16,10 @@ DEFAULT_SMS = 64
 WARPS = 16
 """Warps of a thread block; `kWarps` in cuda_kernels/workspace.h."""
 MIN_PART_ELEMENTS = 512
+SOLO_ENTRIES = 2048
+"""Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
+SOLO_BYTES = 40 * 1024
+"""Shared memory of a block for positions; `kLayoutSharedBytes` in cuda_kernels/layout.cuh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Tuning:
     push_blocks: int | None = None
     layout_blocks: int | None = None
     parts: int | None = None
+    solo_layout: bool | None = None
 
 
 _tuning = Tuning()
@@ -50,6 +55,7 @@ class Schedule:
     layout_blocks: int
     parts: int
     segment_tokens: int
+    solo_layout: bool = False
 
 
 def _blocks(config: KernelConfig, sms: int) -> int:
@@ -72,12 +78,26 @@ def _within(value: int, most: int) -> int:
     return max(1, min(value, most))
 
 
-def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
-    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows."""
-    blocks = _blocks(config, sms)
+def _solo_segment(spec: Spec) -> int | None:
+    """Tokens of a segment when every block can compute all positions in its shared memory; None when it cannot."""
+    per_source = max(1, WARPS // spec.num_ranks)
+    segment = -(-spec.num_tokens // per_source)
+    segments = spec.num_ranks * -(-spec.num_tokens // segment)
+    columns = 1 if spec.layout == "ranked" else spec.local_experts
+    words = spec.num_ranks * spec.num_tokens * spec.slots + columns * (segments + WARPS + 2)
+    few = spec.num_ranks * spec.num_tokens * spec.slots <= SOLO_ENTRIES
+    return segment if few and 4 * words <= SOLO_BYTES else None
+
+
+def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes: bool = False) -> Schedule:
+    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more."""
+    blocks = min(config.num_sms or (sms if quantizes and spec.num_tokens > 512 else DEFAULT_SMS), sms)
     small = spec.num_tokens <= 512
-    push = _within(_tuning.push_blocks or (blocks // 2 if small else min(16, blocks // 4)), blocks)
+    push = _within(_tuning.push_blocks or (blocks // 2 if small else min(24, blocks * 3 // 8)), blocks)
     parts = _parts(spec.num_tokens, push * WARPS, hidden, config)
+    solo = _solo_segment(spec)
+    if solo is not None and _tuning.solo_layout is not False:
+        return Schedule(blocks, push, _within(-(-spec.num_tokens * spec.top_k // 512), blocks), parts, solo, True)
     counting = _within(_tuning.layout_blocks or blocks - push, blocks)
     tokens = spec.num_ranks * spec.num_tokens
     segment = max(-(-32 // spec.slots), -(-tokens // (counting * WARPS)))

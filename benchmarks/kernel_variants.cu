@@ -1,0 +1,223 @@
+// Times the dispatch and combine kernels alone, without JAX: one process, all GPUs, back-to-back launches, CUDA events.
+// Built once per set of -DXEN_MOE_... experiment switches; prints one line per schedule.
+//   nvcc -std=c++17 -O3 -arch=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu cuda_kernels/launch.cc -o
+//   variants
+//   ./variants NAME
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda_kernels/params.h"
+
+using namespace xen_moe;
+
+#define CHECK(call)                                                         \
+  do {                                                                      \
+    cudaError_t e = static_cast<cudaError_t>(call);                         \
+    if (e != cudaSuccess) {                                                 \
+      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(e)); \
+      std::exit(1);                                                         \
+    }                                                                       \
+  } while (0)
+
+struct Rank {
+  Control* control;
+  char *staging, *scratch, *x, *rows;
+  float *scales, *row_scales, *weights, *row_weights;
+  int *idx, *positions, *counts;
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  ErrorWord* error;
+};
+
+template <class T>
+T* Device(size_t n) {
+  T* p;
+  CHECK(cudaMalloc(&p, n * sizeof(T)));
+  CHECK(cudaMemset(p, 0, n * sizeof(T)));
+  return p;
+}
+
+// Random bf16 values in (-4, 4): zeros and constants can travel faster than real data.
+__global__ void FillRandom(uint16_t* p, size_t n) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < n; i += size_t{gridDim.x} * blockDim.x) {
+    uint64_t h = (i + 1) * 0x9E3779B97F4A7C15ull;
+    h = (h ^ h >> 31) * 0xBF58476D1CE4E5B9ull;
+    p[i] = static_cast<uint16_t>((h >> 40 & 0x80FF) | (0x3F00 + (h >> 20 & 0x7F)));
+  }
+}
+
+int main(int argc, char** argv) {
+  const std::string name = argc > 1 ? argv[1] : "base";
+  const int hidden = 7168, experts = 256, top_k = 8;
+  int ranks = 0;
+  CHECK(cudaGetDeviceCount(&ranks));
+  for (int i = 0; i < ranks; ++i) {
+    CHECK(cudaSetDevice(i));
+    for (int j = 0; j < ranks; ++j) {
+      if (i != j) CHECK(cudaDeviceEnablePeerAccess(j, 0));
+    }
+    CHECK(PreloadKernels());
+  }
+  const uint64_t half = 320ull << 20;
+  for (int tokens : {4096, 128, 1}) {
+    const int capacity = ranks * tokens * top_k;
+    std::vector<Rank> all(ranks);
+    std::mt19937 rng(1);
+    for (int r = 0; r < ranks; ++r) {
+      CHECK(cudaSetDevice(r));
+      Rank& k = all[r];
+      k.control = Device<Control>(1);
+      k.staging = Device<char>(2 * half);
+      k.scratch = Device<char>(64 << 20);
+      k.x = Device<char>(size_t{2} * tokens * hidden);
+      k.rows = Device<char>(size_t{2} * capacity * hidden);
+      k.scales = Device<float>(tokens * 56);
+      k.row_scales = Device<float>(size_t{56} * capacity);
+      k.weights = Device<float>(tokens * top_k);
+      k.row_weights = Device<float>(capacity);
+      k.idx = Device<int>(tokens * top_k);
+      k.positions = Device<int>(capacity);
+      k.counts = Device<int>(experts);
+      CHECK(cudaHostAlloc(&k.error, sizeof(ErrorWord), cudaHostAllocMapped));
+      k.error->packed = 0;
+      std::vector<int> idx;
+      for (int t = 0; t < tokens; ++t) {
+        std::vector<int> e(experts);
+        for (int i = 0; i < experts; ++i) e[i] = i;
+        for (int i = 0; i < top_k; ++i) std::swap(e[i], e[i + rng() % (experts - i)]), idx.push_back(e[i]);
+      }
+      CHECK(cudaMemcpy(k.idx, idx.data(), idx.size() * 4, cudaMemcpyDefault));
+      FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.x), size_t{1} * tokens * hidden);
+      FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.rows), size_t{1} * capacity * hidden);
+      CHECK(cudaDeviceSynchronize());
+      CHECK(cudaStreamCreate(&k.stream));
+      CHECK(cudaEventCreate(&k.begin));
+      CHECK(cudaEventCreate(&k.end));
+    }
+    for (int r = 0; r < ranks; ++r) {
+      Control c{};
+      for (int j = 0; j < ranks; ++j) c.staging[j] = all[j].staging;
+      c.half_bytes = half;
+      c.scratch = all[r].scratch;
+      c.error = all[r].error;
+      CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
+    }
+    auto run = [&](const char* what, auto launch, int blocks, int push, int parts) {
+      const int inner = tokens > 1000 ? 10 : 40;
+      std::vector<float> times;
+      for (int repeat = 0; repeat < 8; ++repeat) {
+        for (int r = 0; r < ranks; ++r) {
+          CHECK(cudaSetDevice(r));
+          CHECK(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i <= inner; ++i) {
+          for (int r = 0; r < ranks; ++r) {
+            CHECK(cudaSetDevice(r));
+            if (i == 1) CHECK(cudaEventRecord(all[r].begin, all[r].stream));
+            CHECK(launch(r));
+          }
+        }
+        float slowest = 0;
+        for (int r = 0; r < ranks; ++r) {
+          CHECK(cudaSetDevice(r));
+          CHECK(cudaEventRecord(all[r].end, all[r].stream));
+          CHECK(cudaStreamSynchronize(all[r].stream));
+          float ms;
+          CHECK(cudaEventElapsedTime(&ms, all[r].begin, all[r].end));
+          slowest = std::max(slowest, ms * 1e3f / inner);
+          if (all[r].error->packed)
+            std::printf("rank %d gave up: %llx\n", r, (unsigned long long)all[r].error->packed), std::exit(1);
+        }
+        times.push_back(slowest);
+      }
+      std::sort(times.begin(), times.end());
+      std::printf("%-14s %-14s T %4d blocks %3d push %3d parts %2d: best %7.1f median %7.1f us\n", name.c_str(), what,
+                  tokens, blocks, push, parts, times[0], times[times.size() / 2]);
+      std::fflush(stdout);
+    };
+    auto routing = [&](int r) {
+      Routing q{};
+      q.ranks = ranks, q.rank = r, q.tokens = tokens, q.top_k = q.slots = top_k, q.experts = experts;
+      q.local_experts = experts / ranks, q.hidden = hidden, q.capacity = capacity, q.alignment = 1,
+      q.ranks_per_node = ranks;
+      q.layout = Layout::kGrouped;
+      return q;
+    };
+    auto stage = [&](uint64_t row, uint64_t scale_offset, int parts) {
+      Staging m{};
+      const uint64_t pairs = uint64_t{1} * ranks * tokens;
+      m.row_flags = ranks * kMaxBlocks * 4;
+      m.flag_bytes = m.row_flags + (pairs * parts * 4 + 255) / 256 * 256;
+      m.topk_weights = (pairs * top_k * 4 + 127) / 128 * 128;
+      m.rows = 2 * m.topk_weights;
+      m.row_bytes = row;
+      m.scale_offset = scale_offset;
+      m.data_bytes = (m.rows + pairs * row + 255) / 256 * 256;
+      return m;
+    };
+    auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts) {
+      Schedule s{};
+      s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
+      s.timeout_ns = 2000000000ull;
+      s.solo_layout = tokens <= 128;
+      s.layout_blocks = s.solo_layout ? std::max(1, tokens * top_k / 512) : blocks - push;
+      s.segment_tokens =
+          s.solo_layout ? (tokens + 3) / 4 : (ranks * tokens + s.layout_blocks * 16 - 1) / (s.layout_blocks * 16);
+      run(
+          what,
+          [&](int r) {
+            Rank& k = all[r];
+            DispatchParams p{};
+            p.control = k.control, p.routing = routing(r), p.schedule = s;
+            p.staging = fp8 ? stage(7168 + 224, 7168, parts) : stage(14336, 14336, parts);
+            p.element = fp8 ? Element::kByte : Element::kBf16;
+            p.wire = WireType::kNative;
+            p.known_positions = known;
+            p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
+            p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions,
+            p.recv_counts = k.counts;
+            p.weights = k.row_weights;
+            return LaunchDispatch(p, k.stream);
+          },
+          blocks, push, parts);
+    };
+    auto combine = [&](const char* what, int blocks, int push, int parts) {
+      Schedule s{};
+      s.blocks = blocks, s.push_blocks = push, s.layout_blocks = 1, s.parts = parts;
+      s.part_elements = (hidden / parts + 255) / 256 * 256;
+      s.timeout_ns = 2000000000ull;
+      run(
+          what,
+          [&](int r) {
+            Rank& k = all[r];
+            CombineParams p{};
+            p.control = k.control, p.routing = routing(r), p.schedule = s, p.staging = stage(14336, 14336, parts);
+            p.element = Element::kBf16, p.wire = WireType::kNative;
+            p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.x;
+            return LaunchCombine(p, k.stream);
+          },
+          blocks, push, parts);
+    };
+    if (tokens == 4096) {
+      dispatch("fp8 dispatch", true, false, 64, 16, 1);
+      dispatch("fp8 dispatch", true, false, 64, 24, 1);
+      dispatch("bf16 dispatch", false, false, 64, 16, 1);
+      combine("combine", 64, 32, 1);
+      combine("combine", 32, 20, 1);
+    } else {
+      const int parts = tokens == 1 ? 8 : 4;
+      dispatch("fp8 dispatch", true, false, 64, 32, parts);
+      dispatch("bf16 redisp", false, true, 64, 32, parts);
+      combine("combine", 64, 32, parts);
+    }
+    for (Rank& k : all) {
+      cudaFree(k.staging), cudaFree(k.rows), cudaFree(k.x), cudaFree(k.row_scales);
+    }
+  }
+}
