@@ -211,7 +211,7 @@ class Conformance:
         problem = self.problem(Case("non-finite", dtype="float32"), "uniform")
         x = problem.x.copy()
         x[0, 0, :4] = [np.nan, np.inf, -np.inf, -0.0]
-        x.view(np.uint32)[1, 1, 5] = 0x7FC12345
+        x.view(np.uint32)[min(1, self.num_ranks - 1), 1, 5] = 0x7FC12345
         x[-1, -1] = np.nan
         names, config = problem.axis_name, self.config
 
@@ -414,7 +414,7 @@ def ragged_operands(rng, ranks: int, kind: str, trailing: tuple[int, ...], dtype
         for source in rng.permutation(ranks):
             output_offsets[source, dest] = at
             at += sizes[source, dest] + gap[dest, source]
-    rows = 5 * ranks
+    rows = 5 * ranks + 1
     operand = rng.integers(-100, 100, (ranks, rows, *trailing)).astype(dtype)
     output = rng.integers(-100, 100, (ranks, rows + 3, *trailing)).astype(dtype)
     return operand, output, input_offsets, sizes, output_offsets, np.ascontiguousarray(sizes.T)

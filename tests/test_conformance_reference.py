@@ -32,3 +32,14 @@ class TestReferenceOddSizes(conformance.Conformance):
         "padded-odd-hidden-fp8",
         "ranked-odd-hidden-scaled",
     )
+
+
+class TestReferenceOneRank(conformance.Conformance):
+    """Nothing travels: XLA drops the collectives, and must not drop the roundings with them."""
+
+    config = xm.KernelConfig(backend="reference")
+    num_ranks = 1
+    two_axis_sizes = None
+    num_tokens = 9
+    hidden = 128
+    selected = ("grouped", "ranked-f16", "padded", "grouped-fp8", "grouped-capacity-one-below")
