@@ -3,8 +3,8 @@ xen_moe_jax/_cuda_backend/schedule.py were chosen from.
 
     python benchmarks/cuda_tuning.py --json FILE --seconds 150 [--only fp8-4096 ...]
 
-    python benchmarks/cuda_tuning.py --json FILE --seconds 150 [--only fp8-4096 ...]
-and the median of the repeats. Routing is uniform and fixed; results are not checked here (tests/gpu does that).
+One process, all GPUs as one axis. Each figure is a loop of dependent calls inside one jit, divided by its length: best
+and median of the repeats. Routing is uniform and fixed; results are not checked here (tests/gpu does that).
 """
 
 from __future__ import annotations

@@ -62,15 +62,16 @@ def _blocks(config: KernelConfig, sms: int) -> int:
     return min(config.num_sms or DEFAULT_SMS, sms)
 
 
-def _parts(items: int, warps: int, hidden: int, config: KernelConfig) -> int:
-    """Parts of a row: a power of two, so many that small batches use all warps; 1 for large batches."""
+def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
+    """Parts of a row: a power of two that makes at most `most_items` of `items` rows; 1 for large batches."""
     if _tuning.parts is not None:
         return _tuning.parts
-    most = max(1, min(16, hidden // MIN_PART_ELEMENTS))
+    finest = max(1, min(16, hidden // MIN_PART_ELEMENTS))
+    if config.mode == "low_latency":
+        most_items *= 2
     parts = 1
-    if config.mode != "throughput":
-        while parts * 2 <= most and items * parts * 2 <= warps * (2 if config.mode == "low_latency" else 1):
-            parts *= 2
+    while config.mode != "throughput" and parts * 2 <= finest and items * parts * 2 <= most_items:
+        parts *= 2
     return parts
 
 
@@ -93,8 +94,12 @@ def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes:
     """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more."""
     blocks = min(config.num_sms or (sms if quantizes and spec.num_tokens > 512 else DEFAULT_SMS), sms)
     small = spec.num_tokens <= 512
-    push = _within(_tuning.push_blocks or (blocks // 2 if small else min(24, blocks * 3 // 8)), blocks)
-    parts = _parts(spec.num_tokens, push * WARPS, hidden, config)
+    if small:
+        push = blocks // 2
+    else:
+        push = min(24, blocks * 3 // 8) if blocks >= 48 else min(8, blocks // 2)
+    push = _within(_tuning.push_blocks or push, blocks)
+    parts = _parts(spec.num_tokens, push * WARPS // 2, hidden, config)
     solo = _solo_segment(spec)
     if solo is not None and _tuning.solo_layout is not False:
         return Schedule(blocks, push, _within(-(-spec.num_tokens * spec.top_k // 512), blocks), parts, solo, True)
@@ -109,6 +114,9 @@ def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes:
 def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
     """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
     blocks = _blocks(config, sms)
-    push = _within(_tuning.push_blocks or -(-blocks * 5 // 8), blocks)
-    parts = _parts((spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens, push * WARPS, hidden, config)
+    items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
+    small = items <= 4 * blocks * WARPS
+    push = blocks // 2 if small else max(blocks * 3 // 8, min(16, blocks // 2))
+    push = _within(_tuning.push_blocks or push, blocks)
+    parts = _parts(items, 4 * push * WARPS, hidden, config)
     return Schedule(blocks, push, 1, parts, max(1, spec.num_tokens))
