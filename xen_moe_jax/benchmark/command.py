@@ -123,12 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return tpu_static.main(options) or 0
     start_jax(options)
+    from xen_moe_jax import BackendUnavailable
     from xen_moe_jax.benchmark import modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError
 
     try:
         document = modes.run(options, arguments)
-    except (ValueError, WrongResultError) as error:
+    except (ValueError, BackendUnavailable, WrongResultError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if document["machine"]["processes"] > 1 and options.process_id != 0:
