@@ -1,10 +1,11 @@
 """One remote DMA per peer over contiguous runs of rows.
 
-What moves: rows `[input_offset, + size)` of the operand, HBM to HBM, to row `output_offset` of the peer's result. Only the peer's
-semaphore knows of their arrival: each rank waits for the number of rows that it expects from each source.
+What moves: rows `[input_offset, + size)` of the operand, HBM to HBM, to row `output_offset` of the peer's result.
+Only the peer's semaphore knows of their arrival: each rank waits for the number of rows that it expects from each
+source.
 Who waits: as everywhere, nobody writes before every peer has announced itself (`peers`).
-Forms: `exchange` does it all in one kernel. `start` returns while the rows travel, with its semaphores as results; `done` waits on
-them. Nothing between the two may touch the operand or the result; both are passed through.
+Forms: `exchange` does it all in one kernel. `start` returns while the rows travel, with its semaphores as results;
+`done` waits on them. Nothing between the two may touch the operand or the result; both are passed through.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -25,7 +25,9 @@ MAX_SEMAPHORES = 16
 
 
 def num_semaphores(count: int) -> int:
-    """Receive semaphores for `count` sources: shared, so that they stay few, but not one, so that no counter overflows."""
+    """Receive semaphores for `count` sources: shared, so that they stay few, but not one, so that no counter
+    overflows.
+    """
     return min(count, MAX_SEMAPHORES)
 
 
@@ -104,10 +106,12 @@ def exchange(
 
     Args:
       x: `[N, S, 128]`, rows to send.
-      output: `[M, S, 128]`, the result where nothing arrives, its buffer is reused; None: a fresh result of the shape of `x`.
+      output: `[M, S, 128]`, the result where nothing arrives, its buffer is reused; None: a fresh result of the shape
+        of `x`.
       ids: int32 `[n]`, rank along `axes` of each peer, this rank included; the same list on all of them.
       place: int32 `[1]`, this rank's place in `ids`.
-      input_offsets, send_sizes, output_offsets: int32 `[n]`, rows for each peer; `output_offsets` are rows of the peer's result.
+      input_offsets, send_sizes, output_offsets: int32 `[n]`, rows for each peer; `output_offsets` are rows of the
+        peer's result.
       recv_sizes: int32 `[n]`, rows that each source sends here: what it has in its `send_sizes`.
     """
     count = ids.shape[0]
@@ -133,9 +137,7 @@ def exchange(
     )(ids, place, input_offsets, send_sizes, output_offsets, recv_sizes, *buffers)
 
 
-def _start_body(
-    ids, place, in_off, send_sizes, out_off, x, _x_out, out, send, recv, credits, *, axes, count
-) -> None:
+def _start_body(ids, place, in_off, send_sizes, out_off, x, _x_out, out, send, recv, credits, *, axes, count) -> None:
     _start(ids, place, in_off, send_sizes, out_off, x, out, send, recv, credits, axes, count)
     peers.leave(credits, count)
 
@@ -161,7 +163,9 @@ def start(
     axes: peers.Axes,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """First half of `exchange` into a fresh buffer of `rows` rows: `(x, in_flight, send semaphore, receive semaphores)`."""
+    """First half of `exchange` into a fresh buffer of `rows` rows: `(x, in_flight, send semaphore, receive
+    semaphores)`.
+    """
     count = ids.shape[0]
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     return pl.pallas_call(

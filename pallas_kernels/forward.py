@@ -1,7 +1,7 @@
 """Records that another slice sent here -> staging of the ranks of this slice that need them.
 
-What moves: records as they are, by remote DMA from HBM to HBM; nothing passes through VMEM. The sends are counted and awaited at
-the end, the arrivals as in `push`.
+What moves: records as they are, by remote DMA from HBM to HBM; nothing passes through VMEM. The sends are counted and
+awaited at the end, the arrivals as in `push`.
 """
 
 from __future__ import annotations

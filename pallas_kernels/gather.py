@@ -1,4 +1,6 @@
-"""Rows named by a table, from HBM into a double buffer in VMEM: the next block's rows travel while this block is worked on."""
+"""Rows named by a table, from HBM into a double buffer in VMEM: the next block's rows travel while this block is
+worked on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from xen_moe_jax.pallas_kernels import peers
 
 
 def start_rows(table: Any, staged: Any, buffer: Any, semaphore: Any) -> None:
-    """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry] -> buffer[n]`; zeroes `buffer[n]` for the others."""
+    """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry] -> buffer[n]`; zeroes `buffer[n]` for the
+    others.
+    """
 
     @pl.loop(0, buffer.shape[0])
     def _(n: Any) -> None:

@@ -45,7 +45,7 @@ class Launch:
           out_shape: (shape, dtype), or a list of them.
         """
         many = isinstance(out_shape, list)
-        # written by DMA, possibly a peer's: must lie in HBM. What leaves through the pipeline may be where XLA likes it.
+        # what DMAs write, a peer's too, must lie in HBM; what leaves through the pipeline may be where XLA likes
         kind = pltpu.HBM if by_dma else jax.ShapeDtypeStruct
         shapes = [kind(shape, jnp.dtype(dtype)) for shape, dtype in (out_shape if many else [out_shape])]
         rank = len(grid_spec.grid)
@@ -73,7 +73,9 @@ def block_rows(wanted: int, available: int, group: int) -> int:
 
 
 def for_row_groups(rows: int, group: int, work: Callable[[Any], None]) -> None:
-    """Calls `work(slice of rows)` for each group of a block: a loop, so that the program does not grow with the block."""
+    """Calls `work(slice of rows)` for each group of a block: a loop, so that the program does not grow with the
+    block.
+    """
     if rows <= group:
         work(pl.ds(0, rows))
         return

@@ -1,11 +1,11 @@
 """Who may write into whom, and when.
 
-A remote DMA may start only once the target is inside the same kernel: before that, XLA may use the target's buffer for something
-else. `announce` tells every peer "I am in", `await_peers` waits until all have said so.
+A remote DMA may start only once the target is inside the same kernel: before that, XLA may use the target's buffer
+for something else. `announce` tells every peer "I am in", `await_peers` waits until all have said so.
 
-The barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could be taken for
-a slow rank's announcement for this one. `leave` prevents that: no rank leaves a kernel before every peer has passed its
-`await_peers`. Those credits arrive while rows travel, so nobody waits for them in practice.
+The barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could
+be taken for a slow rank's announcement for this one. `leave` prevents that: no rank leaves a kernel before every peer
+has passed its `await_peers`. Those credits arrive while rows travel, so nobody waits for them in practice.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def announce(axes: Axes, peers: Callable[[Any], Any] = lambda i: i, count: int |
         pl.semaphore_signal(barrier, 1, device_id=axes.device_id(peers(i)))
 
 
-def await_peers(
-    axes: Axes, credits: Any, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None
-) -> None:
+def await_peers(axes: Axes, credits: Any, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None) -> None:
     """Waits until every peer has announced itself, then sends each one exit credit."""
     count = axes.num_ranks if count is None else count
     pl.semaphore_wait(pltpu.get_barrier_semaphore(), count)

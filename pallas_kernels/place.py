@@ -1,8 +1,9 @@
 """Staged records -> rows of `routed.x`.
 
-What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they are unpacked,
-dequantised where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several experts need is read once for
-each of them; padding rows are zeros that never were in memory. Blocks without live rows are not visited at all.
+What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they
+are unpacked, dequantised where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several
+experts need is read once for each of them; padding rows are zeros that never were in memory. Blocks without live rows
+are not visited at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scal
 
 
 def _body(
-    blocks: Any, gathered: Any, now: Any, following: Any, staged: Any, out: Any, *refs: Any, record: Record, keep_scales: bool
+    blocks: Any,
+    gathered: Any,
+    now: Any,
+    following: Any,
+    staged: Any,
+    out: Any,
+    *refs: Any,
+    record: Record,
+    keep_scales: bool,
 ) -> None:
     scales_out, refs = (refs[0], refs[1:]) if keep_scales else (None, refs)
     buffer, semaphore = refs

@@ -1,11 +1,12 @@
 """Token rows -> records -> staging of the ranks that need them.
 
-What moves: for each token, one record per destination rank, from VMEM by remote DMA to row `address` of that rank's staging.
-Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantised) into one of two record buffers; then one DMA per
-(token, destination). A record buffer is reused once the DMAs of two blocks ago have left it.
-Who waits: nobody writes before every peer has announced itself, which is checked only after the first block is encoded. At the
-end each rank waits for the number of records that the routing says it receives, one semaphore per source (modulo
-`RECV_SEMAPHORES`), so that no counter can overflow.
+What moves: for each token, one record per destination rank, from VMEM by remote DMA to row `address` of that rank's
+staging.
+Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantised) into one of two record buffers; then
+one DMA per (token, destination). A record buffer is reused once the DMAs of two blocks ago have left it.
+Who waits: nobody writes before every peer has announced itself, which is checked only after the first block is
+encoded. At the end each rank waits for the number of records that the routing says it receives, one semaphore per
+source (modulo `RECV_SEMAPHORES`), so that no counter can overflow.
 Local form (`axes=None`): the same, into a send buffer of this rank's own, for `exchange`.
 """
 

@@ -1,8 +1,8 @@
 """What one row looks like on the wire: a `(rows, 128)` block of int32 words.
 
-Values of 1 or 2 bytes share words by column, not by row: word `j` of a row holds elements `j`, `j + W`, `j + 2W`, ... (`W` words).
-So packing is shifts and ors on whole vectors, a row is one contiguous block at any row number, and one DMA carries a row of any
-dtype together with its scales, which follow the values as float32 bits, 128 to a block row.
+Values of 1 or 2 bytes share words by column, not by row: word `j` of a row holds elements `j`, `j + W`, `j + 2W`, ...
+(`W` words). So packing is shifts and ors on whole vectors, a row is one contiguous block at any row number, and one
+DMA carries a row of any dtype together with its scales, which follow the values as float32 bits, 128 to a block row.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def encode(
 
     Args:
       chunk: number of a 128-element block -> its values `[B, 128]`, exact in `record.dtype`. Called once per block.
-      scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without scales.
+      scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without
+        scales.
       out: ref int32 `[N, *record.shape]`.
       rows: slice of the `B` rows of `out`.
     """
@@ -137,7 +138,9 @@ def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Arra
 
 
 def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
-    """One block of docs/internals.md's quantisation: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B, 1]`)."""
+    """One block of docs/internals.md's quantisation: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B,
+    1]`).
+    """
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)  # a NaN counts as an infinity
     amax = jnp.max(magnitude, axis=-1, keepdims=True)

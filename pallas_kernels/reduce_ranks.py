@@ -1,7 +1,7 @@
 """Token's rank: staged partial records -> output rows, added in float32 in the table's order.
 
-What moves: for each block of tokens, their partial records, one local DMA each, double-buffered; missing ones are zeros. The sum
-leaves as a block of `[T, H]`, or, for a second level of reduction, as records again.
+What moves: for each block of tokens, their partial records, one local DMA each, double-buffered; missing ones are
+zeros. The sum leaves as a block of `[T, H]`, or, for a second level of reduction, as records again.
 """
 
 from __future__ import annotations

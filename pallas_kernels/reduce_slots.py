@@ -1,9 +1,11 @@
 """Expert rank: a token's rows -> one partial record -> staging of the token's rank.
 
-What moves: for each block of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout of `[C, H]`: a
-float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words (of which one is used). Rows are multiplied
-by their weights and added in float32 in slot order; the sum becomes a record and leaves by remote DMA.
-Double buffers on both sides: the next block's rows arrive, and the last block's records leave, while this block is added up.
+What moves: for each block of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout
+of `[C, H]`: a float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words (of which one is
+used). Rows are multiplied by their weights and added in float32 in slot order; the sum becomes a record and leaves by
+remote DMA.
+Double buffers on both sides: the next block's rows arrive, and the last block's records leave, while this block is
+added up.
 Who waits: as in `push`. Local form (`axes=None`): records go to a send buffer of this rank's own, for `exchange`.
 """
 
@@ -147,7 +149,9 @@ def _body(
 
 
 def _pair_words(y: jax.Array) -> jax.Array:
-    """What `y.bitcast(int32)` shows the kernel on a TPU, `[C / 2, hidden]`: interpret mode cannot bitcast a buffer in HBM."""
+    """What `y.bitcast(int32)` shows the kernel on a TPU, `[C / 2, hidden]`: interpret mode cannot bitcast a buffer in
+    HBM.
+    """
     bits = lax.bitcast_convert_type(y, jnp.uint16).astype(jnp.uint32).reshape(-1, 2, y.shape[1])
     return lax.bitcast_convert_type(bits[:, 0] | (bits[:, 1] << 16), jnp.int32)
 

@@ -1,7 +1,8 @@
 """Start and done halves as primitives of their own, on TPU. Elsewhere a start is the whole operation (`_api`).
 
-XLA sees two custom calls that share semaphores; between them it may schedule whatever does not depend on the rows. Gradients belong to
-the done half: its `custom_vjp` takes the float operands of the start along, unread, so that cotangents reach them.
+XLA sees two custom calls that share semaphores; between them it may schedule whatever does not depend on the rows.
+Gradients belong to the done half: its `custom_vjp` takes the float operands of the start along, unread, so that
+cotangents reach them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The TPU backend: the operations of `xen_moe_jax.reference`, by Pallas kernels that move rows with remote DMA over ICI, and
-their start and done halves."""
+"""The TPU backend: the operations of `xen_moe_jax.reference`, by Pallas kernels that move rows with remote DMA over
+ICI, and their start and done halves.
+"""
 
 from xen_moe_jax._pallas_backend.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._pallas_backend.combine import combine

@@ -1,6 +1,7 @@
 """The conformance class against the TPU kernels in interpret mode, with race detection.
 
-Not collected by name: `test_tpu_interpret.py` runs it in a process of its own, because a kernel that deadlocks never returns.
+Not collected by name: `test_tpu_interpret.py` runs it in a process of its own, because a kernel that deadlocks never
+returns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Pallas(conformance.Conformance):
     num_tokens = 6
     hidden = 384  # three blocks of 128: the last word of a record is only partly used
     odd_hidden = 200
-    excluded = {name: NO_FLOAT16 for name in ("grouped-f16", "ranked-f16", "ranked-fp8-f16")}
+    excluded = dict.fromkeys(("grouped-f16", "ranked-f16", "ranked-fp8-f16"), NO_FLOAT16)
 
 
 class TestOnWait(Pallas):

@@ -1,8 +1,9 @@
 """Deliberate bugs in the kernels, each caught by a means that the other tests rely on.
 
-Run as a program: `python planted_bugs.py NAME MODE`. It plants the bug, runs one dispatch and one combine in interpret mode and prints
-what was noticed: `RACE DETECTED` and `non-zero count` (printed by the interpreter), `WRONG` (results), `RuntimeError`. A bug may
-also hang: `test_tpu_planted_bugs.py` runs this under a time limit and counts that as noticed.
+Run as a program: `python planted_bugs.py NAME MODE`. It plants the bug, runs one dispatch and one combine in
+interpret mode and prints what was noticed: `RACE DETECTED` and `non-zero count` (printed by the interpreter), `WRONG`
+(results), `RuntimeError`. A bug may also hang: `test_tpu_planted_bugs.py` runs this under a time limit and counts
+that as noticed.
 """
 
 from __future__ import annotations

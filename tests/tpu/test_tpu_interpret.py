@@ -45,4 +45,6 @@ def test_whole_conformance_in_interpret_mode(mode):
 
 @pytest.mark.slow
 def test_conformance_on_eight_ranks():
-    run_suite("TestEightRanks and (grouped/uniform or ranked/uniform or padded/uniform or grouped-two-axes/uniform)", 1800)
+    run_suite(
+        "TestEightRanks and (grouped/uniform or ranked/uniform or padded/uniform or grouped-two-axes/uniform)", 1800
+    )

@@ -1,1 +1,3 @@
-"""Policy of the TPU backend: tables for the kernels, block sizes, budgets. The kernels are in `xen_moe_jax.pallas_kernels`."""
+"""Policy of the TPU backend: tables for the kernels, block sizes, budgets. The kernels are in
+`xen_moe_jax.pallas_kernels`.
+"""

@@ -1,4 +1,6 @@
-"""Combine on TPU: rows reduced in float32 on the expert rank, one partial record per (token, rank) back, reduced on the token's."""
+"""Combine on TPU: rows reduced in float32 on the expert rank, one partial record per (token, rank) back, reduced on
+the token's.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,16 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
     launch = push_launch(x, scales is not None, record, spec, config)
     if len(spec.axis_name) == 2:
         staged = hierarchical.push(
-            x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, config=config, launch=launch
+            x,
+            scales,
+            topk_idx,
+            todo,
+            positions,
+            record=record,
+            quantise=quantise,
+            spec=spec,
+            config=config,
+            launch=launch,
         )
     else:
         staged = push_kernel.push(
@@ -102,7 +111,9 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
             axes=Axes(spec.axis_name, spec.axis_sizes),
             launch=launch,
         )
-    return place_rows(staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config)
+    return place_rows(
+        staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config
+    )
 
 
 def low_latency(spec: Spec, config: KernelConfig) -> bool:
@@ -123,7 +134,9 @@ def push_launch(x: jax.Array, has_scales: bool, record: Record, spec: Spec, conf
     )
 
 
-def place_rows(staged, staged_row, positions, recv_counts, record, dtype, keep_scales, hidden, spec: Spec, config: KernelConfig):
+def place_rows(
+    staged, staged_row, positions, recv_counts, record, dtype, keep_scales, hidden, spec: Spec, config: KernelConfig
+):
     """Staged records -> rows of `routed.x`, in its shape."""
     pairs = jnp.broadcast_to(staged_row[..., None], positions.shape)
     source = _place_slots(pairs, positions, spec, fill=-1, flat=True)

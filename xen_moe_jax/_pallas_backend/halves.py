@@ -1,7 +1,8 @@
-"""Start and done halves on TPU. Records are packed for each peer, then travel as one DMA per peer while other work runs.
+"""Start and done halves on TPU. Records are packed for each peer, then travel as one DMA per peer while other work
+runs.
 
-The fused operations push row by row from VMEM, which needs the TensorCore until the last row has left. The halves pay one more pass
-over what is sent (a send buffer in HBM) for a start kernel that returns at once.
+The fused operations push row by row from VMEM, which needs the TensorCore until the last row has left. The halves pay
+one more pass over what is sent (a send buffer in HBM) for a start kernel that returns at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.reference.rounding import runtime_zero
 
 InFlight = tuple[jax.Array, ...]
-"""What every start returns first: send buffer, staging, send semaphore, receive semaphores, rows sent, rows expected."""
+"""What every start returns first: send buffer, staging, send semaphore, receive semaphores, rows sent, rows expected.
+"""
 NUM_IN_FLIGHT = 6
 
 
@@ -47,7 +49,9 @@ def in_flight_shapes(record: Record, send_rows: int, staging_rows: int, num_rank
     ]
 
 
-def _start(buffer, starts, sizes, remote_start, expected, staging_rows: int, spec: Spec, config: KernelConfig) -> InFlight:
+def _start(
+    buffer, starts, sizes, remote_start, expected, staging_rows: int, spec: Spec, config: KernelConfig
+) -> InFlight:
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
     rank = lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1)
     buffer, staged, send, recv = exchange.start(
@@ -103,7 +107,9 @@ def dispatch_start(
     return (*flight, todo.staged, *meta)
 
 
-def dispatch_done(*operands: jax.Array, spec: Spec, wire: Wire | None, config: KernelConfig, hidden: int, dtype, scaled: bool):
+def dispatch_done(
+    *operands: jax.Array, spec: Spec, wire: Wire | None, config: KernelConfig, hidden: int, dtype, scaled: bool
+):
     """Rows (and scales) from what `dispatch_start` returned up to and including `recv_counts`."""
     flight, (staged_row, positions, recv_counts) = operands[:NUM_IN_FLIGHT], operands[NUM_IN_FLIGHT:]
     staged = exchange.done(*flight)

@@ -47,7 +47,8 @@ BLOCK_BUDGET = 10 * MIB
 COMPILER_DEFAULT = 12 * MIB
 """A kernel that needs more than this gets an explicit `vmem_limit_bytes`."""
 COLLECTIVE_ID_BASE = 8
-"""Default barrier semaphores are this plus `KernelConfig.channel`: small numbers are what other kernels pick by hand."""
+"""Default barrier semaphores are this plus `KernelConfig.channel`: small numbers are what other kernels pick by hand.
+"""
 
 
 def generation() -> Generation:
@@ -82,8 +83,8 @@ def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
         slices = sorted({getattr(d, "slice_index", 0) or 0 for d in group})
         if len(slices) > 1:
             raise ValueError(
-                f"mesh axis {' x '.join(axis_name)} joins devices of slices {slices}: remote DMA over ICI reaches one slice "
-                f"only; {remedy}"
+                f"mesh axis {' x '.join(axis_name)} joins devices of slices {slices}: remote DMA over ICI reaches "
+                f"one slice only; {remedy}"
             )
 
 
@@ -118,8 +119,8 @@ def launch(
         need = vmem_bytes(block)
         if need > limit:
             raise ValueError(
-                f"KernelConfig.block_tokens={config.block_tokens}: the {kernel} kernel needs {need} bytes of VMEM, the limit is "
-                f"{limit} ({chip.name}); pass a smaller block_tokens, or None for the default"
+                f"KernelConfig.block_tokens={config.block_tokens}: the {kernel} kernel needs {need} bytes of VMEM, "
+                f"the limit is {limit} ({chip.name}); pass a smaller block_tokens, or None for the default"
             )
     else:
         block = max(preferred, smallest)
@@ -130,8 +131,8 @@ def launch(
         need = vmem_bytes(block)
         if need > limit:
             raise ValueError(
-                f"the {kernel} kernel needs {need} bytes of VMEM for its smallest block of {block} rows, and {chip.name} allows "
-                f"{limit}: use a smaller hidden size or top-k, or KernelConfig(backend='reference')"
+                f"the {kernel} kernel needs {need} bytes of VMEM for its smallest block of {block} rows, and "
+                f"{chip.name} allows {limit}: use a smaller hidden size or top-k, or KernelConfig(backend='reference')"
             )
     explicit = config.vmem_limit_bytes
     if explicit is None and need > COMPILER_DEFAULT:

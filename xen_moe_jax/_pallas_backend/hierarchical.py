@@ -1,8 +1,8 @@
 """Two axes, `(slow, fast)`: DCN between slices, ICI inside one. A Pallas remote DMA reaches its own slice only.
 
-Dispatch: a token's record crosses DCN once per (token, slice), between chips of the same index, by XLA's all-to-all in rounds; the
-chip that gets it fans it out over ICI to the ranks of its slice that need it. Combine goes the other way: partial sums of a slice
-are added up on the chip of the token's index before one record crosses DCN.
+Dispatch: a token's record crosses DCN once per (token, slice), between chips of the same index, by XLA's all-to-all
+in rounds; the chip that gets it fans it out over ICI to the ranks of its slice that need it. Combine goes the other
+way: partial sums of a slice are added up on the chip of the token's index before one record crosses DCN.
 
 Shapes: `N` slices of `M` ranks, rank `r = slice * M + index`; "rail" = the `N` chips of one index.
 """
@@ -146,13 +146,15 @@ def combine(
     slots_launch: Launch,
     ranks_launch,
 ) -> jax.Array:
-    """`[T, hidden]`; `weights_of(pair rows)` gives their router weights or None, `ranks_launch(entries, tokens)` a launch."""
+    """`[T, hidden]`; `weights_of(pair rows)` gives their router weights or None, `ranks_launch(entries, tokens)` a
+    launch.
+    """
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
     index = lax.axis_index(spec.axis_name[1])
 
-    # expert rank -> the chip of the token's index in this slice; its staging has a region per (expert rank, source slice)
+    # expert rank -> the chip of the token's index in this slice; a region of staging per (expert rank, source slice)
     counts = jnp.sum(rail.hits, axis=1, dtype=jnp.int32).T  # [M, N]
     few = fast <= spec.top_k
     if few:

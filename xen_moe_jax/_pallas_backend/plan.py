@@ -1,10 +1,10 @@
 """Tables that the kernels follow: who gets which token's record, and at which row of staging.
 
-Staging of a dispatch: one region per source rank, records in token order inside it. Regions are `T` rows each (nothing to agree on)
-unless the capacity is smaller than that: then they are packed, so that staging is never larger than `routed.x`, and each rank tells
-the others which of their records it keeps and where its region for them starts.
-Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows each while
-there are at most `K` ranks, else packed.
+Staging of a dispatch: one region per source rank, records in token order inside it. Regions are `T` rows each
+(nothing to agree on) unless the capacity is smaller than that: then they are packed, so that staging is never larger
+than `routed.x`, and each rank tells the others which of their records it keeps and where its region for them starts.
+Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows
+each while there are at most `K` ranks, else packed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SendPlan(NamedTuple):
       address: int32 `[T, D]`, row of the destination's staging.
       expected: int32 `[R]`, records that arrive from each source.
       staged: int32 `[R, T]`, row of own staging that holds each (source, token); arbitrary where nothing came.
-      sent: int32 `[T, R]`, 1 where a token's record goes to a rank. remote_start: int32 `[R]`, where this rank's region starts in
-        each destination's staging.
+      sent: int32 `[T, R]`, 1 where a token's record goes to a rank. remote_start: int32 `[R]`, where this rank's
+        region starts in each destination's staging.
       staging_rows: static size of staging.
     """
 
@@ -58,7 +58,7 @@ def distinct_ranks(topk_idx: jax.Array, spec: Spec) -> jax.Array:
 
 
 def pick(table: jax.Array, ranks: jax.Array) -> jax.Array:
-    """`table [T, R]` at `ranks [T, D]`; 0 where the rank is `-1`. A masked sum: gathers of scalars are slow on a TPU."""
+    """`table [T, R]` at `ranks [T, D]`; 0 where the rank is `-1`. A masked sum: a TPU gathers scalars slowly."""
     chosen = ranks[:, :, None] == jnp.arange(table.shape[1], dtype=jnp.int32)
     return jnp.sum(jnp.where(chosen, table[:, None, :], 0), axis=2, dtype=table.dtype)
 
@@ -118,8 +118,8 @@ class CombinePlan(NamedTuple):
     """What one rank reduces and sends, and what it gets back.
 
     Attributes:
-      came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's region starts in
-        each source's staging.
+      came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's
+        region starts in each source's staging.
       rows: int32 `[P, slots]`, rows of each (source, token) pair in slot order, those in use first, then `-1`.
       peer: int32 `[P]`, the source rank, `-1` for no pair. address: int32 `[P]`, row of its staging.
       num_pairs: int32 `[]`: pairs at and after this one are all unused.

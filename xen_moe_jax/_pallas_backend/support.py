@@ -18,18 +18,21 @@ def check(operation: str, dtype: Any, spec: Spec, *, quantised: bool = False) ->
     """Raises TypeError for a dtype that the kernels do not take, ValueError for a mesh that they cannot span."""
     hardware.check_one_slice(
         spec.axis_name[-1:],
-        "give the slices a mesh axis of their own and pass axis_name=(slow, fast), or use KernelConfig(backend='reference')",
+        "give the slices a mesh axis of their own and pass axis_name=(slow, fast), or use "
+        "KernelConfig(backend='reference')",
     )
     allowed = QUANTISED_DTYPES if quantised else FLOAT_DTYPES
     if jnp.dtype(dtype).name not in allowed:
         raise TypeError(
-            f"{operation} on TPU: dtype {jnp.dtype(dtype).name} is not supported by the Pallas kernels, which take {allowed}: cast the "
-            "input, or use KernelConfig(backend='reference')"
+            f"{operation} on TPU: dtype {jnp.dtype(dtype).name} is not supported by the Pallas kernels, "
+            f"which take {allowed}: cast the input, or use KernelConfig(backend='reference')"
         )
 
 
 def pad_hidden(x: jax.Array) -> jax.Array:
-    """`[..., H]` -> H rounded up to a multiple of 128 with zeros: one extra pass over `x`, only where H is not a multiple."""
+    """`[..., H]` -> H rounded up to a multiple of 128 with zeros: one extra pass over `x`, only where H is not a
+    multiple.
+    """
     pad = -x.shape[-1] % SCALE_BLOCK
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
 
