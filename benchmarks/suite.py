@@ -37,7 +37,7 @@ GPU = {
     "zipf fp8": f"{LARGE} --routing zipf --dtype float8_e4m3fn --operations dispatch {OWN}",
     "hidden 4096": f"{LARGE} --hidden 4096 --operations dispatch,combine {OWN}",
     "hidden 2048": f"{LARGE} --hidden 2048 --operations dispatch,combine {OWN}",
-    "every peer": f"{LARGE} --inner 10 --repeats 3 --operations 'round trip' --no-compare",
+    "every peer": f"{LARGE} --inner 100 --repeats 3 --operations 'round trip' --no-compare",
 }
 
 # the einsum's masks grow with the fullest expert: half a minute a call
