@@ -55,7 +55,7 @@ class Launch:
             out_shape=shapes if many else shapes[0],
             input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",) * rank if rank else None,
+                dimension_semantics=("arbitrary",) * rank if rank else None,  # type: ignore[arg-type]
                 collective_id=self.collective_id if remote else None,
                 has_side_effects=remote,
                 vmem_limit_bytes=self.vmem_limit_bytes,

@@ -35,7 +35,7 @@ class Axes:
     def num_ranks(self) -> int:
         return math.prod(self.sizes)
 
-    def device_id(self, rank: Any) -> dict[str, Any]:
+    def device_id(self, rank: Any) -> Any:
         """Mesh coordinates of a rank; the other mesh axes stay this rank's own."""
         ids = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
@@ -78,6 +78,8 @@ def wait_rows(rows: Any, count: jax.Array, semaphore: Any) -> None:
             span = rows.at[pl.ds(0, batch)]
             pltpu.make_async_copy(span, span, semaphore).wait()
 
-    @pl.loop(0, lax.rem(count, batch) if batch > 1 else count)
+    rest = lax.rem(count, batch) if batch > 1 else count
+
+    @pl.loop(0, rest)
     def _(_: Any) -> None:
         pltpu.make_async_copy(rows.at[0], rows.at[0], semaphore).wait()

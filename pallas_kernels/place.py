@@ -52,7 +52,7 @@ def _body(
             values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
             out[rows, c * LANES : (c + 1) * LANES] = values.astype(out.dtype)
             if keep_scales:
-                scales_out[rows, c : c + 1] = decode_scale(record, load, c)
+                scales_out[rows, c : c + 1] = decode_scale(record, load, c)  # type: ignore[index]
 
     for_row_groups(out.shape[0], tile_rows(out.dtype), write)
 

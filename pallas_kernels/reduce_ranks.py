@@ -128,7 +128,7 @@ def reduce_ranks(
     smem = functools.partial(pl.BlockSpec, (1, 1, entries * block), memory_space=pltpu.SMEM)
     if as_records:
         out_spec = pl.BlockSpec((block, *record.shape), lambda i, *_: (i, 0, 0))
-        out_shape = ((tokens, *record.shape), jnp.int32)
+        out_shape: tuple[tuple[int, ...], Any] = ((tokens, *record.shape), jnp.int32)
     else:
         out_spec = pl.BlockSpec((block, record.hidden), lambda i, *_: (i, 0))
         out_shape = ((tokens, record.hidden), out_dtype)

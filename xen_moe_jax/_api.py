@@ -286,8 +286,8 @@ def get_dispatch_layout(
 def dispatch_start(*args: Any, **kwargs: Any) -> Flight:
     """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
 
-    On TPU the halves are two kernels. XLA keeps them apart only around work that data dependencies put between them: tie it with
-    `jax.lax.optimization_barrier`, as docs/tpu.md shows.
+    On TPU the halves are two kernels. XLA keeps them apart only around work that data dependencies put between them:
+    tie it with `jax.lax.optimization_barrier`, as docs/tpu.md shows.
     """
     prepared = _prepare_dispatch("dispatch_start", *args, **kwargs)
     if _halves.available(prepared[0]):

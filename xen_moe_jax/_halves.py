@@ -163,7 +163,8 @@ def start_combine(static: _gradients.Static, *operands: jax.Array) -> CombineInF
         wire=static.wire,
         config=static.config,
     )
-    return CombineInFlight(*operands, tuple(results), static)
+    y, topk_idx, positions, recv_counts, weights = operands
+    return CombineInFlight(y, topk_idx, positions, recv_counts, weights, tuple(results), static)
 
 
 def finish_combine(flight: CombineInFlight) -> jax.Array:

@@ -219,5 +219,6 @@ def _has_tokens(x: jax.Array, caller: str, name: str) -> None:
     # XLA's own compiler crashes on a sharded program whose tokens are all of size zero.
     if x.shape[0] == 0:
         raise ValueError(
-            f"{caller}: {name} has shape {x.shape}: T must be >= 1; a rank without tokens passes unused ones, all slots -1"
+            f"{caller}: {name} has shape {x.shape}: T must be >= 1; a rank without tokens passes unused ones, "
+            "all slots -1"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
@@ -36,7 +37,7 @@ _tuning = Tuning()
 
 
 @contextlib.contextmanager
-def tuned(**values: int) -> Iterator[None]:
+def tuned(**values: Any) -> Iterator[None]:
     """For tuning scripts: programs lowered inside use these values. Not part of the public API."""
     global _tuning
     before, _tuning = _tuning, Tuning(**values)

@@ -123,8 +123,8 @@ def _as_rows(x: jax.Array, operation: str) -> tuple[jax.Array, Any]:
     """`x [N, ...]` -> integers `[N, S, 128]`, each row padded to whole rows of 128; and the way back."""
     itemsize = x.dtype.itemsize
     if x.dtype == jnp.bool_:
-        rows, back = _as_rows(x.astype(jnp.int8), operation)
-        return rows, lambda a: back(a).astype(jnp.bool_)
+        rows, to_int8 = _as_rows(x.astype(jnp.int8), operation)
+        return rows, lambda a: to_int8(a).astype(jnp.bool_)
     if itemsize not in _MOVABLE or jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{operation} on TPU: dtype {x.dtype} is not supported: elements must be of 1, 2 or 4 bytes")
     elements = math.prod(x.shape[1:])

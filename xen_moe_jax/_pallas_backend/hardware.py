@@ -56,7 +56,7 @@ def generation() -> Generation:
     mesh = _primitives.lowering_mesh()
     devices = _devices(mesh)
     kind = devices.flat[0].device_kind if devices is not None else getattr(_abstract(mesh), "device_kind", None)
-    return GENERATIONS.get(kind, SMALLEST)
+    return GENERATIONS.get(kind or "", SMALLEST)
 
 
 def _devices(mesh: Any) -> np.ndarray | None:

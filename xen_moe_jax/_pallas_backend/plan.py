@@ -179,7 +179,7 @@ class Pairs(NamedTuple):
     rows: jax.Array
     peer: jax.Array
     address: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # a field of its own, not tuple.count
 
 
 def listed(peer: jax.Array, address: jax.Array, rows: jax.Array, sparse: bool) -> Pairs:
