@@ -1,6 +1,6 @@
 # make setup   a virtual environment in .venv, CPU only, a minute or two
 # make demo    train the demo model on 8 virtual CPU devices
-# make test    the whole test suite
+# make test    the test suite
 # make help    the rest
 
 VENV ?= .venv
@@ -14,13 +14,15 @@ DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
 
+CORE_TESTS = $(addprefix tests/test_,conformance_reference.py contract.py errors.py examples.py gradients.py modes.py \
+  multiprocess.py properties.py routing.py)
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core lint format types doctor benchmark bazel-test wheel clean
+.PHONY: help setup demo test test-slow test-core lint format types doctor benchmark bazel-test wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -36,11 +38,14 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
-test: $(READY)  ## every test that this machine can run
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-test-core: $(READY)  ## without the slow ones
+test: $(READY)  ## the test suite, but for the tests marked slow
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## what make test leaves out: an hour or more
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-core: $(READY)  ## contract, conformance, gradients and errors: what another version of JAX could break
+	$(BIN)/python -m pytest -m "not slow" $(CORE_TESTS) $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and clang-format
 	$(BIN)/ruff check .
