@@ -82,7 +82,8 @@ def _reduce_slots(rows, weights, position, zero):
 def _to_wire(partial, dtype, wire: Wire | None, zero):
     if wire is None:
         return (round_to(partial, dtype, zero),)
-    return quantize_arrays(partial, wire)
+    values, scales = quantize_arrays(partial, wire)
+    return keep(values, zero), scales  # where nothing travels in between, XLA would drop the rounding (seen on GPU)
 
 
 def _from_wire(payload, wire: Wire | None, zero):
