@@ -7,10 +7,15 @@ returns.
 from __future__ import annotations
 
 import conformance
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 import xen_moe_jax as xm
+from xen_moe_jax import _halves
+from xen_moe_jax._pallas_backend import halves
+from xen_moe_jax.pallas_kernels import exchange, peers
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
 
@@ -25,9 +30,9 @@ def kernels_are_clean(capfd):
         assert complaint not in out + err, (out + err)[-4000:]
 
 
-def config(mode: str) -> xm.KernelConfig:
+def config(mode: str, channel: int = 0) -> xm.KernelConfig:
     params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
-    return xm.KernelConfig(backend="pallas", interpret=params)
+    return xm.KernelConfig(backend="pallas", interpret=params, channel=channel)
 
 
 class Pallas(conformance.Conformance):
@@ -53,3 +58,38 @@ class TestEightRanks(Pallas):
     config = config("on_wait")
     num_ranks = 8
     two_axis_sizes = (2, 4)
+
+
+def _exchanged_at_once(buffer, starts, sizes, remote_start, expected, staging_rows, spec, config):
+    """`halves._start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
+    staged = exchange.exchange(
+        buffer,
+        jnp.zeros((staging_rows, *buffer.shape[1:]), buffer.dtype),
+        jnp.arange(spec.num_ranks, dtype=jnp.int32),
+        lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
+        starts,
+        sizes,
+        remote_start,
+        expected,
+        axes=peers.Axes(spec.axis_name, spec.axis_sizes),
+        launch=halves._exchange_launch(config),
+    )
+    flags = jnp.zeros((1,), jnp.int32), jnp.zeros((exchange.num_semaphores(spec.num_ranks),), jnp.int32)
+    return buffer, staged, *flags, sizes, expected
+
+
+class TestHalves(Pallas):
+    """Every dispatch and combine as its halves: packing, tables and placing as on a TPU, the exchange in one kernel."""
+
+    config = config("eager", channel=1)  # not a config of the classes above: programs are cached by it
+
+    @pytest.fixture(autouse=True)
+    def in_halves(self, monkeypatch):
+        def split(static):
+            return len(static.spec.axis_name) == 1 and static.spec.capacity > 0
+
+        monkeypatch.setattr(_halves, "available", split)
+        monkeypatch.setattr(halves, "_start", _exchanged_at_once)
+        monkeypatch.setattr(exchange, "done", lambda x, in_flight, *_: in_flight)
+        monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
+        monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))
