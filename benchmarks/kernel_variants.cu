@@ -1,8 +1,8 @@
 // Times the dispatch and combine kernels alone, without JAX: one process, all GPUs, back-to-back launches, CUDA events.
-// Built once per set of -DXEN_MOE_... experiment switches; prints one line per schedule.
+// To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
 //   nvcc -std=c++17 -O3 -arch=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu cuda_kernels/launch.cc -o
 //   variants
-//   ./variants NAME
+//   ./variants NAME [quick]      quick: small batches, one launch each, for compute-sanitizer on one GPU
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -54,6 +54,7 @@ __global__ void FillRandom(uint16_t* p, size_t n) {
 
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "base";
+  const bool quick = argc > 2;
   const int hidden = 7168, experts = 256, top_k = 8;
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
@@ -65,7 +66,7 @@ int main(int argc, char** argv) {
     CHECK(PreloadKernels());
   }
   const uint64_t half = 320ull << 20;
-  for (int tokens : {4096, 128, 1}) {
+  for (int tokens : quick ? std::vector<int>{128, 1} : std::vector<int>{4096, 128, 1}) {
     const int capacity = ranks * tokens * top_k;
     std::vector<Rank> all(ranks);
     std::mt19937 rng(1);
@@ -109,9 +110,9 @@ int main(int argc, char** argv) {
       CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
     }
     auto run = [&](const char* what, auto launch, int blocks, int push, int parts) {
-      const int inner = tokens > 1000 ? 10 : 40;
+      const int inner = quick ? 1 : tokens > 1000 ? 10 : 40;
       std::vector<float> times;
-      for (int repeat = 0; repeat < 8; ++repeat) {
+      for (int repeat = 0; repeat < (quick ? 1 : 8); ++repeat) {
         for (int r = 0; r < ranks; ++r) {
           CHECK(cudaSetDevice(r));
           CHECK(cudaDeviceSynchronize());
