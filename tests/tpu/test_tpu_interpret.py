@@ -1,6 +1,6 @@
 """The project's conformance suite against the TPU kernels in interpret mode, each part in a process with a time limit.
 
-CI runs a part of the table in each DMA mode; `slow` runs all of it in both, and on eight ranks.
+CI runs a part of the table in each DMA mode and through the halves; `slow` runs all of it, and some on eight ranks.
 """
 
 import os
@@ -13,12 +13,13 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 
-SHORT = {  # DMA mode -> pytest -k expression; between them every kernel and every layout
+SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
     "TestEager": "[grouped/uniform] or ranked/duplicates or padded-fp8 or grouped-scaled or two-axes/uniform",
     "TestOnWait": (
         "padded/zipf or align8-capacity-one-below or grouped-top1/uniform or grouped-int8-f32 or ranked-odd-hidden or "
-        "gradients_are_the_transposed_operation[grouped] or random-(3 or all_to_all[<lambda>-0-0-False-1"
+        "operation[grouped] or (ragged_all_to_all and random and int8) or (test_all_to_all and bfloat16)"
     ),
+    "TestHalves": "[grouped/uniform] or ranked-capacity-one-below or padded-fp8",
 }
 
 
