@@ -7,10 +7,14 @@ returns.
 from __future__ import annotations
 
 import conformance
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from checks import assert_bits
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from xen_moe_jax import _halves
@@ -58,6 +62,30 @@ class TestEightRanks(Pallas):
     config = config("on_wait")
     num_ranks = 8
     two_axis_sizes = (2, 4)
+
+
+@pytest.mark.parametrize("axes", [("dp", "ep"), ("ep", "tp")], ids="-".join)
+def test_ep_beside_another_axis(axes):
+    """Each row or column of the mesh is a group of its own: remote DMAs stay inside it."""
+    mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(17)
+    x = rng.standard_normal((4, 6, 256)).astype(np.float32)
+    idx = rng.integers(-1, 4, (4, 6, 2)).astype(np.int32)
+    weights = rng.random((4, 6, 2)).astype(np.float32)
+
+    def program(config):
+        def body(x, idx, weights):
+            routed = xm.dispatch(x[0], idx[0], weights[0], num_experts=4, axis_name="ep", config=config)
+            live = jnp.arange(routed.x.shape[0]) < jnp.sum(routed.group_sizes)
+            rows = jnp.where(live[:, None], routed.x, 0)
+            return rows[None], xm.combine(rows, routed.handle, config=config)[None]
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
+
+    ours = program(config("on_wait"))(x, idx, weights)
+    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
+    for what, a, b in zip(("rows", "combined"), ours, expected, strict=True):
+        assert_bits(a, b, what)
 
 
 def _exchanged_at_once(buffer, starts, sizes, remote_start, expected, staging_rows, spec, config):
