@@ -29,9 +29,8 @@ def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -
     """
     sizes = dict(mesh.shape)
     keys = -1 - np.arange(mesh.size, dtype=np.int64).reshape(tuple(sizes.values()))
-    devices = getattr(mesh, "devices", None)
-    if devices is not None and devices.flat[0].platform in ("gpu", "cuda"):
-        keys = np.vectorize(device_key, otypes=[np.int64])(devices)
+    if _has_devices(mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda"):
+        keys = np.vectorize(device_key, otypes=[np.int64])(mesh.devices)
     elif _job_has_gpus():
         raise ValueError(
             "xen_moe_jax on CUDA needs to know the mesh's devices: give jax.shard_map the mesh (mesh=...), or enter "
@@ -45,6 +44,10 @@ def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -
     if axis_index_groups is not None:
         keys = keys[:, np.asarray(axis_index_groups)].reshape(-1, len(axis_index_groups[0]))
     return keys
+
+
+def _has_devices(mesh: Any) -> bool:
+    return isinstance(mesh, jax.sharding.Mesh)  # an AbstractMesh has the attribute, and it raises
 
 
 def prepare(keys: np.ndarray) -> None:
@@ -70,6 +73,5 @@ def _job_has_gpus() -> bool:
 
 def num_sms(mesh: Any) -> int:
     """Streaming multiprocessors of the mesh's GPUs, the fewest; an H200's where there is none."""
-    devices = getattr(mesh, "devices", None)
-    counts = [] if devices is None else [getattr(d, "core_count", None) for d in devices.flat]
+    counts = [getattr(d, "core_count", None) for d in mesh.devices.flat] if _has_devices(mesh) else []
     return min([c for c in counts if c and c > 1], default=132)

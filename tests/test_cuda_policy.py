@@ -1,0 +1,98 @@
+"""The CUDA backend's Python half, without GPUs: groups, schedules, sizes, attributes in the lowered program."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from xen_moe_jax._backends import BackendUnavailable, load
+from xen_moe_jax._cuda_backend import devices, schedule
+from xen_moe_jax._spec import Spec
+
+try:
+    load("cuda")
+except BackendUnavailable as reason:
+    pytest.skip(f"the CUDA module is not built: {reason}", allow_module_level=True)
+
+
+def spec(tokens: int, ranks: int = 4, layout: str = "grouped", top_k: int = 8, experts: int = 256) -> Spec:
+    return Spec(("ep",), (ranks,), experts, tokens, top_k, layout, ranks * tokens * top_k)
+
+
+@pytest.mark.parametrize("axis", ["dp", "ep"])
+def test_groups_follow_the_mesh(axis):
+    mesh = jax.sharding.AbstractMesh((2, 3), ("dp", "ep"))
+    partitions = -1 - devices.groups(mesh, (axis,))
+    grid = np.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(partitions, grid.T if axis == "dp" else grid)
+
+
+def test_index_groups_split_a_group_further():
+    mesh = jax.sharding.AbstractMesh((4,), ("ep",))
+    np.testing.assert_array_equal(-1 - devices.groups(mesh, ("ep",), ((0, 3), (2, 1))), [[0, 3], [2, 1]])
+
+
+@pytest.mark.parametrize("plan", [schedule.dispatch, schedule.combine], ids=["dispatch", "combine"])
+def test_every_schedule_fits(plan):
+    """Roles fit in the blocks, parts in the row, and positions in a block's shared memory."""
+    for tokens, sms, hidden, ranks in itertools.product(
+        (1, 7, 128, 4096), (1, 2, 8, 64, 132), (8, 512, 7168), (1, 4, 16)
+    ):
+        for layout in ("grouped", "ranked", "padded"):
+            cut = plan(spec(tokens, ranks, layout), hidden, xm.KernelConfig(num_sms=sms), 132)
+            assert cut.blocks == sms
+            assert 1 <= cut.push_blocks <= sms and 1 <= cut.layout_blocks <= sms
+            assert cut.parts == 1 or cut.parts * schedule.MIN_PART_ELEMENTS <= hidden
+            assert cut.segment_tokens >= 1
+
+
+def test_mode_says_how_fine_rows_are_cut():
+    parts = [
+        schedule.dispatch(spec(64), 7168, xm.KernelConfig(mode=mode), 132).parts
+        for mode in ("throughput", "auto", "low_latency")
+    ]
+    assert parts[0] == 1 and parts[0] < parts[1] < parts[2]
+
+
+@pytest.mark.parametrize("hidden", [2048, 7168])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_memory_stays_within_the_bound(ranks, hidden):
+    for tokens in (1, 128, 4096):
+        size = xm.buffer_size_hint(num_tokens=tokens, hidden=hidden, num_ranks=ranks, backend="cuda")
+        rows = 2 * ranks * tokens * hidden * 2
+        assert rows <= size <= rows + 64 * 2**20
+
+
+def test_lowered_program_carries_groups_and_sizes():
+    mesh = jax.make_mesh((2, 2), ("dp", "ep"))
+
+    def body(x, idx, weights):
+        routed = xm.dispatch(x, idx, weights, num_experts=8, axis_name="ep", config=xm.KernelConfig(channel=3))
+        return xm.combine(routed.x, routed.handle)
+
+    both = P(("dp", "ep"))
+    shapes = [
+        jax.ShapeDtypeStruct((4 * 16, n), dtype, sharding=NamedSharding(mesh, both))
+        for n, dtype in ((256, jnp.bfloat16), (2, jnp.int32), (2, jnp.float32))
+    ]
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(both,) * 3, out_specs=both))
+    text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    (dispatch,) = [line for line in text.splitlines() if "@xen_moe_dispatch" in line]
+    assert "@xen_moe_combine" in text
+    attributes = dict(re.findall(r"(\w+) = (-?\d+) : i64", dispatch))
+    wanted = {"ranks": 2, "num_tokens": 16, "hidden": 256, "top_k": 2, "num_experts": 8, "channel": 3, "dtype": 0}
+    assert {name: int(attributes[name]) for name in wanted} == wanted
+    assert "devices = dense<[-1, -2, -3, -4]>" in dispatch
+
+
+def test_too_many_ranks_are_refused_with_a_remedy():
+    from xen_moe_jax._cuda_backend import routing
+
+    with pytest.raises(ValueError, match=r"at most 16 ranks, not 32.*reference"):
+        routing.check_limits(spec(8, ranks=32))
