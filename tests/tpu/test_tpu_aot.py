@@ -85,6 +85,39 @@ def predicted_staging(case: Case, operation: str) -> int:
     return 8 * case.tokens * record
 
 
+ODD_SIZES = [
+    ("v5e", Case("one-token", 1, "padded", "float8_e4m3fn", None), {"hidden": 7168, "experts": 256, "top_k": 8}),
+    ("v5p", Case("hidden-200", 100, "grouped", None, None), {"hidden": 200, "experts": 60, "top_k": 6}),
+    ("v5e", Case("odd-capacity", 37, "grouped", "int8", "int8"), {"hidden": 2048, "experts": 60, "top_k": 6}),
+    ("v4", Case("top2", 333, "grouped", None, "float8_e4m3fn"), {"hidden": 4096, "experts": 96, "top_k": 2}),
+    ("v6e", Case("top1-ue8m0", 64, "grouped", "float8_e4m3fn:ue8m0", None), {"hidden": 384, "experts": 5, "top_k": 1}),
+]
+
+
+@pytest.mark.parametrize(("generation", "case", "sizes"), ODD_SIZES, ids=lambda p: getattr(p, "name", None))
+def test_sizes_that_do_not_line_up(generation, case, sizes):
+    text = tpu_static.compile_own(generation, case, "both", sizes).as_text()
+    assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("generation", ["v4", pytest.param("v5p", marks=pytest.mark.slow)])
+def test_quantised_tokens_travel_as_they_are(generation, dtype):
+    mesh = tpu_topologies.mesh(generation)
+    sharding = jax.NamedSharding(mesh, P("ep"))
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def body(values, scales, idx):
+        return xm.dispatch(xm.BlockScaled(values, scales), idx, num_experts=64, axis_name="ep", capacity=1024).x
+
+    operands = struct((8 * 128, 2048), dtype), struct((8 * 128, 16), jnp.float32), struct((8 * 128, 4), jnp.int32)
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    text = program.trace(*operands).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert tpu_static.kernels(text) == ["xen_moe_push", "xen_moe_place"]
+
+
 def halves_program(generation: str, gradient: bool = False):
     mesh = tpu_topologies.mesh(generation)
     config = xm.KernelConfig(backend="pallas")
