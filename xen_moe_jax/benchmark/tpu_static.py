@@ -398,7 +398,8 @@ def plot(path: str, document: dict[str, Any]) -> None:
         axes.bar([n + (i - 1) * width for n in range(len(chips))], values, width, label=label)
     axes.set_xticks(range(len(chips)), chips)
     axes.set_ylabel("microseconds that ICI alone needs (estimate)")
-    axes.set_title("Dispatch of 4096 tokens per device, 8 devices: lower bound from the link, nothing measured")
+    tokens = document["results"][0]["tokens"]
+    axes.set_title(f"Dispatch of {tokens} tokens per device, 8 devices: lower bound from the link, nothing measured")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
