@@ -27,13 +27,7 @@ DECODE_INT8 = Case("decode-int8", 128, "padded", "int8", "int8")
 RANKED = Case("ranked", 1024, "ranked", None, None)
 FUSED = ["xen_moe_push", "xen_moe_place", "xen_moe_reduce_slots", "xen_moe_reduce_ranks"]
 
-PROGRAMS = [("v5e", BF16), ("v5p", FP8), ("v4", DECODE), ("v6e", DECODE_INT8), ("tpu7x", DECODE)]
-SLOW_PROGRAMS = [
-    (generation, case)
-    for generation in tpu_topologies.TOPOLOGIES
-    for case in (FP8, BF16, DECODE, DECODE_INT8)
-    if (generation, case) not in PROGRAMS
-]
+PROGRAMS = [(generation, case) for generation in tpu_topologies.TOPOLOGIES for case in (FP8, BF16, DECODE, DECODE_INT8)]
 
 
 def copies(text: str) -> list[tuple[int, str]]:
@@ -49,11 +43,7 @@ def copies(text: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("generation", "case"),
-    [*PROGRAMS, *(pytest.param(*p, marks=pytest.mark.slow) for p in SLOW_PROGRAMS)],
-    ids=lambda p: p if isinstance(p, str) else p.name,
-)
+@pytest.mark.parametrize(("generation", "case"), PROGRAMS, ids=lambda p: p if isinstance(p, str) else p.name)
 def test_full_size_program(generation, case):
     """Our four kernels, metadata as the only collective, no full-size copy, memory as predicted."""
     compiled = tpu_static.compile_own(generation, case, "both", DEEPSEEK)
@@ -101,7 +91,7 @@ def test_sizes_that_do_not_line_up(generation, case, sizes):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("generation", ["v4", pytest.param("v5p", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("generation", ["v4", "v5p"])
 def test_quantised_tokens_travel_as_they_are(generation, dtype):
     mesh = tpu_topologies.mesh(generation)
     sharding = jax.NamedSharding(mesh, P("ep"))
@@ -178,7 +168,7 @@ def test_gradients_of_the_halves_compile():
     assert {"xen_moe_start", "xen_moe_done", "xen_moe_push", "xen_moe_reduce_slots"} <= set(kernels)
 
 
-@pytest.mark.parametrize("generation", ["v5e", pytest.param("v5p", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("generation", ["v5e", "v5p"])
 def test_two_slices(generation):
     """Rows cross DCN in XLA's all-to-all between chips of one index, ICI in our kernels."""
     compiled = tpu_static.compile_own(
@@ -195,7 +185,6 @@ def test_an_axis_across_slices_is_rejected():
         tpu_static.compile_own("v5e", DECODE, "dispatch", DEEPSEEK, num_slices=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("generation", ["v5e", "v5p"])
 def test_large_topology(generation):
     """256 and 512 chips: more ranks than slots, packed staging, experts that some ranks have none of."""
