@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -128,12 +129,9 @@ def _make_spec(
     if alignment > 1 and layout != "grouped":
         raise ValueError(f"{caller}: alignment={alignment} with layout={layout!r}: only 'grouped' has groups to align")
     names, sizes = _validate.axes(axis_name, caller)
-    ranks = 1
-    for size in sizes:
-        ranks *= size
     worst = worst_case_capacity(
         layout=layout,
-        num_ranks=ranks,
+        num_ranks=math.prod(sizes),
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,

@@ -39,7 +39,7 @@ def all_to_all(
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        size = _primitives._group_size(sizes, groups)
+        size = _primitives.group_size(sizes, groups)
         split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
         (leaf,) = _primitives.vary_over([leaf], names)
         (out,) = _primitives.all_to_all_p.bind(
@@ -97,7 +97,7 @@ def ragged_all_to_all(
             f"{output.dtype}{list(output.shape)}: they may "
             "differ in the first dimension only"
         )
-    size = _primitives._group_size(sizes, groups)
+    size = _primitives.group_size(sizes, groups)
     offsets = []
     for name, value in (
         ("input_offsets", input_offsets),

@@ -91,9 +91,8 @@ def _dispatch_backward(static: Static, residuals, cotangent: Dispatched):
     if cotangent.row_scales is not None:
         raise TypeError(
             "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float "
-            "array "
-            "and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients straight "
-            "through."
+            "array and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients "
+            "straight through."
         )
     dx = _bind_combine(static, static.gradient_wire, False, cotangent.rows, topk_idx, positions, recv_counts, weights)
     return dx, None, None, _return_to_slots(static, cotangent.weights, positions, topk_idx)
@@ -120,7 +119,7 @@ def _return_to_slots(static: Static, row_values, positions, topk_idx) -> jax.Arr
         axis_index_groups=None,
         config=static.config,
     )
-    owner = jnp.where(topk_idx >= 0, topk_idx // spec.local_experts, -1)
+    owner = _layout.owners(topk_idx, spec.local_experts)
     mine = owner == jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None, None]
     return jnp.sum(jnp.where(mine, values, 0.0), axis=0)
 
@@ -171,13 +170,9 @@ def _redispatch_forward(static, x, topk_idx, positions, recv_counts):
 
 def _redispatch_backward(static: Static, residuals, cotangent):
     topk_idx, positions, recv_counts = residuals
-    weights = jnp.zeros(_weights_shape(static.spec), jnp.float32)
+    weights = jnp.zeros(static.spec.weights_shape, jnp.float32)
     dx = _bind_combine(static, static.gradient_wire, False, cotangent, topk_idx, positions, recv_counts, weights)
     return dx, None, None, None
-
-
-def _weights_shape(spec: Spec) -> tuple[int, ...]:
-    return (spec.capacity, spec.top_k) if spec.layout == "ranked" else spec.row_dims
 
 
 redispatch.defvjp(_redispatch_forward, _redispatch_backward)

@@ -52,7 +52,7 @@ def _dispatch_start_shapes(*operands: Any, spec: Spec, wire: Any, config: Any) -
     flight = halves.in_flight_shapes(
         record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec.num_ranks
     )
-    whole = _primitives._dispatch_shapes(*operands, spec=spec, wire=wire, config=config)
+    whole = _primitives.dispatch_shapes(*operands, spec=spec, wire=wire, config=config)
     return [*flight, ((spec.num_ranks, spec.num_tokens), jnp.int32), *whole[2 if scaled else 1 :]]
 
 

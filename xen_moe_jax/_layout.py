@@ -48,9 +48,14 @@ def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Ar
     return order, jnp.diff(starts)
 
 
+def owners(topk_idx: jax.Array, local_experts: int) -> jax.Array:
+    """Rank that owns each slot's expert, `-1` for an unused slot; `topk_idx` is sanitised."""
+    return jnp.where(topk_idx >= 0, topk_idx // local_experts, -1)
+
+
 def ranks_hit(topk_idx: jax.Array, num_ranks: int, local_experts: int) -> jax.Array:
     """bool `[..., T, R]`: does token `t` reach rank `r`? `topk_idx [..., T, K]` is sanitised."""
-    owner = jnp.where(topk_idx >= 0, topk_idx // local_experts, -1)
+    owner = owners(topk_idx, local_experts)
     return jnp.any(owner[..., :, :, None] == jnp.arange(num_ranks, dtype=jnp.int32), axis=-2)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def _results(like: Any, shapes: Sequence[ShapeDtype]) -> list[Any]:
     return avals
 
 
-def _dispatch_shapes(*operands: Any, spec: Spec, wire: Wire | None, config: KernelConfig) -> list[ShapeDtype]:
+def dispatch_shapes(*operands: Any, spec: Spec, wire: Wire | None, config: KernelConfig) -> list[ShapeDtype]:
+    """Results of a dispatch, in the order of docs/internals.md; four operands are a `BlockScaled` x."""
     x = operands[0]
     hidden = x.shape[1]
     shapes: list[ShapeDtype] = [(spec.rows_shape(hidden), x.dtype)]
@@ -52,11 +54,9 @@ def _dispatch_shapes(*operands: Any, spec: Spec, wire: Wire | None, config: Kern
         shapes.append((spec.rows_shape(scale_blocks(hidden)), jnp.float32))
     shapes.append(((spec.num_ranks, spec.num_tokens, spec.slots), jnp.int32))
     shapes.append(((spec.num_ranks, spec.local_experts), jnp.int32))
+    shapes.append((spec.weights_shape, jnp.float32))
     if spec.layout == "ranked":
-        shapes.append(((spec.capacity, spec.top_k), jnp.float32))
-        shapes.append(((spec.capacity, spec.top_k), jnp.int32))
-    else:
-        shapes.append((spec.row_dims, jnp.float32))
+        shapes.append((spec.weights_shape, jnp.int32))
     return shapes
 
 
@@ -71,7 +71,7 @@ def _redispatch_shapes(x: Any, *_: Any, spec: Spec, wire: Any, config: Any) -> l
 def _all_to_all_shapes(
     x: Any, *, axis_name, axis_sizes, split_axis, concat_axis, tiled, axis_index_groups, config
 ) -> list[ShapeDtype]:
-    size = _group_size(axis_sizes, axis_index_groups)
+    size = group_size(axis_sizes, axis_index_groups)
     shape = list(x.shape)
     if tiled:
         shape[split_axis] //= size
@@ -86,13 +86,9 @@ def _ragged_shapes(operand: Any, output: Any, *_: Any, **params: Any) -> list[Sh
     return [(output.shape, output.dtype)]
 
 
-def _group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
-    if axis_index_groups is not None:
-        return len(axis_index_groups[0])
-    size = 1
-    for s in axis_sizes:
-        size *= s
-    return size
+def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
+    """Ranks that talk to each other: those of the axes, or of one of the groups that they are cut into."""
+    return math.prod(axis_sizes) if axis_index_groups is None else len(axis_index_groups[0])
 
 
 # -- registration -----------------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ def _primitive(operation: str, shapes: Callable, semaphores: tuple[int, ...] = (
     return primitive
 
 
-dispatch_p = _primitive("dispatch", _dispatch_shapes)
+dispatch_p = _primitive("dispatch", dispatch_shapes)
 combine_p = _primitive("combine", _combine_shapes)
 redispatch_p = _primitive("redispatch", _redispatch_shapes)
 all_to_all_p = _primitive("all_to_all", _all_to_all_shapes)

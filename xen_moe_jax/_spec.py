@@ -58,6 +58,11 @@ class Spec:
         return (*self.row_dims, hidden)
 
     @property
+    def weights_shape(self) -> tuple[int, ...]:
+        """Shape of the router weights of the rows: one per row, or one per row and slot in the ranked layout."""
+        return (self.capacity, self.top_k) if self.layout == "ranked" else self.row_dims
+
+    @property
     def row_dims(self) -> tuple[int, ...]:
         """Leading dimensions of `routed.x`."""
         if self.layout == "padded":

@@ -6,6 +6,7 @@ operations keep their communication buffers inside the compiled program, and nee
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -88,9 +89,7 @@ class Buffer:
         for name in names:
             if name not in mesh.axis_names:
                 raise ValueError(f"Buffer: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
-        ranks = 1
-        for name in names:
-            ranks *= mesh.shape[name]
+        ranks = math.prod(mesh.shape[name] for name in names)
         platform = mesh.devices.flat[0].platform
         self.mesh, self.axis_name, self.channel = mesh, names, channel
         self.backend = backend or _backends.for_platform("cuda" if platform == "gpu" else platform)

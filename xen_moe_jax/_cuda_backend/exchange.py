@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ def all_to_all(
 ) -> jax.Array:
     """As `jax.lax.all_to_all`."""
     mesh = _primitives.lowering_mesh()
-    ranks = len(axis_index_groups[0]) if axis_index_groups is not None else math.prod(axis_sizes)
+    ranks = _primitives.group_size(axis_sizes, axis_index_groups)
     if tiled:
         parts = x.reshape(*x.shape[:split_axis], ranks, x.shape[split_axis] // ranks, *x.shape[split_axis + 1 :])
     else:

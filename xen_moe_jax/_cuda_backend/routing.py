@@ -13,7 +13,7 @@ from xen_moe_jax import _primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._cuda_backend import devices, module, schedule
 from xen_moe_jax._quantize import Wire
-from xen_moe_jax._spec import Spec, scale_blocks
+from xen_moe_jax._spec import Spec
 
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "int8": 4, "float8_e5m2": 5}
 WIRES = {None: 0, "float8_e4m3fn": 1, "int8": 2}
@@ -42,7 +42,7 @@ def attributes(
         "top_k": spec.top_k,
         "num_experts": spec.num_experts,
         "hidden": hidden,
-        "capacity": spec.local_experts * spec.num_ranks * spec.num_tokens if spec.layout == "padded" else spec.capacity,
+        "capacity": spec.capacity,
         "alignment": spec.alignment,
         "layout": LAYOUTS[spec.layout],
         "ranks_per_node": spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0],
@@ -115,17 +115,9 @@ def dispatch(
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
     attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scales is not None)
-    results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
-    if scales is not None:
-        results.append(jax.ShapeDtypeStruct(spec.rows_shape(scale_blocks(hidden)), jnp.float32))
-    results.append(jax.ShapeDtypeStruct((spec.num_ranks, spec.num_tokens, spec.slots), jnp.int32))
-    results.append(jax.ShapeDtypeStruct((spec.num_ranks, spec.local_experts), jnp.int32))
-    if spec.layout == "ranked":
-        results.append(jax.ShapeDtypeStruct((spec.capacity, spec.top_k), jnp.float32))
-        results.append(jax.ShapeDtypeStruct((spec.capacity, spec.top_k), jnp.int32))
-    else:
-        results.append(jax.ShapeDtypeStruct(spec.row_dims, jnp.float32))
     operands = (x, topk_idx, topk_weights) if scales is None else (x, scales, topk_idx, topk_weights)
+    shapes = _primitives.dispatch_shapes(*operands, spec=spec, wire=wire, config=config)
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)

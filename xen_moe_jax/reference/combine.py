@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.reference import rounds
@@ -96,7 +97,7 @@ def _from_wire(payload, wire: Wire | None, zero):
 def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec) -> jax.Array:
     """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two
     axes."""
-    owner = jnp.where(topk_idx >= 0, topk_idx // spec.local_experts, -1)
+    owner = owners(topk_idx, spec.local_experts)
     counts = jnp.sum(
         owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
     ).T  # [R, T]: slots of each token on each rank

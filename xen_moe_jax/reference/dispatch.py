@@ -121,17 +121,11 @@ def _place_slots(values, positions, spec: Spec, *, fill, flat: bool = False):
 
     `flat`: one value per slot -> `[rows]`. Otherwise (ranked) one vector `[K]` per token -> `[rows, K]`.
     """
-    num_rows = _num_rows(spec)
+    num_rows = spec.capacity
     target = jnp.where(positions >= 0, positions, num_rows).reshape(-1)
     values = values.reshape(-1) if flat else values.reshape(target.shape[0], -1)
     out = jnp.full((num_rows, *values.shape[1:]), fill, values.dtype)
     return out.at[target].set(values, mode="drop", unique_indices=True)
-
-
-def _num_rows(spec: Spec) -> int:
-    if spec.layout == "padded":
-        return spec.local_experts * spec.num_ranks * spec.num_tokens
-    return spec.capacity
 
 
 def _place_weights(weights: jax.Array, layout: _layout.RecvLayout, spec: Spec) -> jax.Array:
