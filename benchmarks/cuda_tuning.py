@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import xen_moe_jax as xm
-from xen_moe_jax._cuda_backend import schedule
+from xen_moe_jax.backends.cuda import schedule
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 LARGE = [(64, 16), (64, 12), (64, 24), (64, 32), (32, 8), (32, 16), (132, 32), (16, 8), (8, 4)]

@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax._backends import BackendUnavailable, load
-from xen_moe_jax._cuda_backend import devices, schedule
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends import load
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import devices, schedule
 
 try:
     load("cuda")
@@ -92,7 +93,7 @@ def test_lowered_program_carries_groups_and_sizes():
 
 
 def test_too_many_ranks_are_refused_with_a_remedy():
-    from xen_moe_jax._cuda_backend import routing
+    from xen_moe_jax.backends.cuda import call
 
     with pytest.raises(ValueError, match=r"at most 16 ranks, not 32.*reference"):
-        routing.check_limits(spec(8, ranks=32))
+        call.check_limits(spec(8, ranks=32))

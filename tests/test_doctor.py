@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from xen_moe_jax import _backends, cli, doctor
+from xen_moe_jax import backends, cli, doctor
 
 
 def by_name(findings):
@@ -28,9 +28,9 @@ def test_report_names_versions_devices_and_a_backend_for_every_platform():
 def test_an_unavailable_backend_is_explained_and_is_no_fault(monkeypatch):
     def load(name):
         if name == "cuda":
-            raise _backends.BackendUnavailable("this build has no CUDA module")
+            raise backends.BackendUnavailable("this build has no CUDA module")
 
-    monkeypatch.setattr(_backends, "load", load)
+    monkeypatch.setattr(backends, "load", load)
     finding = by_name(doctor.backends())["on cuda"]
     assert finding.ok is None
     assert "this build has no CUDA module" in finding.detail and "reference" in finding.detail
@@ -42,7 +42,7 @@ def test_a_broken_backend_is_a_fault_and_does_not_hide_the_rest(monkeypatch, cap
         if name == "pallas":
             raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(_backends, "load", load)
+    monkeypatch.setattr(backends, "load", load)
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     assert "!! on tpu" in out and "undefined symbol" in out and "faults: on tpu" in out

@@ -67,7 +67,7 @@ INSIDE = {
     "axis-unknown": lambda x, i, w: good(x, i, axis_name="expert"),
     "axis-three": lambda x, i, w: good(x, i, axis_name=("a", "b", "c")),
     "config-type": lambda x, i, w: good(x, i, config={"num_sms": 8}),
-    "config-gradient-wire": lambda x, i, w: good(x, i, config=xm.KernelConfig(gradient_wire="bf8")),
+    "gradient-wire": lambda x, i, w: good(x, i, gradient_wire="bf8"),
     "backend-not-here-cuda": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="cuda")),
     "backend-not-here-pallas": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="pallas")),
     # combine and redispatch

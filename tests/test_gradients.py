@@ -193,17 +193,16 @@ def test_gradient_wire_quantises_the_cotangent(mesh4):
     x, idx, weights, *_ = model(6)
     target = np.random.default_rng(6).standard_normal(x.shape).astype(np.float32)
 
-    def f(x, idx, weights, target, config=None):
+    def f(x, idx, weights, target, gradient_wire=None):
         def loss(x):
-            routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep", config=config)
-            return jnp.sum(xm.combine(routed.x, routed.handle, config=config) * target)
+            routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep", gradient_wire=gradient_wire)
+            return jnp.sum(xm.combine(routed.x, routed.handle, gradient_wire=gradient_wire) * target)
 
         return jax.grad(loss)(x)
 
     operands = place(mesh4, x, idx, weights, target)
     exact = np.asarray(sharded(f, mesh4)(*operands))
-    config = xm.KernelConfig(gradient_wire="float8_e4m3fn")
-    rounded = np.asarray(sharded(functools.partial(f, config=config), mesh4)(*operands))
+    rounded = np.asarray(sharded(functools.partial(f, gradient_wire="float8_e4m3fn"), mesh4)(*operands))
     assert not np.array_equal(exact, rounded)
     np.testing.assert_allclose(rounded, exact, atol=0.15 * float(np.abs(exact).max()))
 

@@ -1,21 +1,13 @@
 """Expert parallelism for JAX: MoE dispatch and combine on CPU, TPU and CUDA, with one meaning."""
 
 from xen_moe_jax import routing
-from xen_moe_jax._api import (
-    combine,
-    combine_done,
-    combine_start,
-    dispatch,
-    dispatch_done,
-    dispatch_start,
-    get_dispatch_layout,
-    redispatch,
-)
-from xen_moe_jax._backends import BackendUnavailable
+from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
+from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
 
 __version__ = "0.1.0"

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _primitives, _validate
+from xen_moe_jax import _mesh, _validate
+from xen_moe_jax._collective_primitives import all_to_all_p, ragged_all_to_all_p
 from xen_moe_jax._config import KernelConfig
 
 
+@jax.named_scope("xen_moe_all_to_all")
 def all_to_all(
     x: Any,
     axis_name: Any,
@@ -39,10 +41,10 @@ def all_to_all(
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        size = _primitives.group_size(sizes, groups)
+        size = _mesh.group_size(sizes, groups)
         split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
-        (leaf,) = _primitives.vary_over([leaf], names)
-        (out,) = _primitives.all_to_all_p.bind(
+        (leaf,) = _mesh.vary_over([leaf], names)
+        (out,) = all_to_all_p.bind(
             leaf,
             axis_name=names,
             axis_sizes=sizes,
@@ -57,6 +59,7 @@ def all_to_all(
     return jax.tree.map(one, x)
 
 
+@jax.named_scope("xen_moe_ragged_all_to_all")
 def ragged_all_to_all(
     operand: jax.Array,
     output: jax.Array,
@@ -97,7 +100,7 @@ def ragged_all_to_all(
             f"{output.dtype}{list(output.shape)}: they may "
             "differ in the first dimension only"
         )
-    size = _primitives.group_size(sizes, groups)
+    size = _mesh.group_size(sizes, groups)
     offsets = []
     for name, value in (
         ("input_offsets", input_offsets),
@@ -111,8 +114,8 @@ def ragged_all_to_all(
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
         offsets.append(value.astype(jnp.int32))
-    operands = _primitives.vary_over([operand, output, *offsets], names)
-    (out,) = _primitives.ragged_all_to_all_p.bind(
+    operands = _mesh.vary_over([operand, output, *offsets], names)
+    (out,) = ragged_all_to_all_p.bind(
         *operands, axis_name=names, axis_sizes=sizes, axis_index_groups=groups, config=config
     )
     return out

@@ -24,7 +24,6 @@ class KernelConfig:
       vmem_limit_bytes: TPU: VMEM budget; None is the per-generation default.
       collective_id: TPU: id of the barrier semaphore; operations that may overlap need different ids.
       interpret: TPU kernels in interpret mode (tests): None, True, or a `pltpu.InterpretParams`.
-      gradient_wire: wire format of gradients: None sends them in their own dtype.
     """
 
     backend: str | None = None
@@ -37,7 +36,6 @@ class KernelConfig:
     vmem_limit_bytes: int | None = None
     collective_id: int | None = None
     interpret: Any = None
-    gradient_wire: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True)
-def _pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     """Frozen dataclass + pytree registration, in one decorator."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -28,7 +28,7 @@ def _pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-@_pytree()
+@pytree()
 class BlockScaled:
     """Quantised rows: `values [..., H]` (float8_e4m3fn or int8) and `scales float32 [..., ceil(H/128)]`."""
 
@@ -48,7 +48,7 @@ class BlockScaled:
         return self.values.ndim
 
 
-@_pytree(static=("spec",))
+@pytree(static=("spec",))
 class Handle:
     """Where every row of a dispatch went. Plain arrays: safe under jit, scan, remat, donation and export.
 
@@ -67,7 +67,7 @@ class Handle:
     spec: Spec
 
 
-@_pytree()
+@pytree()
 class Routed:
     """What `dispatch` returns on one rank. Fields that a layout does not have are None.
 
@@ -92,7 +92,7 @@ class Routed:
     handle: Handle
 
 
-@_pytree(static=("kind",))
+@pytree(static=("kind",))
 class Flight:
     """An operation under way between a `*_start` and its `*_done`. Finish it exactly once."""
 
@@ -100,7 +100,7 @@ class Flight:
     kind: str
 
 
-@_pytree()
+@pytree()
 class DispatchLayout:
     """Row counts of one rank's routing, before anything is sent.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _primitives
+from xen_moe_jax import _mesh
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
@@ -27,7 +27,7 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
             f"of two "
             "different names"
         )
-    manual = _primitives.manual_axes()
+    manual = _mesh.manual_axes()
     for name in names:
         if name not in manual:
             where = f"the manual axes here are {manual}" if manual else "there is no manual axis here"
@@ -35,7 +35,7 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
                 f"{caller}: axis_name={axis_name!r}: {where}. Call it inside jax.shard_map over a mesh that has axis "
                 f"{name!r}"
             )
-    return names, tuple(_primitives.axis_size(n) for n in names)
+    return names, tuple(_mesh.axis_size(n) for n in names)
 
 
 def integer(value: Any, name: str, caller: str, *, minimum: int) -> int:
@@ -55,7 +55,6 @@ def config(value: Any, caller: str) -> KernelConfig:
         return DEFAULT_CONFIG
     if not isinstance(value, KernelConfig):
         raise TypeError(f"{caller}: config={value!r}: must be None or an xm.KernelConfig")
-    parse_wire(value.gradient_wire, "config.gradient_wire")
     return value
 
 
@@ -65,9 +64,9 @@ def layout(value: Any, caller: str) -> str:
     return value
 
 
-def wire(value: Any, caller: str) -> Wire | None:
+def wire(value: Any, caller: str, *, name: str = "wire") -> Wire | None:
     try:
-        return parse_wire(value)
+        return parse_wire(value, name)
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
 

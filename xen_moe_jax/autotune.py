@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from xen_moe_jax._backends import for_platform
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.backends import for_platform
 from xen_moe_jax.benchmark import modes, programs, timing
 from xen_moe_jax.benchmark.workload import Workload
 

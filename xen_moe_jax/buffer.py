@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _backends, _validate
+from xen_moe_jax import _mesh, _validate, backends
 from xen_moe_jax._quantize import Wire
 
 
@@ -45,8 +45,8 @@ def buffer_size_hint(
     experts = max(256, num_ranks) if num_experts is None else num_experts
     checked["num_experts"] = _validate.integer(experts, "num_experts", caller, minimum=1)
     parsed: Wire | None = _validate.wire(wire, caller)
-    name = backend or _backends.for_platform(_platform())
-    module = _backends.load(name)
+    name = backend or backends.for_platform(_mesh.platform())
+    module = backends.load(name)
     size = getattr(module, "buffer_size_hint", None)
     return 0 if size is None else size(**checked, dtype=jnp.dtype(dtype), wire=parsed)
 
@@ -92,7 +92,7 @@ class Buffer:
         ranks = math.prod(mesh.shape[name] for name in names)
         platform = mesh.devices.flat[0].platform
         self.mesh, self.axis_name, self.channel = mesh, names, channel
-        self.backend = backend or _backends.for_platform("cuda" if platform == "gpu" else platform)
+        self.backend = backend or backends.for_platform("cuda" if platform == "gpu" else platform)
         if size_bytes is None:
             size_bytes = buffer_size_hint(
                 num_tokens=num_tokens,
@@ -105,7 +105,7 @@ class Buffer:
                 backend=self.backend,
             )
         self.size_bytes = _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=0)
-        open_buffer = getattr(_backends.load(self.backend), "open_buffer", None)
+        open_buffer = getattr(backends.load(self.backend), "open_buffer", None)
         self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel)
 
     def close(self) -> None:
@@ -119,8 +119,3 @@ class Buffer:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _platform() -> str:
-    platform = jax.default_backend()
-    return "cuda" if platform == "gpu" else platform

@@ -17,7 +17,8 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from xen_moe_jax import _backends
+from xen_moe_jax import backends as backend_choice
+from xen_moe_jax.backends.availability import BackendUnavailable
 
 PACKAGES = (
     "xen-moe-jax",
@@ -184,10 +185,10 @@ REMEDIES = {
 def backends() -> list[Finding]:
     """For every platform, the backend that an operation would use, or why it falls back to plain JAX."""
     found = []
-    for name, backend in {"cpu": "reference", **_backends.BY_PLATFORM}.items():
+    for name, backend in {"cpu": "reference", **backend_choice.BY_PLATFORM}.items():
         try:
-            _backends.load(backend)
-        except _backends.BackendUnavailable as reason:
+            backend_choice.load(backend)
+        except BackendUnavailable as reason:
             detail = f"{backend} is unavailable: {str(reason).strip()}; plain JAX (reference) runs instead"
             found.append(Finding(f"on {name}", None, detail, REMEDIES.get(backend, "")))
         except Exception as error:  # a broken backend must not hide the rest of the report

@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax import _halves
-from xen_moe_jax._pallas_backend import halves
+from xen_moe_jax.backends import pallas
+from xen_moe_jax.backends.pallas import halves
 from xen_moe_jax.pallas_kernels import exchange, peers
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
@@ -113,10 +113,10 @@ class TestHalves(Pallas):
 
     @pytest.fixture(autouse=True)
     def in_halves(self, monkeypatch):
-        def split(static):
-            return len(static.spec.axis_name) == 1 and static.spec.capacity > 0
+        def can_split(spec, config):
+            return len(spec.axis_name) == 1
 
-        monkeypatch.setattr(_halves, "available", split)
+        monkeypatch.setattr(pallas, "can_split", can_split)
         monkeypatch.setattr(halves, "_start", _exchanged_at_once)
         monkeypatch.setattr(exchange, "done", lambda x, in_flight, *_: in_flight)
         monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))

@@ -139,9 +139,9 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int) -> dict[str
     Halves: the send buffer besides, written and read. A rank sends as many records as it receives, to within the
       routing's noise.
     """
-    from xen_moe_jax._pallas_backend.halves import record_of
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
+    from xen_moe_jax.backends.pallas.halves import record_of
 
     operation, _, halves = operation.partition(" ")
     wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire

@@ -7,17 +7,22 @@ one more pass over what is sent (a send buffer in HBM) for a start kernel that r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import dispatch as whole_dispatch
-from xen_moe_jax._pallas_backend import hardware, plan, support
-from xen_moe_jax._pallas_backend.combine import ranks_launch, row_weights, slots_launch
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import dispatch as whole_dispatch
+from xen_moe_jax.backends.pallas import hardware, padding, plan
+from xen_moe_jax.backends.pallas.combine import ranks_launch, row_weights, slots_launch
+from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import exchange
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -25,7 +30,6 @@ from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import LANES, Record
-from xen_moe_jax.reference.rounding import runtime_zero
 
 InFlight = tuple[jax.Array, ...]
 """What every start returns first: send buffer, staging, send semaphore, receive semaphores, rows sent, rows expected.
@@ -37,15 +41,15 @@ def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
     return whole_dispatch.record_of(-(-hidden // LANES) * LANES, dtype, scaled, wire)
 
 
-def in_flight_shapes(record: Record, send_rows: int, staging_rows: int, num_ranks: int) -> list[tuple]:
+def _in_flight_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[tuple]:
     """(shape, dtype) of `InFlight`, with int32 for the semaphores."""
     return [
         ((send_rows, *record.shape), jnp.int32),
         ((staging_rows, *record.shape), jnp.int32),
         ((1,), jnp.int32),
-        ((exchange.num_semaphores(num_ranks),), jnp.int32),
-        ((num_ranks,), jnp.int32),
-        ((num_ranks,), jnp.int32),
+        ((exchange.num_semaphores(spec.num_ranks),), jnp.int32),
+        ((spec.num_ranks,), jnp.int32),
+        ((spec.num_ranks,), jnp.int32),
     ]
 
 
@@ -74,7 +78,7 @@ def _exchange_launch(config: KernelConfig) -> Launch:
 
 def dispatch_start(
     x: jax.Array,
-    scales: jax.Array | None,
+    scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
     *,
@@ -82,18 +86,19 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """`InFlight`, `staged [R, T]`, then the metadata of a dispatch."""
-    support.check("dispatch_start", x.dtype, spec, quantised=scales is not None)
+    """The metadata of a dispatch, then `InFlight` and `staged [R, T]`."""
+    padding.check("dispatch_start", x.dtype, spec, quantised=whole_dispatch.is_quantised(x))
+    sent_scales = whole_dispatch.given_scales(x, scales)
     meta = whole_dispatch.metadata(topk_idx, topk_weights, spec)
     todo = plan.dispatch_plan(topk_idx, meta[0], spec)
-    x = support.pad_hidden(x)
-    record = record_of(x.shape[1], x.dtype, scales is not None, wire)
+    x = padding.pad_hidden(x)
+    record = record_of(x.shape[1], x.dtype, sent_scales is not None, wire)
     sizes = jnp.sum(todo.sent, axis=0, dtype=jnp.int32)
     starts = _layout.exclusive_cumsum(sizes, axis=0)
     local = plan.pick(starts + _layout.exclusive_cumsum(todo.sent, axis=0), todo.peer)
     buffer = push_kernel.push(
         x,
-        scales,
+        sent_scales,
         todo.peer,
         local,
         jnp.zeros((1,), jnp.int32),
@@ -101,22 +106,33 @@ def dispatch_start(
         quantise=None if wire is None else (wire.dtype, wire.scale_format),
         staging_rows=plan.combine_staging_rows(spec),
         axes=None,
-        launch=whole_dispatch.push_launch(x, scales is not None, record, spec, config),
+        launch=whole_dispatch.push_launch(x, sent_scales is not None, record, spec, config),
     )
     flight = _start(buffer, starts, sizes, todo.remote_start, todo.expected, todo.staging_rows, spec, config)
-    return (*flight, todo.staged, *meta)
+    return (*meta, *flight, todo.staged)
 
 
 def dispatch_done(
-    *operands: jax.Array, spec: Spec, wire: Wire | None, config: KernelConfig, hidden: int, dtype, scaled: bool
-):
-    """Rows (and scales) from what `dispatch_start` returned up to and including `recv_counts`."""
-    flight, (staged_row, positions, recv_counts) = operands[:NUM_IN_FLIGHT], operands[NUM_IN_FLIGHT:]
+    x: jax.Array,
+    scales: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    *under_way: jax.Array,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
+    """Rows and scales. `x` and `topk_idx` are here for derivatives; only the shape and dtype of `x` are read."""
+    del topk_idx
+    flight, staged_row = under_way[:NUM_IN_FLIGHT], under_way[NUM_IN_FLIGHT]
     staged = exchange.done(*flight)
-    record = record_of(hidden, dtype, scaled, wire)
-    return whole_dispatch.place_rows(
-        staged, staged_row, positions, recv_counts, record, jnp.dtype(dtype), scaled, hidden, spec, config
+    scaled = whole_dispatch.is_quantised(x)
+    record = record_of(x.shape[1], x.dtype, scaled, wire)
+    rows = whole_dispatch.place_rows(
+        staged, staged_row, positions, recv_counts, record, x.dtype, scaled, x.shape[1], spec, config
     )
+    return whole_dispatch.with_scales(rows)
 
 
 def combine_start(
@@ -132,8 +148,8 @@ def combine_start(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """`InFlight`, then `source [T, D]` and `zero [1]` for the last addition."""
-    support.check("combine_start", y.dtype, spec)
-    rows = support.pad_rows(support.pad_hidden(y.reshape(-1, y.shape[-1])))
+    padding.check("combine_start", y.dtype, spec)
+    rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
     record = record_of(rows.shape[1], y.dtype, False, wire)
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     todo = plan.combine_plan(topk_idx, positions, spec)
@@ -166,17 +182,63 @@ def combine_start(
     return (*flight, todo.source, zero)
 
 
-def combine_done(*operands: jax.Array, spec: Spec, wire: Wire | None, config: KernelConfig, hidden: int, dtype):
-    """`[T, hidden]` from what `combine_start` returned."""
-    flight, (source, zero) = operands[:NUM_IN_FLIGHT], operands[NUM_IN_FLIGHT:]
+def combine_done(
+    y: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    weights: jax.Array,
+    *under_way: jax.Array,
+    spec: Spec,
+    weighted: bool,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> jax.Array:
+    """`[T, hidden]` from what `combine_start` left under way; of the operands only the shape of `y` is read."""
+    del topk_idx, positions, recv_counts, weights, weighted
+    flight, (source, zero) = under_way[:NUM_IN_FLIGHT], under_way[NUM_IN_FLIGHT:]
     staged = exchange.done(*flight)
-    record = record_of(hidden, dtype, False, wire)
+    hidden = y.shape[-1]
+    record = record_of(hidden, y.dtype, False, wire)
     out = ranks_kernel.reduce_ranks(
         staged,
         source,
         zero,
         record=record,
-        out_dtype=jnp.dtype(dtype),
-        launch=ranks_launch(record, dtype, source.shape[1], spec.num_tokens, config),
+        out_dtype=y.dtype,
+        launch=ranks_launch(record, y.dtype, source.shape[1], spec.num_tokens, config),
     )
     return out[:, :hidden]
+
+
+def can_split(spec: Spec, config: KernelConfig) -> bool:
+    """On chips and one axis: interpret mode cannot run a kernel that leaves semaphores behind."""
+    return not config.interpret and len(spec.axis_name) == 1 and spec.num_tokens > 0
+
+
+def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+    """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
+    del scales
+    record = record_of(x.shape[1], x.dtype, whole_dispatch.is_quantised(x), wire)
+    flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec)
+    return [*flight, ((spec.num_ranks, spec.num_tokens), jnp.int32)]
+
+
+def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+    """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
+    record = record_of(y.shape[-1], y.dtype, False, wire)
+    flight = _in_flight_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
+    return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
+
+
+SEMAPHORES = {"dispatch_done": (7, 8), "combine_done": (7, 8)}
+"""Operands of a done half that are semaphores: the third and fourth of `InFlight`, behind five others."""
+
+
+def operand_avals(operation: str, avals: Sequence[Any]) -> list[Any]:
+    """DMA semaphores instead of the int32 arrays that carry them between two kernels."""
+    semaphores = SEMAPHORES.get(operation, ())
+    return [
+        pltpu.SemaphoreType.DMA(aval.shape).get_array_aval() if i in semaphores else aval
+        for i, aval in enumerate(avals)
+    ]

@@ -15,8 +15,8 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.reference import rounds
-from xen_moe_jax.reference.rounding import keep, multiply_rounded, round_to, runtime_zero
+from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.rounding import keep, multiply_rounded, round_to, runtime_zero
 
 
 def combine(

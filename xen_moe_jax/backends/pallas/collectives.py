@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware
+from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.pallas_kernels import exchange as exchange_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax._config import DEFAULT_CONFIG
-from xen_moe_jax._cuda_backend import devices, module, routing, schedule
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
+from xen_moe_jax.backends.cuda import call, devices, module, schedule
 
 SMALL_BATCH = 4096
 
@@ -33,7 +33,7 @@ def buffer_size_hint(
         max(1, hidden // schedule.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
     )  # no schedule cuts rows finer
     cut = dataclasses.replace(schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts))
-    attrs = routing.attributes(spec, hidden, dtype, cut, DEFAULT_CONFIG, wire=wire, scaled=scaled)
+    attrs = call.attributes(spec, hidden, dtype, cut, DEFAULT_CONFIG, wire=wire, scaled=scaled)
     return module.compiled().routing_staging_bytes(attrs)
 
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware, hierarchical, plan, support
-from xen_moe_jax._pallas_backend.dispatch import record_of
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
+from xen_moe_jax.backends.pallas.dispatch import record_of
+from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
-from xen_moe_jax.reference.rounding import runtime_zero
 
 
 def combine(
@@ -36,17 +36,17 @@ def combine(
     config: KernelConfig,
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
-    support.check("combine", y.dtype, spec)
+    padding.check("combine", y.dtype, spec)
     hidden = y.shape[-1]
     rows = y.reshape(-1, hidden)
     if rows.shape[0] == 0 or spec.num_tokens == 0:
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
-    rows = support.pad_rows(support.pad_hidden(rows))
+    rows = padding.pad_rows(padding.pad_hidden(rows))
     record = record_of(rows.shape[1], y.dtype, False, wire)
     quantise = None if wire is None else (wire.dtype, wire.scale_format)
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     if len(spec.axis_name) == 2:
-        out = hierarchical.combine(
+        out = two_axes.combine(
             rows,
             lambda pairs: row_weights(weights, pairs) if weighted else None,
             topk_idx,

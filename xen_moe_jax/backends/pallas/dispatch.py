@@ -10,15 +10,15 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware, hierarchical, plan, support
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
+from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
-from xen_moe_jax.reference.dispatch import _gather_metadata, _place_slots, _place_weights
 
 LOW_LATENCY_TOKENS = 256
 """Up to this many tokens a rank, blocks are small, so that the first rows leave early."""
@@ -26,7 +26,7 @@ LOW_LATENCY_TOKENS = 256
 
 def dispatch(
     x: jax.Array,
-    scales: jax.Array | None,
+    scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
     *,
@@ -35,20 +35,35 @@ def dispatch(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
-    support.check("dispatch", x.dtype, spec, quantised=scales is not None)
+    padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
     positions, recv_counts, *rest = metadata(topk_idx, topk_weights, spec)
-    rows = send_rows(x, scales, topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
-    return (*rows, positions, recv_counts, *rest)
+    rows = send_rows(x, given_scales(x, scales), topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
+    return (*with_scales(rows), positions, recv_counts, *rest)
+
+
+def is_quantised(x: jax.Array) -> bool:
+    """Whether the payload is a `BlockScaled`'s values."""
+    return x.dtype.itemsize == 1
+
+
+def given_scales(x: jax.Array, scales: jax.Array) -> jax.Array | None:
+    """The payload's scales; None where it has none (the operand then has no columns)."""
+    return scales if is_quantised(x) else None
+
+
+def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Rows and their scales: an array without columns where there are none."""
+    return rows if len(rows) == 2 else (*rows, jnp.zeros((*rows[0].shape[:-1], 0), jnp.float32))
 
 
 def metadata(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> tuple[jax.Array, ...]:
     """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them."""
     rank = lax.axis_index(spec.axis_name)
-    routing, weights, _pairs = _gather_metadata(topk_idx, topk_weights, spec)
+    routing, weights, _pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
-    results = (layout.positions, layout.recv_counts, _place_weights(weights, layout, spec))
+    results = (layout.positions, layout.recv_counts, place_weights(weights, layout, spec))
     if spec.layout == "ranked":
-        return (*results, _place_slots(layout.local_idx, layout.positions, spec, fill=-1))
+        return (*results, place_slots(layout.local_idx, layout.positions, spec, fill=-1))
     return results
 
 
@@ -63,7 +78,7 @@ def redispatch(
     config: KernelConfig,
 ) -> jax.Array:
     """A new payload on a known routing."""
-    support.check("redispatch", x.dtype, spec)
+    padding.check("redispatch", x.dtype, spec)
     (rows,) = send_rows(x, None, topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
     return rows
 
@@ -79,14 +94,14 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
     """Rows (and scales) of `routed.x`; those past the last group are unspecified."""
     hidden = x.shape[1]
     if spec.capacity == 0 or spec.num_tokens == 0:
-        return support.empty_rows(x, scales, spec)
-    x = support.pad_hidden(x)
+        return padding.empty_rows(x, scales, spec)
+    x = padding.pad_hidden(x)
     record = record_of(x.shape[1], x.dtype, scales is not None, wire)
     todo = plan.dispatch_plan(topk_idx, positions, spec)
     quantise = None if wire is None else (wire.dtype, wire.scale_format)
     launch = push_launch(x, scales is not None, record, spec, config)
     if len(spec.axis_name) == 2:
-        staged = hierarchical.push(
+        staged = two_axes.push(
             x,
             scales,
             topk_idx,
@@ -139,7 +154,7 @@ def place_rows(
 ):
     """Staged records -> rows of `routed.x`, in its shape."""
     pairs = jnp.broadcast_to(staged_row[..., None], positions.shape)
-    source = _place_slots(pairs, positions, spec, fill=-1, flat=True)
+    source = place_slots(pairs, positions, spec, fill=-1, flat=True)
     rows = place_kernel.place(
         staged,
         source,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xen_moe_jax._cuda_backend import module, processes
+from xen_moe_jax.backends.cuda import module, processes
 
 
 def device_key(device: Any) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax.reference import rounds
+from xen_moe_jax.backends import rounds
 
 
 def all_to_all(

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from xen_moe_jax import _primitives
-from xen_moe_jax._backends import BackendUnavailable
+from xen_moe_jax import _jax_internals
+from xen_moe_jax.backends.availability import BackendUnavailable
 
 LIBRARY = "libnvshmem_host.so.3"
 PREFIX = "xen_moe_jax/nvshmem"
@@ -72,7 +72,7 @@ def start_nvshmem(compiled: Any) -> None:
     global _started
     if _started:
         return
-    client = _primitives.key_value_client()
+    client = _jax_internals.key_value_client()
     if client is None:
         raise ValueError(
             "a mesh axis over several processes needs jax.distributed.initialize() before the first operation"

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _primitives
+from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._cuda_backend import devices, module, routing, schedule
+from xen_moe_jax.backends.cuda import call, devices, module, schedule
 
 CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
@@ -32,7 +32,7 @@ def _attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, **u
         "lanes": lanes,
         "chunk_bytes": max(256, chunk),
         "ring_chunks": RING_CHUNKS,
-        "timeout_ns": routing.timeout_ns(config),
+        "timeout_ns": call.timeout_ns(config),
         "channel": config.channel,
         **units,
     }
@@ -50,8 +50,8 @@ def all_to_all(
     config: KernelConfig,
 ) -> jax.Array:
     """As `jax.lax.all_to_all`."""
-    mesh = _primitives.lowering_mesh()
-    ranks = _primitives.group_size(axis_sizes, axis_index_groups)
+    mesh = _mesh.lowering_mesh()
+    ranks = _mesh.group_size(axis_sizes, axis_index_groups)
     if tiled:
         parts = x.reshape(*x.shape[:split_axis], ranks, x.shape[split_axis] // ranks, *x.shape[split_axis + 1 :])
     else:
@@ -69,7 +69,7 @@ def all_to_all(
         ragged=0,
     )
     keys = devices.groups(mesh, axis_name, axis_index_groups)
-    (out,) = routing.call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
+    (out,) = call.call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
     out = jnp.moveaxis(out, 0, concat_axis)
     if tiled:
         shape = out.shape
@@ -91,7 +91,7 @@ def ragged_all_to_all(
     config: KernelConfig,
 ) -> jax.Array:
     """As `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
-    mesh = _primitives.lowering_mesh()
+    mesh = _mesh.lowering_mesh()
     ranks = send_sizes.shape[0]
     unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize
     if unit_bytes == 0 or operand.shape[0] == 0 or output.shape[0] == 0:
@@ -109,7 +109,5 @@ def ragged_all_to_all(
     keys = devices.groups(mesh, axis_name, axis_index_groups)
     sizes = [lax.convert_element_type(a, jnp.int32) for a in (input_offsets, send_sizes, output_offsets, recv_sizes)]
     results = [jax.ShapeDtypeStruct(output.shape, output.dtype)]
-    (out,) = routing.call(
-        "xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0}
-    )
+    (out,) = call.call("xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0})
     return out

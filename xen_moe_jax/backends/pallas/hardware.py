@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xen_moe_jax import _primitives
+from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.pallas_kernels.launch import Launch
 
@@ -53,7 +53,7 @@ COLLECTIVE_ID_BASE = 8
 
 def generation() -> Generation:
     """The generation being compiled for, as far as the mesh tells."""
-    mesh = _primitives.lowering_mesh()
+    mesh = _mesh.lowering_mesh()
     devices = _devices(mesh)
     kind = devices.flat[0].device_kind if devices is not None else getattr(_abstract(mesh), "device_kind", None)
     return GENERATIONS.get(kind or "", SMALLEST)
@@ -72,7 +72,7 @@ def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
 
     A kernel that is aimed across slices compiles, so that nobody else would notice.
     """
-    mesh = _primitives.lowering_mesh()
+    mesh = _mesh.lowering_mesh()
     devices = _devices(mesh)
     if devices is None:
         return

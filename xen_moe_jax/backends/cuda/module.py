@@ -8,7 +8,7 @@ import types
 
 import jax
 
-from xen_moe_jax._backends import BackendUnavailable
+from xen_moe_jax.backends.availability import BackendUnavailable
 
 INSTALL = (
     "install a wheel that was built with nvcc (pip install 'xen-moe-jax[cuda13]', or XEN_MOE_CUDA=ON pip install . "

@@ -17,8 +17,9 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._pallas_backend import hardware, plan
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.pallas import hardware, plan
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -26,7 +27,6 @@ from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
-from xen_moe_jax.reference import rounds
 
 
 class Rail(NamedTuple):

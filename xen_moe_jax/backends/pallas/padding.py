@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax._pallas_backend import hardware
 from xen_moe_jax._spec import SCALE_BLOCK, Spec, scale_blocks
+from xen_moe_jax.backends.pallas import hardware
 
 FLOAT_DTYPES = ("float32", "bfloat16")
 QUANTISED_DTYPES = ("float8_e4m3fn", "int8")

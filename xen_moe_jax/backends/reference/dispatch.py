@@ -13,13 +13,14 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.reference import rounds
-from xen_moe_jax.reference.rounding import keep, runtime_zero
+from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
+from xen_moe_jax.backends.rounding import keep, runtime_zero
 
 
 def dispatch(
     x: jax.Array,
-    scales: jax.Array | None,
+    scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
     *,
@@ -29,13 +30,13 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     rank = lax.axis_index(spec.axis_name)
-    routing, weights, pairs = _gather_metadata(topk_idx, topk_weights, spec)
+    routing, weights, pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
     rows = _send_rows(x, scales, topk_idx, layout.positions, jnp.max(pairs), spec=spec, wire=wire, config=config)
-    row_weights = _place_weights(weights, layout, spec)
+    row_weights = place_weights(weights, layout, spec)
     results = (*rows, layout.positions, layout.recv_counts, row_weights)
     if spec.layout == "ranked":
-        local_idx = _place_slots(layout.local_idx, layout.positions, spec, fill=-1)
+        local_idx = place_slots(layout.local_idx, layout.positions, spec, fill=-1)
         return (*results, local_idx)
     return results
 
@@ -54,31 +55,16 @@ def redispatch(
     del recv_counts
     received = jnp.sum(jnp.any(positions != -1, axis=-1), axis=1, dtype=jnp.int32)
     largest_pair = lax.pmax(jnp.max(received), spec.axis_name)
-    (rows,) = _send_rows(x, None, topk_idx, positions, largest_pair, spec=spec, wire=wire, config=config)
+    no_scales = jnp.zeros((spec.num_tokens, 0), jnp.float32)
+    rows, _ = _send_rows(x, no_scales, topk_idx, positions, largest_pair, spec=spec, wire=wire, config=config)
     return rows
-
-
-def _gather_metadata(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec):
-    """Every source's routing on every rank: one all-gather of int32 words."""
-    own = _layout.source_routing(topk_idx, spec)
-    words = [*own, lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)]
-    shapes = [w.shape for w in words]
-    packed = jnp.concatenate([w.reshape(-1) for w in words])
-    gathered = lax.all_gather(packed, spec.axis_name)
-    splits = [sum(w.size for w in words[:i]) for i in range(1, len(words))]
-    parts = [
-        part.reshape(spec.num_ranks, *shape)
-        for part, shape in zip(jnp.split(gathered, splits, axis=1), shapes, strict=True)
-    ]
-    weights = lax.bitcast_convert_type(parts[4], jnp.float32)
-    return _layout.SourceRouting(*parts[:4]), weights, parts[3]
 
 
 def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire: Wire | None, config: KernelConfig):
     """Rows (and scales) of `routed.x`, zero wherever nothing was placed."""
-    payload = (x,) if scales is None else (x, scales)
+    payload = (x, scales) if scales.shape[1] else (x,)
     if x.size == 0:
-        return tuple(jnp.zeros(spec.rows_shape(a.shape[1]), a.dtype) for a in payload)
+        return tuple(jnp.zeros(spec.rows_shape(a.shape[1]), a.dtype) for a in (x, scales))
     hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts)
     block = rounds.block_rows(spec.num_tokens, config)
     tokens = rounds.pad_to_blocks(list_members(hit.T), 1, block, fill=0)
@@ -96,7 +82,7 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
     came = jnp.any(positions != -1, axis=-1)
     ordinal = _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)
     staged_row = ordinal + stride * jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None]
-    source = _place_slots(jnp.broadcast_to(staged_row[..., None], positions.shape), positions, spec, fill=-1, flat=True)
+    source = place_slots(jnp.broadcast_to(staged_row[..., None], positions.shape), positions, spec, fill=-1, flat=True)
 
     def place(staged):
         staged = staged.reshape(-1, staged.shape[-1])
@@ -108,28 +94,10 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
         values, row_scales = received
         zero = runtime_zero(positions + 2)
         received = (keep(dequantize_arrays(values, row_scales, x.dtype), zero),)
-    return tuple(place(a) for a in received)
+    rows, *row_scales = (place(a) for a in received)
+    return rows, row_scales[0] if row_scales else jnp.zeros(spec.rows_shape(0), jnp.float32)
 
 
 def list_members(hit: jax.Array) -> jax.Array:
     """int32 `[R, T]`: for each rank the tokens with `hit[r, t]`, ascending, then filler (valid token numbers)."""
     return jnp.argsort(~hit, axis=1, stable=True).astype(jnp.int32)
-
-
-def _place_slots(values, positions, spec: Spec, *, fill, flat: bool = False):
-    """Scatters per-(source, token, slot) values to the rows that they belong to.
-
-    `flat`: one value per slot -> `[rows]`. Otherwise (ranked) one vector `[K]` per token -> `[rows, K]`.
-    """
-    num_rows = spec.capacity
-    target = jnp.where(positions >= 0, positions, num_rows).reshape(-1)
-    values = values.reshape(-1) if flat else values.reshape(target.shape[0], -1)
-    out = jnp.full((num_rows, *values.shape[1:]), fill, values.dtype)
-    return out.at[target].set(values, mode="drop", unique_indices=True)
-
-
-def _place_weights(weights: jax.Array, layout: _layout.RecvLayout, spec: Spec) -> jax.Array:
-    if spec.layout == "ranked":
-        local = jnp.where(layout.local_idx >= 0, weights, 0.0)
-        return _place_slots(local, layout.positions, spec, fill=0.0)
-    return _place_slots(weights, layout.positions, spec, fill=0.0, flat=True).reshape(spec.row_dims)

@@ -1,0 +1,73 @@
+"""`all_to_all` and `ragged_all_to_all` as primitives: jvp, transpose and vmap as `jax.lax` has them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from xen_moe_jax import _ragged_gradient, _shapes
+from xen_moe_jax._primitive import declare
+
+all_to_all_p = declare("all_to_all", _shapes.all_to_all)
+ragged_all_to_all_p = declare("ragged_all_to_all", _shapes.ragged_all_to_all)
+
+
+def _all_to_all_transpose(cotangents: Any, x: Any, **params: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval)]
+    swapped = {**params, "split_axis": params["concat_axis"], "concat_axis": params["split_axis"]}
+    return all_to_all_p.bind(cotangent, **swapped)
+
+
+def _all_to_all_batcher(operands: Any, dims: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
+    (x,), (dim,) = operands, dims
+    x = jnp.moveaxis(x, dim, 0)
+    return all_to_all_p.bind(x, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params), [0]
+
+
+ad.deflinear2(all_to_all_p, _all_to_all_transpose)
+batching.primitive_batchers[all_to_all_p] = _all_to_all_batcher
+
+
+def _ragged_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = ragged_all_to_all_p.bind(*primals, **params)
+    operand_dot, output_dot, *_ = tangents
+    if type(operand_dot) is ad.Zero and type(output_dot) is ad.Zero:
+        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    moved = [ad.instantiate_zeros(operand_dot), ad.instantiate_zeros(output_dot), *primals[2:]]
+    return out, ragged_all_to_all_p.bind(*moved, **params)
+
+
+def _ragged_transpose(cotangents: Any, operand: Any, output: Any, *offsets: Any, **params: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    if type(cotangent) is ad.Zero:
+        zeros = [ad.Zero(v.aval) if ad.is_undefined_primal(v) else None for v in (operand, output)]
+        return [*zeros, None, None, None, None]
+    shape = operand.aval.shape if ad.is_undefined_primal(operand) else operand.shape
+    bind = functools.partial(ragged_all_to_all_p.bind, **params)
+    exchange = functools.partial(
+        all_to_all_p.bind,
+        split_axis=0,
+        concat_axis=0,
+        tiled=True,
+        **{k: params[k] for k in ("axis_name", "axis_sizes", "axis_index_groups", "config")},
+    )
+    operand_ct, output_ct = _ragged_gradient.transpose(
+        cotangent,
+        shape,
+        *offsets,
+        ragged=lambda *a: bind(*a)[0],
+        exchange=lambda a: exchange(a)[0],
+        axis_name=params["axis_name"],
+    )
+    wanted = [ad.is_undefined_primal(operand), ad.is_undefined_primal(output)]
+    return [operand_ct if wanted[0] else None, output_ct if wanted[1] else None, None, None, None, None]
+
+
+ad.primitive_jvps[ragged_all_to_all_p] = _ragged_jvp
+ad.primitive_transposes[ragged_all_to_all_p] = _ragged_transpose

@@ -1,0 +1,53 @@
+"""Everything here that JAX does not promise to keep: the only file that imports `jax._src`."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax._src import config as jax_config
+from jax._src import dispatch as jax_dispatch
+from jax._src import distributed, effects
+
+
+def without_varying_checks() -> AbstractContextManager[Any]:
+    """Inside it, tracing does not check over which mesh axes values vary."""
+    return jax_config._check_vma(False)
+
+
+def without_varying(aval: Any) -> Any:
+    """`aval` that varies over no mesh axis."""
+    return aval.update(manual_axis_type=type(aval.mat)())
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes that an array varies over."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def checks_varying(axis: str) -> bool:
+    """Whether `check_vma=True` holds here: only then does an axis index vary over its axis."""
+    index = jax.eval_shape(lambda: jax.lax.axis_index(axis))
+    return index.manual_axis_type is not None and axis in index.manual_axis_type.varying
+
+
+def lower_per_device_order(primitives: Any) -> None:
+    """The mesh's devices become part of these primitives' programs: no lowering is reused for another device order."""
+    jax_dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def key_value_client() -> Any:
+    """The client of `jax.distributed`'s key-value store; None before `jax.distributed.initialize()`."""
+    return distributed.global_state.client
+
+
+def interpret_effects() -> Any:
+    """Effects of Pallas' TPU interpret mode, which orders its callbacks by them; remat allows them from now on."""
+    interpret = importlib.import_module("jax._src.pallas.mosaic.interpret.params")
+    found = interpret.get_interpret_effects()
+    for allowed in (effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects):
+        for effect in found:
+            allowed.add_type(type(effect))
+    return found

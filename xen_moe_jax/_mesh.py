@@ -1,0 +1,69 @@
+"""Questions about the mesh: manual axes while a call is traced, devices while it is lowered."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from xen_moe_jax import _jax_internals
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Mesh axes that the code being traced is manual over: not empty inside `jax.shard_map`."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axis_size(name: str) -> int:
+    return jax.sharding.get_abstract_mesh().shape[name]
+
+
+def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
+    """Ranks that talk to each other: those of the axes, or of one of the groups that they are cut into."""
+    return math.prod(axis_sizes) if axis_index_groups is None else len(axis_index_groups[0])
+
+
+def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
+    """Operands that all vary over `axis_name` and over whatever any of them varies over."""
+    known = [_jax_internals.varying_axes(x) for x in operands]
+    wanted = frozenset(axis_name).union(*known)
+    if not _jax_internals.checks_varying(axis_name[0]):
+        return list(operands)
+    return [
+        jax.lax.pcast(x, tuple(sorted(wanted - vma)), to="varying") if wanted - vma else x
+        for x, vma in zip(operands, known, strict=True)
+    ]
+
+
+def platform() -> str:
+    """The platform that the code being traced will most likely run on: "cpu", "tpu", "cuda" or another."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if str(getattr(device, "device_kind", "")).startswith("TPU"):
+        return "tpu"
+    default = jax.default_backend()
+    return "cuda" if default == "gpu" else default
+
+
+_lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+
+
+@contextlib.contextmanager
+def lowering_for(mesh: Any) -> Iterator[None]:
+    """Inside it, `lowering_mesh()` is `mesh`."""
+    token = _lowering_mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _lowering_mesh.reset(token)
+
+
+def lowering_mesh() -> Any:
+    """The mesh that an operation is being lowered for; an `AbstractMesh` where no devices are known."""
+    mesh = _lowering_mesh.get()
+    if mesh is None:
+        raise ValueError("xen_moe_jax operations must be inside jax.shard_map when they are lowered")
+    return mesh

@@ -1,0 +1,202 @@
+"""Checked arguments of an operation: what the primitives take, out of what a user gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax import _layout, _validate
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._mesh import vary_over
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec, worst_case_capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Static half of one call."""
+
+    spec: Spec
+    wire: Wire | None
+    gradient_wire: Wire | None
+    config: KernelConfig
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """As parameters of a primitive."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+class PreparedDispatch(NamedTuple):
+    """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`."""
+
+    static: Static
+    x: jax.Array
+    scales: jax.Array
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return self[1:]
+
+
+class PreparedCombine(NamedTuple):
+    """`y` in the rows' shape, and the arrays of the handle."""
+
+    static: Static
+    weighted: bool
+    y: jax.Array
+    topk_idx: jax.Array
+    positions: jax.Array
+    recv_counts: jax.Array
+    weights: jax.Array
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return self[2:]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {**self.static.params, "weighted": self.weighted}
+
+
+class PreparedRedispatch(NamedTuple):
+    """`x [T, H]`, and the arrays of the handle."""
+
+    static: Static
+    x: jax.Array
+    topk_idx: jax.Array
+    positions: jax.Array
+    recv_counts: jax.Array
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return self[1:]
+
+
+def dispatch(
+    caller: str,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    *,
+    num_experts: Any,
+    axis_name: Any,
+    layout: Any,
+    capacity: Any,
+    alignment: Any,
+    wire: Any,
+    gradient_wire: Any,
+    config: KernelConfig | None,
+) -> PreparedDispatch:
+    config = _validate.config(config, caller)
+    values, scales = _validate.payload(x, caller)
+    num_tokens = values.shape[0]
+    topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, num_tokens, caller)
+    parsed_wire = _validate.wire(wire, caller)
+    if scales is not None and parsed_wire is not None:
+        raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantised already; pass wire=None")
+    spec = _make_spec(
+        caller,
+        axis_name=axis_name,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        top_k=topk_idx.shape[1],
+        layout=layout,
+        capacity=capacity,
+        alignment=alignment,
+    )
+    static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
+    idx = _layout.sanitize(topk_idx, spec.num_experts)
+    weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
+    if scales is None:
+        scales = jnp.zeros((num_tokens, 0), jnp.float32)
+    return PreparedDispatch(static, *vary_over([values, scales, idx, weights], spec.axis_name))
+
+
+def combine(
+    caller: str, y: Any, handle: Any, *, weighted: Any, wire: Any, gradient_wire: Any, config: KernelConfig | None
+) -> PreparedCombine:
+    config = _validate.config(config, caller)
+    handle = _validate.handle(handle, caller)
+    spec = handle.spec
+    y = _validate.rows(y, spec, caller)
+    if weighted is None:
+        weighted = spec.layout != "ranked"
+    if weighted not in (True, False):
+        raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
+    if weighted and spec.layout == "ranked":
+        raise ValueError(
+            f"{caller}: weighted=True with layout='ranked': a row stands for several experts; apply "
+            "routed.topk_weights while reducing over the local experts and pass weighted=False"
+        )
+    static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, y.shape[-1], caller)
+    operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, handle.weights]
+    return PreparedCombine(static, bool(weighted), *vary_over(operands, spec.axis_name))
+
+
+def redispatch(
+    caller: str, x: Any, handle: Any, *, wire: Any, gradient_wire: Any, config: KernelConfig | None
+) -> PreparedRedispatch:
+    config = _validate.config(config, caller)
+    handle = _validate.handle(handle, caller)
+    spec = handle.spec
+    values, scales = _validate.payload(x, caller)
+    if scales is not None:
+        raise TypeError(f"{caller}: x is a BlockScaled: pass the float array and wire=... instead")
+    if values.shape[0] != spec.num_tokens:
+        raise ValueError(f"{caller}: x has {values.shape[0]} tokens: the handle was made for {spec.num_tokens}")
+    static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, values.shape[1], caller)
+    operands = [values, handle.topk_idx, handle.positions, handle.recv_counts]
+    return PreparedRedispatch(static, *vary_over(operands, spec.axis_name))
+
+
+def _static(
+    spec: Spec, wire: Wire | None, gradient_wire: Any, config: KernelConfig, hidden: int, caller: str
+) -> Static:
+    """Nothing moves when a dimension is empty: plain JAX answers then, and no kernel has to think of it."""
+    if spec.num_tokens == 0 or spec.capacity == 0 or hidden == 0:
+        config = dataclasses.replace(config, backend="reference")
+    return Static(spec, wire, _validate.wire(gradient_wire, caller, name="gradient_wire"), config)
+
+
+def _make_spec(
+    caller: str,
+    *,
+    axis_name: Any,
+    num_experts: Any,
+    num_tokens: int,
+    top_k: int,
+    layout: Any,
+    capacity: Any,
+    alignment: Any,
+) -> Spec:
+    layout = _validate.layout(layout, caller)
+    num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
+    if alignment > 1 and layout != "grouped":
+        raise ValueError(f"{caller}: alignment={alignment} with layout={layout!r}: only 'grouped' has groups to align")
+    names, sizes = _validate.axes(axis_name, caller)
+    worst = worst_case_capacity(
+        layout=layout,
+        num_ranks=math.prod(sizes),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        alignment=alignment,
+    )
+    if capacity is None:
+        capacity = worst
+    elif layout == "padded":
+        raise ValueError(
+            f"{caller}: capacity={capacity!r} with layout='padded': its rows are always [L, R*T]; pass None"
+        )
+    else:
+        capacity = _validate.integer(capacity, "capacity", caller, minimum=0)
+    _validate.row_limit(capacity, "capacity", caller)
+    return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment)

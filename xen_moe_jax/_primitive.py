@@ -1,0 +1,135 @@
+"""How an operation is declared to JAX: one primitive, its abstract evaluation, one lowering rule per platform.
+
+A jaxpr then names the operation (`xen_moe_dispatch`), and `lower(lowering_platforms=("tpu",))` works anywhere: CPU and
+every unknown platform run the plain JAX backend, TPU the Pallas kernels, CUDA the compiled ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from xen_moe_jax import _jax_internals, _mesh, backends
+from xen_moe_jax._shapes import ShapeDtype
+
+_declared: list[Primitive] = []
+PLATFORMS = (None, "cpu", "tpu", "cuda")
+"""Platforms with a lowering rule; None is any other."""
+NOT_FOR_BACKENDS = ("gradient_wire",)
+"""Parameters that only derivative rules read."""
+
+
+def declare(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> Primitive:
+    """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
+
+    `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
+    """
+    primitive = _primitive(operation, shapes)
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, _lowering(operation, platform), platform=platform)
+    _declared.append(primitive)
+    return primitive
+
+
+def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]], function: Callable) -> Primitive:
+    """A primitive that `function(*operands, **params)` computes on every platform, out of other primitives."""
+    primitive = _primitive(operation, shapes)
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        return _lower(ctx, operands, functools.partial(function, **params))
+
+    mlir.register_lowering(primitive, rule)
+    return primitive
+
+
+def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> Primitive:
+    primitive = Primitive(f"xen_moe_{operation}")
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+        _lower_per_device_order()
+        return _results(avals[0], shapes(*avals, **params)), _effects(params["config"])
+
+    def outside(*_: Any, **params: Any) -> Any:
+        raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside jax.shard_map")
+
+    primitive.def_impl(outside)
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = functools.partial(_no_vmap, operation)
+    return primitive
+
+
+def _results(like: Any, shapes: Sequence[ShapeDtype]) -> list[Any]:
+    """Avals of the given shapes and dtypes that keep the varying manual axes and the mesh of `like`."""
+    sharding = getattr(like, "sharding", None)
+    avals = []
+    for shape, dtype in shapes:
+        changes: dict[str, Any] = {"shape": tuple(shape), "dtype": jnp.dtype(dtype), "weak_type": False}
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+            changes["sharding"] = sharding.update(spec=spec)
+        avals.append(like.update(**changes))
+    return avals
+
+
+@functools.cache
+def _lower_per_device_order() -> None:
+    """On GPUs the mesh's devices are part of the program."""
+    if jax.default_backend() == "gpu":
+        _jax_internals.lower_per_device_order(_declared)
+
+
+def _effects(config: Any) -> Any:
+    """None, except in interpret mode: its callbacks must run in program order, also through remat."""
+    return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
+
+
+def _lowering(operation: str, platform: str | None) -> Callable:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        backend = backends.for_lowering(platform, params["config"])
+        known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
+        run = functools.partial(getattr(backend, operation), **known)
+        return _lower(ctx, operands, run, functools.partial(getattr(backend, "operand_avals", _unchanged), operation))
+
+    return rule
+
+
+def _unchanged(operation: str, avals: Sequence[Any]) -> Sequence[Any]:
+    return avals
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    run: Callable,
+    operand_avals: Callable[[Sequence[Any]], Sequence[Any]] = lambda avals: avals,
+) -> Any:
+    # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
+    avals = operand_avals([_jax_internals.without_varying(aval) for aval in ctx.avals_in])
+    plain = ctx.replace(avals_in=avals)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks():
+        results = mlir.lower_fun(_as_tuple(run), multiple_results=True)(plain, *operands)
+    ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
+    return results
+
+
+def _as_tuple(f: Callable) -> Callable:
+    def wrapped(*args: Any) -> tuple[Any, ...]:
+        out = f(*args)
+        return out if isinstance(out, tuple) else (out,)
+
+    return wrapped
+
+
+def _no_vmap(name: str, *_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"vmap of {name} is not supported: tokens already form a batch. Fold the mapped axis into the token axis "
+        "(reshape [B, T, ...] to [B*T, ...]) before the call, or loop over it with jax.lax.map."
+    )

@@ -1,0 +1,85 @@
+"""Which backend runs an operation: by platform, unless `KernelConfig.backend` insists.
+
+A backend is a package with a function for each operation (`dispatch`, `combine`, `redispatch`, `all_to_all`,
+`ragged_all_to_all`). It may also have
+  check_available()                raises `BackendUnavailable` where it cannot run
+  can_split(spec, config)          whether start and done of an operation can be two programs: then it has
+                                   `dispatch_start`, `dispatch_done`, `combine_start`, `combine_done`, and
+                                   `dispatch_in_flight`, `combine_in_flight` give what travels between them
+  operand_avals(operation, avals)  avals under which an operation is traced, where they are not its operands' own
+  open_buffer, buffer_size_hint    symmetric memory
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.availability import BackendUnavailable
+
+BY_PLATFORM = {"tpu": "pallas", "cuda": "cuda"}
+
+
+def for_lowering(platform: str | None, config: KernelConfig) -> ModuleType:
+    """The backend that runs an operation lowered for `platform` (None: any other platform).
+
+    Raises:
+      ValueError: `config.backend` names a backend that does not run on `platform`.
+      BackendUnavailable: it was asked for by name and cannot be loaded.
+    """
+    name = config.backend or for_platform(platform)
+    if config.backend is not None:
+        _check_platform(name, platform, config)
+        return load(name)
+    try:
+        return load(name)
+    except BackendUnavailable as reason:
+        warnings.warn(f"xen_moe_jax: plain JAX instead of the {name} backend: {reason}", stacklevel=2)
+        return load("reference")
+
+
+def for_halves(platform: str | None, spec: Spec, config: KernelConfig) -> ModuleType | None:
+    """The backend that runs start and done of an operation traced for `platform` as two programs, if it can."""
+    backend = _module(config.backend or for_platform(platform))
+    can_split = getattr(backend, "can_split", None)
+    return backend if can_split is not None and can_split(spec, config) else None
+
+
+def for_platform(platform: str | None) -> str:
+    """The backend that a platform ("cpu", "tpu", "cuda", ...) uses unless `KernelConfig.backend` insists."""
+    return BY_PLATFORM.get(platform or "", "reference")
+
+
+def load(name: str) -> ModuleType:
+    """A backend's module; `BackendUnavailable` if it says that it cannot run."""
+    module = _module(name)
+    check = getattr(module, "check_available", None)
+    if check is not None:
+        check()
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    if name == "pallas":
+        from xen_moe_jax.backends import pallas
+
+        return pallas
+    if name == "cuda":
+        from xen_moe_jax.backends import cuda
+
+        return cuda
+    from xen_moe_jax.backends import reference
+
+    return reference
+
+
+def _check_platform(name: str, platform: str | None, config: KernelConfig) -> None:
+    if name == "cuda" and platform != "cuda":
+        raise ValueError(f"KernelConfig.backend='cuda' on platform {platform!r}: use None or 'reference' here")
+    if name == "pallas" and platform != "tpu" and not config.interpret:
+        raise ValueError(
+            f"KernelConfig.backend='pallas' on platform {platform!r}: use None or 'reference' here, or set "
+            "interpret=True to run the TPU kernels in interpret mode (tests only: it is slow)"
+        )

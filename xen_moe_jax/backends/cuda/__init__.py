@@ -1,0 +1,27 @@
+"""The CUDA backend: kernels that store rows straight over NVLink.
+
+Calls go to `xen_moe_jax._cuda` (`cuda_kernels/` and `ffi/`, compiled) through XLA's FFI: no host synchronisation,
+capturable in CUDA graphs. See docs/cuda.md.
+"""
+
+from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all
+from xen_moe_jax.backends.cuda.combine import combine
+from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
+from xen_moe_jax.backends.cuda.memory import buffer_size_hint, open_buffer
+from xen_moe_jax.backends.cuda.module import compiled
+
+__all__ = [
+    "all_to_all",
+    "buffer_size_hint",
+    "check_available",
+    "combine",
+    "dispatch",
+    "open_buffer",
+    "ragged_all_to_all",
+    "redispatch",
+]
+
+
+def check_available() -> None:
+    """Raises `BackendUnavailable` when the compiled module is missing."""
+    compiled()

@@ -1,0 +1,87 @@
+"""FFI calls: attributes out of the static description, and the call itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.cuda import devices, module, schedule
+
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "int8": 4, "float8_e5m2": 5}
+WIRES = {None: 0, "float8_e4m3fn": 1, "int8": 2}
+LAYOUTS = {"grouped": 0, "ranked": 1, "padded": 2}
+MAX_TIMEOUT_NS = 2**62
+
+
+def attributes(
+    spec: Spec,
+    hidden: int,
+    dtype: Any,
+    cut: schedule.Schedule,
+    config: KernelConfig,
+    *,
+    wire: Wire | None = None,
+    scaled: bool = False,
+    weighted: bool = False,
+    known_positions: bool = False,
+) -> dict[str, int]:
+    """Integer attributes, as ffi/operation.cc decodes them."""
+    check_limits(spec)
+    return {
+        "ranks": spec.num_ranks,
+        "num_tokens": spec.num_tokens,
+        "top_k": spec.top_k,
+        "num_experts": spec.num_experts,
+        "hidden": hidden,
+        "capacity": spec.capacity,
+        "alignment": spec.alignment,
+        "layout": LAYOUTS[spec.layout],
+        "ranks_per_node": spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0],
+        "dtype": DTYPES[jnp.dtype(dtype).name],
+        "wire": WIRES[wire.dtype if wire else None],
+        "ue8m0": int(wire is not None and wire.scale_format == "ue8m0"),
+        "scaled": int(scaled),
+        "weighted": int(weighted),
+        "known_positions": int(known_positions),
+        "blocks": cut.blocks,
+        "push_blocks": cut.push_blocks,
+        "layout_blocks": cut.layout_blocks,
+        "parts": cut.parts,
+        "segment_tokens": cut.segment_tokens,
+        "solo_layout": int(cut.solo_layout),
+        "timeout_ns": timeout_ns(config),
+        "channel": config.channel,
+    }
+
+
+def timeout_ns(config: KernelConfig) -> int:
+    return min(MAX_TIMEOUT_NS, max(1, round(config.timeout_s * 1e9))) if config.timeout_s else 0
+
+
+def check_limits(spec: Spec) -> None:
+    most = module.compiled().max_ranks
+    for name, value, limit in (
+        ("ranks", spec.num_ranks, most),
+        ("top_k", spec.top_k, 64),
+        ("num_experts", spec.num_experts, 4096),
+    ):
+        if value > limit:
+            raise ValueError(
+                f"the CUDA backend takes at most {limit} {name}, not {value}: use KernelConfig(backend='reference')"
+            )
+
+
+def call(
+    target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
+):
+    """One FFI call. Returns a list of results."""
+    devices.prepare(keys)
+    function = jax.ffi.ffi_call(target, results, **kw)
+    numbers = {name: np.int64(value) for name, value in attrs.items()}
+    return list(function(*operands, devices=keys.reshape(-1), **numbers))

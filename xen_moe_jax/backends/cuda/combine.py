@@ -1,0 +1,41 @@
+"""Combine as an FFI call."""
+
+from __future__ import annotations
+
+import jax
+
+from xen_moe_jax import _mesh
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import Wire
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.cuda import devices, schedule
+from xen_moe_jax.backends.cuda.call import attributes, call
+
+
+def combine(
+    y: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    weights: jax.Array,
+    *,
+    spec: Spec,
+    weighted: bool,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> jax.Array:
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`.
+
+    Raises:
+      ValueError: `y` is not bfloat16, float16 or float32.
+    """
+    if y.dtype.name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
+    mesh = _mesh.lowering_mesh()
+    hidden = y.shape[-1]
+    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh))
+    attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted)
+    results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
+    operands = (y, topk_idx, positions, recv_counts, weights)
+    (out,) = call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)
+    return out

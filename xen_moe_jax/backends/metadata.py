@@ -1,0 +1,49 @@
+"""Routing metadata in plain JAX: every source's routing on every rank, and what follows from it for the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._spec import Spec
+
+
+def gather_metadata(
+    topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec
+) -> tuple[_layout.SourceRouting, jax.Array, jax.Array]:
+    """Every source's routing, weights `[R, T, K]` and pairs `[R, R]` on every rank: one all-gather of int32 words."""
+    own = _layout.source_routing(topk_idx, spec)
+    words = [*own, lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)]
+    shapes = [w.shape for w in words]
+    packed = jnp.concatenate([w.reshape(-1) for w in words])
+    gathered = lax.all_gather(packed, spec.axis_name)
+    splits = [sum(w.size for w in words[:i]) for i in range(1, len(words))]
+    parts = [
+        part.reshape(spec.num_ranks, *shape)
+        for part, shape in zip(jnp.split(gathered, splits, axis=1), shapes, strict=True)
+    ]
+    weights = lax.bitcast_convert_type(parts[4], jnp.float32)
+    return _layout.SourceRouting(*parts[:4]), weights, parts[3]
+
+
+def place_slots(values: jax.Array, positions: jax.Array, spec: Spec, *, fill: Any, flat: bool = False) -> jax.Array:
+    """Scatters per-(source, token, slot) values to the rows that they belong to.
+
+    `flat`: one value per slot -> `[rows]`. Otherwise (ranked) one vector `[K]` per token -> `[rows, K]`.
+    """
+    num_rows = spec.capacity
+    target = jnp.where(positions >= 0, positions, num_rows).reshape(-1)
+    values = values.reshape(-1) if flat else values.reshape(target.shape[0], -1)
+    out = jnp.full((num_rows, *values.shape[1:]), fill, values.dtype)
+    return out.at[target].set(values, mode="drop", unique_indices=True)
+
+
+def place_weights(weights: jax.Array, layout: _layout.RecvLayout, spec: Spec) -> jax.Array:
+    if spec.layout == "ranked":
+        local = jnp.where(layout.local_idx >= 0, weights, 0.0)
+        return place_slots(local, layout.positions, spec, fill=0.0)
+    return place_slots(weights, layout.positions, spec, fill=0.0, flat=True).reshape(spec.row_dims)
