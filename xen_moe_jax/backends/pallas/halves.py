@@ -19,9 +19,17 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import dispatch as whole_dispatch
 from xen_moe_jax.backends.pallas import hardware, padding, plan
 from xen_moe_jax.backends.pallas.combine import ranks_launch, row_weights, slots_launch
+from xen_moe_jax.backends.pallas.dispatch import (
+    given_scales,
+    is_quantised,
+    metadata,
+    place_rows,
+    push_launch,
+    record_of,
+    with_scales,
+)
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import exchange
 from xen_moe_jax.pallas_kernels import push as push_kernel
@@ -37,8 +45,8 @@ InFlight = tuple[jax.Array, ...]
 NUM_IN_FLIGHT = 6
 
 
-def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
-    return whole_dispatch.record_of(-(-hidden // LANES) * LANES, dtype, scaled, wire)
+def padded_record(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
+    return record_of(-(-hidden // LANES) * LANES, dtype, scaled, wire)
 
 
 def _in_flight_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[tuple]:
@@ -87,12 +95,12 @@ def dispatch_start(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """The metadata of a dispatch, then `InFlight` and `staged [R, T]`."""
-    padding.check("dispatch_start", x.dtype, spec, quantised=whole_dispatch.is_quantised(x))
-    sent_scales = whole_dispatch.given_scales(x, scales)
-    meta = whole_dispatch.metadata(topk_idx, topk_weights, spec)
+    padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
+    sent_scales = given_scales(x, scales)
+    meta = metadata(topk_idx, topk_weights, spec)
     todo = plan.dispatch_plan(topk_idx, meta[0], spec)
     x = padding.pad_hidden(x)
-    record = record_of(x.shape[1], x.dtype, sent_scales is not None, wire)
+    record = padded_record(x.shape[1], x.dtype, sent_scales is not None, wire)
     sizes = jnp.sum(todo.sent, axis=0, dtype=jnp.int32)
     starts = _layout.exclusive_cumsum(sizes, axis=0)
     local = plan.pick(starts + _layout.exclusive_cumsum(todo.sent, axis=0), todo.peer)
@@ -106,7 +114,7 @@ def dispatch_start(
         quantise=None if wire is None else (wire.dtype, wire.scale_format),
         staging_rows=plan.combine_staging_rows(spec),
         axes=None,
-        launch=whole_dispatch.push_launch(x, sent_scales is not None, record, spec, config),
+        launch=push_launch(x, sent_scales is not None, record, spec, config),
     )
     flight = _start(buffer, starts, sizes, todo.remote_start, todo.expected, todo.staging_rows, spec, config)
     return (*meta, *flight, todo.staged)
@@ -127,12 +135,10 @@ def dispatch_done(
     del topk_idx
     flight, staged_row = under_way[:NUM_IN_FLIGHT], under_way[NUM_IN_FLIGHT]
     staged = exchange.done(*flight)
-    scaled = whole_dispatch.is_quantised(x)
-    record = record_of(x.shape[1], x.dtype, scaled, wire)
-    rows = whole_dispatch.place_rows(
-        staged, staged_row, positions, recv_counts, record, x.dtype, scaled, x.shape[1], spec, config
-    )
-    return whole_dispatch.with_scales(rows)
+    scaled = is_quantised(x)
+    record = padded_record(x.shape[1], x.dtype, scaled, wire)
+    rows = place_rows(staged, staged_row, positions, recv_counts, record, x.dtype, scaled, x.shape[1], spec, config)
+    return with_scales(rows)
 
 
 def combine_start(
@@ -150,7 +156,7 @@ def combine_start(
     """`InFlight`, then `source [T, D]` and `zero [1]` for the last addition."""
     padding.check("combine_start", y.dtype, spec)
     rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
-    record = record_of(rows.shape[1], y.dtype, False, wire)
+    record = padded_record(rows.shape[1], y.dtype, False, wire)
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     todo = plan.combine_plan(topk_idx, positions, spec)
     sizes = jnp.sum(todo.came, axis=1, dtype=jnp.int32)
@@ -199,7 +205,7 @@ def combine_done(
     flight, (source, zero) = under_way[:NUM_IN_FLIGHT], under_way[NUM_IN_FLIGHT:]
     staged = exchange.done(*flight)
     hidden = y.shape[-1]
-    record = record_of(hidden, y.dtype, False, wire)
+    record = padded_record(hidden, y.dtype, False, wire)
     out = ranks_kernel.reduce_ranks(
         staged,
         source,
@@ -219,14 +225,14 @@ def can_split(spec: Spec, config: KernelConfig) -> bool:
 def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
     del scales
-    record = record_of(x.shape[1], x.dtype, whole_dispatch.is_quantised(x), wire)
+    record = padded_record(x.shape[1], x.dtype, is_quantised(x), wire)
     flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec)
     return [*flight, ((spec.num_ranks, spec.num_tokens), jnp.int32)]
 
 
 def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
-    record = record_of(y.shape[-1], y.dtype, False, wire)
+    record = padded_record(y.shape[-1], y.dtype, False, wire)
     flight = _in_flight_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
