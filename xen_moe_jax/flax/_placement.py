@@ -41,6 +41,12 @@ class _Placement:
     num_ranks: int
     explicit: bool
 
+    def reshard(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """On explicit axes, `array` sharded by `spec`; a mesh that is not the context's has to be named."""
+        if not self.explicit:
+            return array
+        return jax.sharding.reshard(array, spec if self.mesh is None else NamedSharding(self.mesh, spec))
+
 
 def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
     """The mesh a layer would use for its parameters: the one given, else `jax.set_mesh`'s, else None.
@@ -87,7 +93,7 @@ def apply_moe(
             f"MoEConfig.axis_name={config.axis_name!r}: the surrounding shard_map is manual over {inside} only; "
             "make all the expert axes manual, or none"
         )
-    mesh = None if manual else _mesh_of(config, mesh, x)
+    mesh = None if manual else _mesh_of(config, mesh, weights, x)
     if mesh is None and not manual:
         return _on_one_device(config, weights, x, mask)
     return _on_mesh(config, _place(config, mesh, context, manual), weights, x, mask)
@@ -110,15 +116,23 @@ def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
     return tuple((tracked.varying if tracked is not None else frozenset()) | set(config.expert_axes))
 
 
-def _mesh_of(config: MoEConfig, mesh: Any, x: jax.Array) -> Any:
+def _mesh_of(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], x: jax.Array) -> Any:
+    """The mesh given or current, else the one that the types of the arrays name, tracers included; None without any."""
     mesh = current_mesh(config, mesh)
     if mesh is not None:
         return mesh
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        return current_mesh(config, sharding.mesh)
-    if sharding is not None and len(sharding.device_set) > 1:
-        raise ValueError(f"x lives on {len(sharding.device_set)} devices without a mesh: pass mesh= or jax.set_mesh")
+    for array in (x, *weights.values()):
+        sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return current_mesh(config, sharding.mesh)
+        if sharding is not None and len(sharding.device_set) > 1:
+            raise ValueError(
+                f"x lives on {len(sharding.device_set)} devices without a mesh ({type(sharding).__name__}): "
+                "pass mesh=, use jax.set_mesh, or place it with a NamedSharding"
+            )
+        typed = jax.typeof(array).sharding.mesh
+        if not typed.empty:
+            return current_mesh(config, typed)
     return None
 
 
@@ -184,8 +198,7 @@ def _on_mesh(
     came = x
     divides = x.ndim > 1 and x.shape[0] % place.num_shards == 0 and x.size > 0
     if not divides:
-        if place.explicit:
-            x, mask = (jax.sharding.reshard(a, PartitionSpec()) for a in (x, mask))
+        x, mask = (place.reshard(a, PartitionSpec()) for a in (x, mask))
         x, mask = _in_shards(x, mask, place.num_shards)
 
     tokens = PartitionSpec(place.token_axes)
@@ -193,12 +206,9 @@ def _on_mesh(
     for name in weights:
         specs[name] = PartitionSpec(config.axis_name) if name in EXPERT_PARAMETERS else PartitionSpec()
         if name in EXPERT_PARAMETERS and config.num_experts % place.num_ranks:
-            if place.explicit:
-                weights = weights | {name: jax.sharding.reshard(weights[name], PartitionSpec())}
-            weights = weights | {name: pad_experts(config, weights[name], place.num_ranks)}
-    if place.explicit:
-        weights = {name: jax.sharding.reshard(w, specs[name]) for name, w in weights.items()}
-        x, mask = jax.sharding.reshard(x, tokens), jax.sharding.reshard(mask, tokens)
+            whole = place.reshard(weights[name], PartitionSpec())
+            weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
+    weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
     mapped = jax.shard_map(
         functools.partial(moe_on_rank, config, place.token_axes),
         mesh=place.mesh,
@@ -206,11 +216,9 @@ def _on_mesh(
         out_specs=(tokens, PartitionSpec()),
         axis_names=set(place.free_axes),
     )
-    out, metrics = mapped(weights, x, mask)
+    out, metrics = mapped(weights, place.reshard(x, tokens), place.reshard(mask, tokens))
     if not divides:
-        if place.explicit:
-            out = jax.sharding.reshard(out, PartitionSpec())
-        out = _as_it_came(out, came)
+        out = _as_it_came(place.reshard(out, PartitionSpec()), came)
     if place.explicit:
-        out = jax.sharding.reshard(out, jax.typeof(came).sharding.spec)
+        out = place.reshard(out, jax.typeof(came).sharding.spec)
     return out, metrics
