@@ -9,7 +9,7 @@ _flags = os.environ.get("XLA_FLAGS", "")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
-pytest.register_assert_rewrite("checks", "conformance")
+pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformance")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

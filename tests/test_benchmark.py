@@ -12,10 +12,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import oracle
 from xen_moe_jax import autotune
 from xen_moe_jax.benchmark import accounting, command, modes, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights

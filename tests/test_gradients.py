@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bits
-from conformance import ragged_operands
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support.checks import assert_bits
+from tests.support.conformance import ragged_operands
 
 RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 12, 64, 32, 10, 3
 LAYOUTS = ("grouped", "ranked", "padded")

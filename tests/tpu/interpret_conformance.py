@@ -6,17 +6,17 @@ returns.
 
 from __future__ import annotations
 
-import conformance
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bits
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import conformance
+from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
 from xen_moe_jax.backends.pallas import halves
 from xen_moe_jax.pallas_kernels import exchange, peers
