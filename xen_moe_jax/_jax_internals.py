@@ -55,6 +55,6 @@ def interpret_effects() -> Any:
     return found
 
 
-# `checkpoint_name` has no transpose rule in JAX 0.11 and 0.12, so that a function with a named result could not go through
+# `checkpoint_name` has no transpose rule in JAX 0.11.2: a function with a named result could not go through
 # `jax.linear_transpose`. It is the identity; a rule of JAX's own would stay.
 ad.primitive_transposes.setdefault(name_p, lambda cotangent, x, *, name: [cotangent])
