@@ -46,9 +46,10 @@ test-slow: $(READY)  ## what make test leaves out: an hour or more
 test-core: $(READY)  ## contract, conformance, gradients and errors: what another version of JAX could break
 	$(BIN)/python -m pytest -m "not slow" $(CORE_TESTS) $(PYTEST_ARGS)
 
-lint: $(READY)  ## ruff and clang-format
+lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 format: $(READY)  ## rewrite the sources as lint wants them

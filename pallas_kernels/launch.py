@@ -1,4 +1,4 @@
-"""How a kernel is launched: the knobs that policy sets, and the one place that calls `pallas_call`."""
+"""How a kernel is launched: the knobs that policy sets, and the call of `pallas_call` that they share."""
 
 from __future__ import annotations
 
