@@ -21,7 +21,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-core lint format types doctor benchmark bazel-test wheel clean
+.PHONY: help setup demo test test-slow test-core lint format picture types doctor benchmark bazel-test wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -56,6 +56,9 @@ format: $(READY)  ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
+
+picture: $(READY)  ## docs/images/house.svg, drawn from the real imports
+	$(BIN)/python tools/draw_house.py
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy
