@@ -14,7 +14,7 @@ DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
 
-CORE_TESTS = tests/reference $(addprefix tests/test_,contract.py errors.py examples.py gradients.py properties.py routing.py)
+CORE_TESTS = tests/reference $(addprefix tests/test_,contract.py derivatives.py errors.py examples.py gradients.py properties.py routing.py)
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
-from tests.test_gradients import EXPERTS, LAYOUTS, assert_close, dense_moe, ep_moe, model, place, sharded
+from tests.support.gradient_model import EXPERTS, LAYOUTS, assert_close, dense_moe, ep_moe, model, place, sharded
 
 TARGET = np.random.default_rng(1).standard_normal((48, 64)).astype(np.float32)
 

@@ -55,7 +55,7 @@ def box_of(module: str, boxes: set[str]) -> str | None:
 
 def edges(boxes: set[str]) -> dict[tuple[str, str], int]:
     """(importer, imported) boxes with the number of imports between them."""
-    graph = grimp.build_graph(PACKAGE)
+    graph = grimp.build_graph(PACKAGE, cache_dir=None)
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     for importer in graph.modules:
         for imported in graph.find_modules_directly_imported_by(importer):
