@@ -1,8 +1,15 @@
 """Eight virtual CPU devices for the whole suite, unless the caller asked for another platform; set before JAX loads."""
 
 import os
+import pathlib
+import sys
 
 import pytest
+
+# `make setup` puts libtpu beside the packages of the environment: it is for the tests that compile ahead of time, and
+# would make JAX look for a TPU in every program.
+if (pathlib.Path(sys.prefix) / "libtpu").is_dir():
+    sys.path.append(str(pathlib.Path(sys.prefix) / "libtpu"))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
