@@ -275,3 +275,15 @@ def test_a_flight_is_finished_once(mesh4):
         for copied in (False, True):
             with pytest.raises(ValueError, match="finished before: a flight is used once"):
                 jax.eval_shape(sharded(twice(finish, copied), mesh4), x, idx, weights)
+
+
+def test_flights_of_the_same_operands_are_two(mesh4):
+    x, idx, weights = place(mesh4, *model()[:3])
+
+    def f(x, idx, weights):
+        flights = [xm.dispatch_start(x, idx, weights, num_experts=EXPERTS, axis_name="ep") for _ in range(2)]
+        first, second = (xm.dispatch_done(flight) for flight in flights)
+        outs = [xm.combine_start(first.x, first.handle) for _ in range(2)]
+        return sum(xm.combine_done(flight) for flight in outs) + 0 * xm.combine(second.x, second.handle)
+
+    jax.eval_shape(sharded(f, mesh4), x, idx, weights)

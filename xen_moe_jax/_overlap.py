@@ -134,20 +134,21 @@ def combine_done(flight: Flight) -> jax.Array:
 
 
 _finished: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""First array of every flight that was finished, by identity: a copy of a flight shares it."""
+"""An array of every flight that was finished and of no other, by identity: a copy of a flight shares it."""
 
 
 def _land(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
-    ticket = jax.tree.leaves(flight.state)[0]
+    split = isinstance(flight.state, DispatchInFlight | CombineInFlight)
+    ticket = jax.tree.leaves(flight.state.in_flight if split else flight.state)[0]
     if _finished.get(id(ticket)) is ticket:
         raise ValueError(
             f"{kind}_done: flight was finished before: a flight is used once. Keep the result of the first "
             f"{kind}_done, or call {kind}_start again"
         )
     _finished[id(ticket)] = ticket
-    if isinstance(flight.state, DispatchInFlight | CombineInFlight):
+    if split:
         return flight.state
     return jax.lax.optimization_barrier(flight.state)
