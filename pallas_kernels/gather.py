@@ -13,8 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels import peers
-
 
 def start_rows(table: Any, staged: Any, buffer: Any, semaphore: Any) -> None:
     """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry] -> buffer[n]`; zeroes `buffer[n]` for the
@@ -56,7 +54,3 @@ def double_buffered(
 
     wait(slot)
     return slot
-
-
-def await_gathered(buffer: Any, count: jax.Array, semaphore: Any) -> None:
-    peers.wait_rows(buffer, count, semaphore)

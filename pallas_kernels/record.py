@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax._quantize import MIN_AMAX, QMAX
+
 LANES = 128
-MIN_AMAX = 2.0**-96
-QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ zeros. The sum leaves as a block of `[T, H]`, or, for a second level of reductio
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import gather
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode_scale, decode_values, encode, quantize_chunk
+from xen_moe_jax.pallas_kernels.send import wait_rows
 
 
 def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -41,33 +43,32 @@ def encode_sums(
     encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, out, rows)
 
 
-def _body(
-    gathered: Any,
-    zero: Any,
-    now: Any,
-    following: Any,
-    staged: Any,
-    out: Any,
-    buffer: Any,
-    semaphore: Any,
-    total: Any,
-    *,
-    record: Record,
-    entries: int,
-    quantise: tuple[str, str] | None,
-    as_records: bool,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    gathered: Any
+    zero: Any
+    now: Any
+    following: Any
+    staged: Any
+    out: Any
+    buffer: Any
+    semaphore: Any
+    total: Any
+
+
+def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str] | None, as_records: bool) -> None:
     step = pl.program_id(0)
+    buffer, out, total = refs.buffer, refs.out, refs.total
 
     def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, staged, buffer.at[slot], semaphore.at[slot])
+        gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot])
 
     def wait(slot: Any) -> None:
-        gather.await_gathered(buffer.at[slot], gathered[step], semaphore.at[slot])
+        wait_rows(buffer.at[slot], refs.gathered[step], refs.semaphore.at[slot])
 
-    slot = gather.double_buffered(start, wait, now, following)
+    slot = gather.double_buffered(start, wait, refs.now, refs.following)
     tokens = buffer.shape[1] // entries
-    nothing = zero[0]
+    nothing = refs.zero[0]
 
     def add(rows: Any) -> None:
         @pl.loop(0, entries)
@@ -134,6 +135,8 @@ def reduce_ranks(
         out_shape = ((tokens, record.hidden), out_dtype)
     return launch.call(
         functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
+        _Refs,
+        ["gathered", "zero", "now", "following", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",
         remote=False,
         by_dma=False,

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 from flax import nnx
-from layers import CONFIG, H, layer, make_mesh, tokens
 
+from tests.support.layers import CONFIG, H, layer, make_mesh, tokens
 from xen_moe_jax.flax.linen import MoE as LinenMoE
 from xen_moe_jax.flax.nnx import MoE
 

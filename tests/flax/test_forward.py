@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from dense_moe import dense_aux_loss, dense_moe
 from flax import nnx
-from layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
+
+from tests.support.dense_moe import dense_aux_loss, dense_moe
+from tests.support.layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
 
 # Float32 sums of at most 24 products in different orders, outputs of size 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

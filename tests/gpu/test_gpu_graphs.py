@@ -5,8 +5,9 @@ at start.
 import os
 import sys
 
-import processes
 import pytest
+
+from tests.gpu import processes
 
 FORCED = "--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 
@@ -25,7 +26,7 @@ def run(*arguments: str, seconds: float = 240.0) -> str:
 @pytest.mark.gpu4
 def test_stress_under_graphs():
     """Epochs and flags must advance at every replay: a graph with a frozen epoch gives old rows the second time."""
-    run(str(processes.HERE / "stress.py"), "--calls", "2000", "--ranks", "4", "--seconds", "60")
+    run("-m", "tests.gpu.stress", "--calls", "2000", "--ranks", "4", "--seconds", "60")
 
 
 @pytest.mark.gpu4

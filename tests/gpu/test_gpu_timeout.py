@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-import bodies
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bodies import Setup
-from cases import CASES
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.gpu import bodies
+from tests.gpu.bodies import Setup
+from tests.support.cases import CASES
 
 TIMEOUT_S = 2.0
 ABSENT = 1
