@@ -21,14 +21,17 @@ constexpr int kBlockThreads = 2 * kHalfThreads;  // the first half sends, the se
 
 // Among the threads of this half of the block.
 __device__ __forceinline__ void SyncHalf() {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + static_cast<int>(threadIdx.x) / kHalfThreads), "n"(kHalfThreads)
-               : "memory");
+  if (threadIdx.x < kHalfThreads) {
+    asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
+  } else {
+    asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads) : "memory");
+  }
 }
 __device__ __forceinline__ bool Leads() { return threadIdx.x % kHalfThreads == 0; }
 
 template <class Vec>
 __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t bytes) {
-  constexpr int kInFlight = 8;
+  constexpr int kInFlight = 4;
   const Vec* src = reinterpret_cast<const Vec*>(from);
   Vec* dst = reinterpret_cast<Vec*>(to);
   const uint64_t n = bytes / sizeof(Vec);
@@ -45,7 +48,7 @@ __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t
   }
   for (uint64_t b = n * sizeof(Vec) + threadIdx.x % kHalfThreads; b < bytes; b += kHalfThreads) to[b] = from[b];
 }
-__device__ __forceinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
+__device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
   const uint64_t both = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
   if (both % 16 == 0) {
     CopyVectors<int4>(to, from, bytes);
