@@ -1,5 +1,6 @@
-// GPUs through the CUDA runtime. Memory comes from the driver's virtual memory functions: unlike cudaMalloc and cudaFree
-// they do not wait for running kernels, which may be waiting for a launch that the calling thread has yet to make.
+// GPUs through the CUDA runtime. Memory comes from the driver's virtual memory functions: unlike cudaMalloc and
+// cudaFree they do not wait for running kernels, which may be waiting for a launch that the calling thread has yet to
+// make.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -68,7 +69,8 @@ struct Driver {
     cudaDriverEntryPointQueryResult found;
     void* address = nullptr;
     Check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found), name);
-    if (found != cudaDriverEntryPointSuccess) Refuse(std::string("the driver has no ") + name + ": update it to 525 or later");
+    if (found != cudaDriverEntryPointSuccess)
+      Refuse(std::string("the driver has no ") + name + ": update it to 525 or later");
     *f = reinterpret_cast<F>(address);
   }
 };
@@ -97,6 +99,7 @@ class Cuda final : public Devices {
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
       gpus_[ordinal] = gpu;
     }
+    if (page_left_ == 0) AddPage();
   }
 
   int SmCount(int ordinal) override { return Find(ordinal).sms; }
@@ -169,16 +172,30 @@ class Cuda final : public Devices {
     driver.release(block.handle);
   }
 
+  // Out of pages that are pinned while nothing of this library runs: pinning waits for running kernels.
   Pinned AllocatePinned(uint64_t bytes) override {
-    Pinned out;
-    void* host = nullptr;
-    void* device = nullptr;
-    Check(cudaHostAlloc(&host, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    Check(cudaHostGetDevicePointer(&device, host, 0), "cudaHostGetDevicePointer");
-    std::memset(host, 0, bytes);
-    return {static_cast<char*>(host), static_cast<char*>(device)};
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > kPage) Refuse("pinned memory of " + std::to_string(bytes) + " bytes: at most " + std::to_string(kPage));
+    auto slot = free_slots_.lower_bound(bytes);
+    if (slot != free_slots_.end()) {
+      const Pinned memory = slot->second;
+      free_slots_.erase(slot);
+      std::memset(memory.host, 0, bytes);
+      return memory;
+    }
+    bytes = (bytes + 255) / 256 * 256;
+    if (page_left_ < bytes) AddPage();
+    const Pinned memory = page_;
+    page_.host += bytes;
+    page_.device += bytes;
+    page_left_ -= bytes;
+    slots_[memory.host] = bytes;
+    return memory;
   }
-  void FreePinned(const Pinned& memory) override { cudaFreeHost(memory.host); }
+  void FreePinned(const Pinned& memory) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_slots_.emplace(slots_.at(memory.host), memory);
+  }
 
   void Write(int ordinal, void* to, const void* from, uint64_t bytes) override {
     Copy(ordinal, [&](cudaStream_t s) { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, s); });
@@ -219,6 +236,16 @@ class Cuda final : public Devices {
     return found->second;
   }
 
+  void AddPage() {
+    void* host = nullptr;
+    void* device = nullptr;
+    Check(cudaHostAlloc(&host, kPage, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    Check(cudaHostGetDevicePointer(&device, host, 0), "cudaHostGetDevicePointer");
+    std::memset(host, 0, kPage);
+    page_ = {static_cast<char*>(host), static_cast<char*>(device)};
+    page_left_ = kPage;
+  }
+
   template <class Enqueue>
   void Copy(int ordinal, Enqueue enqueue) {
     const cudaStream_t stream = Find(ordinal).stream;
@@ -237,6 +264,11 @@ class Cuda final : public Devices {
   std::mutex mutex_;
   std::map<int, Gpu> gpus_;
   std::map<char*, Block> blocks_;
+  static constexpr uint64_t kPage = 256 * 1024;
+  Pinned page_;  // what is left of the newest
+  uint64_t page_left_ = 0;
+  std::map<char*, uint64_t> slots_;  // sizes
+  std::multimap<uint64_t, Pinned> free_slots_;
 };
 
 }  // namespace
