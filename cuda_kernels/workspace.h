@@ -197,7 +197,8 @@ struct alignas(64) ErrorRecord {
 
 // State of one rank of one workspace. The host writes the first part: `memory` and `newest` at any time (the table
 // first, then the number, in one stream), the others while nothing runs. It may change the second part only while
-// nothing runs. All zero but `current` and `generation` is a good start.
+// nothing runs: to start and after reset() all of it is zero but `epoch` and `current` (equal on all ranks: the table
+// of a generation that all ranks have).
 struct alignas(128) Control {
   Mailbox* mailbox[kMaxRanks];  // each rank's, as mapped into this device
   ErrorRecord* error;
@@ -209,7 +210,6 @@ struct alignas(128) Control {
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
-  uint32_t refused;                               // blocks that found the group failed when they started
   uint32_t claimed[4];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
