@@ -82,6 +82,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       d["scratch_bytes"] = workspace->scratch_bytes();
       d["generation"] = workspace->generation();
       d["generations_held"] = workspace->held();
+      d["launches"] = workspace->launches.load();
       out.append(d);
     }
     return out;

@@ -52,7 +52,7 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
         char* at = used.staging[rank] + (epoch & 1) * half;
         uint32_t flag = 0;
         FakeDevices::Get().Read(member.ordinal, &flag, at, sizeof(flag));
-        if (EpochBefore(epoch, flag)) Refuse("a flag from the future");
+        if (flag != 0 && EpochBefore(epoch, flag)) Refuse("a flag from the future");
         FakeDevices::Get().Write(member.ordinal, at, &word, sizeof(word));
         FakeDevices::Get().Write(member.ordinal, at + half - needs.data_bytes, &word, sizeof(word));
       }

@@ -172,6 +172,7 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   if (!failure.empty() && !Capturing(stream)) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kAborted, failure));
   }
+  workspace.launches.fetch_add(1, std::memory_order_relaxed);
   *launching = std::shared_lock<std::shared_mutex>(workspace.launching());
   return member;
 }

@@ -557,8 +557,9 @@ void Workspace::WriteTables(bool alone) {
       MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
       current.generation = newest;
       job_.gpus->Write(ordinal, &control->current, &current, sizeof(current));
-      job_.gpus->Write(ordinal, &control->reported, &newest, sizeof(newest));
-      members_[i].record->generation = newest & 0xFF;
+      const uint32_t told = newest & 0xFF;
+      job_.gpus->Write(ordinal, &control->reported, &told, sizeof(told));
+      members_[i].record->generation = told;
     }
     job_.gpus->Write(ordinal, &control->newest, &newest, sizeof(newest));
   }

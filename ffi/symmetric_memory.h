@@ -94,6 +94,8 @@ class Workspace {
   // Frees generations that nobody uses any more, if there may be any. Cheap.
   void ReclaimIfStale();
   bool across() const { return across_; }  // spans processes
+  // Launches by the host: the replay of a captured graph is none.
+  std::atomic<uint64_t> launches{0};
   // Held shared while a kernel is launched, exclusively while what running kernels rely on changes.
   std::shared_mutex& launching() { return launching_; }
 

@@ -9,6 +9,7 @@ from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
+from xen_moe_jax.failure import OperationFailed, check
 
 __version__ = "0.1.0"
 
@@ -20,10 +21,12 @@ __all__ = [
     "Flight",
     "Handle",
     "KernelConfig",
+    "OperationFailed",
     "Routed",
     "Wire",
     "all_to_all",
     "buffer_size_hint",
+    "check",
     "combine",
     "combine_done",
     "combine_start",
