@@ -4,13 +4,31 @@ import jax
 import jax.numpy as jnp
 
 
-def swiglu(x, gate, up, down):
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+def activation(config, gate, up):
+    if config.activation == "swiglu":
+        return gate / (1 + jnp.exp(-gate)) * up
+    if config.activation == "geglu":
+        return 0.5 * gate * (1 + jax.lax.erf(gate / 2**0.5)) * up
+    if config.activation == "gelu":
+        return 0.5 * up * (1 + jax.lax.erf(up / 2**0.5))
+    if config.activation == "relu2":
+        return jnp.where(up > 0, up * up, 0)
+    limit = config.activation_limit
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return gate / (1 + jnp.exp(-config.activation_alpha * gate)) * (up + 1)
+
+
+def expert(config, x, w):
+    """One expert's weights by name; biases where it has them."""
+    gate = x @ w["gate"] + w.get("gate_bias", 0) if config.activation.endswith("glu") else None
+    hidden = activation(config, gate, x @ w["up"] + w.get("up_bias", 0))
+    return hidden @ w["down"] + w.get("down_bias", 0)
 
 
 def router_weights(config, weights, x):
     """Float32 `[N, E]`: each token's weight for each expert, zero for those not chosen; and the scores."""
-    logits = jnp.matmul(x.astype(jnp.float32), weights["router"], precision="highest")
+    logits = jnp.matmul(x.astype(jnp.float32), weights["router"], precision="highest") + weights.get("logits_bias", 0)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else 1 / (1 + jnp.exp(-logits))
     choice = scores + weights.get("router_bias", 0.0)
     if config.num_groups > 1:
@@ -25,16 +43,22 @@ def router_weights(config, weights, x):
     return config.weight_scale * picked, scores, chosen
 
 
+def dense_experts(config, weights, x, share):
+    """`x [N, H]`, `share [N, E]` -> `[N, H]`."""
+    routed = {name: w for name, w in weights.items() if name.removesuffix("_bias") in ("gate", "up", "down")}
+    every = jax.vmap(lambda w: expert(config, x, w))(routed)  # [E, N, H]
+    y = jnp.einsum("ne,enh->nh", share, every, precision="highest")
+    if config.num_shared_experts:
+        shared = {name.removeprefix("shared_"): w for name, w in weights.items() if name.startswith("shared_")}
+        y = y + expert(config, x, shared)
+    return y
+
+
 def dense_moe(config, weights, x):
     """`x [..., H]` -> `[..., H]`."""
     flat = x.reshape(-1, x.shape[-1])
     share, _, _ = router_weights(config, weights, flat)
-    y = jnp.zeros_like(flat)
-    for e in range(config.num_experts):
-        y = y + share[:, e : e + 1] * swiglu(flat, weights["gate"][e], weights["up"][e], weights["down"][e])
-    if config.num_shared_experts:
-        y = y + swiglu(flat, weights["shared_gate"], weights["shared_up"], weights["shared_down"])
-    return y.reshape(x.shape)
+    return dense_experts(config, weights, flat, share).reshape(x.shape)
 
 
 def dense_aux_loss(config, weights, x):
