@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from dense_moe import dense_experts, dense_moe
+from tests.support.dense_moe import dense_experts, dense_moe
 from flax import nnx
-from layers import (
+from tests.support.layers import (
     CONFIG,
     GPT_OSS,
     H,
