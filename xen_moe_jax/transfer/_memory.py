@@ -42,7 +42,7 @@ def local_shards(array) -> tuple[list[Shard], list[object]]:
     used).
     """
     if not isinstance(array, jax.Array):
-        host = np.ascontiguousarray(array)
+        host = np.asarray(array, order="C")
         return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
     shards: dict[Box, Shard] = {}
     kept: list[object] = [array]
@@ -52,7 +52,7 @@ def local_shards(array) -> tuple[list[Shard], list[object]]:
             continue
         memory = _IN_PLACE.get(shard.device.platform)
         if memory is None or shard.data.size == 0:
-            host = np.ascontiguousarray(shard.data)
+            host = np.asarray(shard.data, order="C")
             kept.append(host)
             shards[box] = Shard(box, host.ctypes.data, "host")
         else:

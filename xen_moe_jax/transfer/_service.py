@@ -27,7 +27,8 @@ def answer_look(engine: Engine, peer: Peer, head: dict) -> None:
             return
         region, number, generation, writable = window._open.region, window.number, window.generation, True
     elif name in engine._published:
-        region, number, generation, writable = engine._published[name].region, 0, 0, False
+        published, prefix = engine._published[name]
+        region, number, generation, writable = published.region, 0, 0, False
     else:
         why = "is not for this peer" if window is not None else "does not exist"
         known = sorted(n for n, (w, _) in engine._names.items() if w.may_write(peer)) + sorted(engine._published)
@@ -90,18 +91,18 @@ def _on_revoked(engine: Engine, peer: Peer, head: dict) -> None:
 
 
 def _on_imm(engine: Engine, peer: Peer, head: dict) -> None:
-    window = engine._windows.get(head["w"])
+    window, imm = engine._windows.get(head["w"]), check_imm(head["k"])
     # A number that was seen, or a generation that is not open, counts nothing.
     if head["n"] <= peer.highest_number:
         return
     peer.highest_number = head["n"]
     if window is not None and window.generation == head["g"] and peer in window._open.writers:
-        if not engine._arrivals.add(check_imm(head["k"]), (peer.number, head["w"], head["g"])):
+        if not engine._arrivals.add(imm, (peer.number, head["w"], head["g"])):
             engine._lose(peer, "it counts too many different numbers; close counters that have been waited for")
 
 
 def _on_lease(engine: Engine, peer: Peer, head: dict) -> None:
-    published = engine._published.get(head["name"])
+    published, _ = engine._published.get(head["name"], (None, ""))
     if published is None:
         _refuse(engine, peer, head, "TransferRefused", f"{engine.name!r} has published nothing named {head['name']!r}")
         return

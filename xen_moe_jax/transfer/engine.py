@@ -84,7 +84,7 @@ class Engine:
         self._peer_numbers = itertools.count(1)
         self._windows: dict[int, Window] = {}
         self._names: dict[str, tuple[Window, str]] = {}
-        self._published: dict[str, Published] = {}
+        self._published: dict[str, tuple[Published, str]] = {}
         self._leases: dict[tuple[int, int], Published] = {}
         self._waiting_looks: list[tuple[Peer, dict]] = []
         self._retired: list[tuple[Window, _Generation]] = []
@@ -195,9 +195,9 @@ class Engine:
         window = Window(self, avals, shardings, name, writers, readable)
         names = {name: ""} if name is not None else {str(key): str(key) for key in avals}
         with self._lock:
-            if taken := [n for n in names if n in self._names]:
+            if taken := [n for n in names if n in self._names or n in self._published]:
                 window._open.region.release()
-                raise ValueError(f"window: the names {taken} are taken; close the other window first")
+                raise ValueError(f"window: the names {taken} are taken; close what has them first")
             self._windows[window.number] = window
             self._names.update({n: (window, prefix) for n, prefix in names.items()})
         return window
@@ -209,7 +209,13 @@ class Engine:
         self._check_open("publish")
         published = Published(self, name, tree)
         with self._lock:
-            previous, self._published[name] = self._published.get(name), published
+            if name in self._names:
+                published.close()
+                raise ValueError(
+                    f"publish: the name {name!r} is a window's; close the window first, or make it readable"
+                )
+            previous, _ = self._published.get(name, (None, ""))
+            self._published[name] = (published, "")
         if previous is not None:
             previous.close()
         return published
@@ -358,7 +364,7 @@ class Engine:
         for window in windows:
             window.close()
         with self._lock:
-            for published in list(self._published.values()):
+            for published in {id(p): p for p, _ in self._published.values()}.values():
                 published.close()
             for peer in self._peers_by_number.values():
                 peer.send({"t": "bye"})
@@ -614,8 +620,7 @@ class Engine:
         self._names = {name: entry for name, entry in self._names.items() if entry[0] is not window}
 
     def _forget_published(self, published: Published) -> None:
-        if self._published.get(published.name) is published:
-            del self._published[published.name]
+        self._published = {name: entry for name, entry in self._published.items() if entry[0] is not published}
 
     def _answer_waiting(self, window: Window) -> None:
         ready = [(p, head) for p, head in self._waiting_looks if self._names.get(head["name"], (window,))[0] is window]

@@ -192,6 +192,8 @@ class Mailbox:
 
     def handle(self, peer: Peer, head: dict, payload: bytes) -> bool:
         if head["t"] == "msg":
+            if not isinstance(head["i"], int) or not isinstance(head["tag"], str):
+                raise ValueError("a message without number and tag")
             if self._pending[peer.number] + len(payload) > MAX_PENDING:
                 peer.send(
                     {

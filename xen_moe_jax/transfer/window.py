@@ -222,7 +222,12 @@ class Window:
             self._published.close()
 
     def _publish(self, arrays) -> None:
-        previous, self._published = self._published, Published(self._engine, self.name, arrays)
+        engine = self._engine
+        previous, self._published = self._published, Published(engine, self.name, arrays)
+        with engine._lock:
+            for name, (window, prefix) in engine._names.items():
+                if window is self:
+                    engine._published[name] = (self._published, prefix)
         if previous is not None:
             previous.close()
 
