@@ -79,14 +79,14 @@ def test_a_counter_says_how_far_it_came(engine, other):
 
 
 REFUSED = {
-    "shape": (dict(shape=(5,), dtype=np.float32), r"float32\[5\], the target <w float32\[4\]"),
-    "dtype": (dict(shape=(4,), dtype=np.int32), r"int32\[4\], the target"),
-    "pages out of range": (dict(shape=(4,), dtype=np.float32, pages=([0], [4])), "destination pages 4..4"),
-    "source pages out of range": (dict(shape=(4,), dtype=np.float32, pages=([-1], [0])), "source pages -1..-1"),
-    "pages of other lengths": (dict(shape=(4,), dtype=np.float32, pages=([0, 1], [0])), "2 source pages for 1"),
-    "a page twice": (dict(shape=(4,), dtype=np.float32, pages=([0, 1], [2, 2])), "named twice"),
-    "no such window": (dict(name="v", shape=(4,), dtype=np.float32), r"does not exist; this peer can see \['w'\]"),
-    "imm": (dict(shape=(4,), dtype=np.float32, imm=1.5), "imm=1.5"),
+    "shape": ({"shape": (5,), "dtype": np.float32}, r"float32\[5\], the target <w float32\[4\]"),
+    "dtype": ({"shape": (4,), "dtype": np.int32}, r"int32\[4\], the target"),
+    "pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([0], [4])}, "destination pages 4..4"),
+    "source pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([-1], [0])}, "source pages -1..-1"),
+    "pages of other lengths": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [0])}, "2 source pages for 1"),
+    "a page twice": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [2, 2])}, "named twice"),
+    "no such window": ({"name": "v", "shape": (4,), "dtype": np.float32}, r"does not exist; this peer can see \['w'\]"),
+    "imm": ({"shape": (4,), "dtype": np.float32, "imm": 1.5}, "imm=1.5"),
 }
 
 

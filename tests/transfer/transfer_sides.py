@@ -100,7 +100,9 @@ def write_kept(state, name, seed, imm=None):
 
 
 def flood(state, name, seconds):
-    """Writes the whole window again and again, until the window is stale or the time is over; (writes, the error's name)."""
+    """Writes the whole window again and again, until the window is stale or the time is over; (writes, the error's
+    name).
+    """
     there = state.peer[name]
     values = [np.full(there.shape, i % 251, there.dtype) for i in range(4)]
     until, count = time.monotonic() + seconds, 0
