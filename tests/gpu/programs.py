@@ -50,7 +50,9 @@ def over(mesh: Mesh, body: Callable, num_operands: int = 3, **options: Any) -> C
     return jax.jit(mapped, **options)
 
 
-def dispatch(x: Any, idx: Any, weights: Any, config: xm.KernelConfig, sizes: Sizes = SIZES, **options: Any) -> xm.Routed:
+def dispatch(
+    x: Any, idx: Any, weights: Any, config: xm.KernelConfig, sizes: Sizes = SIZES, **options: Any
+) -> xm.Routed:
     return xm.dispatch(x, idx, weights, num_experts=sizes.experts, axis_name="ep", config=config, **options)
 
 

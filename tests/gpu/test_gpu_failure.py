@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from programs import EP, SIZES, assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
+from programs import EP, assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
 
 import xen_moe_jax as xm
 from xen_moe_jax import cuda
@@ -48,9 +48,7 @@ def widest_mesh(gpu_mesh):
 
 def assert_round_trip(mesh, config, **options):
     x, idx, weights = operands(mesh)
-    np.testing.assert_array_equal(
-        np.asarray(over(mesh, round_trip(config, **options))(x, idx, weights)), np.asarray(x)
-    )
+    np.testing.assert_array_equal(np.asarray(over(mesh, round_trip(config, **options))(x, idx, weights)), np.asarray(x))
 
 
 def finish(results):
@@ -91,7 +89,9 @@ def test_a_rank_that_skips_a_dispatch_is_found_out_at_once(mesh):
     _, _, out = finish(program(*args))
     assert time.monotonic() - began < 30.0  # it compiles too; PATIENT waits four times as long
     assert_poisoned(out)
-    failure(r"different operations under this number", r"dispatch of float32\[64, 256\]", r"combine of float32\[64, 256\]")
+    failure(
+        r"different operations under this number", r"dispatch of float32\[64, 256\]", r"combine of float32\[64, 256\]"
+    )
 
 
 def test_after_a_failure_the_next_call_raises_and_reset_makes_all_good(mesh):
