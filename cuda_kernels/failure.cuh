@@ -119,6 +119,7 @@ __device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, S
   if (arrived()) return true;
   Waiting waiting;
   do {
+#pragma unroll 1
     for (int poll = 0; poll < 64; ++poll) {
       if (!arrived()) continue;
       if (waiting.shown) StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));

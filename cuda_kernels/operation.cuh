@@ -69,6 +69,13 @@ __device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, int ranks, i
   return oldest;
 }
 
+// Suffices() of workspace.h, of a table that the host or another block may just have written.
+__device__ __forceinline__ bool SufficesNow(const MemoryTable* table, const Needs& needs) {
+  const volatile MemoryTable& seen = *table;
+  return needs.flag_bytes <= seen.flag_bytes && needs.data_bytes <= seen.data_bytes &&
+         needs.scratch_bytes <= seen.scratch_bytes;
+}
+
 // The first warp: memory for an operation that the current generation does not suffice for. All ranks see the same
 // words, hence take the same table or fail alike.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
@@ -77,11 +84,8 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   int rank;
   const uint32_t oldest = OldestGeneration(word, run.ranks, &rank);
   const MemoryTable* table = &run.control->memory[oldest % kGenerations];
-  const volatile MemoryTable& seen = *table;
-  if ((seen.generation & 0xFF) == oldest && needs.flag_bytes <= seen.flag_bytes &&
-      needs.data_bytes <= seen.data_bytes && needs.scratch_bytes <= seen.scratch_bytes) {
-    return table;
-  }
+  const uint32_t generation = LoadRelaxedSystem(&table->generation);
+  if ((generation & 0xFF) == oldest && SufficesNow(table, needs)) return table;
   if ((threadIdx.x & 31) == 0) Fail(run, Cause::kMemory, Step::kArrival, rank, run.rank, 0);
   __syncwarp();
   return nullptr;
@@ -106,11 +110,10 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     __syncwarp();
     const uint32_t epoch = run.epoch;
     const MemoryTable* table = &call.control->current;
-    const volatile MemoryTable& seen = *table;
     const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
+    const uint32_t current = LoadRelaxedSystem(&table->generation);
+    const bool enough = SufficesNow(table, call.needs);
     bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
-    const bool enough = call.needs.flag_bytes <= seen.flag_bytes && call.needs.data_bytes <= seen.data_bytes &&
-                        call.needs.scratch_bytes <= seen.scratch_bytes;
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
       if (blockIdx.x == 0) {
@@ -136,8 +139,8 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
       if (lane == 0) {
         run.scratch = chosen.scratch;
         run.generation = chosen.generation & 0xFF;
-        run.current = seen.generation & 0xFF;
-        run.reported = call.control->reported;
+        run.current = current & 0xFF;
+        run.reported = LoadRelaxedSystem(&call.control->reported);
       }
     }
     if (lane == 0) run.refused = refused;
@@ -168,8 +171,7 @@ __device__ __forceinline__ void FillBytes(void* to, uint64_t bytes, uint8_t valu
 // Copies the failure to the host, once. One thread of the last block calls it.
 static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t word) {
   Control* const control = run.control;
-  if (control->mirrored) return;
-  control->mirrored = 1;
+  if (atomicExch(&control->mirrored, 1u)) return;
   for (int r = 0; r < run.ranks; ++r)
     ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
   ErrorRecord* const record = control->error;

@@ -38,6 +38,13 @@ __device__ __forceinline__ void InitSignalBox(SignalBox& box) {  // a __syncthre
   if (threadIdx.x == 0) box.finished = 0;
 }
 
+// Waits for a free place in the warp's ring. The signalling warp waits for nobody, so it is short; false: the group has
+// failed.
+static __device__ __noinline__ bool AwaitRoom(const SignalBox& box, const Running& run, uint32_t posted) {
+  const uint32_t* sent = &box.sent[threadIdx.x / 32];
+  return WaitUntil([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks, run.rank);
+}
+
 // A warp's way to have flags raised. `direct`: it fences and stores them itself, which is quicker for a single row.
 struct Signaller {
   SignalBox& box;
@@ -58,9 +65,7 @@ struct Signaller {
       }
       return;
     }
-    // The signalling warp waits for nobody, so this wait is short; should it fail, the group has failed.
-    auto room = [&] { return posted - LoadAcquireBlock(&box.sent[warp]) < kSignalRing; };
-    if (lane == 0 && WaitUntil(room, run, Step::kLocalBlocks, run.rank)) {
+    if (lane == 0 && (posted - LoadAcquireBlock(&box.sent[warp]) < kSignalRing || AwaitRoom(box, run, posted))) {
       box.ranks[warp][posted % kSignalRing] = ranks;
       box.index[warp][posted % kSignalRing] = index;
       StoreReleaseBlock(&box.posted[warp], ++posted);
