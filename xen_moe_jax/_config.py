@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import operator
 from typing import Any
+
+import numpy as np
 
 BACKENDS = (None, "reference", "pallas", "cuda")
 MODES = ("auto", "throughput", "low_latency")
@@ -49,8 +50,12 @@ class KernelConfig:
             self._integer(name, "must be None or a positive int", least=1)
         self._integer("channel", "must be an int in [0, 16)", least=0, below=16, optional=False)
         self._integer("collective_id", "must be None or an int >= 0", least=0)
-        seconds = self.timeout_s
-        if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds >= 0:
+        seconds: Any = self.timeout_s
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float | np.integer | np.floating)
+            or not seconds >= 0
+        ):
             raise ValueError(f"KernelConfig.timeout_s={seconds!r}: must be seconds >= 0 (0 waits for ever)")
         object.__setattr__(self, "timeout_s", float(seconds))
         if not (self.interpret is None or isinstance(self.interpret, bool) or _is_interpret_params(self.interpret)):
