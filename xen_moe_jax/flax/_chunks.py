@@ -93,31 +93,31 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
 def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
     outs, dropped = [], None
     sending, returning = _start(config, chunks[0]), None
-    for nearby in [*chunks[1:], None]:
-        splits = isinstance(sending.state, DispatchInFlight)
+    for upcoming in [*chunks[1:], None]:
+        splits = _under_way(sending)
         routed = xm.dispatch_done(sending)
         sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
-        if nearby is not None and splits:
-            sending = _start(config, nearby)
-            sizes, sending = _after_start(sizes, sending)
+        if returning is not None:
+            sizes, returning = _after_start(sizes, returning)
+        if upcoming is not None and splits:
+            sizes, sending = _after_start(sizes, _start(config, upcoming))
         y = experts(routed.x, sizes)
         if returning is not None:
             outs.append(xm.combine_done(_not_before(y, returning)))
         returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
-        if nearby is not None:
-            sending = _not_before(y, sending) if splits else _start(config, nearby, after=y)
+        if upcoming is not None:
+            sending = _not_before(y, sending) if splits else _start(config, upcoming, after=returning.state)
         dropped = routed.num_dropped if dropped is None else dropped + routed.num_dropped
     return [*outs, xm.combine_done(returning)], dropped
 
 
 def _start(config: MoEConfig, chunk: Chunk, after: jax.Array | None = None) -> xm.Flight:
     """Puts a chunk on its way, not before `after` is known."""
-    topk_idx = chunk.topk_idx
+    x, topk_idx = chunk.x, chunk.topk_idx
     if after is not None:
-        # the choice of experts is an integer: the order costs nothing in the backward pass
-        topk_idx, _ = jax.lax.optimization_barrier((topk_idx, _evidence(after)))
+        x, topk_idx, _ = jax.lax.optimization_barrier((x, topk_idx, _evidence(after)))
     return xm.dispatch_start(
-        chunk.x,
+        x,
         topk_idx,
         chunk.topk_weights,
         num_experts=config.num_experts,
@@ -131,20 +131,27 @@ def _start(config: MoEConfig, chunk: Chunk, after: jax.Array | None = None) -> x
 
 
 def _evidence(array: jax.Array) -> jax.Array:
-    """A scalar that cannot be known before `array` is; nothing to differentiate."""
-    return jax.lax.stop_gradient(array.reshape(-1)[:1])
+    """All of `array` (of a part of it XLA would compute just that part), with nothing to differentiate."""
+    return jax.lax.stop_gradient(array)
+
+
+def _under_way(flight: xm.Flight) -> bool:
+    """Whether the start of a flight left something to its done; elsewhere it is the whole operation."""
+    return isinstance(flight.state, DispatchInFlight | CombineInFlight)
 
 
 def _after_start(sizes: jax.Array, flight: xm.Flight) -> tuple[jax.Array, xm.Flight]:
     """The experts need their group sizes: whoever needs these from here on comes after the start of `flight`."""
+    if not _under_way(flight):
+        return sizes, flight
     sizes, in_flight = jax.lax.optimization_barrier((sizes, flight.state.in_flight))
     # named, or a remat policy would start the flight again to get them
     return checkpoint_name(sizes, HANDLE), _with_in_flight(flight, in_flight)
 
 
 def _not_before(y: jax.Array, flight: xm.Flight) -> xm.Flight:
-    """`flight`, whose done half waits for `y`; where a start is the whole operation there is nothing to hold back."""
-    if not isinstance(flight.state, DispatchInFlight | CombineInFlight):
+    """`flight`, whose done half waits for `y`."""
+    if not _under_way(flight):
         return flight
     in_flight, _ = jax.lax.optimization_barrier((flight.state.in_flight, _evidence(y)))
     return _with_in_flight(flight, in_flight)
