@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from tests.support.dense_moe import dense_moe
 from flax import nnx
+
+from tests.support.dense_moe import dense_moe
 from tests.support.layers import CONFIG, layer, make_mesh, tokens, weights_of
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

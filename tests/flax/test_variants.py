@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from tests.support.dense_moe import dense_experts, dense_moe
 from flax import nnx
+
+from tests.support.dense_moe import dense_experts, dense_moe
 from tests.support.layers import (
     CONFIG,
     GPT_OSS,
@@ -25,7 +26,6 @@ from tests.support.layers import (
     tokens,
     weights_of,
 )
-
 from xen_moe_jax.flax._router import hashed_experts
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
