@@ -23,7 +23,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark bazel-test wheel clean
+.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -77,6 +77,12 @@ doctor: $(READY)  ## what this machine has, and which backend each platform woul
 
 benchmark: $(READY)  ## dispatch and combine against their peers (BENCHMARK_ARGS=...)
 	$(BIN)/xen-moe-jax benchmark $(BENCHMARK_ARGS)
+
+memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness: no CUDA, no GPU
+	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
+	$(BIN)/cmake --build build/memory
+	$(BIN)/python -m pytest tests/test_cuda_memory.py tests/test_cuda_processes.py $(PYTEST_ARGS)
 
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.push import Routes
-from xen_moe_jax.pallas_kernels.send import Link, scratch
+from xen_moe_jax.pallas_kernels.send import Link, await_whole, scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _body(refs: _Refs, *, entries: int, axes: peers.Axes) -> None:
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        link.await_sent(refs.records, refs.sent[0])
+        await_whole(refs.records, refs.sent[0], refs.send.at[0])
         link.await_records(refs.expected)
         link.leave()
 

@@ -66,6 +66,9 @@ class Launch:
                 collective_id=self.collective_id if remote else None,
                 has_side_effects=pltpu.SideEffectType.DATAFLOW_SIDE_EFFECTING if in_flight else remote,
                 vmem_limit_bytes=self.vmem_limit_bytes,
+                # every row number comes from a table that routing arithmetic made and checked; a check costs more
+                # scalar work than the DMA that it guards
+                disable_bounds_checks=True,
             ),
             interpret=self.interpret,
             name=name,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import lax
 
@@ -40,23 +40,27 @@ class Axes:
         return ids
 
 
-class Signal(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Signal:
     """Adds one to a semaphore of every peer, this rank included."""
 
     semaphore: str
 
 
-class Wait(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Wait:
     """Waits until every peer has signalled a semaphore of this rank, and takes their signals back."""
 
     semaphore: str
 
 
-class Send(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Send:
     """DMAs into buffers of peers."""
 
 
-class Drain(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Drain:
     """Waits for the DMAs into this rank's buffers, and for its own to have left."""
 
 

@@ -20,7 +20,6 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import gather
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
-from xen_moe_jax.pallas_kernels.send import wait_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +40,15 @@ def _body(refs: _Refs, *, record: Record) -> None:
     keep_scales = refs.scales is not None
 
     def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot])
+        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=True)
 
     def wait(slot: Any) -> None:
-        wait_rows(refs.buffer.at[slot], refs.gathered[refs.blocks[step]], refs.semaphore.at[slot])
+        gather.await_rows(refs.buffer.at[slot], refs.gathered[refs.blocks[step]], refs.semaphore.at[slot])
 
     slot = gather.double_buffered(start, wait, refs.now, refs.following)
 
     def write(rows: Any) -> None:
-        def load(j: int) -> jax.Array:
-            return refs.buffer[slot, rows, j, :]
-
+        load = gather.rows_in(refs.buffer.at[slot], rows.start, rows.size)
         for c in range(record.chunks):
             values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
             refs.out[rows, c * LANES : (c + 1) * LANES] = values.astype(refs.out.dtype)
@@ -125,7 +122,7 @@ def place(
                     pl.BlockSpec(memory_space=pltpu.HBM),
                 ],
                 out_specs=out_specs,
-                scratch_shapes=[pltpu.VMEM((2, block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+                scratch_shapes=gather.buffers(record, block),
             ),
             out_shape=out_shape,
         )(blocks, gathered, table, table, staged)

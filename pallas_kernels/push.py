@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels import peers
+from xen_moe_jax.pallas_kernels import gather, peers
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, encode, quantize_chunk
 from xen_moe_jax.pallas_kernels.send import Link, scratch
@@ -72,7 +72,7 @@ def _encode_rows(x: Any, scales: Any, out: Any, rows: Any, record: Record, quant
     def scale(c: int) -> jax.Array:
         return latest["scale"] if scales is None else scales[rows, c : c + 1]
 
-    encode(record, chunk, scale if record.scaled else None, out, rows)
+    encode(record, chunk, scale if record.scaled else None, gather.put_into(out, rows), rows.size)
 
 
 def _body(
@@ -163,7 +163,7 @@ def push(
             in_specs=in_specs,
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
-                pltpu.VMEM((2, block, *record.shape), jnp.int32),
+                pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
                 *scratch(axes, axes.num_ranks if axes else 0, 2),
             ],
         ),

@@ -162,8 +162,8 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         lambda c: refs.acc[:, c * LANES : (c + 1) * LANES],
         static.quantise,
         refs.zero[0],
-        outgoing.at[slot],
-        pl.ds(0, pairs),
+        gather.put_into(outgoing.at[slot], pl.ds(0, pairs)),
+        pairs,
     )
 
     @pl.when(step == 0)
@@ -254,7 +254,7 @@ def reduce_slots(
                 pltpu.VMEM((2, slots, block, record.hidden), jnp.int32 if paired else y.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.VMEM((block, record.hidden), jnp.float32),
-                pltpu.VMEM((2, block, *record.shape), jnp.int32),
+                pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
                 *scratch(axes, axes.num_ranks if axes else 0, 2),
             ],
         ),

@@ -108,20 +108,22 @@ class Link:
         ).start()
 
     def start_block(self, records: Any, peer: Any, address: Any, entries: int, buffer: Any) -> None:
-        """Starts one DMA per table entry `>= 0`: record `i` to its `entries` destinations. Tables `[1, 1, N]`."""
+        """Starts one DMA per table entry `>= 0`: record `i` of a buffer `[S, N, 128]` to its `entries` destinations.
+        Tables `[1, 1, N]`.
+        """
 
-        @pl.loop(0, records.shape[0])
+        @pl.loop(0, records.shape[1])
         def _(i: Any) -> None:
             for entry in range(entries):
                 to = peer[0, 0, i * entries + entry]
 
                 @pl.when(to >= 0)
                 def _(to: Any = to, entry: int = entry) -> None:
-                    self.start(records.at[i], address[0, 0, i * entries + entry], to, buffer)
+                    self.start(records.at[:, i], address[0, 0, i * entries + entry], to, buffer)
 
-    def await_sent(self, rows: Any, count: Any, buffer: Any = 0) -> None:
-        """Waits until `count` rows of the size of `rows[0]` have left by a semaphore."""
-        wait_rows(rows, count, self.send.at[buffer])
+    def await_sent(self, records: Any, count: Any, buffer: Any = 0) -> None:
+        """Waits until `count` records of a buffer `[S, N, 128]` have left by a semaphore."""
+        wait_rows(lambda n: records.at[:, pl.ds(0, n)], records.shape[1], count, self.send.at[buffer])
 
     def await_records(self, expected: Any) -> None:
         """Waits for `expected[source]` rows from every source."""
@@ -130,7 +132,7 @@ class Link:
 
         @pl.loop(0, self.num_peers)
         def _(source: Any) -> None:
-            wait_rows(self.target, expected[source], self._arrivals(source))
+            await_whole(self.target, expected[source], self._arrivals(source))
 
     def drain_blocks(self, records: Any, sent: Any, expected: Any) -> None:
         """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come."""
@@ -154,21 +156,24 @@ class Link:
         return self.recv.at[lax.rem(source, recv_semaphores(self.num_peers))]
 
 
-def wait_rows(rows: Any, count: jax.Array, semaphore: Any) -> None:
-    """Waits on a DMA semaphore for `count` DMAs of one row `rows[i]` each (`rows` only gives the size)."""
-    batch = min(WAIT_BATCH, rows.shape[0])
-    if batch > 1:
+def wait_rows(rows: Callable[[int], Any], most: int, count: jax.Array, semaphore: Any) -> None:
+    """Waits on a DMA semaphore for `count` DMAs of one row each; `rows(n)` is a ref of the size of `n`, for `n` up to
+    `most`.
+    """
+    batch = min(WAIT_BATCH, most)
+    for times, size in ((lax.div(count, batch), batch), (lax.rem(count, batch), 1)):
 
-        @pl.loop(0, lax.div(count, batch))
-        def _(_: Any) -> None:
-            span = rows.at[pl.ds(0, batch)]
-            pltpu.make_async_copy(span, span, semaphore).wait()
+        @pl.loop(0, times)
+        def _(_: Any, size: int = size) -> None:
+            pltpu.make_async_copy(rows(size), rows(size), semaphore).wait()
 
-    rest = lax.rem(count, batch) if batch > 1 else count
+        if batch == 1:
+            break
 
-    @pl.loop(0, rest)
-    def _(_: Any) -> None:
-        pltpu.make_async_copy(rows.at[0], rows.at[0], semaphore).wait()
+
+def await_whole(rows: Any, count: jax.Array, semaphore: Any) -> None:
+    """As `wait_rows`, for rows `rows[i]`."""
+    wait_rows(lambda n: rows.at[pl.ds(0, n)], rows.shape[0], count, semaphore)
 
 
 def _wait_runs(rows: Any, sizes: Any, semaphore: Callable[[Any], Any], count: int) -> None:

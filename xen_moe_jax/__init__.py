@@ -10,6 +10,7 @@ from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
+from xen_moe_jax.failure import OperationFailed, check
 
 __version__ = "0.1.0"
 
@@ -22,11 +23,13 @@ __all__ = [
     "Handle",
     "KernelConfig",
     "Links",
+    "OperationFailed",
     "Prediction",
     "Routed",
     "Wire",
     "all_to_all",
     "buffer_size_hint",
+    "check",
     "combine",
     "combine_done",
     "combine_start",

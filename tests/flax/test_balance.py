@@ -104,9 +104,7 @@ def sequence_loss(scores, chosen):
     return (fraction * share).sum()
 
 
-@pytest.mark.parametrize(
-    "shape, mesh", [((4, 6), (4,)), ((3, 5), (4,)), ((10,), (4,)), ((2, 3, 4), None)], ids=str
-)
+@pytest.mark.parametrize("shape, mesh", [((4, 6), (4,)), ((3, 5), (4,)), ((10,), (4,)), ((2, 3, 4), None)], ids=str)
 def test_sequence_and_z_losses(shape, mesh):
     """Whole sequences on a rank, sequences cut by the mesh, one sequence, one device; some tokens are left out."""
     config = dataclasses.replace(CONFIG, balancing="none", sequence_loss_weight=0.5, z_loss_weight=0.25)

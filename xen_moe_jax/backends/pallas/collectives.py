@@ -46,7 +46,7 @@ def all_to_all(
         None,
         Runs(ids, place, jnp.arange(peers, dtype=jnp.int32), one, jnp.broadcast_to(place, (peers,)), one),
         axes=axes,
-        launch=_launch(config),
+        launch=_launch(axes, axis_index_groups, config),
     )
     received = restore(received)  # [peers, *rest], element p from peer p
     if not tiled:
@@ -91,7 +91,7 @@ def ragged_all_to_all(
             target,
             Runs(ids, place, input_offsets + skip, sizes, output_offsets + skip, to_peers(sizes)),
             axes=axes,
-            launch=_launch(config),
+            launch=_launch(axes, axis_index_groups, config),
         )
     )
 
@@ -129,5 +129,7 @@ def _as_rows(x: jax.Array, operation: str) -> tuple[jax.Array, Any]:
     return rows, back
 
 
-def _launch(config: KernelConfig) -> Launch:
-    return hardware.launch("exchange", lambda block: 0, preferred=1, smallest=1, available=1, config=config)
+def _launch(axes: Axes, groups: Any, config: KernelConfig) -> Launch:
+    return hardware.launch(
+        "exchange", lambda block: 0, preferred=1, smallest=1, available=1, config=config, axes=axes, groups=groups
+    )

@@ -19,7 +19,6 @@ from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
 
 
@@ -69,7 +68,7 @@ def combine(
         zero,
         record=record,
         quantise=quantise,
-        axes=Axes(spec.axis_name, spec.axis_sizes),
+        axes=plan.kernel_axes(spec),
         launch=slots_launch(record, spec, config),
     )
     out = ranks_kernel.reduce_ranks(
@@ -97,6 +96,7 @@ def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
         smallest=8,
         available=spec.num_ranks * spec.num_tokens,
         config=config,
+        axes=plan.kernel_axes(spec),
     )
 
 

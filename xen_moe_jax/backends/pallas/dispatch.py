@@ -18,7 +18,6 @@ from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 
 LOW_LATENCY_TOKENS = 256
@@ -145,7 +144,7 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
             todo.routes,
             record=rows.record,
             quantise=rows.quantise,
-            axes=Axes(spec.axis_name, spec.axis_sizes),
+            axes=plan.kernel_axes(spec),
             launch=launch,
         )
     return place_rows(staged, todo.staged, positions, recv_counts, rows, spec=spec, config=config)
@@ -166,6 +165,7 @@ def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
         smallest=smallest,
         available=spec.num_tokens,
         config=config,
+        axes=plan.kernel_axes(spec),
     )
 
 

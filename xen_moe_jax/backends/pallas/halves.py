@@ -85,7 +85,8 @@ def _start(
         output_offsets=remote_start,
         expected=routes.expected,
     )
-    axes, launch = Axes(spec.axis_name, spec.axis_sizes), _exchange_launch(config)
+    axes = plan.kernel_axes(spec)
+    launch = _exchange_launch(axes, config)
     return InFlight(
         *exchange.start(buffer, runs, rows=routes.staging_rows, axes=axes, launch=launch), sizes, routes.expected
     )
@@ -93,11 +94,11 @@ def _start(
 
 def _landed(flight: InFlight, config: KernelConfig) -> jax.Array:
     started = exchange.Started(flight.buffer, flight.staged, flight.send, flight.recv)
-    return exchange.done(started, flight.sizes, flight.expected, launch=_exchange_launch(config))
+    return exchange.done(started, flight.sizes, flight.expected, launch=_exchange_launch(None, config))
 
 
-def _exchange_launch(config: KernelConfig) -> Launch:
-    return hardware.launch("start", lambda block: 0, preferred=1, smallest=1, available=1, config=config)
+def _exchange_launch(axes: Axes | None, config: KernelConfig) -> Launch:
+    return hardware.launch("start", lambda block: 0, preferred=1, smallest=1, available=1, config=config, axes=axes)
 
 
 def dispatch_start(

@@ -18,6 +18,7 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.push import Routes
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
@@ -36,6 +37,11 @@ class SendPlan(NamedTuple):
     staged: jax.Array
     sent: jax.Array
     remote_start: jax.Array
+
+
+def kernel_axes(spec: Spec) -> Axes:
+    """The ranks that kernels reach: all on one axis, those of this slice on two."""
+    return Axes(spec.axis_name[-1:], spec.axis_sizes[-1:])
 
 
 def to_peers(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:

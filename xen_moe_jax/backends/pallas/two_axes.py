@@ -25,7 +25,6 @@ from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.push import Routes
 from xen_moe_jax.pallas_kernels.record import Record
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
@@ -116,8 +115,8 @@ def push(
             jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
             todo.routes.staging_rows,
         ),
-        axes=_fast(spec),
-        launch=_table_launch(config),
+        axes=plan.kernel_axes(spec),
+        launch=_table_launch(spec, config),
     )
 
 
@@ -189,7 +188,7 @@ def combine(
         zero,
         record=record,
         quantise=quantise,
-        axes=_fast(spec),
+        axes=plan.kernel_axes(spec),
         launch=slots_launch,
     )
 
@@ -222,10 +221,8 @@ def combine(
     )
 
 
-def _fast(spec: Spec) -> Axes:
-    return Axes(spec.axis_name[1:], spec.axis_sizes[1:])
-
-
-def _table_launch(config: KernelConfig) -> Launch:
+def _table_launch(spec: Spec, config: KernelConfig) -> Launch:
     """`forward` keeps nothing in VMEM; its block only sizes the tables in SMEM."""
-    return hardware.launch("forward", lambda block: 0, preferred=256, smallest=1, available=256, config=config)
+    return hardware.launch(
+        "forward", lambda block: 0, preferred=256, smallest=1, available=256, config=config, axes=plan.kernel_axes(spec)
+    )
