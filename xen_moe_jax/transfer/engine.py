@@ -384,7 +384,10 @@ class Engine:
             unsettled = [g for _, g in self._retired if g.writers or g.lost]
             for peer in list(self._peers_by_number.values()):
                 self._lose(peer, "this engine was closed")
-            _never_released.extend(g for g in unsettled if not all(self._gone(p) for p in [*g.writers, *g.lost]))
+            # With the wire closed below, only a living process with leave to write could still reach its memory.
+            _never_released.extend(
+                g for g in unsettled if not all(_process.has_ended(p.process) for p in [*g.writers, *g.lost])
+            )
             self._closed = True
             self._changed.notify_all()
         self._loop.stop()
