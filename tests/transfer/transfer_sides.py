@@ -18,6 +18,10 @@ class State:
 
 
 def serve(connection, name, options):
+    if "adversary" in options:
+        from adversary import AdversaryWire
+
+        options["wire"] = AdversaryWire(options.pop("adversary"))
     with xt.Engine(name=name, **options) as engine:
         state = State(engine)
         connection.send((True, engine.descriptor))
@@ -278,3 +282,53 @@ def window_of_weights(state, name):
 def commit_weights(state, name, expect):
     state.kept[name].counter(expect).wait(10)
     return jax.tree.map(np.asarray, state.kept[name].commit(10))
+
+
+def row(generation, index, width):
+    return content(generation * 1000 + index, (width,), np.uint8)
+
+
+def adversarial_writer(state, descriptor, seed, limit):
+    """Fills every generation that it sees with `row`s, whatever goes wrong, until it is told to stop; (writes,
+    failures, losses).
+    """
+    from adversary import disturb
+
+    writes = failures = losses = seen = 0
+    peer = None
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        try:
+            if peer is None or peer.lost:
+                peer = state.engine.connect(descriptor, timeout=5)
+                flush = disturb(peer, seed + losses)
+            try:
+                state.engine.recv(peer, tag="stop", timeout=0)
+                return writes, failures, losses
+            except TimeoutError:
+                pass
+            rows = peer["rows"]
+            if rows.generation <= seen:
+                time.sleep(0.0005)
+                continue
+            pending = dict.fromkeys(np.random.default_rng(seed + rows.generation).permutation(rows.shape[0]).tolist())
+            while pending:
+                for index in pending:
+                    source = row(rows.generation, index, rows.shape[1])
+                    pending[index] = state.engine.write(source, rows[index], imm=f"rows{rows.generation}")
+                for index, transfer in list(pending.items()):
+                    try:
+                        transfer.wait(20)
+                        del pending[index]
+                        writes += 1
+                    except xt.TransferError as error:
+                        if type(error) is not xt.TransferError:
+                            raise
+                        failures += 1
+            seen = rows.generation
+            with state.engine._lock:
+                flush()
+        except (xt.PeerLost, xt.StaleWindow, xt.TransferRefused):
+            losses += 1
+            time.sleep(0.005)
+    raise AssertionError(f"nobody said stop within {limit} s: {writes} writes, {failures} failures, {losses} losses")

@@ -8,6 +8,7 @@ import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
 from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer.plan import Layout
 from xen_moe_jax.transfer.transfer import KeyedRuns, Transfer, stale
@@ -81,7 +82,7 @@ class Peer:
         self.lost: str | None = None
         self.left = False
         self.grants: dict[tuple[int, int], Grant] = {}
-        self.highest_number = -1
+        self.arrivals_seen = SeenNumbers()
         self._number = -1
 
     def __repr__(self) -> str:
