@@ -1,7 +1,7 @@
 // Times the dispatch and combine kernels alone, without JAX: one process, all GPUs, back-to-back launches, CUDA events.
 // To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
-//   nvcc -std=c++17 -O3 -arch=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu cuda_kernels/launch.cc -o
-//   variants
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu \
+//     cuda_kernels/*.cc -o variants
 //   ./variants NAME [quick]      quick: small batches, one launch each, for compute-sanitizer on one GPU
 #include <cuda_runtime.h>
 
@@ -27,12 +27,13 @@ using namespace xen_moe;
 
 struct Rank {
   Control* control;
+  Mailbox* mailbox;
   char *staging, *scratch, *x, *rows;
   float *scales, *row_scales, *weights, *row_weights;
   int *idx, *positions, *counts;
   cudaStream_t stream;
   cudaEvent_t begin, end;
-  ErrorWord* error;
+  ErrorRecord* error;
 };
 
 template <class T>
@@ -74,6 +75,7 @@ int main(int argc, char** argv) {
       CHECK(cudaSetDevice(r));
       Rank& k = all[r];
       k.control = Device<Control>(1);
+      k.mailbox = Device<Mailbox>(1);
       k.staging = Device<char>(2 * half);
       k.scratch = Device<char>(64 << 20);
       k.x = Device<char>(size_t{2} * tokens * hidden);
@@ -85,8 +87,8 @@ int main(int argc, char** argv) {
       k.idx = Device<int>(tokens * top_k);
       k.positions = Device<int>(capacity);
       k.counts = Device<int>(experts);
-      CHECK(cudaHostAlloc(&k.error, sizeof(ErrorWord), cudaHostAllocMapped));
-      k.error->packed = 0;
+      CHECK(cudaHostAlloc(&k.error, sizeof(ErrorRecord), cudaHostAllocMapped));
+      *k.error = ErrorRecord{};
       std::vector<int> idx;
       for (int t = 0; t < tokens; ++t) {
         std::vector<int> e(experts);
@@ -103,9 +105,12 @@ int main(int argc, char** argv) {
     }
     for (int r = 0; r < ranks; ++r) {
       Control c{};
-      for (int j = 0; j < ranks; ++j) c.staging[j] = all[j].staging;
-      c.half_bytes = half;
-      c.scratch = all[r].scratch;
+      for (int j = 0; j < ranks; ++j) c.mailbox[j] = all[j].mailbox, c.current.staging[j] = all[j].staging;
+      c.current.flag_bytes = 16ull << 20;
+      c.current.data_bytes = half - c.current.flag_bytes;
+      c.current.scratch = all[r].scratch;
+      c.current.scratch_bytes = 64 << 20;
+      c.memory[0] = c.current;
       c.error = all[r].error;
       CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
     }
@@ -132,8 +137,8 @@ int main(int argc, char** argv) {
           float ms;
           CHECK(cudaEventElapsedTime(&ms, all[r].begin, all[r].end));
           slowest = std::max(slowest, ms * 1e3f / inner);
-          if (all[r].error->packed)
-            std::printf("rank %d gave up: %llx\n", r, (unsigned long long)all[r].error->packed), std::exit(1);
+          if (all[r].error->failure)
+            std::printf("rank %d gave up: %llx\n", r, (unsigned long long)all[r].error->failure), std::exit(1);
         }
         times.push_back(slowest);
       }
@@ -150,22 +155,14 @@ int main(int argc, char** argv) {
       q.layout = Layout::kGrouped;
       return q;
     };
-    auto stage = [&](uint64_t row, uint64_t scale_offset, int parts) {
-      Staging m{};
-      const uint64_t pairs = uint64_t{1} * ranks * tokens;
-      m.row_flags = ranks * kMaxBlocks * 4;
-      m.flag_bytes = m.row_flags + (pairs * parts * 4 + 255) / 256 * 256;
-      m.topk_weights = (pairs * top_k * 4 + 127) / 128 * 128;
-      m.rows = 2 * m.topk_weights;
-      m.row_bytes = row;
-      m.scale_offset = scale_offset;
-      m.data_bytes = (m.rows + pairs * row + 255) / 256 * 256;
-      return m;
+    auto call = [&](int r) {
+      Call c{};
+      c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
+      return c;
     };
     auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.timeout_ns = 2000000000ull;
       s.solo_layout = tokens <= 128;
       s.layout_blocks = s.solo_layout ? std::max(1, tokens * top_k / 512) : blocks - push;
       s.segment_tokens =
@@ -175,8 +172,7 @@ int main(int argc, char** argv) {
           [&](int r) {
             Rank& k = all[r];
             DispatchParams p{};
-            p.control = k.control, p.routing = routing(r), p.schedule = s;
-            p.staging = fp8 ? stage(7168 + 224, 7168, parts) : stage(14336, 14336, parts);
+            p.call = call(r), p.routing = routing(r), p.schedule = s;
             p.element = fp8 ? Element::kByte : Element::kBf16;
             p.wire = WireType::kNative;
             p.known_positions = known;
@@ -184,23 +180,26 @@ int main(int argc, char** argv) {
             p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions,
             p.recv_counts = k.counts;
             p.weights = k.row_weights;
+            p.staging = PlanStaging(p.routing, s, p.element, p.wire, fp8);
+            Describe(&p, fp8, 0, 0);
             return LaunchDispatch(p, k.stream);
           },
           blocks, push, parts);
     };
     auto combine = [&](const char* what, int blocks, int push, int parts) {
       Schedule s{};
-      s.blocks = blocks, s.push_blocks = push, s.layout_blocks = 1, s.parts = parts;
+      s.blocks = blocks, s.push_blocks = push, s.layout_blocks = 1, s.parts = parts, s.segment_tokens = 1;
       s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.timeout_ns = 2000000000ull;
       run(
           what,
           [&](int r) {
             Rank& k = all[r];
             CombineParams p{};
-            p.control = k.control, p.routing = routing(r), p.schedule = s, p.staging = stage(14336, 14336, parts);
+            p.call = call(r), p.routing = routing(r), p.schedule = s;
             p.element = Element::kBf16, p.wire = WireType::kNative;
             p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.x;
+            p.staging = PlanStaging(p.routing, s, p.element, p.wire, false);
+            Describe(&p, true, 0, 0);
             return LaunchCombine(p, k.stream);
           },
           blocks, push, parts);

@@ -6,21 +6,22 @@
 // does it: the first `push_blocks` blocks reduce and push, the others sum what has arrived; a block whose pushing is
 // done joins the summing. Who waits for whom: reducing waits for nobody; summing waits for a flag per (expert rank,
 // token, part). Every rank in a token's topk_idx sends one partial row, also when all its rows were dropped, so the
-// flags to wait for follow from topk_idx. Memory order: as in dispatch.cuh. Multiply and add are rounded separately:
+// flags to wait for follow from topk_idx. Whatever blocks run push all rows before they wait (claims.cuh). Positions
+// are checked before they become addresses. Memory order: as in dispatch.cuh. Multiply and add are rounded separately:
 // __fmul_rn, __fadd_rn.
 #pragma once
 
-#include "memory_order.cuh"
+#include "claims.cuh"
 #include "octet.cuh"
-#include "params.h"
+#include "operation.cuh"
+#include "routing.cuh"
 #include "row_stream.cuh"
 #include "signal.cuh"
 
 namespace xen_moe {
 
 struct CombineShared {
-  char* half[kMaxRanks];             // the current half of each rank's staging area: its flags
-  char* data[kMaxRanks];             // and its data
+  Running run;
   int rows[kWarps][kMaxSlots];       // rows of y to add, in slot order
   float weights[kWarps][kMaxSlots];  // their weights
   int sources[kWarps][kMaxRanks];    // ranks that send a partial row of the token at hand, ascending
@@ -107,55 +108,76 @@ __device__ __forceinline__ uint32_t PartialFlagIndex(const CombineParams& p, int
 }
 
 template <class Y, WireType kWire, int kSteps>
-__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                             uint32_t epoch) {
+__device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                            Signaller& signaller, int item) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int items = (r.ranks - 1) * r.tokens * p.schedule.parts;
-  const bool direct = items <= p.schedule.push_blocks * kWarps;
-  Signaller signaller{shared.signals, shared.half, p.staging.row_flags, epoch, direct};
-  if (!direct && warp == kSignalWarp) return signaller.Serve();
   const Y* y = static_cast<const Y*>(p.y);
-  Claims claims(&p.control->work[0], items, p.schedule.push_blocks);
-  for (int item = claims.First(); item < items; item = claims.Next()) {
-    const int pair = item / p.schedule.parts, part = item % p.schedule.parts;
-    const int token = pair / (r.ranks - 1);
-    int source = r.rank + 1 + pair % (r.ranks - 1);
-    if (source >= r.ranks) source -= r.ranks;
-    const TokenRows rows = GatherRows(p, shared, source, token);
-    if (!rows.belongs) continue;
-    char* wire =
-        shared.data[source] + p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
-    const int begin = min(r.hidden, part * p.schedule.part_elements);
-    const int end = min(r.hidden, begin + p.schedule.part_elements);
-    auto store = [&](int base, const Octet(&acc)[kSteps]) {
+  const int pair = item / p.schedule.parts, part = item % p.schedule.parts;
+  const int token = pair / (r.ranks - 1);
+  int source = r.rank + 1 + pair % (r.ranks - 1);
+  if (source >= r.ranks) source -= r.ranks;
+  const TokenRows rows = GatherRows(p, shared, source, token);
+  if (!rows.belongs) return;
+  char* wire = shared.run.data[source] + p.staging.rows +
+               (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
+  const int begin = min(r.hidden, part * p.schedule.part_elements);
+  const int end = min(r.hidden, begin + p.schedule.part_elements);
+  auto store = [&](int base, const Octet(&acc)[kSteps]) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int e = base + s * kWarpElements + lane * kOctet;
-        if constexpr (kWire == WireType::kNative) {
-          StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(acc[s]));
-        } else {
-          StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
-        }
-      }
-    };
-    if (vector) {
-      Octet acc[kSteps];
-      RowStream<Y, kSteps>::Run(
-          ring, rows.count, begin, end,
-          [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; }, [&](int) { Clear(acc); },
-          [&](int i, int s, const RawOctet<Y>& raw) {
-            AddRow(acc[s], raw, shared.weights[warp][i], p.weights != nullptr);
-          },
-          [&](int) {}, [&](int base) { store(base, acc); });
-    } else {
-      for (int base = begin; base < end; base += kSteps * kWarpElements) {
-        Octet acc[kSteps];
-        ReduceRows<Y, kSteps>(p, shared, rows.count, base, end, vector, acc);
-        store(base, acc);
+    for (int s = 0; s < kSteps; ++s) {
+      const int e = base + s * kWarpElements + lane * kOctet;
+      if constexpr (kWire == WireType::kNative) {
+        StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(acc[s]));
+      } else {
+        StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
       }
     }
-    signaller.Raise(1u << source, PartialFlagIndex(p, r.rank, token, part));
+  };
+  if (vector) {
+    Octet acc[kSteps];
+    RowStream<Y, kSteps>::Run(
+        ring, rows.count, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
+        [&](int) { Clear(acc); },
+        [&](int i, int s, const RawOctet<Y>& raw) {
+          AddRow(acc[s], raw, shared.weights[warp][i], p.weights != nullptr);
+        },
+        [&](int) {}, [&](int base) { store(base, acc); });
+  } else {
+    for (int base = begin; base < end; base += kSteps * kWarpElements) {
+      Octet acc[kSteps];
+      ReduceRows<Y, kSteps>(p, shared, rows.count, base, end, vector, acc);
+      store(base, acc);
+    }
+  }
+  signaller.Raise(1u << source, PartialFlagIndex(p, r.rank, token, part));
+}
+
+// What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
+template <class Y, WireType kWire, int kSteps>
+__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                             uint32_t epoch) {
+  const Schedule& s = p.schedule;
+  const int items = (p.routing.ranks - 1) * p.routing.tokens * s.parts;
+  const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
+  if (block >= s.push_blocks || items == 0) return;
+  const bool few = items <= s.push_blocks * kWarps;
+  Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
+  if (!few && warp == kSignalWarp) return signaller.Serve();
+  if (few) StartShare(shared.run.control, block, epoch);
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
+  int item = few ? block + warp * s.push_blocks : claims.First();
+  for (int next = 0;;) {
+    if (item < items) PushPartial<Y, kWire, kSteps>(p, shared, ring, vector, signaller, item);
+    if (few) {
+      const int share = AdoptShare(shared.run.control, s.push_blocks, epoch, &next);
+      if (share < 0) break;
+      item = share + warp * s.push_blocks;
+    } else if (item < items) {
+      item = claims.Next();
+    } else {
+      break;
+    }
   }
   signaller.Finish();
 }
@@ -196,7 +218,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   auto row_of = [&](int i) {
     if (i >= first_own && i < first_above) return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * r.hidden;
     const int rank = shared.sources[warp][i < first_own ? i : i - own];
-    return reinterpret_cast<const Y*>(shared.data[r.rank] + p.staging.rows +
+    return reinterpret_cast<const Y*>(shared.run.data[r.rank] + p.staging.rows +
                                       (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes);
   };
   Octet total[kSteps], partial[kSteps];
@@ -230,30 +252,26 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
 // over the nodes.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            const Patience& patience) {
+                                            uint32_t epoch) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
   const int items = r.tokens * p.schedule.parts;
-  char* half = shared.half[r.rank];
-  Claims claims(&p.control->work[1], items, gridDim.x);
+  const char* half = shared.run.half[r.rank];
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+                items <= static_cast<int>(gridDim.x) * kWarps);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-    uint32_t ranks = 0;
-    for (int k = lane; k < r.top_k; k += 32) {
-      const int expert = p.topk_idx[static_cast<int64_t>(token) * r.top_k + k];
-      if (expert >= 0 && expert < r.experts) ranks |= 1u << (expert / r.local_experts);
-    }
-    ranks = __reduce_or_sync(0xFFFFFFFFu, ranks);
+    const uint32_t ranks = RanksOf(p.topk_idx, token, r);
     const TokenRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     if ((ranks >> lane & 1) && lane != r.rank) {
       const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
-      arrived = WaitFlag(flags + PartialFlagIndex(p, lane, token, part), patience, Step::kRows, lane);
+      arrived = WaitFlag(flags + PartialFlagIndex(p, lane, token, part), shared.run, epoch, Step::kRows, lane);
     }
     arrived = __all_sync(0xFFFFFFFFu, arrived);
     __syncwarp();  // what one lane has acquired, all lanes may read
-    if (!arrived) continue;
+    if (!arrived) return;
     const int begin = min(r.hidden, part * p.schedule.part_elements);
     const int end = min(r.hidden, begin + p.schedule.part_elements);
     Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
@@ -286,7 +304,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
           } else {
-            const char* wire = shared.data[r.rank] + p.staging.rows +
+            const char* wire = shared.run.data[r.rank] + p.staging.rows +
                                (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes;
             LoadPartial<Y, kWire, kSteps>(p, wire, base, end, vector, partial);
           }
@@ -315,34 +333,22 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   __shared__ CombineShared shared;
   extern __shared__ __align__(128) char rings[];
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
-  const Routing& r = p.routing;
-  const uint32_t epoch = *static_cast<volatile uint32_t*>(&p.control->epoch) + 1;
-  if (threadIdx.x < r.ranks) {
-    const uint64_t half_bytes = p.control->half_bytes;
-    shared.half[threadIdx.x] = p.control->staging[threadIdx.x] + (epoch & 1) * half_bytes;
-    shared.data[threadIdx.x] = shared.half[threadIdx.x] + half_bytes - p.staging.data_bytes;
-  }
   InitSignalBox(shared.signals);
-  __syncthreads();
-  const Patience patience{p.control, p.schedule.timeout_ns, epoch, Operation::kCombine};
-  if (!HasMemory(patience, p.staging.flag_bytes, p.staging.data_bytes, r.rank))
-    return FinishOperation(p.control, epoch);
-  const bool vector = !kGeneral || r.hidden % kOctet == 0;
-  uint32_t* presence =
-      reinterpret_cast<uint32_t*>(shared.half[threadIdx.x < r.ranks ? threadIdx.x : r.rank] + p.staging.presence_flags);
-  const bool peer = threadIdx.x < r.ranks && threadIdx.x != r.rank;
-  if (blockIdx.x == 0 && peer) StoreRelaxedSystem(presence + r.rank * kMaxBlocks, epoch);
-  if (blockIdx.x < p.schedule.push_blocks) PushPartials<Y, kWire, kSteps>(p, shared, ring, vector, epoch);
-  SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, patience);
-  if (blockIdx.x == gridDim.x - 1 && peer) {
-    const uint32_t* mine = reinterpret_cast<const uint32_t*>(shared.half[r.rank] + p.staging.presence_flags);
-    WaitFlag(mine + threadIdx.x * kMaxBlocks, patience, Step::kPresence, threadIdx.x);
+  BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
+  if (!shared.run.refused) {
+    const uint32_t epoch = shared.run.epoch;
+    const bool vector = !kGeneral || p.routing.hidden % kOctet == 0;
+    PushPartials<Y, kWire, kSteps>(p, shared, ring, vector, epoch);
+    SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
   }
-  FinishOperation(p.control, epoch);
+  FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
+    FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
+  });
 }
 
 template <class Y, WireType kWire, bool kGeneral>
 int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
+  if (Unfit(p)) return cudaErrorInvalidValue;
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
   CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, rings, stream>>>(p);
   return cudaGetLastError();

@@ -2,24 +2,26 @@
 //
 // What moves: row t of x goes once to every other rank that owns one of its experts, into that rank's staging row
 // [this rank][t]; from there to the rows of the output that want it. Own rows go straight from x to the output.
-// Who does it: the first `push_blocks` blocks push rows and raise a flag per (source, token, part), the last
-// `layout_blocks` blocks exchange the routing metadata and compute positions while rows are in flight; then every block
-// places rows, own ones first, each as soon as its flag is up. Who waits for whom: pushing waits for nobody. Counting
-// waits for every peer's metadata, placing for this GPU's counting and for the row's flag. All blocks are resident (at
-// most one per SM), so every wait ends. Memory order: stores to a peer, __syncwarp or __syncthreads, system-scope
-// fence, relaxed flag store; the reader's system-scope acquire of the flag makes them visible. workspace.h says why two
-// halves suffice.
+// Who does it: the last `layout_blocks` blocks send the routing metadata, the first `push_blocks` blocks push rows and
+// raise a flag per (source, token, part); the others count and compute positions meanwhile, and whoever has done its
+// part joins; then every block places rows, own ones first, each as soon as its flag is up. Who waits for whom: pushing
+// and sending wait for nobody. Counting waits for every peer's metadata, placing for this GPU's counting and for the
+// row's flag. What others wait for is done by whatever blocks run (claims.cuh), before they wait themselves: so every
+// wait ends, with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or
+// __syncthreads, system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them
+// visible. workspace.h says why two halves suffice. Topk indices, positions and counts are checked before they become
+// addresses, those that a peer sent and those of a handle too.
 #pragma once
 
 #include "layout.cuh"
+#include "operation.cuh"
 #include "row_codec.cuh"
 #include "signal.cuh"
 
 namespace xen_moe {
 
 struct DispatchShared {
-  char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
-  char* data[kMaxRanks];  // and its data
+  Running run;
   int rows[kWarps][kMaxSlots];
   SignalBox signals;
 };
@@ -27,48 +29,36 @@ struct DispatchShared {
 __device__ __forceinline__ uint32_t RowFlagIndex(const DispatchParams& p, int source, int token, int part) {
   return (static_cast<uint32_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
 }
-__device__ __forceinline__ uint32_t* PresenceFlag(char* half, const Staging& staging, int source, int block) {
-  return reinterpret_cast<uint32_t*>(half + staging.presence_flags) + source * kMaxBlocks + block;
+__device__ __forceinline__ uint32_t* MetadataFlag(char* half, const Staging& staging, int source, int slice) {
+  return reinterpret_cast<uint32_t*>(half + staging.metadata_flags) + source * kMaxBlocks + slice;
 }
 
 template <class Codec>
-__device__ __forceinline__ void PushRows(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
+__device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchShared& shared, Signaller& signaller,
+                                        int item) {
   const Routing& r = p.routing;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
-  const int items = r.tokens * p.schedule.parts;
-  const bool direct = items <= p.schedule.push_blocks * kWarps;
-  Signaller signaller{shared.signals, shared.half, p.staging.row_flags, epoch, direct};
-  const int pushing_warps = direct ? kWarps : kSignalWarp;
-  if (warp >= pushing_warps) return signaller.Serve();
-  for (int item = blockIdx.x + warp * p.schedule.push_blocks; item < items;
-       item += p.schedule.push_blocks * pushing_warps) {
-    const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-    uint32_t ranks = 0;
-    for (int k = lane; k < r.top_k; k += 32) {
-      const int expert = p.topk_idx[static_cast<int64_t>(token) * r.top_k + k];
-      if (expert >= 0 && expert < r.experts) ranks |= 1u << (expert / r.local_experts);
-    }
-    ranks = __reduce_or_sync(0xFFFFFFFFu, ranks) & ~(1u << r.rank);
-    if (ranks == 0) continue;
-    const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
-    const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
-    Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), Targets{rotated, first, r.ranks, shared.data, row});
-    signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
-  }
-  signaller.Finish();
+  const int token = item / p.schedule.parts, part = item % p.schedule.parts;
+  const uint32_t ranks = RanksOf(p.topk_idx, token, r) & ~(1u << r.rank);
+  if (ranks == 0) return;
+  const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
+  const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
+  Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), Targets{rotated, first, r.ranks, shared.run.data, row});
+  signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
 }
 
-// Sends this rank's topk_idx and topk_weights to every peer, block by block.
-__device__ __forceinline__ void SendMetadata(const DispatchParams& p, const DispatchShared& shared, int index,
-                                             const Patience& patience) {
+// Sends slice `slice` of this rank's topk_idx and topk_weights to every peer, and writes its share of the clean
+// indices.
+__device__ __forceinline__ void SendMetadata(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch,
+                                             int slice) {
   const Routing& r = p.routing;
-  const int words = r.tokens * r.top_k, blocks = p.schedule.layout_blocks;
-  for (int i = index * kThreads + threadIdx.x; i < words; i += blocks * kThreads) {
+  const int words = r.tokens * r.top_k, slices = p.schedule.layout_blocks;
+  for (int64_t i = slice * kThreads + static_cast<int>(threadIdx.x); i < words; i += slices * kThreads) {
     const int expert = p.topk_idx[i];
     const float weight = p.topk_weights[i];
+    if (p.clean_topk_idx) p.clean_topk_idx[i] = expert >= 0 && expert < r.experts ? expert : -1;
     for (int n = 1; n < r.ranks; ++n) {
-      char* data = shared.data[(r.rank + n) % r.ranks];
+      char* data = shared.run.data[(r.rank + n) % r.ranks];
       const int64_t at = static_cast<int64_t>(r.rank) * words + i;
       reinterpret_cast<int*>(data + p.staging.topk_idx)[at] = expert;
       reinterpret_cast<float*>(data + p.staging.topk_weights)[at] = weight;
@@ -77,32 +67,62 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
   __syncthreads();
   if (threadIdx.x < r.ranks && threadIdx.x != r.rank) {
     __threadfence_system();
-    StoreRelaxedSystem(PresenceFlag(shared.half[threadIdx.x], p.staging, r.rank, index), patience.epoch);
+    StoreRelaxedSystem(MetadataFlag(shared.run.half[threadIdx.x], p.staging, r.rank, slice), epoch);
   }
 }
-__device__ __forceinline__ void AwaitMetadata(const DispatchParams& p, const DispatchShared& shared,
-                                              const Patience& patience) {
+// All threads of the block call it. False: the group has failed.
+__device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
   const Routing& r = p.routing;
-  const int blocks = p.schedule.layout_blocks;
-  for (int i = threadIdx.x; i < r.ranks * blocks; i += kThreads) {
-    const int source = i / blocks;
+  const int slices = p.schedule.layout_blocks;
+  bool arrived = true;
+  for (int i = threadIdx.x; i < r.ranks * slices && arrived; i += kThreads) {
+    const int source = i / slices;
     if (source == r.rank) continue;
-    WaitFlag(PresenceFlag(shared.half[r.rank], p.staging, source, i % blocks), patience, Step::kMetadata, source);
+    const uint32_t* flag = MetadataFlag(shared.run.half[r.rank], p.staging, source, i % slices);
+    arrived = WaitFlag(flag, shared.run, epoch, Step::kMetadata, source);
   }
-  __syncthreads();
+  return __syncthreads_and(arrived);
 }
 
-// Redispatch has no metadata, but an operation must hear from every rank (workspace.h).
-__device__ __forceinline__ void AnnouncePresence(const Routing& r, const Staging& staging, char* const* half,
-                                                 uint32_t epoch) {
-  if (threadIdx.x < r.ranks && threadIdx.x != r.rank) {
-    StoreRelaxedSystem(PresenceFlag(half[threadIdx.x], staging, r.rank, 0), epoch);
+// What the peers wait for. Slices of the metadata are shares of the last blocks. Rows are pushed by the first blocks:
+// claimed one by one, flags raised by the signalling warp; when there is at most one per warp, they are shares too.
+template <class Codec>
+__device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
+  const Schedule& s = p.schedule;
+  Control* const control = shared.run.control;
+  const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
+  const int slices = p.known_positions ? 0 : s.layout_blocks, slice = block - (s.blocks - slices);
+  if (slice >= 0) {
+    StartShare(control, slice, epoch);
+    SendMetadata(p, shared, epoch, slice);
   }
-}
-__device__ __forceinline__ void AwaitPresence(const Routing& r, const Staging& staging, char* const* half,
-                                              const Patience& patience) {
-  if (threadIdx.x < r.ranks && threadIdx.x != r.rank) {
-    WaitFlag(PresenceFlag(half[r.rank], staging, threadIdx.x, 0), patience, Step::kPresence, threadIdx.x);
+  if (block >= s.push_blocks) return;
+  const int items = p.routing.ranks > 1 ? p.routing.tokens * s.parts : 0;
+  const bool few = items <= s.push_blocks * kWarps;
+  Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
+  Claims claims(&control->claimed[static_cast<int>(Work::kPush)], items, false);
+  int item = items;
+  if (few) {
+    StartShare(control, slices + block, epoch);
+    item = block + warp * s.push_blocks;
+  } else if (warp == kSignalWarp) {
+    signaller.Serve();
+  } else {
+    item = claims.First();
+  }
+  for (int next = 0;;) {
+    while (item < items) {
+      PushRow<Codec>(p, shared, signaller, item);
+      item = few ? items : claims.Next();
+    }
+    if (next == 0 && warp != kSignalWarp) signaller.Finish();
+    const int share = AdoptShare(control, slices + (few ? s.push_blocks : 0), epoch, &next);
+    if (share < 0) return;
+    if (share < slices) {
+      SendMetadata(p, shared, epoch, share);
+    } else {
+      item = share - slices + warp * s.push_blocks;
+    }
   }
 }
 
@@ -113,7 +133,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  const int* topk = SourceTopk(p.topk_idx, data, p.staging.topk_idx, r, source) + static_cast<int64_t>(token) * r.top_k;
+  const int* topk = OfSource(p.topk_idx, data, p.staging.topk_idx, r, source) + static_cast<int64_t>(token) * r.top_k;
   int count = 0;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
@@ -131,17 +151,13 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
     if (position >= 0) list[count + __popc(placed & ((1u << lane) - 1))] = position;
     count += __popc(placed);
     if (position >= 0 && write && !p.known_positions && r.layout != Layout::kRanked) {
-      const float* weights = source == r.rank ? p.topk_weights
-                                              : reinterpret_cast<const float*>(data + p.staging.topk_weights) +
-                                                    static_cast<int64_t>(source) * r.tokens * r.top_k;
+      const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
       p.weights[position] = weights[static_cast<int64_t>(token) * r.top_k + slot];
     }
   }
   __syncwarp();
   if (count > 0 && write && !p.known_positions && r.layout == Layout::kRanked) {
-    const float* weights = source == r.rank ? p.topk_weights
-                                            : reinterpret_cast<const float*>(data + p.staging.topk_weights) +
-                                                  static_cast<int64_t>(source) * r.tokens * r.top_k;
+    const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
     for (int k = lane; k < r.top_k; k += 32) {
       const int local = LocalExpert(topk[k], r);
       const int64_t at = static_cast<int64_t>(list[0]) * r.top_k + k;
@@ -154,15 +170,16 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
 
 template <class Codec>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
-                                          const int* starts, const Patience& patience) {
+                                          const int* starts, uint32_t epoch) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  char* half = shared.half[r.rank];
-  char* data = shared.data[r.rank];
+  const char* half = shared.run.half[r.rank];
+  const char* data = shared.run.data[r.rank];
   int* list = shared.rows[warp];
   const int own_items = r.tokens * p.schedule.parts;
   const int items = r.ranks * own_items;
-  Claims claims(&p.control->work[0], items, gridDim.x);
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+                items <= static_cast<int>(gridDim.x) * kWarps);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
@@ -182,11 +199,11 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
       bool arrived = true;
       if (lane == 0) {
         const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
-        arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), patience, Step::kRows, source);
+        arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), shared.run, epoch, Step::kRows, source);
       }
       arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
       __syncwarp();  // what one lane has acquired, all lanes may read
-      if (!arrived) continue;
+      if (!arrived) return;
       Codec::PlaceStaged(
           p, data + p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes, range,
           rows);
@@ -203,12 +220,11 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   const int64_t row_bytes = static_cast<int64_t>(r.hidden) * bytes;
   const int blocks = (r.hidden + kScaleBlock - 1) / kScaleBlock;
   const int rows_at_most = r.alignment - 1;
-  for (int64_t item = blockIdx.x * kWarps + threadIdx.x / 32;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
        item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += gridDim.x * kWarps) {
     const int l = static_cast<int>(item / rows_at_most), i = static_cast<int>(item % rows_at_most);
-    const int real = ExpertRows(p, scratch, l);
-    const int64_t row = starts[l] + static_cast<int64_t>(real) + i;
-    if (real + i >= RoundUp(real, r.alignment) || row >= r.capacity) continue;
+    const int64_t real = ExpertRows(p, scratch, l), row = starts[l] + real + i;
+    if (real + i >= RoundUp(static_cast<int>(real), r.alignment) || row >= r.capacity) continue;
     char* at = static_cast<char*>(p.rows) + row * row_bytes;
     if (row_bytes % 16 == 0) {
       for (int64_t b = lane; b < row_bytes / 16; b += 32) reinterpret_cast<int4*>(at)[b] = make_int4(0, 0, 0, 0);
@@ -234,67 +250,80 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
   }
 }
 
-// Positions, by all blocks together or, for a small batch, by every block for itself in shared memory. Returns where
-// the result is, with the groups' starts in `*starts`.
-__device__ __forceinline__ LayoutScratch ComputePositions(const DispatchParams& p, const DispatchShared& shared,
-                                                          int* dynamic, const Patience& patience, int** starts) {
+// Positions, by all blocks together or, for a small batch, by every block for itself in shared memory: `scratch`, with
+// the groups' starts in `*starts`. False: the group has failed.
+__device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const DispatchShared& shared, int* dynamic,
+                                                 uint32_t epoch, LayoutScratch& scratch, int** starts) {
   const Routing& r = p.routing;
-  const int layout_index = static_cast<int>(blockIdx.x) - (p.schedule.blocks - p.schedule.layout_blocks);
-  LayoutScratch scratch = MakeScratch(p.control->scratch, r, p.schedule);
   *starts = dynamic;
   if (p.known_positions) {
     if (r.alignment > 1) ComputeStarts(p, scratch, *starts);
-    return scratch;
+    return true;
   }
   if (p.schedule.solo_layout) {
     scratch = MakeScratch(reinterpret_cast<char*>(dynamic), r, p.schedule);
     int* counters = scratch.totals + scratch.columns;
     *starts = counters + kWarps * scratch.columns;
-    if (layout_index >= 0) SendMetadata(p, shared, layout_index, patience);
-    AwaitMetadata(p, shared, patience);
-    CountAlone(p, shared.data[r.rank], scratch, counters, blockIdx.x == 0);
+    if (!AwaitMetadata(p, shared, epoch)) return false;
+    CountAlone(p, shared.run.data[r.rank], scratch, counters, blockIdx.x == 0);
   } else {
-    if (layout_index >= 0) {
-      SendMetadata(p, shared, layout_index, patience);
-      AwaitMetadata(p, shared, patience);
-      CountAndScan(p, shared.data[r.rank], scratch, layout_index, p.schedule.layout_blocks, dynamic, patience);
-    }
-    BlockAwait(&p.control->barrier[1], p.schedule.layout_blocks, patience, r.rank);
+    auto await = [&] { return AwaitMetadata(p, shared, epoch); };
+    if (!CountAndScan(p, shared.run, scratch, dynamic, await)) return false;
   }
   ComputeStarts(p, scratch, *starts);
-  return scratch;
+  return true;
+}
+
+// A handle whose counts no dispatch can have made: the group fails, rather than leave rows out in silence.
+__device__ __forceinline__ void CheckCounts(const DispatchParams& p, const Running& run) {
+  const Routing& r = p.routing;
+  bool bad = false;
+  for (int i = threadIdx.x; i < r.ranks * r.local_experts; i += kThreads) {
+    bad |= p.recv_counts[i] < 0 || p.recv_counts[i] > r.tokens * r.top_k;
+  }
+  if (__syncthreads_or(bad) && threadIdx.x == 0) Fail(run, Cause::kIndex, Step::kArrival, r.rank, r.rank, 0);
+}
+
+__device__ __forceinline__ void PoisonDispatch(const DispatchParams& p, uint32_t index, uint32_t count) {
+  const Routing& r = p.routing;
+  const uint64_t rows = r.capacity, element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
+  const uint64_t scales = (r.hidden + kScaleBlock - 1) / kScaleBlock;
+  const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
+  FillBytes(p.rows, rows * r.hidden * element, kPoison, index, count);
+  FillBytes(p.row_scales, rows * scales * 4, kPoison, index, count);
+  if (p.known_positions) return;  // positions and counts are operands
+  FillBytes(p.positions, pairs * r.slots * 4, kPoison, index, count);
+  FillBytes(p.recv_counts, static_cast<uint64_t>(r.ranks) * r.local_experts * 4, 0, index, count);
+  FillBytes(p.weights, rows * (r.layout == Layout::kRanked ? r.top_k : 1) * 4, kPoison, index, count);
+  FillBytes(p.local_idx, rows * r.top_k * 4, kPoison, index, count);
+  FillBytes(p.clean_topk_idx, static_cast<uint64_t>(r.tokens) * r.top_k * 4, kPoison, index, count);
 }
 
 template <class Codec>
 __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
   extern __shared__ __align__(16) int dynamic[];
-  const Routing& r = p.routing;
-  const uint32_t epoch = *static_cast<volatile uint32_t*>(&p.control->epoch) + 1;
-  if (threadIdx.x < r.ranks) {
-    const uint64_t half_bytes = p.control->half_bytes;
-    shared.half[threadIdx.x] = p.control->staging[threadIdx.x] + (epoch & 1) * half_bytes;
-    shared.data[threadIdx.x] = shared.half[threadIdx.x] + half_bytes - p.staging.data_bytes;
-  }
   InitSignalBox(shared.signals);
-  __syncthreads();
-  const Patience patience{p.control, p.schedule.timeout_ns, epoch,
-                          p.known_positions ? Operation::kRedispatch : Operation::kDispatch};
-  if (!HasMemory(patience, p.staging.flag_bytes, p.staging.data_bytes, r.rank))
-    return FinishOperation(p.control, epoch);
-  if (p.known_positions && blockIdx.x == 0) AnnouncePresence(r, p.staging, shared.half, epoch);
-  if (blockIdx.x < p.schedule.push_blocks) PushRows<Codec>(p, shared, epoch);
-  int* starts;
-  const LayoutScratch scratch = ComputePositions(p, shared, dynamic, patience, &starts);
-  PlaceRows<Codec>(p, shared, scratch, starts, patience);
-  ZeroPadding(p, scratch, starts);
-  ClearUnusedRows(p, scratch);
-  if (p.known_positions && blockIdx.x == gridDim.x - 1) AwaitPresence(r, p.staging, shared.half, patience);
-  FinishOperation(p.control, epoch);
+  BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
+                 p.routing.rank);
+  if (!shared.run.refused) {
+    const uint32_t epoch = shared.run.epoch;
+    Send<Codec>(p, shared, epoch);
+    int* starts;
+    LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
+    if (ComputePositions(p, shared, dynamic, epoch, scratch, &starts)) {
+      PlaceRows<Codec>(p, shared, scratch, starts, epoch);
+      ZeroPadding(p, scratch, starts);
+      ClearUnusedRows(p, scratch);
+    }
+    if (p.known_positions && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
+  }
+  FinishOperation(shared.run, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
 }
 
 template <class Codec>
 int LaunchWith(const DispatchParams& p, cudaStream_t stream) {
+  if (Unfit(p)) return cudaErrorInvalidValue;
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }

@@ -1,17 +1,17 @@
 // Where every received row goes: counts per local expert and positions, by prefix sums over (source, token, slot).
 //
-// A segment is `segment_tokens` tokens of one source. Blocks with this duty, in three steps with a barrier between
-// them:
+// A segment is `segment_tokens` tokens of one source. Three steps:
 //   count   a warp per segment: rows per expert, and each row's number among the segment's rows of that expert
 //   scan    a warp per expert: exclusive prefix over the segments; totals per expert and per (source, expert)
 //   start   every block: first row of each expert's group (in shared memory)
-// A row's position is start[expert] + prefix[expert][segment] + number. Who waits for whom: only blocks of this GPU,
-// through two counters with GPU-scope release and acquire; the metadata itself comes with system-scope flags
-// (dispatch.cuh).
+// A row's position is start[expert] + prefix[expert][segment] + number. Segments and experts are claimed by whichever
+// blocks come by. Who waits for whom: a block that finds nothing left to claim waits until all claimed items are done,
+// hence only for blocks that run; through two counters with GPU-scope release and acquire. The metadata itself comes
+// with system-scope flags (dispatch.cuh).
 #pragma once
 
-#include "memory_order.cuh"
-#include "params.h"
+#include "claims.cuh"
+#include "routing.cuh"
 
 namespace xen_moe {
 
@@ -35,19 +35,6 @@ __host__ __device__ inline LayoutScratch MakeScratch(char* base, const Routing& 
   out.prefix = out.number + static_cast<int64_t>(r.ranks) * r.tokens * r.slots;
   out.totals = out.prefix + static_cast<int64_t>(out.columns) * out.segments;
   return out;
-}
-
-// Topk indices of source `s`: this rank's own come from the operand, the others' from the staging area.
-__device__ __forceinline__ const int* SourceTopk(const int* own, const char* data, uint64_t offset, const Routing& r,
-                                                 int s) {
-  if (s == r.rank) return own;
-  return reinterpret_cast<const int*>(data + offset) + static_cast<int64_t>(s) * r.tokens * r.top_k;
-}
-
-// Local expert of a global one, or -1.
-__device__ __forceinline__ int LocalExpert(int expert, const Routing& r) {
-  const int local = expert - r.rank * r.local_experts;
-  return expert >= 0 && expert < r.experts && local >= 0 && local < r.local_experts ? local : -1;
 }
 
 // Column of a segment's entry: its local expert, or, ranked, 0 for a token with any expert here; -1: no row here.
@@ -123,29 +110,45 @@ __device__ __forceinline__ void ScanColumn(int column, const LayoutScratch& scra
   if (lane == 0) scratch.totals[column] = carry;
 }
 
-// The counting and scanning blocks' part. `index` of `blocks`; `shared` has kLayoutSharedBytes.
-__device__ __forceinline__ void CountAndScan(const DispatchParams& p, const char* data, const LayoutScratch& scratch,
-                                             int index, int blocks, int* shared, const Patience& patience) {
+// The counting and scanning, shared by the blocks that come by. `await()` waits for the metadata of all sources. False:
+// the group has failed.
+template <class Await>
+__device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
+                                             int* shared, Await await) {
   const Routing& r = p.routing;
+  const char* data = run.data[r.rank];
+  Control* const control = run.control;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int counting_warps = min(kWarps, kLayoutSharedBytes / (4 * scratch.columns));
-  if (warp < counting_warps) {
-    for (int segment = index * counting_warps + warp; segment < scratch.segments; segment += blocks * counting_warps) {
+  int done = 0;
+  for (;;) {
+    const int first = BlockClaim(&control->claimed[static_cast<int>(Work::kSegments)], counting_warps);
+    if (first >= scratch.segments) break;
+    if (done == 0 && !await()) return false;
+    const int segment = first + warp;
+    if (warp < counting_warps && segment < scratch.segments) {
       const int source = segment / scratch.segments_per_source;
-      CountSegment(SourceTopk(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
+      CountSegment(OfSource(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
                    shared + warp * scratch.columns);
     }
+    done += min(counting_warps, scratch.segments - first);
   }
-  BlockArrive(&p.control->barrier[0]);
-  BlockAwait(&p.control->barrier[0], blocks, patience, r.rank);
-  for (int column = index * kWarps + warp; column < r.local_experts; column += blocks * kWarps) {
+  BlockComplete(&control->completed[0], done);
+  if (!BlockAwait(&control->completed[0], scratch.segments, run)) return false;
+  done = 0;
+  for (;;) {
+    const int first = BlockClaim(&control->claimed[static_cast<int>(Work::kColumns)], kWarps);
+    if (first >= r.local_experts) break;
+    const int column = first + warp;
     if (column < scratch.columns) {
       ScanColumn(column, scratch, r, p.recv_counts);
-    } else {
+    } else if (column < r.local_experts) {
       for (int source = lane; source < r.ranks; source += 32) p.recv_counts[source * r.local_experts + column] = 0;
     }
+    done += min(kWarps, r.local_experts - first);
   }
-  BlockArrive(&p.control->barrier[1]);
+  BlockComplete(&control->completed[1], done);
+  return BlockAwait(&control->completed[1], r.local_experts, run);
 }
 
 // The same by one block for itself, everything in shared memory. `write`: it also writes recv_counts.
@@ -155,7 +158,7 @@ __device__ __forceinline__ void CountAlone(const DispatchParams& p, const char* 
   const int warp = threadIdx.x / 32;
   for (int segment = warp; segment < scratch.segments; segment += kWarps) {
     const int source = segment / scratch.segments_per_source;
-    CountSegment(SourceTopk(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
+    CountSegment(OfSource(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
                  counters + warp * scratch.columns);
   }
   __syncthreads();
@@ -171,17 +174,23 @@ __device__ __forceinline__ void CountAlone(const DispatchParams& p, const char* 
   __syncthreads();
 }
 
-// Rows of local expert `l`, before dropping.
+// The sum, or the largest int: counts that come from a handle may be anything.
+__device__ __forceinline__ int AddSaturated(int x, int y) {
+  return static_cast<int>(min(static_cast<uint32_t>(x) + static_cast<uint32_t>(y), 0x7FFFFFFFu));
+}
+__device__ __forceinline__ int RoundUp(int x, int multiple) {
+  return static_cast<int>(min((static_cast<int64_t>(x) + multiple - 1) / multiple * multiple, int64_t{0x7FFFFFFF}));
+}
+
+// Rows of local expert `l`, before dropping. Not negative.
 __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutScratch& scratch, int l) {
   if (!p.known_positions) return scratch.totals[l];
   int total = 0;
   for (int source = 0; source < p.routing.ranks; ++source) {
-    total += p.recv_counts[source * p.routing.local_experts + l];
+    total = AddSaturated(total, max(0, p.recv_counts[source * p.routing.local_experts + l]));
   }
   return total;
 }
-
-__device__ __forceinline__ int RoundUp(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // First row of each column's group into `starts` (shared). All threads of the block call it.
 __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
@@ -197,10 +206,13 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
 #pragma unroll
       for (int d = 1; d < 32; d <<= 1) {
         const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-        if (lane >= d) sum += other;
+        if (lane >= d) sum = AddSaturated(sum, other);
       }
-      if (l < scratch.columns) starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : carry + sum - size;
-      carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
+      const int before = __shfl_up_sync(0xFFFFFFFFu, sum, 1);
+      if (l < scratch.columns) {
+        starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : AddSaturated(carry, lane ? before : 0);
+      }
+      carry = AddSaturated(carry, __shfl_sync(0xFFFFFFFFu, sum, 31));
     }
   }
   __syncthreads();
@@ -217,8 +229,8 @@ __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutS
   const int segment = source * scratch.segments_per_source + token / p.schedule.segment_tokens;
   const int in_group = number + scratch.prefix[static_cast<int64_t>(column) * scratch.segments + segment];
   if (r.layout == Layout::kPadded && in_group >= r.ranks * r.tokens) return -2;
-  const int position = starts[column] + in_group;
-  return position < r.capacity && position >= 0 ? position : -2;
+  const int position = AddSaturated(starts[column], in_group);
+  return position < r.capacity ? position : -2;
 }
 
 }  // namespace xen_moe

@@ -15,6 +15,17 @@ enum class WireType : int { kNative = 0, kFp8 = 1, kInt8 = 2 };
 
 inline int ElementBytes(Element e) { return e == Element::kF32 ? 4 : e == Element::kByte ? 1 : 2; }
 
+// What every operation needs to run beside others and to fail well. The host fills it; the first member of each Params.
+struct Call {
+  Control* control;
+  Mailbox* mailbox;     // this rank's own
+  uint64_t timeout_ns;  // 0: waits for ever, but leaves when the group has failed
+  uint32_t call_id;     // of the call site on this device, unique in the process; never 0
+  uint32_t signature;   // Signature(descriptor)
+  Needs needs;
+  Descriptor descriptor;  // Describe(...)
+};
+
 // Shapes that dispatch, redispatch and combine share; see docs/internals.md for the letters.
 struct Routing {
   int ranks;          // R
@@ -33,7 +44,7 @@ struct Routing {
 
 // Where things lie in a half of the staging area: flags in bytes from its start, data from the start of its data.
 struct Staging {
-  uint64_t presence_flags;  // [R][kMaxBlocks]
+  uint64_t metadata_flags;  // [R][kMaxBlocks]
   uint64_t row_flags;       // [R][T][parts]
   uint64_t flag_bytes;
   uint64_t topk_idx;      // [R][T][K] int32
@@ -44,20 +55,19 @@ struct Staging {
   uint64_t data_bytes;    // data start at half_bytes - data_bytes
 };
 
-// How the work is cut. Equal on all ranks of a group.
+// How the work is cut. Any number of resident blocks makes progress; how many do what decides the speed alone.
 struct Schedule {
   int blocks;          // thread blocks, one per SM
-  int push_blocks;     // the first blocks push rows to the peers
-  int layout_blocks;   // the last blocks compute positions
+  int push_blocks;     // the first blocks push rows to the peers before they do anything else
+  int layout_blocks;   // slices of the metadata, sent by the last blocks; equal on all ranks
   int parts;           // a row is moved in this many parts (small batches)
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
   bool solo_layout;    // every block computes all positions for itself, in shared memory
-  uint64_t timeout_ns;
 };
 
 struct DispatchParams {
-  Control* control;
+  Call call;
   Routing routing;
   Staging staging;
   Schedule schedule;
@@ -75,10 +85,11 @@ struct DispatchParams {
   int* recv_counts;           // [R, L]: written, or read by redispatch
   float* weights;             // [C] or [C, K]
   int* local_idx;             // [C, K], ranked only
+  int* clean_topk_idx;        // [T, K] or null: topk_idx with -1 for every entry outside [0, E)
 };
 
 struct CombineParams {
-  Control* control;
+  Call call;
   Routing routing;
   Staging staging;
   Schedule schedule;
@@ -95,15 +106,15 @@ struct CombineParams {
 // Rows of `unit_bytes` bytes from this rank to every other: all_to_all, and ragged_all_to_all when the arrays are
 // given.
 struct ExchangeParams {
-  Control* control;
+  Call call;
   int ranks, rank;
-  uint64_t timeout_ns;
-  uint64_t presence_flags, chunk_flags, credit_flags, flag_bytes;  // flags, from the start of a half
-  uint64_t offsets, ring, data_bytes;                              // data, which start at half_bytes - data_bytes
-  uint64_t chunk_bytes;                                            // multiple of 16
-  int ring_chunks;                                                 // chunks per (source, lane) in the ring
-  int lanes;                                                       // blocks per peer and direction
-  uint64_t max_chunks;                                             // per (source, lane)
+  uint8_t poison;  // every byte of a failed result: 0xFF is NaN in every floating dtype that has one but fnuz (0x80)
+  uint64_t message_flags, chunk_flags, credit_flags, flag_bytes;  // flags, from the start of a half
+  uint64_t offsets, ring, data_bytes;                             // data, which start at half_bytes - data_bytes
+  uint64_t chunk_bytes;                                           // multiple of 16
+  int ring_chunks;                                                // chunks per (source, lane) in the ring
+  int lanes;                                                      // blocks per peer
+  uint64_t max_chunks;                                            // per (source, lane)
   uint64_t unit_bytes;
   uint64_t operand_units, output_units;
   const char* operand;
@@ -122,6 +133,25 @@ int LaunchExchange(const ExchangeParams& params, cudaStream_t stream);
 
 // Loads every kernel on the current device: a first launch could otherwise wait for a kernel that spins. cudaError_t.
 int PreloadKernels();
+
+// Sizes and places, from the shapes: plan.cc. `scaled`: x comes with scales.
+Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled);
+Needs NeedsOf(const Routing& routing, const Schedule& schedule, const Staging& staging);
+// Fills message_flags ... data_bytes, offsets, ring and max_chunks from the other fields.
+void PlanExchange(ExchangeParams* params, bool ragged);
+Needs NeedsOf(const ExchangeParams& params);
+
+// Completes params->call: descriptor, signature and needs. `dtype`, `site`: the host's, see Descriptor.
+void Describe(DispatchParams* params, bool scaled, uint32_t dtype, uint32_t site);
+void Describe(CombineParams* params, bool weighted, uint32_t dtype, uint32_t site);
+void Describe(ExchangeParams* params, bool ragged, uint32_t dtype, uint32_t site);
+
+// Null, or what is wrong with sizes that the kernels rely on. Launchers refuse such params (cudaErrorInvalidValue).
+const char* Unfit(const DispatchParams& params);
+const char* Unfit(const CombineParams& params);
+const char* Unfit(const ExchangeParams& params);
+// Thread blocks that an exchange takes.
+inline int ExchangeBlocks(const ExchangeParams& params) { return params.ranks * params.lanes; }
 
 // Bytes of a rank's private scratch memory that a dispatch needs.
 uint64_t DispatchScratchBytes(const Routing& routing, const Schedule& schedule);

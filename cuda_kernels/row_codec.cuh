@@ -26,8 +26,8 @@ __device__ __forceinline__ Range PartOf(int part, const Schedule& s, int hidden)
 struct Targets {
   uint32_t mask;      // ranks, rotated right by `first`
   int first, ranks;   // rank = (bit + first) % ranks
-  char* const* base;  // shared memory: each rank's half
-  uint64_t offset;    // of the wire row in a half
+  char* const* base;  // shared memory: each rank's data
+  uint64_t offset;    // of the wire row in them
   template <class F>
   __device__ __forceinline__ void ForEach(F f) const {
     for (uint32_t m = mask; m; m &= m - 1) {

@@ -7,7 +7,7 @@
 // so its fence covers the rows.
 #pragma once
 
-#include "memory_order.cuh"
+#include "failure.cuh"
 
 namespace xen_moe {
 
@@ -38,14 +38,21 @@ __device__ __forceinline__ void InitSignalBox(SignalBox& box) {  // a __syncthre
   if (threadIdx.x == 0) box.finished = 0;
 }
 
+// Waits for a free place in the warp's ring. The signalling warp waits for nobody, so it is short; false: the group has
+// failed.
+static __device__ __noinline__ bool AwaitRoom(const SignalBox& box, const Running& run, uint32_t posted) {
+  const uint32_t* sent = &box.sent[threadIdx.x / 32];
+  return WaitUntil([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks, run.rank);
+}
+
 // A warp's way to have flags raised. `direct`: it fences and stores them itself, which is quicker for a single row.
 struct Signaller {
   SignalBox& box;
-  char* const* half;  // each rank's flags
+  const Running& run;
   uint64_t row_flags;
   uint32_t epoch;
   bool direct;
-  uint32_t posted = 0;
+  uint32_t posted = 0;  // lane 0's
 
   // All lanes call it when they have stored their share of a row.
   __device__ __forceinline__ void Raise(uint32_t ranks, uint32_t index) {
@@ -54,18 +61,15 @@ struct Signaller {
     if (direct) {
       if (ranks >> lane & 1) {
         __threadfence_system();
-        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(half[lane] + row_flags) + index, epoch);
+        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[lane] + row_flags) + index, epoch);
       }
       return;
     }
-    if (lane == 0) {
-      while (posted - LoadAcquireBlock(&box.sent[warp]) >= kSignalRing) {
-      }
+    if (lane == 0 && (posted - LoadAcquireBlock(&box.sent[warp]) < kSignalRing || AwaitRoom(box, run, posted))) {
       box.ranks[warp][posted % kSignalRing] = ranks;
       box.index[warp][posted % kSignalRing] = index;
-      StoreReleaseBlock(&box.posted[warp], posted + 1);
+      StoreReleaseBlock(&box.posted[warp], ++posted);
     }
-    ++posted;
   }
   __device__ __forceinline__ void Finish() {
     __syncwarp();
@@ -87,7 +91,7 @@ struct Signaller {
         for (; sent != now; ++sent) {
           const uint32_t index = box.index[lane][sent % kSignalRing];
           for (uint32_t ranks = box.ranks[lane][sent % kSignalRing]; ranks; ranks &= ranks - 1) {
-            StoreRelaxedSystem(reinterpret_cast<uint32_t*>(half[__ffs(ranks) - 1] + row_flags) + index, epoch);
+            StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[__ffs(ranks) - 1] + row_flags) + index, epoch);
           }
         }
         if (watches) StoreReleaseBlock(&box.sent[lane], sent);

@@ -1,29 +1,12 @@
-// all_to_all and ragged_all_to_all: decode, check, launch.
+// all_to_all and ragged_all_to_all: check, launch.
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
 
 namespace xen_moe {
 namespace {
 
-ffi::ErrorOr<std::unique_ptr<ExchangePlan>> Instantiate(ffi::Dictionary dictionary) {
-  auto plan = std::make_unique<ExchangePlan>();
-  try {
-    Attributes attributes([&](const char* name) { return dictionary.get<int64_t>(name); });
-    DecodeExchange(attributes, plan.get());
-    auto devices = dictionary.get<ffi::Span<const int64_t>>("devices");
-    if (!devices.has_value())
-      return ffi::Unexpected(ffi::Error::InvalidArgument("xen_moe_jax: attribute devices is missing"));
-    plan->workspace = PrepareWorkspace(std::vector<DeviceKey>(devices->begin(), devices->end()), plan->params.ranks,
-                                       static_cast<int>(attributes.Int("channel", 0, 15)), plan->needs,
-                                       2 * plan->params.ranks * plan->params.lanes);
-  } catch (const MemoryError& e) {
-    return ffi::Unexpected(ToError(e));
-  }
-  return plan;
-}
-
 // operand -> output, or operand, output, input_offsets, send_sizes, output_offsets, recv_sizes -> output (aliased)
-ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ExchangePlan* plan, ffi::RemainingArgs args,
+ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ExchangePlan* plan, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> output) {
   ExchangeParams p = plan->params;
   const size_t wanted = plan->ragged ? 6 : 1;
@@ -45,7 +28,10 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ExchangePlan* plan, ff
     static const char* const names[] = {"input_offsets", "send_sizes", "output_offsets", "recv_sizes"};
     for (size_t i = 0; i < 4; ++i) {
       const ffi::AnyBuffer sizes = *args.get<ffi::AnyBuffer>(2 + i);
-      if (ffi::Error e = CheckBuffer(names[i], sizes, ffi::DataType::S32, {p.ranks}); !e.success()) return e;
+      if (ffi::Error e = CheckBuffer(names[i], sizes.element_type(), sizes.dimensions(), ffi::S32, {p.ranks});
+          !e.success()) {
+        return e;
+      }
       *targets[i] = static_cast<const int*>(sizes.untyped_data());
     }
     const ffi::AnyBuffer initial = *args.get<ffi::AnyBuffer>(1);
@@ -53,8 +39,9 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ExchangePlan* plan, ff
       return ffi::Error::Internal("xen_moe_jax: ragged_all_to_all must alias its output operand");
     }
   }
-  return RunOn(*plan->workspace, plan->needs, ordinal, stream, [&](const Member& member) {
-    p.control = member.control;
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+    p.call.control = member.control;
+    p.call.mailbox = member.mailbox;
     p.rank = member.rank;
     return LaunchExchange(p, stream);
   });
@@ -62,12 +49,13 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ExchangePlan* plan, ff
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, MakePlan<ExchangePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchange, Exchange,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
                                   .Ctx<ffi::State<ExchangePlan>>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>(),

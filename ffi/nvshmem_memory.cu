@@ -14,9 +14,8 @@ namespace {
 void* Allocate(uint64_t bytes) { return nvshmem_malloc(bytes); }
 void Release(void* own) { nvshmem_free(own); }
 void* Peer(void* own, int process) { return nvshmem_ptr(own, process); }
-void Barrier() { nvshmem_barrier_all(); }
 
-MemoryProvider provider{0, Allocate, Release, Peer, Barrier};
+MemoryProvider provider{0, Allocate, Release, Peer};
 
 }  // namespace
 

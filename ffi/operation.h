@@ -1,12 +1,15 @@
-// From XLA's attributes and buffers to the kernels' Params: decoding, checking, sizes. One Plan per custom call, made
-// when the executable is instantiated.
+// From XLA's attributes and buffers to the kernels' Params: decoding, checking, sizes. One plan per custom call, made
+// when the executable is instantiated; it holds everything that does not change from call to call.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <memory>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -18,26 +21,39 @@ namespace xen_moe {
 
 namespace ffi = xla::ffi;
 
-// The static half of a dispatch, redispatch or combine.
-struct RoutingPlan {
-  static ffi::TypeId id;
+// What Python writes into attributes; exported to it by ffi/module.cc.
+constexpr ffi::DataType kDtypes[] = {ffi::DataType::BF16,     ffi::DataType::F16, ffi::DataType::F32,
+                                     ffi::DataType::F8E4M3FN, ffi::DataType::S8,  ffi::DataType::F8E5M2};
+constexpr const char* kDtypeNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
+constexpr const char* kWireNames[] = {"", "float8_e4m3fn", "int8"};
+constexpr const char* kLayoutNames[] = {"grouped", "ranked", "padded"};
+constexpr int kNumDtypes = static_cast<int>(std::size(kDtypes));
+constexpr int kMaxChannels = 16;
+
+// The static half of every operation.
+struct Plan {
   std::shared_ptr<Workspace> workspace;
-  Needs needs;
-  Routing routing{};
-  Staging staging{};
-  Schedule schedule{};
-  Element element{};
-  ffi::DataType dtype{};
-  WireType wire{};
-  bool ue8m0 = false, scaled = false, weighted = false, known_positions = false;
+  double timeout_s = 0.0;            // for memory to be agreed on
+  std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
 };
 
-// The static half of an all_to_all or ragged_all_to_all.
-struct ExchangePlan {
+struct DispatchPlan : Plan {
   static ffi::TypeId id;
-  std::shared_ptr<Workspace> workspace;
-  Needs needs;
-  ExchangeParams params{};  // without pointers and rank
+  DispatchParams params{};  // without pointers and rank
+  ffi::DataType dtype{};
+  bool scaled = false;
+};
+
+struct CombinePlan : Plan {
+  static ffi::TypeId id;
+  CombineParams params{};
+  ffi::DataType dtype{};
+  bool weighted = false;
+};
+
+struct ExchangePlan : Plan {
+  static ffi::TypeId id;
+  ExchangeParams params{};
   bool ragged = false;
 };
 
@@ -53,21 +69,61 @@ class Attributes {
   Lookup lookup_;
 };
 
-void DecodeRouting(const Attributes& attributes, RoutingPlan* plan);
-void DecodeExchange(const Attributes& attributes, ExchangePlan* plan);
-
-// Makes the workspace serve the plan.
-std::shared_ptr<Workspace> PrepareWorkspace(std::vector<DeviceKey> devices, int ranks, int channel, const Needs& needs,
-                                            int blocks);
-
-// Runs `launch(member)` on the member of this device, with the memory ready and earlier failures reported.
-ffi::Error RunOn(Workspace& workspace, const Needs& needs, int32_t ordinal, cudaStream_t stream,
-                 const std::function<int(const Member&)>& launch);
+void Decode(const Attributes& attributes, DispatchPlan* plan);
+void Decode(const Attributes& attributes, CombinePlan* plan);
+void Decode(const Attributes& attributes, ExchangePlan* plan);
 
 ffi::Error ToError(const MemoryError& e);
-std::string Shape(ffi::AnyBuffer::Dimensions dims);
+
+// The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
+std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
+                                            const Needs& needs, int blocks, double seconds);
+uint32_t NextCallId();
+
+inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
+inline int RanksOf(const CombineParams& p) { return p.routing.ranks; }
+inline int RanksOf(const ExchangeParams& p) { return p.ranks; }
+inline int BlocksOf(const DispatchParams& p) { return p.schedule.blocks; }
+inline int BlocksOf(const CombineParams& p) { return p.schedule.blocks; }
+inline int BlocksOf(const ExchangeParams& p) { return ExchangeBlocks(p); }
+
+// The instantiate stage of every handler.
+template <class P>
+ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
+  auto plan = std::make_unique<P>();
+  try {
+    const Attributes attributes([&](const char* name) { return dictionary.get<int64_t>(name); });
+    Decode(attributes, plan.get());
+    auto devices = dictionary.get<ffi::Span<const int64_t>>("devices");
+    if (!devices.has_value()) Refuse("attribute devices is missing");
+    plan->params.call.call_id = NextCallId();
+    if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
+    plan->workspace =
+        PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
+                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s);
+  } catch (const MemoryError& e) {
+    return ffi::Unexpected(ToError(e));
+  }
+  return plan;
+}
+
 // Success, or an error that names the buffer, what it is and what it must be.
-ffi::Error CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
+ffi::Error CheckBuffer(const char* name, ffi::DataType given, ffi::Span<const int64_t> given_dims, ffi::DataType dtype,
                        const std::vector<int64_t>& dims);
+
+// The member of this device, ready to launch on, or an error. `*launching` is held until the launch is made.
+ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,
+                                  int64_t run, std::shared_lock<std::shared_mutex>* launching);
+ffi::Error Launched(int32_t ordinal, int code);
+
+// Runs `launch(member)` on the member of this device, with the memory ready and earlier failures reported.
+template <class Launch>
+ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
+                 Launch launch) {
+  std::shared_lock<std::shared_mutex> launching;
+  ffi::ErrorOr<const Member*> member = Enter(plan, needs, ordinal, stream, run.run_id, &launching);
+  if (!member.has_value()) return member.error();
+  return Launched(ordinal, launch(**member));
+}
 
 }  // namespace xen_moe

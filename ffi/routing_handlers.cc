@@ -1,192 +1,144 @@
-// dispatch, redispatch and combine: decode, check, launch. Operand and result order: docs/internals.md.
+// dispatch, redispatch and combine: check, launch. Operand and result order: docs/internals.md.
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
 
 namespace xen_moe {
 namespace {
 
-ffi::ErrorOr<std::unique_ptr<RoutingPlan>> Instantiate(ffi::Dictionary dictionary) {
-  auto plan = std::make_unique<RoutingPlan>();
-  try {
-    Attributes attributes([&](const char* name) { return dictionary.get<int64_t>(name); });
-    DecodeRouting(attributes, plan.get());
-    auto devices = dictionary.get<ffi::Span<const int64_t>>("devices");
-    if (!devices.has_value())
-      return ffi::Unexpected(ffi::Error::InvalidArgument("xen_moe_jax: attribute devices is missing"));
-    plan->workspace =
-        PrepareWorkspace(std::vector<DeviceKey>(devices->begin(), devices->end()), plan->routing.ranks,
-                         static_cast<int>(attributes.Int("channel", 0, 15)), plan->needs, plan->schedule.blocks);
-  } catch (const MemoryError& e) {
-    return ffi::Unexpected(ToError(e));
-  }
-  return plan;
+using Ints2 = ffi::BufferR2<ffi::S32>;
+using Ints3 = ffi::BufferR3<ffi::S32>;
+using Floats2 = ffi::BufferR2<ffi::F32>;
+using IntsOut2 = ffi::ResultBufferR2<ffi::S32>;
+using IntsOut3 = ffi::ResultBufferR3<ffi::S32>;
+
+int64_t ScaleBlocks(const Routing& r) { return (r.hidden + kScaleBlock - 1) / kScaleBlock; }
+
+// [C, last], or [L, R*T, last] in the padded layout.
+std::vector<int64_t> RowsShape(const Routing& r, int64_t last) {
+  if (r.layout == Layout::kPadded) return {r.local_experts, static_cast<int64_t>(r.ranks) * r.tokens, last};
+  return {r.capacity, last};
+}
+std::vector<int64_t> WeightsShape(const Routing& r) {
+  std::vector<int64_t> shape = RowsShape(r, r.top_k);
+  if (r.layout != Layout::kRanked) shape.pop_back();
+  return shape;
 }
 
-struct Shapes {
-  std::vector<int64_t> rows, row_scales, positions, recv_counts, weights;
+struct Expected {
+  template <class Buffer>
+  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
+      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
+  const char* name;
+  ffi::DataType given;
+  ffi::Span<const int64_t> dims;
+  ffi::DataType dtype;
+  std::vector<int64_t> shape;
 };
-Shapes ShapesOf(const RoutingPlan& plan) {
-  const Routing& r = plan.routing;
-  std::vector<int64_t> lead{r.capacity};
-  if (r.layout == Layout::kPadded) lead = {r.local_experts, static_cast<int64_t>(r.ranks) * r.tokens};
-  auto with = [&](int64_t last) {
-    std::vector<int64_t> out = lead;
-    out.push_back(last);
-    return out;
-  };
-  return {with(r.hidden),
-          with((r.hidden + kScaleBlock - 1) / kScaleBlock),
-          {r.ranks, r.tokens, r.slots},
-          {r.ranks, r.local_experts},
-          r.layout == Layout::kRanked ? with(r.top_k) : lead};
+// At the first call of a call site: the shapes of its buffers never change.
+template <class MakeExpected>
+ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
+  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
+  for (const Expected& e : expected()) {
+    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
+  }
+  plan->checked.store(true, std::memory_order_release);
+  return ffi::Error::Success();
 }
 
-// Collects the first failed check.
-class Checks {
- public:
-  void Buffer(const char* name, ffi::ErrorOr<ffi::AnyBuffer> buffer, ffi::DataType dtype,
-              const std::vector<int64_t>& dims) {
-    if (!error_.success()) return;
-    error_ = buffer.has_value() ? CheckBuffer(name, *buffer, dtype, dims) : buffer.error();
+// x, scales, topk_idx, topk_weights -> rows, row_scales, positions, recv_counts, weights, [local_idx]
+ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
+                    Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, ffi::Result<ffi::AnyBuffer> rows,
+                    ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions, IntsOut2 recv_counts,
+                    ffi::Result<ffi::AnyBuffer> weights, ffi::RemainingRets rest) {
+  DispatchParams p = plan->params;
+  const Routing& r = p.routing;
+  const bool ranked = r.layout == Layout::kRanked;
+  if (rest.size() != static_cast<size_t>(ranked)) {
+    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(5 + rest.size()) + " results, not " +
+                                       std::to_string(5 + ranked));
   }
-  void Result(const char* name, ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer, ffi::DataType dtype,
-              const std::vector<int64_t>& dims) {
-    if (!error_.success()) return;
-    error_ = buffer.has_value() ? CheckBuffer(name, **buffer, dtype, dims) : buffer.error();
-  }
-  void Count(const char* what, size_t given, size_t wanted) {
-    if (!error_.success() || given == wanted) return;
-    error_ = ffi::Error::InvalidArgument(std::string("xen_moe_jax: ") + std::to_string(given) + " " + what + ", not " +
-                                         std::to_string(wanted));
-  }
-  const ffi::Error& error() const { return error_; }
-
- private:
-  ffi::Error error_ = ffi::Error::Success();
-};
-
-template <class T>
-const T* In(ffi::RemainingArgs args, size_t i) {
-  return static_cast<const T*>(args.get<ffi::AnyBuffer>(i)->untyped_data());
-}
-template <class T>
-T* Out(ffi::RemainingRets rets, size_t i) {
-  return static_cast<T*>((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
-}
-
-DispatchParams DispatchBase(const RoutingPlan& plan) {
-  DispatchParams p{};
-  p.routing = plan.routing;
-  p.staging = plan.staging;
-  p.schedule = plan.schedule;
-  p.element = plan.element;
-  p.wire = plan.wire;
-  p.ue8m0 = plan.ue8m0;
-  p.known_positions = plan.known_positions;
-  return p;
-}
-
-// x, [scales], topk_idx, topk_weights -> rows, [row_scales], positions, recv_counts, weights, [local_idx]
-ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, RoutingPlan* plan, ffi::RemainingArgs args,
-                    ffi::RemainingRets rets) {
-  const Routing& r = plan->routing;
-  const Shapes shapes = ShapesOf(*plan);
-  const bool scaled = plan->scaled, ranked = r.layout == Layout::kRanked;
-  const int64_t blocks = (r.hidden + kScaleBlock - 1) / kScaleBlock;
-  const size_t idx = scaled ? 2 : 1, pos = scaled ? 2 : 1;
-  Checks checks;
-  checks.Count("operands", args.size(), idx + 2);
-  checks.Count("results", rets.size(), pos + 3 + ranked);
-  if (checks.error().success()) {
-    checks.Buffer("x", args.get<ffi::AnyBuffer>(0), plan->dtype, {r.tokens, r.hidden});
-    if (scaled) checks.Buffer("scales", args.get<ffi::AnyBuffer>(1), ffi::DataType::F32, {r.tokens, blocks});
-    checks.Buffer("topk_idx", args.get<ffi::AnyBuffer>(idx), ffi::DataType::S32, {r.tokens, r.top_k});
-    checks.Buffer("topk_weights", args.get<ffi::AnyBuffer>(idx + 1), ffi::DataType::F32, {r.tokens, r.top_k});
-    checks.Result("rows", rets.get<ffi::AnyBuffer>(0), plan->dtype, shapes.rows);
-    if (scaled) checks.Result("row_scales", rets.get<ffi::AnyBuffer>(1), ffi::DataType::F32, shapes.row_scales);
-    checks.Result("positions", rets.get<ffi::AnyBuffer>(pos), ffi::DataType::S32, shapes.positions);
-    checks.Result("recv_counts", rets.get<ffi::AnyBuffer>(pos + 1), ffi::DataType::S32, shapes.recv_counts);
-    checks.Result("weights", rets.get<ffi::AnyBuffer>(pos + 2), ffi::DataType::F32, shapes.weights);
-    if (ranked) checks.Result("local_idx", rets.get<ffi::AnyBuffer>(pos + 3), ffi::DataType::S32, shapes.weights);
-  }
-  if (!checks.error().success()) return checks.error();
-  DispatchParams p = DispatchBase(*plan);
-  p.x = In<void>(args, 0);
-  p.scales = scaled ? In<float>(args, 1) : nullptr;
-  p.topk_idx = In<int>(args, idx);
-  p.topk_weights = In<float>(args, idx + 1);
-  p.rows = Out<void>(rets, 0);
-  p.row_scales = scaled ? Out<float>(rets, 1) : nullptr;
-  p.positions = Out<int>(rets, pos);
-  p.recv_counts = Out<int>(rets, pos + 1);
-  p.weights = Out<float>(rets, pos + 2);
-  p.local_idx = ranked ? Out<int>(rets, pos + 3) : nullptr;
-  return RunOn(*plan->workspace, plan->needs, ordinal, stream, [&](const Member& member) {
-    p.control = member.control;
+  if (ranked) p.local_idx = static_cast<int*>((*rest.get<ffi::AnyBuffer>(0))->untyped_data());
+  ffi::Error error = CheckOnce(plan, [&] {
+    const int64_t columns = plan->scaled ? ScaleBlocks(r) : 0;
+    std::vector<Expected> all{{"x", x, plan->dtype, {r.tokens, r.hidden}},
+                              {"scales", scales, ffi::F32, {r.tokens, columns}},
+                              {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
+                              {"topk_weights", topk_weights, ffi::F32, {r.tokens, r.top_k}},
+                              {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)},
+                              {"row_scales", *row_scales, ffi::F32, RowsShape(r, columns)},
+                              {"positions", *positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                              {"recv_counts", *recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                              {"weights", *weights, ffi::F32, WeightsShape(r)}};
+    if (ranked) all.push_back({"local_idx", **rest.get<ffi::AnyBuffer>(0), ffi::S32, WeightsShape(r)});
+    return all;
+  });
+  if (!error.success()) return error;
+  p.x = x.untyped_data();
+  p.scales = plan->scaled ? scales.typed_data() : nullptr;
+  p.topk_idx = topk_idx.typed_data();
+  p.topk_weights = topk_weights.typed_data();
+  p.rows = rows->untyped_data();
+  p.row_scales = plan->scaled ? static_cast<float*>(row_scales->untyped_data()) : nullptr;
+  p.positions = positions->typed_data();
+  p.recv_counts = recv_counts->typed_data();
+  p.weights = static_cast<float*>(weights->untyped_data());
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+    p.call.control = member.control;
+    p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
     return LaunchDispatch(p, stream);
   });
 }
 
 // x, topk_idx, positions, recv_counts -> rows
-ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, RoutingPlan* plan, ffi::AnyBuffer x,
-                      ffi::AnyBuffer topk_idx, ffi::AnyBuffer positions, ffi::AnyBuffer recv_counts,
-                      ffi::Result<ffi::AnyBuffer> rows) {
-  const Routing& r = plan->routing;
-  const Shapes shapes = ShapesOf(*plan);
-  Checks checks;
-  checks.Buffer("x", x, plan->dtype, {r.tokens, r.hidden});
-  checks.Buffer("topk_idx", topk_idx, ffi::DataType::S32, {r.tokens, r.top_k});
-  checks.Buffer("positions", positions, ffi::DataType::S32, shapes.positions);
-  checks.Buffer("recv_counts", recv_counts, ffi::DataType::S32, shapes.recv_counts);
-  checks.Buffer("rows", *rows, plan->dtype, shapes.rows);
-  if (!checks.error().success()) return checks.error();
-  DispatchParams p = DispatchBase(*plan);
+ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
+                      Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Result<ffi::AnyBuffer> rows) {
+  DispatchParams p = plan->params;
+  const Routing& r = p.routing;
+  ffi::Error error = CheckOnce(plan, [&] {
+    return std::vector<Expected>{{"x", x, plan->dtype, {r.tokens, r.hidden}},
+                                 {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
+                                 {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                                 {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                                 {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)}};
+  });
+  if (!error.success()) return error;
   p.x = x.untyped_data();
-  p.topk_idx = static_cast<const int*>(topk_idx.untyped_data());
-  p.positions = static_cast<int*>(positions.untyped_data());
-  p.recv_counts = static_cast<int*>(recv_counts.untyped_data());
+  p.topk_idx = topk_idx.typed_data();
+  p.positions = positions.typed_data();
+  p.recv_counts = recv_counts.typed_data();
   p.rows = rows->untyped_data();
-  return RunOn(*plan->workspace, plan->needs, ordinal, stream, [&](const Member& member) {
-    p.control = member.control;
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+    p.call.control = member.control;
+    p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
     return LaunchDispatch(p, stream);
   });
 }
 
 // y, topk_idx, positions, recv_counts, weights -> out
-ffi::Error Combine(cudaStream_t stream, int32_t ordinal, RoutingPlan* plan, ffi::AnyBuffer y, ffi::AnyBuffer topk_idx,
-                   ffi::AnyBuffer positions, ffi::AnyBuffer recv_counts, ffi::AnyBuffer weights,
+ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CombinePlan* plan, ffi::AnyBuffer y,
+                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Buffer<ffi::F32> weights,
                    ffi::Result<ffi::AnyBuffer> out) {
-  const Routing& r = plan->routing;
-  const Shapes shapes = ShapesOf(*plan);
-  Checks checks;
-  checks.Buffer("y", y, plan->dtype, shapes.rows);
-  checks.Buffer("topk_idx", topk_idx, ffi::DataType::S32, {r.tokens, r.top_k});
-  checks.Buffer("positions", positions, ffi::DataType::S32, shapes.positions);
-  checks.Buffer("recv_counts", recv_counts, ffi::DataType::S32, shapes.recv_counts);
-  if (plan->weighted) checks.Buffer("weights", weights, ffi::DataType::F32, shapes.weights);
-  checks.Buffer("out", *out, plan->dtype, {r.tokens, r.hidden});
-  if (!checks.error().success()) return checks.error();
-  if (plan->element == Element::kByte)
-    return ffi::Error::InvalidArgument("xen_moe_jax: combine takes bf16, f16 or f32 rows");
-  if (plan->weighted && r.layout == Layout::kRanked) {
-    return ffi::Error::InvalidArgument("xen_moe_jax: the ranked layout takes weighted = 0");
-  }
-  CombineParams p{};
-  p.routing = r;
-  p.staging = plan->staging;
-  p.schedule = plan->schedule;
-  p.element = plan->element;
-  p.wire = plan->wire;
-  p.ue8m0 = plan->ue8m0;
+  CombineParams p = plan->params;
+  const Routing& r = p.routing;
+  ffi::Error error = CheckOnce(plan, [&] {
+    return std::vector<Expected>{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
+                                 {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
+                                 {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                                 {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                                 {"weights", weights, ffi::F32, WeightsShape(r)},
+                                 {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
+  });
+  if (!error.success()) return error;
   p.y = y.untyped_data();
-  p.topk_idx = static_cast<const int*>(topk_idx.untyped_data());
-  p.positions = static_cast<const int*>(positions.untyped_data());
-  p.weights = plan->weighted ? static_cast<const float*>(weights.untyped_data()) : nullptr;
+  p.topk_idx = topk_idx.typed_data();
+  p.positions = positions.typed_data();
+  p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
-  return RunOn(*plan->workspace, plan->needs, ordinal, stream, [&](const Member& member) {
-    p.control = member.control;
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+    p.call.control = member.control;
+    p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
     return LaunchCombine(p, stream);
   });
@@ -194,14 +146,24 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, RoutingPlan* plan, ffi:
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRoutingInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchInstantiate, MakePlan<DispatchPlan>, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineInstantiate, MakePlan<CombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<RoutingPlan>>()
-                                  .RemainingArgs()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<DispatchPlan>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats2>()
+                                  .Arg<Ints2>()
+                                  .Arg<Floats2>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::BufferR3<ffi::S32>>()
+                                  .Ret<ffi::BufferR2<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -209,11 +171,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<RoutingPlan>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<DispatchPlan>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints2>()
+                                  .Arg<Ints3>()
+                                  .Arg<Ints2>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -221,12 +184,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<RoutingPlan>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<CombinePlan>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints2>()
+                                  .Arg<Ints3>()
+                                  .Arg<Ints2>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -1,418 +1,835 @@
 #include "ffi/symmetric_memory.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
+#include <chrono>
+#include <cstddef>
 #include <cstring>
-#include <set>
+#include <limits>
+#include <sstream>
+#include <thread>
 
-#include "cuda_kernels/params.h"
+#include "ffi/failure_text.h"
 
 namespace xen_moe {
 namespace {
 
-constexpr uint64_t kAlign = 256;
-uint64_t AlignUp(uint64_t x) { return (x + kAlign - 1) / kAlign * kAlign; }
+using Clock = std::chrono::steady_clock;
 
+constexpr uint64_t kAlign = 256;
+constexpr int64_t kNoRun = std::numeric_limits<int64_t>::min();
+uint64_t AlignUp(uint64_t x) { return (x + kAlign - 1) / kAlign * kAlign; }
 std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
-[[noreturn]] void Fail(std::string message) { throw MemoryError{false, "xen_moe_jax: " + std::move(message)}; }
+double SecondsSince(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
-void Check(cudaError_t e, const std::string& what) {
-  if (e == cudaSuccess) return;
-  cudaGetLastError();
-  if (e == cudaErrorMemoryAllocation) {
-    throw MemoryError{true,
-                      "xen_moe_jax: " + what +
-                          ": not enough GPU memory for the symmetric workspace. JAX preallocates most of it: lower "
-                          "XLA_PYTHON_CLIENT_MEM_FRACTION, or lower num_tokens or hidden"};
-  }
-  Fail(what + ": " + cudaGetErrorString(e));
+uint64_t Half(uint64_t flag_bytes, uint64_t data_bytes) { return flag_bytes + data_bytes; }
+
+uint64_t LoadVolatile(const uint64_t* p) { return *reinterpret_cast<const volatile uint64_t*>(p); }
+
+// What a process says before memory changes: "ok flag data scratch undivided room offers" or "error text".
+std::string Said(const Needs& needs, bool undivided, bool room, const std::string& offers) {
+  std::ostringstream out;
+  out << "ok " << needs.flag_bytes << " " << needs.data_bytes << " " << needs.scratch_bytes << " " << undivided << " "
+      << room << " " << offers;
+  return out.str();
 }
 
-struct DeviceGuard {
-  int saved = 0;
-  DeviceGuard() { cudaGetDevice(&saved); }
-  ~DeviceGuard() { cudaSetDevice(saved); }
-};
-
-int ProcessOf(DeviceKey key) { return static_cast<int>(key / kDevicesPerProcess); }
-int OrdinalOf(DeviceKey key) { return static_cast<int>(key % kDevicesPerProcess); }
-
-void EnablePeerAccess(int from, int to) {
-  int can = 0;
-  Check(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer");
-  if (!can) {
-    Fail("GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to) +
-         ": the ranks of one axis need NVLink or PCIe peer access between all of them. Use "
-         "KernelConfig(backend='reference') on "
-         "this machine, or a mesh axis over GPUs that `nvidia-smi topo -p2p r` lists as OK");
+// Throws with the first process that said anything but "ok ...".
+void AllOk(const std::vector<std::string>& said, const std::string& what) {
+  for (size_t process = 0; process < said.size(); ++process) {
+    if (said[process].compare(0, 2, "ok") == 0) continue;
+    const std::string why = said[process].size() > 6 ? said[process].substr(6) : "it said nothing";
+    throw MemoryError{true, "xen_moe_jax: " + what + " failed in process " + std::to_string(process) +
+                                ", so every process leaves its memory as it was: " + why};
   }
-  Check(cudaSetDevice(from), "cudaSetDevice");
-  const cudaError_t e = cudaDeviceEnablePeerAccess(to, 0);
-  if (e == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();
-  } else {
-    Check(e, "cudaDeviceEnablePeerAccess");
-  }
+}
+
+std::string WithoutPrefix(const std::string& message) {
+  const std::string prefix = "xen_moe_jax: ";
+  return message.compare(0, prefix.size(), prefix) == 0 ? message.substr(prefix.size()) : message;
 }
 
 }  // namespace
 
-Workspace::Workspace(std::vector<DeviceKey> devices, int ranks, int channel)
-    : devices_(std::move(devices)), ranks_(ranks), channel_(channel) {
+Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel)
+    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel) {
+  runs_.fill(kNoRun);
   if (ranks < 1 || ranks > kMaxRanks || devices_.empty() || devices_.size() % ranks != 0) {
-    Fail("a mesh axis of " + std::to_string(ranks) + " ranks over " + std::to_string(devices_.size()) +
-         " devices: the CUDA backend takes 1 to " + std::to_string(kMaxRanks) + " ranks");
+    Refuse("a mesh axis of " + std::to_string(ranks) + " ranks over " + std::to_string(devices_.size()) +
+           " devices: the CUDA backend takes 1 to " + std::to_string(kMaxRanks) + " ranks");
   }
-  const Registry& registry = Registry::Get();
-  for (size_t first = 0; first < devices_.size(); first += ranks) {
+  MakeGroups();
+  std::vector<int> ordinals;
+  for (DeviceKey key : job_.devices) {
+    if (ProcessOf(key) == job_.process) ordinals.push_back(OrdinalOf(key));
+  }
+  for (const Member& member : members_) ordinals.push_back(member.ordinal);
+  if (!members_.empty()) job_.gpus->Prepare(ordinals);
+}
+
+void Workspace::MakeGroups() {
+  for (size_t first = 0; first < devices_.size(); first += ranks_) {
     Group group;
-    group.devices.assign(devices_.begin() + first, devices_.begin() + first + ranks);
+    group.devices.assign(devices_.begin() + first, devices_.begin() + first + ranks_);
     std::set<int> processes;
-    std::set<DeviceKey> distinct(group.devices.begin(), group.devices.end());
-    if (distinct.size() != group.devices.size()) Fail("a device appears twice in one expert-parallel group");
+    const std::set<DeviceKey> distinct(group.devices.begin(), group.devices.end());
+    if (distinct.size() != group.devices.size()) Refuse("a device appears twice in one expert-parallel group");
     int mine = 0;
     for (DeviceKey key : group.devices) {
       processes.insert(ProcessOf(key));
-      mine += ProcessOf(key) == registry.process();
+      mine += ProcessOf(key) == job_.process;
     }
     if (mine == 0) continue;
-    group.within_process = processes.size() == 1;
-    if (!group.within_process && static_cast<int>(processes.size()) != ranks) {
-      Fail("an expert-parallel group of " + std::to_string(ranks) + " GPUs over " + std::to_string(processes.size()) +
-           " processes: run one process with all GPUs of the group, or one process per GPU");
+    const bool across = processes.size() > 1;
+    across_ |= across;
+    if (across && static_cast<int>(processes.size()) != ranks_) {
+      Refuse("an expert-parallel group of " + std::to_string(ranks_) + " GPUs over " +
+             std::to_string(processes.size()) +
+             " processes: run one process with all GPUs of the group, or one process per GPU");
     }
-    if (!group.within_process && registry.provider() == nullptr) {
-      Fail(
+    if (across && (job_.provider == nullptr || !job_.agree)) {
+      Refuse(
           "the expert-parallel axis spans several processes and xen_moe_jax._nvshmem is not loaded: install "
           "nvidia-nvshmem-cu13, and call xen_moe_jax.dispatch or open an xm.Buffer in every process");
     }
-    if (!group.within_process && static_cast<int>(devices_.size()) != registry.num_processes()) {
-      Fail("a mesh of " + std::to_string(devices_.size()) + " devices in a job of " +
-           std::to_string(registry.num_processes()) +
-           " processes: NVSHMEM allocates on all processes together, so the mesh must span them all");
+    if (across && static_cast<int>(devices_.size()) != job_.num_processes) {
+      Refuse("a mesh of " + std::to_string(devices_.size()) + " devices in a job of " +
+             std::to_string(job_.num_processes) +
+             " processes: NVSHMEM allocates on all processes together, so the mesh must span them all");
     }
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (ProcessOf(group.devices[rank]) != registry.process()) continue;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (ProcessOf(group.devices[rank]) != job_.process) continue;
       Member member;
       member.rank = rank;
       member.ordinal = OrdinalOf(group.devices[rank]);
-      group.members.push_back(member);
+      members_.push_back(member);
+      group_of_.push_back(groups_.size());
     }
     groups_.push_back(std::move(group));
   }
-  CreateMembers();
 }
 
 Workspace::~Workspace() {
-  // At process exit the driver may be gone; memory is released by Release().
-}
-
-void Workspace::CreateMembers() {
-  DeviceGuard guard;
-  for (Group& group : groups_) {
-    for (Member& member : group.members) {
-      if (group.within_process) {
-        for (DeviceKey other : group.devices) {
-          if (OrdinalOf(other) != member.ordinal) EnablePeerAccess(member.ordinal, OrdinalOf(other));
-        }
-      }
-      Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-      Check(cudaHostAlloc(reinterpret_cast<void**>(&member.error), sizeof(ErrorWord),
-                          cudaHostAllocMapped | cudaHostAllocPortable),
-            "cudaHostAlloc");
-      std::memset(member.error, 0, sizeof(ErrorWord));
-      Check(cudaMalloc(reinterpret_cast<void**>(&member.control), sizeof(Control)), "cudaMalloc");
-      Check(cudaMemset(member.control, 0, sizeof(Control)), "cudaMemset");
-      Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
+  std::vector<std::pair<int, char*>> memory;
+  std::vector<int> ordinals;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const int ordinal = members_[i].ordinal;
+    ordinals.push_back(ordinal);
+    for (const Generation& generation : generations_) {
+      if (!across_) memory.emplace_back(ordinal, generation.blocks[i].staging);
+      memory.emplace_back(ordinal, generation.blocks[i].scratch);
     }
+    if (i >= homes_.size()) continue;
+    if (!across_) memory.emplace_back(ordinal, homes_[i].mailbox);
+    memory.emplace_back(ordinal, homes_[i].control);
   }
+  if (!homes_.empty()) FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory), records_);
 }
 
-Member* Workspace::Find(int ordinal) {
-  for (Group& group : groups_) {
-    for (Member& member : group.members) {
-      if (member.ordinal == ordinal) return &member;
-    }
+const Member* Workspace::Find(int ordinal) const {
+  for (const Member& member : members_) {
+    if (member.ordinal == ordinal) return &member;
   }
   return nullptr;
 }
 
-void Workspace::Serve(const Needs& needs) {
-  std::unique_lock<std::shared_mutex> lock(mutex_);
-  Needs largest = needs_;
-  largest.flag_bytes = std::max(needs_.flag_bytes, AlignUp(needs.flag_bytes));
-  largest.data_bytes = std::max(needs_.data_bytes, AlignUp(needs.data_bytes));
-  largest.scratch_bytes = std::max(needs_.scratch_bytes, AlignUp(needs.scratch_bytes));
-  const uint64_t half = largest.flag_bytes + largest.data_bytes;
-  if (half > half_bytes_ && reserved_) {
+std::unique_lock<std::timed_mutex> Workspace::Change(double seconds) {
+  std::unique_lock<std::timed_mutex> lock(changing_, std::chrono::duration<double>(seconds));
+  if (!lock.owns_lock()) {
+    Refuse("another thread has been changing the symmetric memory on channel " + std::to_string(channel_) +
+           " for more than " + std::to_string(static_cast<int>(seconds)) + " s");
+  }
+  return lock;
+}
+
+// Growth.
+
+Workspace::Generation Workspace::Wanted(const Needs& needs) const {
+  Generation next;
+  next.flag_bytes = needs.flag_bytes;
+  next.data_bytes = needs.data_bytes;
+  next.scratch_bytes = needs.scratch_bytes;
+  if (reserved_ != 0) {  // what is left over is shared out, so that other shapes fit too
+    const uint64_t half = Half(needs.flag_bytes, needs.data_bytes);
+    const double share = half == 0 ? 0.0 : static_cast<double>(needs.flag_bytes) / static_cast<double>(half);
+    next.flag_bytes += static_cast<uint64_t>(share * static_cast<double>(reserved_ - half)) / kAlign * kAlign;
+    next.data_bytes = reserved_ - next.flag_bytes;
+  }
+  return next;
+}
+
+void Workspace::Serve(const Needs& needs, double seconds) {
+  if (Serves(needs)) return;
+  const auto lock = Change(seconds);
+  if (Serves(needs)) return;
+  const Needs all{std::max(needs_.flag_bytes, AlignUp(needs.flag_bytes)),
+                  std::max(needs_.data_bytes, AlignUp(needs.data_bytes)),
+                  std::max(needs_.scratch_bytes, AlignUp(needs.scratch_bytes))};
+  const uint64_t half = Half(all.flag_bytes, all.data_bytes);
+  if (reserved_ != 0 && half > reserved_) {
     throw MemoryError{
         true, "xen_moe_jax: the xm.Buffer on channel " + std::to_string(channel_) + " has " +
-                  std::to_string(2 * half_bytes_) + " bytes and this operation needs " + std::to_string(2 * half) +
+                  std::to_string(2 * reserved_) + " bytes and this operation needs " + std::to_string(2 * half) +
                   ": open it with larger num_tokens, hidden or size_bytes (xm.buffer_size_hint), or use another "
                   "KernelConfig.channel"};
   }
-  if (half > half_bytes_ || largest.scratch_bytes > scratch_bytes_) {
-    Grow(std::max(half, half_bytes_), std::max(largest.scratch_bytes, scratch_bytes_));
-  }
-  needs_ = largest;
+  Grow(all, Wanted(all), seconds);
 }
 
-void Workspace::Reserve(uint64_t staging_bytes) {
-  std::unique_lock<std::shared_mutex> lock(mutex_);
-  if (reserved_) Fail("an xm.Buffer is already open on channel " + std::to_string(channel_) + " of this mesh axis");
-  const uint64_t half = AlignUp((staging_bytes + 1) / 2);
-  if (half > half_bytes_) Grow(half, scratch_bytes_);
-  reserved_ = true;
-}
-
-void Workspace::Release() {
-  std::unique_lock<std::shared_mutex> lock(mutex_);
-  SynchronizeDevices();
-  DeviceGuard guard;
-  for (Group& group : groups_) {
-    Free(group);
-    for (Member& member : group.members) {
-      cudaSetDevice(member.ordinal);
-      cudaFree(member.scratch);
-      member.scratch = nullptr;
+void Workspace::Reserve(uint64_t staging_bytes, double seconds) {
+  const auto lock = Change(seconds);
+  if (reserved_ != 0)
+    Refuse("an xm.Buffer is already open on channel " + std::to_string(channel_) + " of this mesh axis");
+  const uint64_t asked = AlignUp(std::max<uint64_t>(staging_bytes, 2) / 2 + staging_bytes % 2);
+  const uint64_t has = generations_.empty() ? 0 : staging_bytes_.load() / 2;
+  reserved_ = std::max({asked, has, Half(needs_.flag_bytes, needs_.data_bytes)});
+  if (has >= reserved_) return;
+  try {
+    if (needs_.flag_bytes != 0) {
+      Grow(needs_, Wanted(needs_), seconds);
+    } else {  // divided when the first operation says how
+      Generation next;
+      next.data_bytes = reserved_;
+      Grow(needs_, std::move(next), seconds);
     }
-  }
-  half_bytes_ = scratch_bytes_ = 0;
-  needs_ = Needs{};
-  reserved_ = false;
-  for (Group& group : groups_) {
-    for (Member& member : group.members) member.peers.clear();
-    WriteTables(group);
+  } catch (...) {
+    reserved_ = 0;
+    throw;
   }
 }
 
-void Workspace::SynchronizeDevices() {
-  DeviceGuard guard;
-  for (Group& group : groups_) {
-    for (Member& member : group.members) {
-      Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-      Check(cudaDeviceSynchronize(), "waiting for GPU " + std::to_string(member.ordinal));
+void Workspace::Grow(const Needs& needs, Generation next, double seconds) {
+  Reclaim();
+  if (across_) {
+    GrowAcross(&next, seconds);
+  } else {
+    GrowWithin(&next, seconds);
+  }
+  // Another process may have asked for more.
+  needs_.flag_bytes = std::max(needs_.flag_bytes, needs.flag_bytes);
+  needs_.data_bytes = std::max(needs_.data_bytes, needs.data_bytes);
+  needs_.scratch_bytes = std::max(needs_.scratch_bytes, needs.scratch_bytes);
+}
+
+bool Workspace::Undivided() const {
+  return !generations_.empty() && generations_.back().flag_bytes == 0 && generations_.back().data_bytes != 0;
+}
+
+void Workspace::GrowWithin(Generation* next, double seconds) {
+  const auto began = Clock::now();
+  if (homes_.empty()) MakeHomesWithin();
+  const bool alone = generations_.empty() || !WaitForRoom(seconds);
+  const bool divide = Undivided() && next->flag_bytes != 0 &&
+                      Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
+  if (divide) {
+    next->blocks = generations_.back().blocks;
+    for (Block& block : next->blocks) block.scratch = nullptr;
+  }
+  try {
+    Fill(next);
+  } catch (...) {
+    if (divide) {
+      for (Block& block : next->blocks) block.staging = nullptr;
     }
+    Drop(next);
+    throw;
+  }
+  if (divide) {
+    Generation& whole = generations_.back();
+    for (Block& block : whole.blocks) block.staging = nullptr;
+    Drop(&whole);  // its scratch
+    generations_.pop_back();
+  }
+  Publish(std::move(*next), alone, std::max(1.0, seconds - SecondsSince(began)));
+}
+
+// Between processes: say, allocate in the order of the tickets, say how that went, publish. Nobody enters a collective
+// that somebody else has not promised to enter.
+void Workspace::GrowAcross(Generation* next, double seconds) {
+  const std::string what =
+      "memory of " + Mib(2 * Half(next->flag_bytes, next->data_bytes)) + " on channel " + std::to_string(channel_);
+  const bool room = generations_.empty() || HasRoom();
+  const bool fresh = homes_.empty();
+  const Needs mine{next->flag_bytes, next->data_bytes, next->scratch_bytes};
+  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds);
+  Turns& turns = Turns::Get();
+  bool all_room = true, all_undivided = true;
+  std::vector<std::string> offers;
+  try {
+    AllOk(agreed.said, what);
+    for (const std::string& said : agreed.said) {
+      std::istringstream in(said);
+      std::string word, offer;
+      Needs theirs;
+      bool undivided = false, has_room = false;
+      in >> word >> theirs.flag_bytes >> theirs.data_bytes >> theirs.scratch_bytes >> undivided >> has_room;
+      std::getline(in, offer);
+      offers.push_back(offer);
+      next->flag_bytes = std::max(next->flag_bytes, theirs.flag_bytes);
+      next->data_bytes = std::max(next->data_bytes, theirs.data_bytes);
+      next->scratch_bytes = std::max(next->scratch_bytes, theirs.scratch_bytes);
+      all_room &= has_room;
+      all_undivided &= undivided;
+    }
+  } catch (...) {
+    turns.End(agreed.ticket);
+    throw;
+  }
+  const bool alone = generations_.empty() || !all_room;
+  const bool divide = all_undivided && next->flag_bytes != 0 &&
+                      Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
+  next->ticket = agreed.ticket;
+  std::string outcome = "ok";
+  try {
+    turns.Begin(agreed.ticket, seconds);
+    ReleaseRetired(offers);
+    if (fresh) MakeHomeAcross();
+    if (divide) {
+      next->blocks = generations_.back().blocks;
+      for (Block& block : next->blocks) block.scratch = nullptr;
+    }
+    if (alone && !generations_.empty() && !WaitIdle(seconds)) {
+      Refuse("GPU " + std::to_string(members_.front().ordinal) + " has been busy for " +
+             std::to_string(static_cast<int>(seconds)) + " s without an operation on this channel");
+    }
+    Fill(next);
+  } catch (const MemoryError& e) {
+    outcome = "error " + WithoutPrefix(e.message);
+  }
+  turns.End(agreed.ticket);
+  try {
+    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds);
+    turns.End(done.ticket);
+    AllOk(done.said, what);
+  } catch (...) {
+    if (divide) {
+      for (Block& block : next->blocks) block.staging = nullptr;
+    }
+    Drop(next);
+    if (fresh) LeaveHome();
+    throw;
+  }
+  if (divide) {
+    Generation& whole = generations_.back();
+    next->ticket = whole.ticket;
+    for (Block& block : whole.blocks) block.staging = nullptr;
+    Drop(&whole);
+    generations_.pop_back();
+  }
+  Publish(std::move(*next), alone, seconds);
+  if (alone) {  // a peer's first operation may not come before this rank has its table
+    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds);
+    turns.End(ready.ticket);
   }
 }
 
-// Epochs go on counting: zeroed flags are never the next epoch, because epoch 0 is never waited for before 2^32
-// operations.
-void Workspace::Grow(uint64_t half_bytes, uint64_t scratch_bytes) {
-  SynchronizeDevices();
-  DeviceGuard guard;
-  for (Group& group : groups_) {
-    if (half_bytes != half_bytes_) {
-      Free(group);
-      half_bytes_ = 0;
-      Allocate(group, half_bytes);
+void Workspace::MakeHomesWithin() {
+  std::vector<Home> homes(members_.size());
+  try {
+    records_ = job_.gpus->AllocatePinned(members_.size() * sizeof(ErrorRecord));
+    for (size_t i = 0; i < members_.size(); ++i) {
+      std::vector<int> readers;
+      for (DeviceKey key : groups_[group_of_[i]].devices) {
+        readers.push_back(OrdinalOf(key));
+        if (OrdinalOf(key) != members_[i].ordinal) job_.gpus->CheckPeerAccess(members_[i].ordinal, OrdinalOf(key));
+      }
+      homes[i].mailbox = job_.gpus->Allocate(members_[i].ordinal, sizeof(Mailbox), readers);
+      job_.gpus->Zero(members_[i].ordinal, homes[i].mailbox, sizeof(Mailbox));
+      homes[i].control = job_.gpus->Allocate(members_[i].ordinal, sizeof(Control), {members_[i].ordinal});
     }
-    for (Member& member : group.members) {
-      Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-      if (scratch_bytes != scratch_bytes_ && scratch_bytes != 0) {
-        cudaFree(member.scratch);
-        member.scratch = nullptr;
-        Check(cudaMalloc(reinterpret_cast<void**>(&member.scratch), scratch_bytes),
-              "scratch memory of " + Mib(scratch_bytes));
+    for (size_t i = 0; i < members_.size(); ++i) {
+      for (size_t j = 0; j < members_.size(); ++j) {
+        if (group_of_[i] == group_of_[j]) homes[i].mailboxes[members_[j].rank] = homes[j].mailbox;
       }
     }
+    homes_ = homes;
+    for (size_t i = 0; i < members_.size(); ++i) AddControl(i);
+  } catch (...) {
+    homes_.clear();
+    for (size_t i = 0; i < members_.size(); ++i) {
+      job_.gpus->Free(members_[i].ordinal, homes[i].mailbox);
+      job_.gpus->Free(members_[i].ordinal, homes[i].control);
+    }
+    if (records_.host != nullptr) job_.gpus->FreePinned(records_);
+    records_ = Pinned{};
+    throw;
   }
-  half_bytes_ = half_bytes;
-  scratch_bytes_ = scratch_bytes;
-  for (Group& group : groups_) WriteTables(group);
+  settled_ = true;
 }
 
-void Workspace::Allocate(Group& group, uint64_t half_bytes) {
-  const uint64_t bytes = 2 * half_bytes;
-  const std::string what = "staging area of " + Mib(bytes);
-  if (group.within_process) {
-    std::vector<char*> all;
-    for (Member& member : group.members) {
-      Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-      Check(cudaMalloc(reinterpret_cast<void**>(&member.staging), bytes), what);
-      Check(cudaMemset(member.staging, 0, bytes), "cudaMemset");
-      all.push_back(member.staging);
+void Workspace::MakeHomeAcross() {
+  const Member& member = members_.front();
+  std::vector<Home> homes(1);
+  Home& home = homes.front();
+  home.mailbox = static_cast<char*>(job_.provider->allocate(sizeof(Mailbox)));
+  try {
+    if (home.mailbox == nullptr)
+      throw MemoryError{true, "no symmetric memory for a mailbox: raise NVSHMEM_SYMMETRIC_SIZE"};
+    records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
+    home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
+    job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
+    const Group& group = groups_.front();
+    for (int rank = 0; rank < ranks_; ++rank) {
+      home.mailboxes[rank] = static_cast<char*>(job_.provider->peer(home.mailbox, ProcessOf(group.devices[rank])));
+      if (home.mailboxes[rank] == nullptr) {
+        Refuse("the memory of process " + std::to_string(ProcessOf(group.devices[rank])) +
+               " is not mapped into process " + std::to_string(job_.process) +
+               ": the ranks of one axis must be on one NVLink domain. Put the expert-parallel axis inside a node, or "
+               "use KernelConfig(backend='reference')");
+      }
     }
-    for (Member& member : group.members) member.peers = all;
+    homes_ = homes;
+    AddControl(0);
+  } catch (...) {
+    homes_ = homes;
+    LeaveHome();
+    throw;
+  }
+  settled_ = true;
+}
+
+// When some process has failed to make its own: all make theirs again. The mailbox stays allocated, a few hundred
+// bytes, because not everybody may have one to release.
+void Workspace::LeaveHome() {
+  settled_ = false;
+  for (const Home& home : homes_) job_.gpus->Free(members_.front().ordinal, home.control);
+  homes_.clear();
+  if (records_.host != nullptr) job_.gpus->FreePinned(records_);
+  records_ = Pinned{};
+}
+
+void Workspace::AddControl(size_t i) {
+  Member& member = members_[i];
+  const size_t at = i * sizeof(ErrorRecord);
+  member.control = reinterpret_cast<Control*>(homes_[i].control);
+  member.mailbox = reinterpret_cast<Mailbox*>(homes_[i].mailbox);
+  member.record = reinterpret_cast<ErrorRecord*>(records_.host + at);
+  std::memset(member.record, 0, sizeof(ErrorRecord));
+  auto control = std::make_unique<Control>();
+  std::memset(static_cast<void*>(control.get()), 0, sizeof(Control));
+  for (int rank = 0; rank < ranks_; ++rank)
+    control->mailbox[rank] = reinterpret_cast<Mailbox*>(homes_[i].mailboxes[rank]);
+  control->error = reinterpret_cast<ErrorRecord*>(records_.device + at);
+  job_.gpus->Write(member.ordinal, member.control, control.get(), sizeof(Control));
+}
+
+void Workspace::Fill(Generation* next) {
+  const uint64_t half = Half(next->flag_bytes, next->data_bytes);
+  if (next->blocks.empty()) next->blocks.resize(members_.size());
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Block& block = next->blocks[i];
+    const int ordinal = members_[i].ordinal;
+    const Group& group = groups_[group_of_[i]];
+    if (next->scratch_bytes != 0) block.scratch = job_.gpus->Allocate(ordinal, next->scratch_bytes, {ordinal});
+    if (block.staging == nullptr && half != 0) {
+      if (across_) {
+        block.staging = static_cast<char*>(job_.provider->allocate(2 * half));
+        if (block.staging == nullptr) {
+          throw MemoryError{true, "a staging area of " + Mib(2 * half) +
+                                      ": the NVSHMEM heap is too small; set NVSHMEM_SYMMETRIC_SIZE to more than that "
+                                      "before the first operation, in every process"};
+        }
+        for (int rank = 0; rank < ranks_; ++rank) {
+          block.peers[rank] = static_cast<char*>(job_.provider->peer(block.staging, ProcessOf(group.devices[rank])));
+          if (block.peers[rank] == nullptr) Refuse("the memory of a peer is not mapped into this process");
+        }
+      } else {
+        std::vector<int> readers;
+        for (DeviceKey key : group.devices) readers.push_back(OrdinalOf(key));
+        block.staging = job_.gpus->Allocate(ordinal, 2 * half, readers);
+      }
+    }
+    if (next->flag_bytes != 0) {
+      job_.gpus->Zero(ordinal, block.staging, next->flag_bytes);
+      job_.gpus->Zero(ordinal, block.staging + half, next->flag_bytes);
+    }
+  }
+  if (across_) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    for (size_t j = 0; j < members_.size(); ++j) {
+      if (group_of_[i] == group_of_[j]) next->blocks[i].peers[members_[j].rank] = next->blocks[j].staging;
+    }
+  }
+}
+
+// Nobody uses its memory any more. What lies in the heap between processes waits for all of them.
+void Workspace::Drop(Generation* generation) {
+  bool shared = false;
+  for (size_t i = 0; i < generation->blocks.size(); ++i) {
+    Block& block = generation->blocks[i];
+    job_.gpus->Free(members_[i].ordinal, block.scratch);
+    block.scratch = nullptr;
+    if (block.staging == nullptr) continue;
+    if (across_) {
+      shared = true;
+      continue;
+    }
+    job_.gpus->Free(members_[i].ordinal, block.staging);
+    block.staging = nullptr;
+  }
+  if (shared) retired_.push_back(*generation);
+}
+
+std::string Workspace::Offer() const {
+  std::string out;
+  for (const Generation& generation : retired_) out += std::to_string(generation.ticket) + " ";
+  return out;
+}
+
+// Those that every process offers, in the order of their tickets.
+void Workspace::ReleaseRetired(const std::vector<std::string>& offers) {
+  std::map<uint64_t, size_t> offered;
+  for (const std::string& offer : offers) {
+    std::istringstream in(offer);
+    for (uint64_t ticket; in >> ticket;) ++offered[ticket];
+  }
+  for (const auto& [ticket, count] : offered) {
+    if (count != offers.size()) continue;
+    for (size_t i = 0; i < retired_.size(); ++i) {
+      if (retired_[i].ticket != ticket) continue;
+      job_.provider->release(retired_[i].blocks.front().staging);
+      retired_.erase(retired_.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
+    }
+  }
+}
+
+// Tables.
+
+uint32_t Workspace::OldestInUse() const {
+  const uint32_t newest = newest_.load();
+  uint32_t oldest = newest;
+  for (const Member& member : members_) {
+    const uint32_t last = *reinterpret_cast<const volatile uint32_t*>(&member.record->generation);
+    oldest = std::min(oldest, newest - ((newest - last) & 0xFF));
+  }
+  return oldest;
+}
+
+bool Workspace::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
+
+bool Workspace::WaitIdle(double seconds) {
+  const auto began = Clock::now();
+  for (const Member& member : members_) {
+    if (!job_.gpus->Idle(member.ordinal, std::max(0.01, seconds - SecondsSince(began)))) return false;
+  }
+  return true;
+}
+
+bool Workspace::WaitForRoom(double seconds) {
+  const auto began = Clock::now();
+  while (!HasRoom()) {
+    if (WaitIdle(std::min(1.0, seconds))) return HasRoom();
+    if (SecondsSince(began) > seconds) {
+      Refuse("the symmetric memory on channel " + std::to_string(channel_) + " has grown " +
+             std::to_string(kGenerations - 1) +
+             " times without an operation that used it, and the GPUs have been busy for " +
+             std::to_string(static_cast<int>(seconds)) + " s: wait for the running programs before compiling more");
+    }
+  }
+  return true;
+}
+
+MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
+  MemoryTable table{};
+  if (generation == nullptr) return table;
+  const Block& block = generation->blocks[i];
+  for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = block.peers[rank];
+  table.scratch = block.scratch;
+  table.flag_bytes = generation->flag_bytes;
+  table.data_bytes = generation->data_bytes;
+  table.scratch_bytes = generation->scratch_bytes;
+  table.generation = generation->number;
+  return table;
+}
+
+// The whole ring each time: what an earlier attempt failed to write is made good.
+void Workspace::WriteTables(bool alone) {
+  const uint32_t newest = newest_.load();
+  for (size_t i = 0; i < members_.size(); ++i) {
+    MemoryTable ring[kGenerations] = {};
+    for (MemoryTable& table : ring) table.generation = newest;
+    for (const Generation& generation : generations_) ring[generation.number % kGenerations] = TableOf(&generation, i);
+    Control* control = members_[i].control;
+    const int ordinal = members_[i].ordinal;
+    job_.gpus->Write(ordinal, control->memory, ring, sizeof(ring));
+    if (alone) {
+      MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
+      current.generation = newest;
+      job_.gpus->Write(ordinal, &control->current, &current, sizeof(current));
+      const uint32_t told = newest & 0xFF;
+      job_.gpus->Write(ordinal, &control->reported, &told, sizeof(told));
+      members_[i].record->generation = told;
+    }
+    job_.gpus->Write(ordinal, &control->newest, &newest, sizeof(newest));
+  }
+}
+
+void Workspace::Publish(Generation next, bool alone, double seconds) {
+  std::unique_lock<std::shared_mutex> launching(launching_, std::defer_lock);
+  const auto began = Clock::now();
+  while (alone && !generations_.empty()) {  // idle when nobody can launch, not only before
+    launching.lock();
+    if (WaitIdle(0.2)) break;
+    launching.unlock();  // a launch of another rank may be what the running kernels wait for
+    if (SecondsSince(began) > seconds) {
+      Drop(&next);
+      Refuse("the GPUs were not idle while the symmetric memory was to be replaced: try again");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  next.number = newest_.load() + 1;
+  newest_ = next.number;
+  generations_.push_back(std::move(next));
+  WriteTables(alone);
+  if (alone) Forget(newest_.load());
+  const Generation& now = generations_.back();
+  staging_bytes_ = 2 * Half(now.flag_bytes, now.data_bytes);
+  scratch_bytes_ = now.scratch_bytes;
+  serves_[1] = now.data_bytes;
+  serves_[2] = now.scratch_bytes;
+  serves_[0].store(now.flag_bytes, std::memory_order_release);
+  held_ = static_cast<int>(generations_.size());
+  stale_ = generations_.size() > 1;
+}
+
+void Workspace::Forget(uint32_t before) {
+  while (!generations_.empty() && generations_.front().number < before) {
+    Drop(&generations_.front());
+    generations_.pop_front();
+  }
+  held_ = static_cast<int>(generations_.size());
+  stale_ = generations_.size() > 1;
+}
+
+void Workspace::Reclaim() {
+  if (stale_) Forget(OldestInUse());
+}
+
+void Workspace::ReclaimIfStale() {
+  if (!stale_.load(std::memory_order_relaxed)) return;
+  std::unique_lock<std::timed_mutex> lock(changing_, std::try_to_lock);
+  if (lock.owns_lock()) Reclaim();
+}
+
+// Close, reset, failure.
+
+void Workspace::Release(double seconds) {
+  const auto lock = Change(seconds);
+  if (reserved_ == 0 && generations_.empty()) return;
+  reserved_ = 0;
+  needs_ = Needs{};
+  for (auto& served : serves_) served = 0;
+  const bool idle = WaitIdle(seconds);
+  std::deque<Generation> old;
+  {
+    std::unique_lock<std::shared_mutex> launching(launching_);
+    old.swap(generations_);
+    staging_bytes_ = scratch_bytes_ = 0;
+    held_ = 0;
+    stale_ = false;
+    if (!homes_.empty()) WriteTables(true);
+  }
+  if (across_) {
+    for (Generation& generation : old) Drop(&generation);
+    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds);
+    Turns::Get().Begin(agreed.ticket, seconds);
+    std::vector<std::string> offers;
+    for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");
+    ReleaseRetired(offers);
+    Turns::Get().End(agreed.ticket);
     return;
   }
-  const MemoryProvider* provider = Registry::Get().provider();
-  Member& member = group.members.front();
-  Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-  member.staging = static_cast<char*>(provider->allocate(bytes));
-  if (member.staging == nullptr) {
-    throw MemoryError{
-        true, "xen_moe_jax: " + what +
-                  ": the NVSHMEM heap is too small; set NVSHMEM_SYMMETRIC_SIZE to more than that before the first "
-                  "operation, in every process"};
+  if (idle) {
+    for (Generation& generation : old) Drop(&generation);
+    return;
   }
-  Check(cudaMemset(member.staging, 0, bytes), "cudaMemset");
-  Check(cudaDeviceSynchronize(), "cudaMemset");
-  member.peers.clear();
-  for (DeviceKey key : group.devices) {
-    void* peer = provider->peer(member.staging, ProcessOf(key));
-    if (peer == nullptr) {
-      Fail("the memory of process " + std::to_string(ProcessOf(key)) + " is not mapped into process " +
-           std::to_string(ProcessOf(DeviceKey{Registry::Get().process()} * kDevicesPerProcess)) +
-           ": the ranks of one axis must be on one NVLink domain. Put the expert-parallel axis inside a node, or use "
-           "KernelConfig(backend='reference')");
+  std::vector<std::pair<int, char*>> memory;
+  std::vector<int> ordinals;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    ordinals.push_back(members_[i].ordinal);
+    for (const Generation& generation : old) {
+      memory.emplace_back(members_[i].ordinal, generation.blocks[i].staging);
+      memory.emplace_back(members_[i].ordinal, generation.blocks[i].scratch);
     }
-    member.peers.push_back(static_cast<char*>(peer));
   }
-  provider->barrier();
+  FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory), Pinned{});
 }
 
-void Workspace::Free(Group& group) {
-  for (Member& member : group.members) {
-    if (member.staging == nullptr) continue;
-    cudaSetDevice(member.ordinal);
-    if (group.within_process) {
-      cudaFree(member.staging);
-    } else {
-      Registry::Get().provider()->release(member.staging);
+void Workspace::Tell(size_t i, uint64_t failure) {
+  uint64_t before = 0;
+  job_.gpus->Read(members_[i].ordinal, &before, &members_[i].mailbox->failure, sizeof(before));
+  if (before != 0) return;  // the first one stays
+  job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->failure, &failure, sizeof(failure));
+}
+
+uint32_t Workspace::NewestEpoch() {
+  uint32_t newest = 0;
+  for (const Member& member : members_) {
+    uint32_t epoch = 0;
+    job_.gpus->Read(member.ordinal, &epoch, &member.control->epoch, sizeof(epoch));
+    newest = std::max(newest, epoch);
+  }
+  return newest;
+}
+
+void Workspace::Reset(double seconds) {
+  const auto lock = Change(seconds);
+  if (homes_.empty()) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Tell(i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
+  }
+  if (!WaitIdle(seconds)) {
+    Refuse("reset: a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
+           " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
+           "call xen_moe_jax.cuda.reset() again");
+  }
+  uint32_t epoch = NewestEpoch();
+  if (across_) {
+    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds);
+    Turns::Get().End(agreed.ticket);
+    for (const std::string& said : agreed.said) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+  }
+  // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
+  Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
+  if (across_) {
+    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds);
+    Turns::Get().End(agreed.ticket);
+  }
+}
+
+void Workspace::Renumber(uint32_t epoch) {
+  const auto lock = Change(10.0);
+  if (!homes_.empty() && WaitIdle(10.0)) Restart(epoch);
+}
+
+void Workspace::Restart(uint32_t epoch) {
+  std::unique_lock<std::shared_mutex> launching(launching_);
+  Forget(newest_.load());
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const int ordinal = members_[i].ordinal;
+    for (const Generation& generation : generations_) {
+      char* staging = generation.blocks[i].staging;
+      if (staging == nullptr || generation.flag_bytes == 0) continue;
+      job_.gpus->Zero(ordinal, staging, generation.flag_bytes);
+      job_.gpus->Zero(ordinal, staging + Half(generation.flag_bytes, generation.data_bytes), generation.flag_bytes);
     }
-    member.staging = nullptr;
+    job_.gpus->Zero(ordinal, members_[i].mailbox, sizeof(Mailbox));
+    char* const state = reinterpret_cast<char*>(members_[i].control) + offsetof(Control, owner);
+    job_.gpus->Zero(ordinal, state, sizeof(Control) - offsetof(Control, owner));
+    job_.gpus->Write(ordinal, &members_[i].control->epoch, &epoch, sizeof(epoch));
   }
+  WriteTables(true);
+  for (Member& member : members_) {
+    member.record->failure = 0;
+    member.record->waited_ns = 0;
+    member.record->of_rank = member.record->of_other = Descriptor{};
+  }
+  std::lock_guard<std::mutex> lock(runs_mutex_);
+  runs_.fill(kNoRun);
 }
 
-void Workspace::WriteTables(Group& group) {
-  for (Member& member : group.members) {
-    Control table{};
-    for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = member.peers.empty() ? nullptr : member.peers[rank];
-    table.half_bytes = half_bytes_;
-    table.scratch = member.scratch;
-    void* error = nullptr;
-    Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-    Check(cudaHostGetDevicePointer(&error, member.error, 0), "cudaHostGetDevicePointer");
-    table.error = static_cast<ErrorWord*>(error);
-    Check(cudaMemcpy(member.control, &table, offsetof(Control, epoch), cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-}
-
-void Workspace::Reset() {
-  std::unique_lock<std::shared_mutex> lock(mutex_);
-  std::lock_guard<std::mutex> failure_lock(failure_mutex_);
-  SynchronizeDevices();
-  bool across = false;
-  for (Group& group : groups_) {
-    across |= !group.within_process;
-    ResetGroup(group);
-  }
-  if (across) Registry::Get().provider()->barrier();
-}
-
-void Workspace::ResetGroup(Group& group) {
-  DeviceGuard guard;
-  for (Member& member : group.members) {
-    Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-    Check(cudaDeviceSynchronize(), "waiting for GPU " + std::to_string(member.ordinal));
-  }
-  for (Member& member : group.members) {
-    Check(cudaSetDevice(member.ordinal), "cudaSetDevice");
-    if (member.staging) Check(cudaMemset(member.staging, 0, 2 * half_bytes_), "cudaMemset");
-    char* const counters = reinterpret_cast<char*>(member.control) + offsetof(Control, epoch);
-    Check(cudaMemset(counters, 0, sizeof(Control) - offsetof(Control, epoch)), "cudaMemset");
-    Check(cudaDeviceSynchronize(), "cudaMemset");
-    member.error->packed = 0;
-    member.told = false;
-  }
-  group.failure.clear();
-}
-
-std::string Workspace::Admit(Member* member, bool capturing) {
-  for (Group& group : groups_) {
-    if (std::none_of(group.members.begin(), group.members.end(), [&](const Member& m) { return &m == member; }))
-      continue;
-    std::lock_guard<std::mutex> lock(failure_mutex_);
-    std::string found;
-    for (const Member& m : group.members) {
-      if (found.empty()) found = FailureOf(m);
+void Workspace::MarkDead(int process, bool clean) {
+  if (!settled_) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Group& group = groups_[group_of_[i]];
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (ProcessOf(group.devices[rank]) != process) continue;
+      const uint64_t word =
+          PackFailure({Cause::kDead, Operation::kDispatch, Step::kArrival, rank, members_[i].rank, 0});
+      if (!clean && LoadVolatile(&members_[i].record->failure) == 0) members_[i].record->failure = word;
+      Tell(i, word);
+      break;
     }
-    if (group.failure.empty()) group.failure = found;
-    if (group.failure.empty()) return "";
-    const bool all_told =
-        std::all_of(group.members.begin(), group.members.end(), [](const Member& m) { return m.told; });
-    if (!all_told || capturing || !group.within_process) {
-      member->told = true;
-      return group.failure;
-    }
-    ResetGroup(group);
-    return "";
+  }
+}
+
+bool Workspace::Failed() const {
+  if (!settled_.load(std::memory_order_acquire)) return false;
+  for (const Member& member : members_) {
+    if (LoadVolatile(&member.record->failure) != 0) return true;
+  }
+  return false;
+}
+
+std::string Workspace::Failure() const {
+  if (!Failed()) return "";
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    if (LoadVolatile(&member.record->failure) == 0) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const Group& group = groups_[group_of_[i]];
+    return FailureText(*member.record, channel_, across_, [&](int rank) { return WhereIs(group, rank); });
   }
   return "";
 }
 
-std::string Workspace::FailureOf(const Member& member) const {
-  const uint64_t word = *reinterpret_cast<volatile uint64_t*>(&member.error->packed);
-  if ((word >> 63) == 0) return "";
-  static const char* const operations[] = {"dispatch", "redispatch", "combine", "all_to_all"};
-  static const char* const steps[] = {"?",           "its routing metadata",  "its rows",
-                                      "its arrival", "this GPU's own blocks", "a credit"};
-  if (((word >> 40) & 0xFF) == static_cast<uint64_t>(Step::kMemory)) {
-    return "xen_moe_jax: a captured program ran after its symmetric memory had been released (xm.Buffer.close); its "
-           "results are "
-           "not valid. Keep the buffer open while the program is in use, and call xen_moe_jax.cuda.reset() to go on";
+std::string Workspace::Admit(int64_t run) {
+  std::lock_guard<std::mutex> lock(runs_mutex_);
+  int64_t& slot = runs_[static_cast<uint64_t>(run) % runs_.size()];
+  if (slot == run) return "";
+  if (!Failed()) {
+    slot = run;
+    return "";
   }
-  const int operation = (word >> 48) & 0x7F, step = (word >> 40) & 0xFF, rank = (word >> 32) & 0xFF;
-  return std::string("xen_moe_jax: ") + operations[std::min(operation, 3)] + " (number " +
-         std::to_string(static_cast<uint32_t>(word)) + " on channel " + std::to_string(channel_) + ") on rank " +
-         std::to_string(member.rank) + " gave up after KernelConfig.timeout_s waiting for rank " +
-         std::to_string(rank) + ": " + steps[std::min(step, 5)] +
-         " never came. That operation's result is not valid. Find out why that rank did not run the same operation; "
-         "the GPUs of one "
-         "process can go on after this error, several processes after xen_moe_jax.cuda.reset() in each";
+  return Failure();
 }
 
-Registry& Registry::Get() {
-  static Registry* registry = new Registry;  // never destroyed: the driver may go first at exit
-  return *registry;
+std::string Workspace::WhereIs(const Group& group, int rank) const {
+  if (rank < 0 || rank >= ranks_) return "unknown";
+  const DeviceKey key = group.devices[rank];
+  const std::string gpu = "GPU " + std::to_string(OrdinalOf(key));
+  return job_.num_processes == 1 ? gpu : gpu + " of process " + std::to_string(ProcessOf(key));
 }
 
-void Registry::Configure(int process, int num_processes, std::vector<DeviceKey> all_devices) {
+// The same in every process, and used once.
+std::string Workspace::KeyOf(const char* what) {
+  uint64_t hash = 1469598103934665603ull;
+  for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(key)) * 1099511628211ull;
+  std::ostringstream out;
+  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << "/" << what << "/" << ++changes_;
+  return out.str();
+}
+
+// Turns.
+
+Turns& Turns::Get() {
+  static Turns* turns = new Turns;
+  return *turns;
+}
+
+void Turns::Begin(uint64_t ticket, double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return done_ + 1 >= ticket; })) {
+    Refuse("the processes' agreement number " + std::to_string(done_ + 1) + " did not end within " +
+           std::to_string(static_cast<int>(seconds)) + " s in this process");
+  }
+}
+
+void Turns::End(uint64_t ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
-  process_ = process;
-  num_processes_ = num_processes;
-  all_devices_ = std::move(all_devices);
-  configured_ = true;
+  ended_.insert(ticket);
+  while (!ended_.empty() && *ended_.begin() <= done_ + 1) {
+    done_ = std::max(done_, *ended_.begin());
+    ended_.erase(ended_.begin());
+  }
+  changed_.notify_all();
 }
 
-void Registry::SetProvider(const MemoryProvider* provider) {
+void Turns::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
-  provider_ = provider;
+  done_ = 0;
+  ended_.clear();
 }
 
-std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!configured_) Fail("the CUDA module was not configured: import xen_moe_jax and load the program through it");
-  for (DeviceKey& key : devices) {
-    if (key >= 0) continue;
-    const size_t index = static_cast<size_t>(-1 - key);
-    if (index >= all_devices_.size()) {
-      Fail("the program was lowered for more than the " + std::to_string(all_devices_.size()) + " devices of this job");
+void FreeWhenIdle(Devices* gpus, std::vector<int> ordinals, std::vector<std::pair<int, char*>> memory, Pinned records) {
+  std::thread([gpus, ordinals = std::move(ordinals), memory = std::move(memory), records] {
+    for (int ordinal : ordinals) {
+      while (!gpus->Idle(ordinal, 60.0)) std::this_thread::sleep_for(std::chrono::seconds(1));
     }
-    key = all_devices_[index];
-  }
-  auto& slot = workspaces_[{devices, {ranks, channel}}];
-  if (!slot) slot = std::make_shared<Workspace>(std::move(devices), ranks, channel);
-  return slot;
-}
-
-std::vector<std::shared_ptr<Workspace>> Registry::All() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<std::shared_ptr<Workspace>> out;
-  for (auto& entry : workspaces_) {
-    if (entry.second) out.push_back(entry.second);
-  }
-  return out;
-}
-
-void Registry::ResetAll() {
-  for (auto& workspace : All()) workspace->Reset();
-}
-void Registry::ReleaseAll() {
-  for (auto& workspace : All()) workspace->Release();
+    for (const auto& [ordinal, block] : memory) gpus->Free(ordinal, block);
+    if (records.host != nullptr) gpus->FreePinned(records);
+  }).detach();
 }
 
 }  // namespace xen_moe

@@ -1,20 +1,28 @@
-// Symmetric memory: for each group of devices (the ranks of one expert-parallel axis) and channel, a staging area and a
-// Control block per rank, and the table through which every rank sees all staging areas (cuda_kernels/workspace.h).
+// Symmetric memory: for each group of devices (the ranks of one expert-parallel axis) and channel, what
+// cuda_kernels/workspace.h describes, made, grown by generations, and given back.
 //
-// Two providers fill the same table: one process with all GPUs of the group (cudaMalloc and peer access), or one
-// process per GPU (MemoryProvider, NVSHMEM). Memory is made and grown when an executable is instantiated, never while
-// one runs.
+// Within one process `Devices` gives memory that all GPUs of the group reach; between processes (one per GPU)
+// `MemoryProvider` does, and the processes agree first. Nothing here stops a running program: an operation that runs
+// while memory grows finishes in the old generation, which is freed when every local rank has used a newer one.
 #pragma once
 
+#include <array>
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_kernels/workspace.h"
+#include "ffi/agreement.h"
+#include "ffi/devices.h"
 #include "ffi/memory_provider.h"
 
 namespace xen_moe {
@@ -22,110 +30,203 @@ namespace xen_moe {
 // A device of the job: process * kDevicesPerProcess + CUDA ordinal in that process.
 using DeviceKey = int64_t;
 constexpr int64_t kDevicesPerProcess = 4096;
+inline int ProcessOf(DeviceKey key) { return static_cast<int>(key / kDevicesPerProcess); }
+inline int OrdinalOf(DeviceKey key) { return static_cast<int>(key % kDevicesPerProcess); }
 
-struct Needs {
-  uint64_t flag_bytes = 0;  // of a half
-  uint64_t data_bytes = 0;  // of a half
-  uint64_t scratch_bytes = 0;
-};
-
-// Thrown with a message for the user; handlers turn it into an ffi::Error.
-struct MemoryError {
-  bool exhausted;  // not enough memory, as opposed to a wrong argument
-  std::string message;
+// This process in its job, and what it makes memory with.
+struct Job {
+  int process = 0, num_processes = 1;
+  std::vector<DeviceKey> devices;  // all of the job
+  Devices* gpus = nullptr;
+  const MemoryProvider* provider = nullptr;  // null: no groups across processes
+  Agree agree;
 };
 
 struct Member {
   int rank = -1;
   int ordinal = -1;
-  Control* control = nullptr;  // device memory
-  char* scratch = nullptr;
-  char* staging = nullptr;
-  ErrorWord* error = nullptr;  // mapped host memory
-  std::vector<char*> peers;    // staging of every rank, as mapped into this device
-  bool told = false;           // has returned the error of the group's failure
+  Control* control = nullptr;     // device memory
+  Mailbox* mailbox = nullptr;     // device memory
+  ErrorRecord* record = nullptr;  // host memory
 };
 
 // The groups of one mesh axis on one channel, as far as this process has a part in them.
 class Workspace {
  public:
-  Workspace(std::vector<DeviceKey> devices, int ranks, int channel);
+  Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel);
+  // Hands its memory over to the registry's janitor: nobody may wait here.
   ~Workspace();
   Workspace(const Workspace&) = delete;
 
   // Makes it serve `needs` too. An explicit buffer (`Reserve`) does not grow; then MemoryError says what it lacks.
-  void Serve(const Needs& needs);
-  void Reserve(uint64_t staging_bytes);
-  void Release();
-  // Restarts after a timeout: clears flags, counters and the error words. Nothing may be running.
-  void Reset();
-  // Called before every launch. Empty, or the text of a timeout: each rank of a group that failed gets it at least
-  // once; when all have had it, a group within one process starts afresh. Between processes that takes Reset() in all
-  // of them.
-  std::string Admit(Member* member, bool capturing);
+  // Between processes every process must call it; `seconds` limits the wait for them.
+  void Serve(const Needs& needs, double seconds);
+  // An xm.Buffer of `staging_bytes`, which it gives back on Release.
+  void Reserve(uint64_t staging_bytes, double seconds);
+  void Release(double seconds);
+  // Starts again after a failure. Returns, or throws MemoryError, within about `seconds`.
+  void Reset(double seconds);
+  // For tests: goes on from this number, as after a reset. Nothing may be running.
+  void Renumber(uint32_t epoch);
+  // The process has ended: every group that has a rank there fails. `clean`: it had said so; then the failure shows
+  // when an operation needs that rank.
+  void MarkDead(int process, bool clean);
 
-  Member* Find(int ordinal);
+  bool Serves(const Needs& needs) const {
+    return needs.flag_bytes <= serves_[0].load(std::memory_order_acquire) &&
+           needs.data_bytes <= serves_[1].load(std::memory_order_relaxed) &&
+           needs.scratch_bytes <= serves_[2].load(std::memory_order_relaxed);
+  }
+  // Empty, or why this run of a program must stop before it launches anything. A run that some device has begun goes on
+  // on all of them, poisoned: the devices of a run must agree on what they launch, XLA's own collectives included.
+  std::string Admit(int64_t run);
+  // Empty, or the failure of one of its groups.
+  std::string Failure() const;
+
+  const Member* Find(int ordinal) const;
+  const std::vector<Member>& members() const { return members_; }
   int ranks() const { return ranks_; }
   int channel() const { return channel_; }
-  uint64_t staging_bytes() const { return 2 * half_bytes_; }
-  uint64_t scratch_bytes() const { return scratch_bytes_; }
   const std::vector<DeviceKey>& devices() const { return devices_; }
-  bool Serves(const Needs& needs) const {
-    return needs.flag_bytes <= needs_.flag_bytes && needs.data_bytes <= needs_.data_bytes &&
-           needs.scratch_bytes <= scratch_bytes_;
-  }
-  // Held shared while a kernel is launched, exclusively while memory changes.
-  std::shared_mutex& mutex() { return mutex_; }
+  uint64_t staging_bytes() const { return staging_bytes_.load(); }
+  uint64_t scratch_bytes() const { return scratch_bytes_.load(); }
+  int generation() const { return static_cast<int>(newest_.load()); }
+  // Generations that hold memory.
+  int held() const { return held_.load(); }
+  // Frees generations that nobody uses any more, if there may be any. Cheap.
+  void ReclaimIfStale();
+  bool across() const { return across_; }  // spans processes
+  // Launches by the host: the replay of a captured graph is none.
+  std::atomic<uint64_t> launches{0};
+  // Held shared while a kernel is launched, exclusively while what running kernels rely on changes.
+  std::shared_mutex& launching() { return launching_; }
 
  private:
   struct Group {
-    std::vector<DeviceKey> devices;
-    std::vector<Member> members;  // those of this process
-    bool within_process = true;
-    std::string failure;  // not empty: some rank gave up
+    std::vector<DeviceKey> devices;  // in rank order
   };
-  void CreateMembers();
-  void Grow(uint64_t half_bytes, uint64_t scratch_bytes);
-  void Allocate(Group& group, uint64_t half_bytes);
-  void Free(Group& group);
-  void WriteTables(Group& group);
-  void SynchronizeDevices();
-  void ResetGroup(Group& group);
-  std::string FailureOf(const Member& member) const;
+  struct Block {  // a generation's memory of one member
+    char* staging = nullptr;
+    char* scratch = nullptr;
+    std::array<char*, kMaxRanks> peers{};
+  };
+  struct Generation {
+    uint32_t number = 0;
+    uint64_t flag_bytes = 0, data_bytes = 0, scratch_bytes = 0;
+    std::vector<Block> blocks;  // of every member, group after group
+    uint64_t ticket = 0;        // between processes: its name
+  };
+  struct Home {  // what never moves, of one member
+    char* mailbox = nullptr;
+    char* control = nullptr;
+    std::array<char*, kMaxRanks> mailboxes{};  // of every rank of its group
+  };
 
-  std::vector<DeviceKey> devices_;
-  int ranks_, channel_;
-  std::vector<Group> groups_;
-  Needs needs_;  // largest so far
-  uint64_t half_bytes_ = 0, scratch_bytes_ = 0;
-  bool reserved_ = false;
-  std::shared_mutex mutex_;
-  std::mutex failure_mutex_;
+  void MakeGroups();
+  void MakeHomesWithin();
+  void MakeHomeAcross();
+  void LeaveHome();
+  void AddControl(size_t member);
+  Generation Wanted(const Needs& needs) const;
+  void Grow(const Needs& needs, Generation next, double seconds);
+  void GrowWithin(Generation* next, double seconds);
+  void GrowAcross(Generation* next, double seconds);
+  void Fill(Generation* next);  // memory of a new generation, with zeroed flags
+  void Drop(Generation* generation);
+  bool Undivided() const;  // nothing can have run in the newest generation
+  bool HasRoom() const;    // in the ring of memory tables
+  bool WaitIdle(double seconds);
+  // True: there is room. False: no operation has run since the ring filled up, and none runs: all generations may be
+  // replaced at once.
+  bool WaitForRoom(double seconds);
+  void Publish(Generation next, bool alone, double seconds);
+  void WriteTables(bool alone);
+  void Reclaim();
+  void Forget(uint32_t before);
+  void Restart(uint32_t epoch);
+  uint32_t NewestEpoch();
+  MemoryTable TableOf(const Generation* generation, size_t member) const;
+  uint32_t OldestInUse() const;
+  bool Failed() const;
+  void Tell(size_t member, uint64_t failure);
+  std::unique_lock<std::timed_mutex> Change(double seconds);
+  std::string KeyOf(const char* what);
+  std::string WhereIs(const Group& group, int rank) const;
+  void ReleaseRetired(const std::vector<std::string>& offers);
+  std::string Offer() const;
+
+  const Job job_;
+  const std::vector<DeviceKey> devices_;
+  const int ranks_, channel_;
+  bool across_ = false;
+  std::vector<Group> groups_;    // with a rank in this process
+  std::vector<Member> members_;  // the ranks of this process, group after group
+  std::vector<size_t> group_of_;
+  std::vector<Home> homes_;           // empty before the first growth
+  std::atomic<bool> settled_{false};  // homes_ are there
+  Pinned records_;
+
+  std::timed_mutex changing_;  // one growth, release or reset at a time
+  Needs needs_;                // largest so far
+  uint64_t reserved_ = 0;      // bytes of a half of an open xm.Buffer
+  std::deque<Generation> generations_;
+  std::vector<Generation> retired_;  // between processes: to be released by all together
+  uint64_t changes_ = 0;             // agreements of this workspace
+
+  std::atomic<uint64_t> serves_[3] = {};
+  std::atomic<uint64_t> staging_bytes_{0}, scratch_bytes_{0};
+  std::atomic<uint32_t> newest_{0};
+  std::atomic<int> held_{0};
+  std::atomic<bool> stale_{false};  // there may be something to reclaim
+
+  mutable std::shared_mutex launching_;
+  std::mutex runs_mutex_;
+  std::array<int64_t, 64> runs_;  // begun before any failure
+};
+
+// What all processes must do in one order: that of the tickets of their agreements.
+class Turns {
+ public:
+  static Turns& Get();
+  // Waits until every ticket before this one has ended.
+  void Begin(uint64_t ticket, double seconds);
+  void End(uint64_t ticket);
+  void Clear();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t done_ = 0;         // all up to this one have ended
+  std::set<uint64_t> ended_;  // and these
 };
 
 // All workspaces of this process.
 class Registry {
  public:
   static Registry& Get();
-  void Configure(int process, int num_processes, std::vector<DeviceKey> all_devices);
+  void Configure(Job job);
   void SetProvider(const MemoryProvider* provider);
+  void SetAgree(Agree agree);
   // `devices`: groups of `ranks`, one after the other; a negative number -1-i stands for the i-th device of the job.
+  // The workspace lives as long as somebody holds it; between processes, where no one can leave alone, for ever.
   std::shared_ptr<Workspace> Find(std::vector<DeviceKey> devices, int ranks, int channel);
   std::vector<std::shared_ptr<Workspace>> All();
-  void ResetAll();
-  void ReleaseAll();
-
-  int process() const { return process_; }
-  int num_processes() const { return num_processes_; }
-  const MemoryProvider* provider() const { return provider_; }
+  void ResetAll(double seconds);
+  void MarkDead(int process, bool clean);
+  // Empty, or the first failure of a group.
+  std::string Failure();
+  // For tests: forgets everything.
+  void Clear();
 
  private:
   std::mutex mutex_;
   bool configured_ = false;
-  int process_ = 0, num_processes_ = 1;
-  std::vector<DeviceKey> all_devices_;
-  const MemoryProvider* provider_ = nullptr;
-  std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::shared_ptr<Workspace>> workspaces_;
+  Job job_;
+  std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::weak_ptr<Workspace>> workspaces_;
+  std::vector<std::shared_ptr<Workspace>> kept_;
 };
+
+// Frees memory that may still be in use, when its GPU is idle: on a thread of its own.
+void FreeWhenIdle(Devices* gpus, std::vector<int> ordinals, std::vector<std::pair<int, char*>> memory, Pinned records);
 
 }  // namespace xen_moe

@@ -12,12 +12,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import oracle
 from xen_moe_jax import autotune
-from xen_moe_jax.benchmark import accounting, command, modes, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import accounting, options, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
@@ -134,12 +135,11 @@ def test_wire_bytes_include_scales():
 def problem():
     if jax.device_count() < 4:
         pytest.skip(f"needs 4 devices, has {jax.device_count()}")
-    return modes.make_problem(SMALL)
+    return make_problem(SMALL)
 
 
 def check(problem, program):
-    arguments = problem.work, problem.mesh, problem.inputs, problem.topk_idx, problem.topk_weights
-    return verify.check_round_trip(program, *arguments)
+    return verify.check_round_trip(program, problem)
 
 
 def every_round_trip(problem):
@@ -156,7 +156,7 @@ def test_every_program_computes_the_same_round_trip(problem):
 
 @pytest.mark.parametrize("layout", ["ranked", "padded"])
 def test_round_trip_of_other_layouts(layout):
-    problem = modes.make_problem(dataclasses.replace(SMALL, layout=layout, wire="float8_e4m3fn"))
+    problem = make_problem(dataclasses.replace(SMALL, layout=layout, wire="float8_e4m3fn"))
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
     assert check(problem, program) < verify.QUANTISED_TOLERANCE
 
@@ -178,8 +178,7 @@ def test_a_wrong_round_trip_is_noticed(problem):
 
 def test_a_backend_that_differs_is_noticed(problem, monkeypatch):
     config = dataclasses.replace(REFERENCE, chunk_tokens=5)
-    arguments = problem.work, problem.caps, config, problem.mesh, problem.inputs
-    assert set(verify.differing_bits(*arguments).values()) == {0}
+    assert set(verify.differing_bits(problem, config).values()) == {0}
     genuine = xm.combine
 
     def off_by_a_bit(y, handle, *, config, **options):
@@ -188,15 +187,14 @@ def test_a_backend_that_differs_is_noticed(problem, monkeypatch):
 
     monkeypatch.setattr(xm, "combine", off_by_a_bit)
     with pytest.raises(verify.WrongResultError, match="'combine': 4"):  # one element on each rank
-        verify.differing_bits(*arguments)
+        verify.differing_bits(problem, config)
 
 
 def test_drops_are_counted(problem):
-    few = dataclasses.replace(problem.caps, grouped=16)
-    arguments = REFERENCE, problem.mesh, problem.inputs
-    assert verify.num_dropped(problem.work, problem.caps, *arguments) == 0
+    few = dataclasses.replace(problem, caps=dataclasses.replace(problem.caps, grouped=16))
+    assert verify.num_dropped(problem, REFERENCE) == 0
     rows = SMALL.pool * SMALL.ranks * SMALL.tokens * SMALL.top_k
-    assert verify.num_dropped(problem.work, few, *arguments) == rows - SMALL.pool * SMALL.ranks * 16
+    assert verify.num_dropped(few, REFERENCE) == rows - SMALL.pool * SMALL.ranks * 16
 
 
 # ------------------------------------------------------------------------------------------------------ timing
@@ -210,7 +208,7 @@ def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
         step=lambda operands, carry, idx, w: (carry[0] + 1, carry[1] + idx.sum()),
         chain=lambda carry: programs.never(carry[0]),
     )
-    timed = timing.compile_program(counting, problem.mesh, problem.inputs, inner=5)
+    timed = timing.compile_program(counting, problem, inner=5)
     timing.measure([timed], repeats=3)
     calls, seen = timed.result
     assert len(timed.microseconds) == 3 and all(us > 0 for us in timed.microseconds)
@@ -220,20 +218,20 @@ def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
 
 def test_calls_in_the_loop_are_not_optimised_away(problem):
     """The compiled loop of each of the library's programs still holds its all-to-all."""
-    for program in programs.own_programs(problem.work, problem.caps, REFERENCE, modes.OPERATIONS):
-        timed = timing.compile_program(program, problem.mesh, problem.inputs, inner=3)
+    for program in programs.own_programs(problem.work, problem.caps, REFERENCE, (*options.OPERATIONS, "redispatch")):
+        timed = timing.compile_program(program, problem, inner=3)
         assert "all-to-all" in timed.compiled.as_text()
         assert timed.memory["total"] > 0
 
 
 def test_a_timed_loop_that_loses_its_tokens_is_noticed(problem):
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
-    timed = timing.compile_program(program, problem.mesh, problem.inputs, inner=3)
+    timed = timing.compile_program(program, problem, inner=3)
     timed.run_once()
-    verify.check_timed_result(timed, problem.work, problem.inputs)
+    verify.check_timed_result(timed, problem)
     timed.result = timed.result * 1.5
     with pytest.raises(verify.WrongResultError, match="chained"):
-        verify.check_timed_result(timed, problem.work, problem.inputs)
+        verify.check_timed_result(timed, problem)
 
 
 # ----------------------------------------------------------------------------------------------------- command
@@ -312,16 +310,16 @@ def test_every_command_of_the_suites_parses():
     suite = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(suite)
     for line in (line for lines in suite.SUITES.values() for line in lines.values()):
-        options = command.build_parser().parse_args(shlex.split(line))
-        work = command.make_workload(options, 4)
-        assert set(modes.chosen_operations(options)) <= set(modes.OPERATIONS) and work.tokens > 0
+        parsed = options.build_parser().parse_args(shlex.split(line))
+        options.check(parsed)
+        assert options.workload(parsed, 4).tokens > 0
 
 
 # ---------------------------------------------------------------------------------------------------- autotune
 def test_autotune_measures_saves_and_loads(tmp_path, problem):
     base = xm.KernelConfig(backend="reference", channel=3)
     configs = [dataclasses.replace(base, chunk_tokens=n) for n in (None, 8, 24)]
-    tuned = autotune.autotune(SMALL, mesh=problem.mesh, base=base, configs=configs, inner=2, repeats=2)
+    tuned = autotune.autotune(problem, base=base, configs=configs, inner=2, repeats=2)
     assert set(tuned) == {"dispatch", "combine"}
     for entry in tuned.values():
         assert {m.config for m in entry.measured} == set(configs)
@@ -338,11 +336,11 @@ def test_autotune_measures_saves_and_loads(tmp_path, problem):
 
 def test_autotune_bad_input(tmp_path, problem):
     with pytest.raises(ValueError, match="operations"):
-        autotune.autotune(SMALL, mesh=problem.mesh, operations=("sort",))
+        autotune.autotune(problem, operations=("sort",))
     with pytest.raises(ValueError, match="at least one"):
-        autotune.autotune(SMALL, mesh=problem.mesh, configs=[])
+        autotune.autotune(problem, configs=[])
     with pytest.raises(ValueError, match="ranks=4"):
-        autotune.autotune(SMALL, mesh=jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2]))
+        make_problem(SMALL, mesh=jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2]))
     broken = tmp_path / "broken.json"
     broken.write_text("[1, 2")
     with pytest.raises(ValueError, match="autotune.save"):

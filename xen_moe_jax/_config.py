@@ -19,7 +19,9 @@ class KernelConfig:
       num_sms: CUDA: thread blocks (one per SM) that an operation may occupy; None is the tuned default.
       chunk_tokens: tokens that share one arrival flag (CUDA) or one round (reference); None is the tuned default.
       channel: workspace number. Independent operations that may run at the same time need different channels.
-      timeout_s: seconds to wait for a peer before the operation fails; 0 waits for ever.
+      timeout_s: CUDA: seconds to wait for a peer before the operation fails; 0 waits for ever. Ten minutes, because
+        other ranks may be compiling or writing a checkpoint; a process that has died is noticed within 10 s all the
+        same.
       block_tokens: TPU: tokens per grid step; None is the per-generation default.
       vmem_limit_bytes: TPU: VMEM budget; None is the per-generation default.
       collective_id: TPU: id of the barrier semaphore; operations that may overlap need different ids.
@@ -31,7 +33,7 @@ class KernelConfig:
     num_sms: int | None = None
     chunk_tokens: int | None = None
     channel: int = 0
-    timeout_s: float = 60.0
+    timeout_s: float = 600.0
     block_tokens: int | None = None
     vmem_limit_bytes: int | None = None
     collective_id: int | None = None

@@ -109,7 +109,10 @@ class Buffer:
         self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel)
 
     def close(self) -> None:
-        """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless."""
+        """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless.
+
+        Where the axis spans processes, all of them close; one that waits in vain for another returns all the same.
+        """
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()

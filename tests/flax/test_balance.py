@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 from flax import nnx
-from layers import CONFIG, H, layer, make_mesh, run, tokens
 
+from tests.support.layers import CONFIG, H, layer, make_mesh, run, tokens
 from xen_moe_jax.flax import MoEMetrics, updated_bias
 from xen_moe_jax.flax._placement import apply_moe
 

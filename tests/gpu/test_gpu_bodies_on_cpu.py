@@ -7,17 +7,15 @@ The stand-in takes another number of tokens a round, so that the two sides of a 
 import dataclasses
 import sys
 
-import bodies
 import jax
 import numpy as np
-import processes
 import pytest
-import stress
-from bodies import Setup
-from cases import CASES
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
+from tests.gpu import bodies, processes, stress
+from tests.gpu.bodies import Setup
+from tests.support.cases import CASES
 
 STAND_IN = xm.KernelConfig(backend="reference", chunk_tokens=3)
 BY_NAME = {case.name: case for case in CASES}

@@ -3,8 +3,9 @@
 This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
-import processes
 import pytest
+
+from tests.gpu import processes
 
 SECONDS = 240.0
 """Of one multi-process run: start, compilation of every case for two backends, and the runs."""

@@ -8,10 +8,12 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
                                    `dispatch_in_flight`, `combine_in_flight` give what travels between them
   operand_avals(operation, avals)  avals under which an operation is traced, where they are not its operands' own
   open_buffer, buffer_size_hint    symmetric memory
+  failure()                        why an operation of this process gave up; "" when none did
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from types import ModuleType
 
@@ -59,6 +61,12 @@ def load(name: str) -> ModuleType:
     if check is not None:
         check()
     return module
+
+
+def failure() -> str:
+    """Why an operation of this process gave up; "" when none did. Backends that were never used are not loaded."""
+    used = sys.modules.get(f"{__name__}.cuda")
+    return used.failure() if used is not None else ""
 
 
 def _module(name: str) -> ModuleType:

@@ -7,7 +7,7 @@ capturable in CUDA graphs. See docs/cuda.md.
 from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
-from xen_moe_jax.backends.cuda.memory import buffer_size_hint, open_buffer
+from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer
 from xen_moe_jax.backends.cuda.module import compiled
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "check_available",
     "combine",
     "dispatch",
+    "failure",
     "open_buffer",
     "ragged_all_to_all",
     "redispatch",

@@ -13,9 +13,6 @@ from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.cuda import devices, module, schedule
 
-DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "int8": 4, "float8_e5m2": 5}
-WIRES = {None: 0, "float8_e4m3fn": 1, "int8": 2}
-LAYOUTS = {"grouped": 0, "ranked": 1, "padded": 2}
 MAX_TIMEOUT_NS = 2**62
 
 
@@ -33,6 +30,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
+    names = module.compiled()
     return {
         "ranks": spec.num_ranks,
         "num_tokens": spec.num_tokens,
@@ -41,10 +39,10 @@ def attributes(
         "hidden": hidden,
         "capacity": spec.capacity,
         "alignment": spec.alignment,
-        "layout": LAYOUTS[spec.layout],
+        "layout": names.layouts.index(spec.layout),
         "ranks_per_node": spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0],
-        "dtype": DTYPES[jnp.dtype(dtype).name],
-        "wire": WIRES[wire.dtype if wire else None],
+        "dtype": names.dtypes.index(jnp.dtype(dtype).name),
+        "wire": names.wires.index(wire.dtype if wire else ""),
         "ue8m0": int(wire is not None and wire.scale_format == "ue8m0"),
         "scaled": int(scaled),
         "weighted": int(weighted),
@@ -65,11 +63,11 @@ def timeout_ns(config: KernelConfig) -> int:
 
 
 def check_limits(spec: Spec) -> None:
-    most = module.compiled().max_ranks
+    most = module.compiled()
     for name, value, limit in (
-        ("ranks", spec.num_ranks, most),
-        ("top_k", spec.top_k, 64),
-        ("num_experts", spec.num_experts, 4096),
+        ("ranks", spec.num_ranks, most.max_ranks),
+        ("top_k", spec.top_k, most.max_top_k),
+        ("num_experts", spec.num_experts, most.max_experts),
     ):
         if value > limit:
             raise ValueError(

@@ -17,15 +17,16 @@ CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
 
 
-def _attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, **units: int) -> dict[str, int]:
+def _attributes(
+    config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int
+) -> dict[str, int]:
     """`pair_bytes`: the largest message between two ranks."""
     most = module.compiled().max_ranks
     if ranks > most:
         raise ValueError(
             f"the CUDA backend takes at most {most} ranks, not {ranks}: use KernelConfig(backend='reference')"
         )
-    blocks = min(config.num_sms or schedule.DEFAULT_SMS, sms)
-    lanes = max(1, min(blocks // (2 * ranks), -(-pair_bytes // 4096)))
+    lanes = max(1, min(schedule.blocks(config, sms) // ranks, -(-pair_bytes // 4096)))
     chunk = min(CHUNK_BYTES, -(-pair_bytes // (256 * lanes)) * 256)
     return {
         "ranks": ranks,
@@ -34,6 +35,7 @@ def _attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, **u
         "ring_chunks": RING_CHUNKS,
         "timeout_ns": call.timeout_ns(config),
         "channel": config.channel,
+        "poison": 0x80 if "fnuz" in jnp.dtype(dtype).name else 0xFF,
         **units,
     }
 
@@ -63,6 +65,7 @@ def all_to_all(
         devices.num_sms(mesh),
         ranks,
         unit_bytes,
+        x.dtype,
         unit_bytes=unit_bytes,
         operand_units=ranks,
         output_units=ranks,
@@ -101,6 +104,7 @@ def ragged_all_to_all(
         devices.num_sms(mesh),
         ranks,
         unit_bytes * operand.shape[0],
+        operand.dtype,
         unit_bytes=unit_bytes,
         operand_units=operand.shape[0],
         output_units=output.shape[0],

@@ -12,15 +12,15 @@ from xen_moe_jax import _mesh, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.cuda import devices, schedule
-from xen_moe_jax.backends.cuda.call import DTYPES, attributes, call
+from xen_moe_jax.backends.cuda import devices, module, schedule
+from xen_moe_jax.backends.cuda.call import attributes, call
 
 STAND_INS = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}
 
 
 def _copied(x: jax.Array) -> tuple[jax.Array, Any]:
     """An array of a dtype that the kernels copy, and what to cast the results back to (None: nothing)."""
-    if x.dtype.name in DTYPES:
+    if x.dtype.name in module.compiled().dtypes:
         return x, None
     if x.dtype.itemsize not in STAND_INS or x.dtype == jnp.bool_:
         raise ValueError(f"the CUDA backend moves rows of 1, 2 or 4 bytes an element, not {x.dtype}: cast x first")
@@ -44,14 +44,11 @@ def dispatch(
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
     attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled)
-    operands = (x, scales, topk_idx, topk_weights) if scaled else (x, topk_idx, topk_weights)
+    operands = (x, scales, topk_idx, topk_weights)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
-    no_scales = None if scaled else results.pop(1)
     out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)
-    if no_scales is not None:
-        out.insert(1, jnp.zeros(no_scales.shape, no_scales.dtype))
     return tuple(out)
 
 

@@ -6,6 +6,7 @@ The sizes are computed where they are used, in ffi/operation.cc.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -18,6 +19,10 @@ from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax.backends.cuda import call, devices, module, schedule
 
 SMALL_BATCH = 4096
+CHANGE_S = 600.0
+"""For the other processes to come when memory changes: they may be compiling."""
+CLOSE_S = 30.0
+RESET_S = 60.0
 
 
 def buffer_size_hint(
@@ -34,35 +39,58 @@ def buffer_size_hint(
     )  # no schedule cuts rows finer
     cut = dataclasses.replace(schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts))
     attrs = call.attributes(spec, hidden, dtype, cut, DEFAULT_CONFIG, wire=wire, scaled=scaled)
-    return module.compiled().routing_staging_bytes(attrs)
+    return module.compiled().dispatch_staging_bytes(attrs)
 
 
 class Memory:
     """Memory that an open `xm.Buffer` holds."""
 
-    def __init__(self, keys: np.ndarray, channel: int) -> None:
-        self._arguments = (keys.reshape(-1).tolist(), keys.shape[1], channel)
+    def __init__(self, keys: np.ndarray, channel: int, size_bytes: int) -> None:
+        self._workspace = module.compiled().workspace(keys.reshape(-1).tolist(), keys.shape[1], channel)
+        self._workspace.reserve(size_bytes, CHANGE_S)
 
     def close(self) -> None:
-        module.compiled().release(*self._arguments)
+        """Returns within `CLOSE_S`; what is still in use then is freed when it no longer is."""
+        try:
+            self._workspace.release(CLOSE_S)
+        except RuntimeError as error:  # another process did not close: its share keeps until the next change of memory
+            warnings.warn(str(error), stacklevel=4)
 
 
 def open_buffer(mesh: jax.sharding.Mesh, axis_name: tuple[str, ...], size_bytes: int, channel: int) -> Memory:
     """Allocates on every rank. Collective when the axis spans processes."""
     keys = devices.groups(mesh, axis_name)
     devices.prepare(keys)
-    module.compiled().reserve(keys.reshape(-1).tolist(), keys.shape[1], channel, size_bytes)
-    return Memory(keys, channel)
+    return Memory(keys, channel, size_bytes)
 
 
-def reset() -> None:
-    """Restarts all workspaces of this process after a timeout, when nothing is running.
+def failure() -> str:
+    """Why a group of this process has failed; "" while none has. Reads host memory alone."""
+    loaded = module.loaded()
+    return loaded.failure() if loaded is not None else ""
 
-    Where an axis spans processes, every process must call it.
+
+def reset(timeout_s: float = RESET_S) -> None:
+    """Makes every group of this process usable again after a failure. No program may be running.
+
+    Operations of this library that still wait are told to end. Where an axis spans processes, every process must call
+    it.
+
+    Args:
+      timeout_s: seconds to wait for GPUs to become idle, and for the other processes.
+
+    Raises:
+      RuntimeError: a GPU was still busy, or a process did not come. What has failed stays so; call it again.
     """
-    module.registered().reset()
+    if timeout_s <= 0:
+        raise ValueError(f"reset: timeout_s={timeout_s!r}: must be positive seconds")
+    module.registered().reset(float(timeout_s))
 
 
 def workspaces() -> list[dict[str, Any]]:
-    """What is allocated: for each group and channel the devices, ranks, staging bytes and scratch bytes of a rank."""
+    """What is allocated, for each group and channel.
+
+    Keys: devices, ranks, channel; staging_bytes and scratch_bytes of a rank; generation, how often it was made anew;
+    generations_held, how many of them still hold memory; launches by the host, which replays of a graph are not.
+    """
     return module.compiled().workspaces()

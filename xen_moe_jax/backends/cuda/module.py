@@ -10,10 +10,7 @@ import jax
 
 from xen_moe_jax.backends.availability import BackendUnavailable
 
-INSTALL = (
-    "install a wheel that was built with nvcc (pip install 'xen-moe-jax[cuda13]', or XEN_MOE_CUDA=ON pip install . "
-    "in a checkout)"
-)
+INSTALL = "build it: XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout"
 
 
 @functools.cache
@@ -31,6 +28,14 @@ def compiled() -> types.ModuleType:
         ) from error
 
 
+_loaded: types.ModuleType | None = None
+
+
+def loaded() -> types.ModuleType | None:
+    """The module if this process has used it."""
+    return _loaded
+
+
 @functools.cache
 def registered() -> types.ModuleType:
     """The module with its FFI types and targets registered.
@@ -38,10 +43,12 @@ def registered() -> types.ModuleType:
     After `jax.devices()`: jaxlib replays queued handlers before queued state types when a client is made, and a handler
     with state registered before that fails.
     """
+    global _loaded
     module = compiled()
     jax.devices()
     for name, registration in module.types().items():
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, target in module.targets().items():
         jax.ffi.register_ffi_target(name, target, platform="CUDA")
+    _loaded = module
     return module

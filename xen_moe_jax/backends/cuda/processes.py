@@ -1,4 +1,4 @@
-"""One process per GPU: NVSHMEM, started through `jax.distributed`'s key-value store."""
+"""One process per GPU: NVSHMEM, agreement and liveness, started through `jax.distributed`'s key-value store."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 
 from xen_moe_jax import _jax_internals
 from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import agreement, liveness
 
 LIBRARY = "libnvshmem_host.so.3"
 PREFIX = "xen_moe_jax/nvshmem"
@@ -93,7 +94,15 @@ def start_nvshmem(compiled: Any) -> None:
     device = jax.local_devices()[0]
     nvshmem.init(process, count, unique_id, device.local_hardware_id)
     compiled.set_provider(nvshmem.provider())
+    watch(compiled, agreement.JaxStore(client), process, count)
     _started = True
+
+
+def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> liveness.Watcher:
+    """From now on the processes agree through `store`, and a death fails the groups that the dead process was in."""
+    watcher = liveness.Watcher(store, process, count, compiled.mark_dead)
+    compiled.set_agreement(agreement.Agreement(store, process, count, watcher.dead))
+    return watcher
 
 
 def _check_one_node(client: Any, process: int, count: int) -> None:

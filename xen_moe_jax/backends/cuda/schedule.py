@@ -12,15 +12,17 @@ from typing import Any
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
-WARPS = 16
-"""Warps of a thread block; `kWarps` in cuda_kernels/workspace.h."""
+QUANTIZING_SMS = 96
+"""Of a dispatch that quantises a large batch: arithmetic, not the link, limits it."""
+SPARE_SMS = 36
+"""What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
+theirs that finds no place would wait for one of ours, which waits for a rank that waits for theirs."""
 MIN_PART_ELEMENTS = 512
 SOLO_ENTRIES = 2048
 """Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
-SOLO_BYTES = 40 * 1024
-"""Shared memory of a block for positions; `kLayoutSharedBytes` in cuda_kernels/layout.cuh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +61,9 @@ class Schedule:
     solo_layout: bool = False
 
 
-def _blocks(config: KernelConfig, sms: int) -> int:
-    return min(config.num_sms or DEFAULT_SMS, sms)
+def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
+    """Thread blocks, of one SM each: what the caller asks for, up to all; the default leaves `SPARE_SMS`."""
+    return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
@@ -82,42 +85,42 @@ def _within(value: int, most: int) -> int:
 
 def _solo_segment(spec: Spec) -> int | None:
     """Tokens of a segment when every block can compute all positions in its shared memory; None when it cannot."""
-    per_source = max(1, WARPS // spec.num_ranks)
+    per_source = max(1, module.compiled().warps // spec.num_ranks)
     segment = -(-spec.num_tokens // per_source)
     segments = spec.num_ranks * -(-spec.num_tokens // segment)
     columns = 1 if spec.layout == "ranked" else spec.local_experts
-    words = spec.num_ranks * spec.num_tokens * spec.slots + columns * (segments + WARPS + 2)
+    words = spec.num_ranks * spec.num_tokens * spec.slots + columns * (segments + module.compiled().warps + 2)
     few = spec.num_ranks * spec.num_tokens * spec.slots <= SOLO_ENTRIES
-    return segment if few and 4 * words <= SOLO_BYTES else None
+    return segment if few and 4 * words <= module.compiled().solo_layout_bytes else None
 
 
 def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes: bool = False) -> Schedule:
     """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more."""
-    blocks = min(config.num_sms or (sms if quantizes and spec.num_tokens > 512 else DEFAULT_SMS), sms)
     small = spec.num_tokens <= 512
+    count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
-        push = blocks // 2
+        push = count // 2
     else:
-        push = min(24, blocks * 3 // 8) if blocks >= 48 else min(8, blocks // 2)
-    push = _within(_tuning.push_blocks or push, blocks)
-    parts = _parts(spec.num_tokens, push * WARPS // 2, hidden, config)
+        push = min(24, count * 3 // 8) if count >= 48 else min(8, count // 2)
+    push = _within(_tuning.push_blocks or push, count)
+    parts = _parts(spec.num_tokens, push * module.compiled().warps // 2, hidden, config)
     solo = _solo_segment(spec)
     if solo is not None and _tuning.solo_layout is not False:
-        return Schedule(blocks, push, _within(-(-spec.num_tokens * spec.top_k // 512), blocks), parts, solo, True)
-    counting = _within(_tuning.layout_blocks or blocks - push, blocks)
+        return Schedule(count, push, _within(-(-spec.num_tokens * spec.top_k // 512), count), parts, solo, True)
+    counting = _within(_tuning.layout_blocks or count - push, count)
     tokens = spec.num_ranks * spec.num_tokens
-    segment = max(-(-32 // spec.slots), -(-tokens // (counting * WARPS)))
+    segment = max(-(-32 // spec.slots), -(-tokens // (counting * module.compiled().warps)))
     segments = spec.num_ranks * -(-spec.num_tokens // segment)
-    counting = _within(-(-segments // WARPS), counting)
-    return Schedule(blocks, push, counting, parts, segment)
+    counting = _within(-(-segments // module.compiled().warps), counting)
+    return Schedule(count, push, counting, parts, segment)
 
 
 def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
     """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
-    blocks = _blocks(config, sms)
+    count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
-    small = items <= 4 * blocks * WARPS
-    push = blocks // 2 if small else max(blocks * 3 // 8, min(16, blocks // 2))
-    push = _within(_tuning.push_blocks or push, blocks)
-    parts = _parts(items, 4 * push * WARPS, hidden, config)
-    return Schedule(blocks, push, 1, parts, max(1, spec.num_tokens))
+    small = items <= 4 * count * module.compiled().warps
+    push = count // 2 if small else max(count * 3 // 8, min(16, count // 2))
+    push = _within(_tuning.push_blocks or push, count)
+    parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
+    return Schedule(count, push, 1, parts, max(1, spec.num_tokens))

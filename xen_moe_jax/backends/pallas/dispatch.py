@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,7 @@ from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.peers import Axes
-from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.pallas_kernels.record import LANES, Record
 
 LOW_LATENCY_TOKENS = 256
 """Up to this many tokens a rank, blocks are small, so that the first rows leave early."""
@@ -41,7 +41,7 @@ def dispatch(
     return (*with_scales(rows), positions, recv_counts, *rest)
 
 
-def is_quantised(x: jax.Array) -> bool:
+def is_quantised(x: Any) -> bool:
     """Whether the payload is a `BlockScaled`'s values."""
     return x.dtype.itemsize == 1
 
@@ -84,22 +84,46 @@ def redispatch(
 
 
 def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
-    """What a row looks like on the wire."""
+    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire."""
+    hidden = -(-hidden // LANES) * LANES
     if wire is not None:
         return Record(hidden, wire.dtype, scaled=True)
     return Record(hidden, jnp.dtype(dtype).name, scaled=scaled)
 
 
+class Rows(NamedTuple):
+    """What the rows of a dispatch are, before and after they travel.
+
+    Attributes:
+      hidden, dtype: as given. scaled: scales travel with them, and arrive.
+      record: a row on the wire. quantise: (dtype, scale format) to quantise to, or None.
+    """
+
+    hidden: int
+    dtype: Any
+    scaled: bool
+    record: Record
+    quantise: tuple[str, str] | None
+
+
+def rows_of(x: Any, wire: Wire | None) -> Rows:
+    """Of `x [T, H]`, an array or its aval."""
+    scaled = is_quantised(x)
+    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire), quantisation(wire))
+
+
+def quantisation(wire: Wire | None) -> tuple[str, str] | None:
+    return None if wire is None else (wire.dtype, wire.scale_format)
+
+
 def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: Wire | None, config: KernelConfig):
     """Rows (and scales) of `routed.x`; those past the last group are unspecified."""
-    hidden = x.shape[1]
     if spec.capacity == 0 or spec.num_tokens == 0:
         return padding.empty_rows(x, scales, spec)
+    rows = rows_of(x, wire)
     x = padding.pad_hidden(x)
-    record = record_of(x.shape[1], x.dtype, scales is not None, wire)
     todo = plan.dispatch_plan(topk_idx, positions, spec)
-    quantise = None if wire is None else (wire.dtype, wire.scale_format)
-    launch = push_launch(x, scales is not None, record, spec, config)
+    launch = push_launch(rows, spec, config)
     if len(spec.axis_name) == 2:
         staged = two_axes.push(
             x,
@@ -107,8 +131,8 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
             topk_idx,
             todo,
             positions,
-            record=record,
-            quantise=quantise,
+            record=rows.record,
+            quantise=rows.quantise,
             spec=spec,
             config=config,
             launch=launch,
@@ -117,18 +141,13 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
         staged = push_kernel.push(
             x,
             scales,
-            todo.peer,
-            todo.address,
-            todo.expected,
-            record=record,
-            quantise=quantise,
-            staging_rows=todo.staging_rows,
-            axes=Axes(spec.axis_name, spec.axis_sizes),
+            todo.routes,
+            record=rows.record,
+            quantise=rows.quantise,
+            axes=plan.kernel_axes(spec),
             launch=launch,
         )
-    return place_rows(
-        staged, todo.staged, positions, recv_counts, record, x.dtype, scales is not None, hidden, spec, config
-    )
+    return place_rows(staged, todo.staged, positions, recv_counts, rows, spec=spec, config=config)
 
 
 def low_latency(spec: Spec, config: KernelConfig) -> bool:
@@ -137,21 +156,29 @@ def low_latency(spec: Spec, config: KernelConfig) -> bool:
     return config.mode == "low_latency"
 
 
-def push_launch(x: jax.Array, has_scales: bool, record: Record, spec: Spec, config: KernelConfig) -> Launch:
-    smallest = tile_rows(x.dtype)
+def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
+    smallest = tile_rows(rows.dtype)
     return hardware.launch(
         "push",
-        functools.partial(push_kernel.vmem_bytes, record, x.dtype, has_scales),
+        functools.partial(push_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled),
         preferred=smallest if low_latency(spec, config) else 64,
         smallest=smallest,
         available=spec.num_tokens,
         config=config,
+        axes=plan.kernel_axes(spec),
     )
 
 
 def place_rows(
-    staged, staged_row, positions, recv_counts, record, dtype, keep_scales, hidden, spec: Spec, config: KernelConfig
-):
+    staged: jax.Array,
+    staged_row: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    like: Rows,
+    *,
+    spec: Spec,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
     """Staged records -> rows of `routed.x`, in its shape."""
     pairs = jnp.broadcast_to(staged_row[..., None], positions.shape)
     source = place_slots(pairs, positions, spec, fill=-1, flat=True)
@@ -159,16 +186,16 @@ def place_rows(
         staged,
         source,
         _layout.used_rows(recv_counts, spec).reshape(-1),
-        record=record,
-        out_dtype=dtype,
-        keep_scales=keep_scales,
+        record=like.record,
+        out_dtype=like.dtype,
+        keep_scales=like.scaled,
         launch=hardware.launch(
             "place",
-            functools.partial(place_kernel.vmem_bytes, record, dtype, keep_scales),
+            functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
             preferred=128,
-            smallest=tile_rows(dtype),
+            smallest=tile_rows(like.dtype),
             available=source.shape[0],
             config=config,
         ),
     )
-    return tuple(r[:, : hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))
+    return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))

@@ -1,0 +1,147 @@
+// How an operation waits, gives up, and tells everybody.
+//
+// Every wait of every kernel is a WaitUntil. It ends when what it waits for has arrived, when the group has failed (the
+// failure word in this rank's mailbox), when the other rank has announced another operation, or when the time is up.
+// A rank that gives up first puts its failure word into the mailbox of rank 0: whoever comes first there decides, so
+// that all ranks name the same root. Then the word goes to all mailboxes, and all waits of the group end. It stays
+// until the host clears it. Nothing here is on the way of an operation that goes well: the slow half of WaitUntil runs
+// after 64 polls.
+#pragma once
+
+#include "memory_order.cuh"
+#include "params.h"
+
+namespace xen_moe {
+
+constexpr uint64_t kShowWaitingNs = 1000000;    // a wait that lasts longer is shown in `progress`, and again this often
+constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announcements, to see which one is odd
+
+// The operation that a block runs: in shared memory, written when it begins.
+struct Running {
+  char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
+  char* data[kMaxRanks];  // and its data
+  char* scratch;
+  Control* control;
+  Mailbox* mailbox;
+  uint64_t timeout_ns;
+  uint32_t epoch, signature;
+  Operation operation;
+  int ranks, rank;
+  uint32_t generation;  // of the memory that it uses (low byte)
+  uint32_t current;     // the one that Control::current had
+  uint32_t reported;    // the one that the host knows of
+  bool refused;         // the group had failed when this block started
+  bool outside;         // this block could not check in: it has no part in the operation
+  bool last;            // this block is the last to finish
+  bool all_refused;
+};
+
+static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step step, int rank, int other,
+                                         uint64_t waited_ns) {
+  uint64_t word = PackFailure({cause, run.operation, step, rank, other, run.epoch});
+  StoreRelaxedSystem(&run.mailbox->waited_ns, waited_ns);
+  __threadfence_system();
+  const uint64_t first = ClaimWordSystem(&run.control->mailbox[0]->failure, word);
+  if (first) word = first;
+  for (int r = 0; r < run.ranks; ++r) ClaimWordSystem(&run.control->mailbox[r]->failure, word);
+}
+
+// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody.
+static __device__ __noinline__ void FailTimeout(const Running& run, Step step, int rank, uint64_t waited_ns) {
+  uint32_t seen = 1u << run.rank;
+  while (!(seen >> rank & 1)) {
+    seen |= 1u << rank;
+    const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
+    if (!ProgressWaits(shown)) {
+      if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
+      break;
+    }
+    const int next = ProgressRank(shown);
+    if (next >= run.ranks || (seen >> next & 1)) break;
+    step = ProgressStep(shown);
+    rank = next;
+  }
+  Fail(run, Cause::kTimeout, step, rank, run.rank, waited_ns);
+}
+
+// `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
+static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
+  const uint64_t* words = run.mailbox->announcements[run.epoch & 1];
+  const uint32_t theirs = AnnouncedSignature(LoadRelaxedSystem(words + rank));
+  const uint64_t start = NowNs();
+  int with_me, with_them, arrived;
+  do {
+    with_me = with_them = arrived = 0;
+    for (int r = 0; r < run.ranks; ++r) {
+      const uint64_t word = LoadRelaxedSystem(words + r);
+      if (AnnouncedEpoch(word) != run.epoch) continue;
+      ++arrived;
+      with_me += AnnouncedSignature(word) == run.signature;
+      with_them += AnnouncedSignature(word) == theirs;
+    }
+  } while (arrived < run.ranks && NowNs() - start < kMismatchGraceNs);
+  const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
+  Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
+}
+
+struct Waiting {
+  uint64_t start = 0, shown = 0;
+};
+
+// The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks.
+static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int rank, Waiting* waiting) {
+  if (LoadRelaxedSystem(&run.mailbox->failure)) return false;
+  if (rank != run.rank) {
+    const uint64_t word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][rank]);
+    if (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) != run.signature) {
+      FailMismatch(run, rank);
+      return false;
+    }
+  }
+  const uint64_t now = NowNs();
+  if (waiting->start == 0) waiting->start = now;
+  const uint64_t waited = now - waiting->start;
+  if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
+    waiting->shown = now;
+    StoreRelaxedSystem(&run.mailbox->progress, PackWaiting(run.epoch, step, rank));
+  }
+  // A block of this GPU that waits for a peer gives up first, and names that peer.
+  if (run.timeout_ns && waited / (rank == run.rank ? 2 : 1) > run.timeout_ns) {
+    FailTimeout(run, step, rank, waited);
+    return false;
+  }
+  return true;
+}
+
+// Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used.
+template <class Arrived>
+__device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank) {
+  if (arrived()) return true;
+  Waiting waiting;
+  do {
+#pragma unroll 1
+    for (int poll = 0; poll < 64; ++poll) {
+      if (!arrived()) continue;
+      if (waiting.shown) StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
+      return true;
+    }
+  } while (MayWaitOn(run, step, rank, &waiting));
+  return false;
+}
+
+// Waits for rank `rank` to have written this operation's epoch.
+__device__ __forceinline__ bool WaitFlag(const uint32_t* flag, const Running& run, uint32_t epoch, Step step,
+                                         int rank) {
+  return WaitUntil([&] { return LoadAcquireSystem(flag) == epoch; }, run, step, rank);
+}
+
+// Waits until a counter of this GPU has reached `target`. All threads of the block call it; all get the answer.
+__device__ __forceinline__ bool BlockAwait(const uint32_t* counter, uint32_t target, const Running& run) {
+  bool arrived = true;
+  if (threadIdx.x == 0) {
+    arrived = WaitUntil([&] { return LoadAcquireGpu(counter) >= target; }, run, Step::kLocalBlocks, run.rank);
+  }
+  return __syncthreads_and(arrived);
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,258 @@
+// The beginning and the end of every operation.
+//
+// Begin: each block checks in, so that two operations on one channel never mix; block 0 announces the operation to all
+// ranks; all find the memory that this operation uses. End: the last block to finish sees every rank's announcement of
+// this operation (workspace.h says what follows from that), poisons the results if the group has failed, and makes room
+// for the next operation.
+//
+// Blocks that the GPU has not started yet are waited for by nobody but the end: an operation makes progress with any
+// number of resident blocks, and a block that is done leaves its place to the next.
+//
+// Memory order: check-in and end use the word {owner, epoch} with GPU-scope acquire and a fence before the store. An
+// announcement is relaxed: it says that this kernel has started, hence that the one before it on this rank has ended,
+// and a kernel's reads and writes are done when it ends.
+#pragma once
+
+#include "failure.cuh"
+
+namespace xen_moe {
+
+// Thread 0: waits until no other operation holds the channel. The claim and the load go to one word, one behind the
+// other; the load counts only if it shows this call as the owner, and then the epoch beside it cannot change before
+// this block has finished. The operation that holds the channel always ends by itself, as all its waits do.
+static __device__ __noinline__ bool AwaitOwner(Running& run, uint32_t call_id) {
+  const uint64_t start = NowNs();
+  for (bool told = false;;) {
+    ClaimWordGpu(&run.control->owner, call_id);
+    const uint64_t word = LoadAcquireGpu(reinterpret_cast<const uint64_t*>(&run.control->owner));
+    run.epoch = NextEpoch(static_cast<uint32_t>(word >> 32));
+    if (static_cast<uint32_t>(word) == call_id) return true;
+    const uint64_t waited = NowNs() - start;
+    if (run.timeout_ns && !told && waited / 4 > run.timeout_ns) {
+      told = true;
+      Fail(run, Cause::kConcurrent, Step::kOwner, run.rank, run.rank, waited);
+    }
+    if (run.timeout_ns && waited / 8 > run.timeout_ns) return false;  // something is broken: take no part
+    __nanosleep(500);
+  }
+}
+__device__ __forceinline__ bool CheckIn(Running& run, uint32_t call_id) {
+  ClaimWordGpu(&run.control->owner, call_id);
+  const uint64_t word = LoadAcquireGpu(reinterpret_cast<const uint64_t*>(&run.control->owner));
+  run.epoch = NextEpoch(static_cast<uint32_t>(word >> 32));
+  return static_cast<uint32_t>(word) == call_id || AwaitOwner(run, call_id);
+}
+
+// Lane `rank` of a warp waits for that rank's announcement of this operation; returns it. All lanes call it.
+__device__ __forceinline__ uint64_t AwaitAnnouncement(const Running& run) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t epoch = run.epoch;
+  uint64_t word = 0;
+  if (lane < run.ranks) {
+    const uint64_t* at = &run.mailbox->announcements[epoch & 1][lane];
+    if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, lane) &&
+        AnnouncedSignature(word) != run.signature) {
+      FailMismatch(run, lane);
+    }
+  }
+  __syncwarp();
+  return word;
+}
+// The oldest generation among lanes below `ranks`, to all lanes; `*rank`: a lane that has it.
+__device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, int ranks, int* rank) {
+  uint32_t oldest = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, 0));
+  *rank = 0;
+  for (int r = 1; r < ranks; ++r) {
+    const uint32_t generation = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, r));
+    if (OlderGeneration(generation, oldest)) oldest = generation, *rank = r;
+  }
+  return oldest;
+}
+
+// Suffices() of workspace.h, of a table that the host or another block may just have written.
+__device__ __forceinline__ bool SufficesNow(const MemoryTable* table, const Needs& needs) {
+  const volatile MemoryTable& seen = *table;
+  return needs.flag_bytes <= seen.flag_bytes && needs.data_bytes <= seen.data_bytes &&
+         needs.scratch_bytes <= seen.scratch_bytes;
+}
+
+// The first warp: memory for an operation that the current generation does not suffice for. All ranks see the same
+// words, hence take the same table or fail alike.
+static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
+  const uint64_t word = AwaitAnnouncement(run);
+  if (__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0)) return nullptr;
+  int rank;
+  const uint32_t oldest = OldestGeneration(word, run.ranks, &rank);
+  const MemoryTable* table = &run.control->memory[oldest % kGenerations];
+  const uint32_t generation = LoadRelaxedSystem(&table->generation);
+  if ((generation & 0xFF) == oldest && SufficesNow(table, needs)) return table;
+  if ((threadIdx.x & 31) == 0) Fail(run, Cause::kMemory, Step::kArrival, rank, run.rank, 0);
+  __syncwarp();
+  return nullptr;
+}
+
+// All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
+// do but to poison and to finish.
+__device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
+                                               int rank) {
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    if (lane == 0) {
+      run.control = call.control;
+      run.mailbox = call.mailbox;
+      run.timeout_ns = call.timeout_ns;
+      run.signature = call.signature;
+      run.operation = operation;
+      run.ranks = ranks;
+      run.rank = rank;
+      run.outside = !CheckIn(run, call.call_id);
+    }
+    __syncwarp();
+    const uint32_t epoch = run.epoch;
+    const MemoryTable* table = &call.control->current;
+    const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
+    const uint32_t current = LoadRelaxedSystem(&table->generation);
+    const bool enough = SufficesNow(table, call.needs);
+    bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
+    refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
+    if (!refused) {
+      if (blockIdx.x == 0) {
+        // Every rank gets the same word, this one too.
+        const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
+        if (lane < ranks) {
+          StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
+        } else if (lane >= 16) {
+          const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+          StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
+        }
+        if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+      }
+      if (!enough) table = AwaitMemory(run, call.needs);
+      refused = table == nullptr;
+    }
+    if (!refused && lane < ranks) {
+      const volatile MemoryTable& chosen = *table;
+      const uint64_t half_bytes = chosen.flag_bytes + chosen.data_bytes;
+      char* const half = chosen.staging[lane] + (epoch & 1) * half_bytes;
+      run.half[lane] = half;
+      run.data[lane] = half + half_bytes - call.needs.data_bytes;
+      if (lane == 0) {
+        run.scratch = chosen.scratch;
+        run.generation = chosen.generation & 0xFF;
+        run.current = current & 0xFF;
+        run.reported = LoadRelaxedSystem(&call.control->reported);
+      }
+    }
+    if (lane == 0) run.refused = refused;
+  }
+  __syncthreads();
+}
+
+// A failed result: every byte. NaN in bf16, f16, f32, e4m3 and e5m2, -1 in integers; counts are zero instead.
+constexpr uint8_t kPoison = 0xFF;
+
+// Writes `value` into this block's share of `bytes` bytes; `index` of `count` blocks that share the work.
+__device__ __forceinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
+  if (to == nullptr) return;
+  char* const at = static_cast<char*>(to);
+  const uint64_t first = static_cast<uint64_t>(index) * blockDim.x + threadIdx.x;
+  const uint64_t step = static_cast<uint64_t>(count) * blockDim.x;
+  const uint64_t ahead = (16 - reinterpret_cast<uint64_t>(at) % 16) % 16;
+  const uint64_t head = ahead < bytes ? ahead : bytes;
+  const uint64_t vectors = (bytes - head) / 16;
+  const int word = value * 0x01010101;
+  for (uint64_t i = first; i < vectors; i += step) {
+    reinterpret_cast<int4*>(at + head)[i] = make_int4(word, word, word, word);
+  }
+  for (uint64_t i = first; i < head; i += step) at[i] = static_cast<char>(value);
+  for (uint64_t i = head + vectors * 16 + first; i < bytes; i += step) at[i] = static_cast<char>(value);
+}
+
+// Copies the failure to the host, once. One thread of the last block calls it.
+static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t word) {
+  Control* const control = run.control;
+  if (atomicExch(&control->mirrored, 1u)) return;
+  for (int r = 0; r < run.ranks; ++r)
+    ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+  ErrorRecord* const record = control->error;
+  const Failure failure = UnpackFailure(word);
+  const Mailbox* own = run.mailbox;
+  auto copy = [&](int rank, Descriptor* to) {
+    if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead) rank = run.rank;  // touch nothing of the dead
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
+    Descriptor seen;
+    // A descriptor is stored without a fence; in a mismatch its signature, which was announced, says when it is whole.
+    const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+    for (int attempt = 0; attempt < 1000; ++attempt) {
+      for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
+      if (AnnouncedEpoch(announced) != failure.epoch || Signature(seen) == AnnouncedSignature(announced)) break;
+    }
+    for (int i = 0; i < 16; ++i) {
+      StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);
+    }
+  };
+  copy(failure.rank, &record->of_rank);
+  copy(failure.other, &record->of_other);
+  const int told = failure.cause == Cause::kTimeout && failure.other < run.ranks ? failure.other : run.rank;
+  StoreRelaxedSystem(&record->waited_ns, LoadRelaxedSystem(&control->mailbox[told]->waited_ns));
+  __threadfence_system();
+  StoreRelaxedSystem(&record->failure, word);
+}
+
+// Thread 0 of the last block: everything as the next operation expects it.
+__device__ __forceinline__ void CompleteOperation(const Running& run) {
+  Control* const control = run.control;
+  control->ticket = 0;
+  control->claimed[0] = control->claimed[1] = control->claimed[2] = control->claimed[3] = 0;
+  control->completed[0] = control->completed[1] = 0;
+  __threadfence();
+  StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
+}
+
+// All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
+// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+template <class Poison>
+__device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
+  if (run.refused) poison(blockIdx.x, gridDim.x);
+  if (run.outside) return;
+  Control* const control = run.control;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
+    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
+    run.last = (now & 0xFFFF) == gridDim.x;
+    run.all_refused = now >> 16 == gridDim.x;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!run.last) return;
+  bool fill = false;
+  if (threadIdx.x < 32) {
+    const bool all_refused = run.all_refused;
+    const uint64_t word = all_refused ? 0 : AwaitAnnouncement(run);
+    const uint64_t failure = __shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0);
+    if (failure) {
+      fill = !all_refused;
+      if (threadIdx.x == 0) MirrorFailure(run, failure);
+    } else {
+      int rank;
+      const uint32_t next = OldestGeneration(word, run.ranks, &rank);
+      if (run.current != next) {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->memory[next % kGenerations]);
+        uint32_t* const to = reinterpret_cast<uint32_t*>(&control->current);
+        for (uint32_t i = threadIdx.x; i < sizeof(MemoryTable) / 4; i += 32) to[i] = LoadRelaxedSystem(from + i);
+      }
+      if (threadIdx.x == 0 && run.reported != run.generation) {
+        control->reported = run.generation;
+        StoreRelaxedSystem(&control->error->generation, run.generation);
+      }
+    }
+    __syncwarp();
+  }
+  if (__syncthreads_or(fill)) poison(0, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) CompleteOperation(run);
+}
+
+}  // namespace xen_moe

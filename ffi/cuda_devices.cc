@@ -1,0 +1,281 @@
+// GPUs through the CUDA runtime. Memory comes from the driver's virtual memory functions: unlike cudaMalloc and
+// cudaFree they do not wait for running kernels, which may be waiting for a launch that the calling thread has yet to
+// make.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "cuda_kernels/params.h"
+#include "ffi/devices.h"
+
+namespace xen_moe {
+namespace {
+
+constexpr double kCopySeconds = 30.0;  // a copy of a few MiB; more means that the GPU has stopped
+
+std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
+
+void Check(cudaError_t e, const std::string& what) {
+  if (e == cudaSuccess) return;
+  cudaGetLastError();
+  Refuse(what + ": " + cudaGetErrorString(e));
+}
+
+struct DeviceGuard {
+  int saved = 0;
+  explicit DeviceGuard(int ordinal) {
+    cudaGetDevice(&saved);
+    Check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
+  }
+  ~DeviceGuard() { cudaSetDevice(saved); }
+};
+
+// The driver's functions, found at run time: the module must load where there is no driver.
+struct Driver {
+  decltype(&cuMemGetAllocationGranularity) granularity;
+  decltype(&cuMemCreate) create;
+  decltype(&cuMemRelease) release;
+  decltype(&cuMemAddressReserve) reserve;
+  decltype(&cuMemAddressFree) unreserve;
+  decltype(&cuMemMap) map;
+  decltype(&cuMemUnmap) unmap;
+  decltype(&cuMemSetAccess) set_access;
+
+  static const Driver& Get() {
+    static const Driver driver = [] {
+      Driver d;
+      Find("cuMemGetAllocationGranularity", &d.granularity);
+      Find("cuMemCreate", &d.create);
+      Find("cuMemRelease", &d.release);
+      Find("cuMemAddressReserve", &d.reserve);
+      Find("cuMemAddressFree", &d.unreserve);
+      Find("cuMemMap", &d.map);
+      Find("cuMemUnmap", &d.unmap);
+      Find("cuMemSetAccess", &d.set_access);
+      return d;
+    }();
+    return driver;
+  }
+
+ private:
+  template <class F>
+  static void Find(const char* name, F* f) {
+    cudaDriverEntryPointQueryResult found;
+    void* address = nullptr;
+    Check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found), name);
+    if (found != cudaDriverEntryPointSuccess)
+      Refuse(std::string("the driver has no ") + name + ": update it to 525 or later");
+    *f = reinterpret_cast<F>(address);
+  }
+};
+
+void Check(CUresult e, const std::string& what) {
+  if (e == CUDA_SUCCESS) return;
+  if (e == CUDA_ERROR_OUT_OF_MEMORY) {
+    throw MemoryError{true, "xen_moe_jax: " + what +
+                                ": not enough GPU memory for the symmetric workspace. JAX preallocates most of it: "
+                                "lower XLA_PYTHON_CLIENT_MEM_FRACTION, or lower num_tokens or hidden"};
+  }
+  Refuse(what + ": CUDA driver error " + std::to_string(static_cast<int>(e)));
+}
+
+class Cuda final : public Devices {
+ public:
+  void Prepare(const std::vector<int>& ordinals) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (int ordinal : ordinals) {
+      if (gpus_.count(ordinal)) continue;
+      DeviceGuard guard(ordinal);
+      Gpu gpu;
+      Check(cudaFree(nullptr), "creating the CUDA context of GPU " + std::to_string(ordinal));
+      Check(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking), "cudaStreamCreate");
+      Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
+      Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
+      gpus_[ordinal] = gpu;
+    }
+    if (page_left_ == 0) AddPage();
+  }
+
+  int SmCount(int ordinal) override { return Find(ordinal).sms; }
+
+  void CheckPeerAccess(int from, int to) override {
+    int can = 0;
+    Check(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer");
+    if (can) return;
+    Refuse("GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to) +
+           ": the ranks of one axis need NVLink or PCIe peer access between all of them. Use "
+           "KernelConfig(backend='reference') on this machine, or a mesh axis over GPUs that `nvidia-smi topo -p2p r` "
+           "lists as OK");
+  }
+
+  char* Allocate(int ordinal, uint64_t bytes, const std::vector<int>& readers) override {
+    const Driver& driver = Driver::Get();
+    DeviceGuard guard(ordinal);
+    const std::string what = "GPU " + std::to_string(ordinal) + ", " + Mib(bytes);
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = ordinal;
+    size_t unit = 0;
+    Check(driver.granularity(&unit, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED), what);
+    Block block;
+    block.bytes = (bytes + unit - 1) / unit * unit;
+    Check(driver.create(&block.handle, block.bytes, &properties, 0), what);
+    CUresult e = driver.reserve(&block.address, block.bytes, 0, 0, 0);
+    if (e != CUDA_SUCCESS) {
+      driver.release(block.handle);
+      Check(e, what);
+    }
+    e = driver.map(block.address, block.bytes, 0, block.handle, 0);
+    if (e == CUDA_SUCCESS) {
+      std::vector<CUmemAccessDesc> access;
+      for (int reader : readers) {
+        CUmemAccessDesc one{};
+        one.location = properties.location;
+        one.location.id = reader;
+        one.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        access.push_back(one);
+      }
+      e = driver.set_access(block.address, block.bytes, access.data(), access.size());
+      if (e != CUDA_SUCCESS) driver.unmap(block.address, block.bytes);
+    }
+    if (e != CUDA_SUCCESS) {
+      driver.unreserve(block.address, block.bytes);
+      driver.release(block.handle);
+      Check(e, what);
+    }
+    char* memory = reinterpret_cast<char*>(block.address);
+    std::lock_guard<std::mutex> lock(mutex_);
+    blocks_[memory] = block;
+    return memory;
+  }
+
+  void Free(int ordinal, char* memory) override {
+    Block block;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = blocks_.find(memory);
+      if (found == blocks_.end()) return;
+      block = found->second;
+      blocks_.erase(found);
+    }
+    DeviceGuard guard(ordinal);
+    const Driver& driver = Driver::Get();
+    driver.unmap(block.address, block.bytes);
+    driver.unreserve(block.address, block.bytes);
+    driver.release(block.handle);
+  }
+
+  // Out of pages that are pinned while nothing of this library runs: pinning waits for running kernels.
+  Pinned AllocatePinned(uint64_t bytes) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > kPage) Refuse("pinned memory of " + std::to_string(bytes) + " bytes: at most " + std::to_string(kPage));
+    auto slot = free_slots_.lower_bound(bytes);
+    if (slot != free_slots_.end()) {
+      const Pinned memory = slot->second;
+      free_slots_.erase(slot);
+      std::memset(memory.host, 0, bytes);
+      return memory;
+    }
+    bytes = (bytes + 255) / 256 * 256;
+    if (page_left_ < bytes) AddPage();
+    const Pinned memory = page_;
+    page_.host += bytes;
+    page_.device += bytes;
+    page_left_ -= bytes;
+    slots_[memory.host] = bytes;
+    return memory;
+  }
+  void FreePinned(const Pinned& memory) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_slots_.emplace(slots_.at(memory.host), memory);
+  }
+
+  void Write(int ordinal, void* to, const void* from, uint64_t bytes) override {
+    Copy(ordinal, [&](cudaStream_t s) { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, s); });
+  }
+  void Read(int ordinal, void* to, const void* from, uint64_t bytes) override {
+    Copy(ordinal, [&](cudaStream_t s) { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s); });
+  }
+  void Zero(int ordinal, void* to, uint64_t bytes) override {
+    Copy(ordinal, [&](cudaStream_t s) { return cudaMemsetAsync(to, 0, bytes, s); });
+  }
+
+  bool Idle(int ordinal, double seconds) override {
+    // cudaDeviceSynchronize has no limit: a thread of its own waits, and is left to it when it takes too long.
+    auto done = std::make_shared<std::promise<bool>>();
+    std::future<bool> result = done->get_future();
+    std::thread([done, ordinal] {
+      const bool ok = cudaSetDevice(ordinal) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess;
+      done->set_value(ok);
+    }).detach();
+    return result.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready && result.get();
+  }
+
+ private:
+  struct Gpu {
+    cudaStream_t stream = nullptr;
+    int sms = 0;
+  };
+  struct Block {
+    CUmemGenericAllocationHandle handle = 0;
+    CUdeviceptr address = 0;
+    size_t bytes = 0;
+  };
+
+  Gpu Find(int ordinal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = gpus_.find(ordinal);
+    if (found == gpus_.end()) Refuse("GPU " + std::to_string(ordinal) + " was not prepared");
+    return found->second;
+  }
+
+  void AddPage() {
+    void* host = nullptr;
+    void* device = nullptr;
+    Check(cudaHostAlloc(&host, kPage, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    Check(cudaHostGetDevicePointer(&device, host, 0), "cudaHostGetDevicePointer");
+    std::memset(host, 0, kPage);
+    page_ = {static_cast<char*>(host), static_cast<char*>(device)};
+    page_left_ = kPage;
+  }
+
+  template <class Enqueue>
+  void Copy(int ordinal, Enqueue enqueue) {
+    const cudaStream_t stream = Find(ordinal).stream;
+    DeviceGuard guard(ordinal);
+    Check(enqueue(stream), "copying to or from GPU " + std::to_string(ordinal));
+    const auto began = std::chrono::steady_clock::now();
+    for (cudaError_t e = cudaStreamQuery(stream); e != cudaSuccess; e = cudaStreamQuery(stream)) {
+      if (e != cudaErrorNotReady) Check(e, "copying to or from GPU " + std::to_string(ordinal));
+      if (std::chrono::steady_clock::now() - began > std::chrono::duration<double>(kCopySeconds)) {
+        Refuse("GPU " + std::to_string(ordinal) + " did not finish a small copy within 30 s");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<int, Gpu> gpus_;
+  std::map<char*, Block> blocks_;
+  static constexpr uint64_t kPage = 256 * 1024;
+  Pinned page_;  // what is left of the newest
+  uint64_t page_left_ = 0;
+  std::map<char*, uint64_t> slots_;  // sizes
+  std::multimap<uint64_t, Pinned> free_slots_;
+};
+
+}  // namespace
+
+Devices& CudaDevices() {
+  static Cuda* cuda = new Cuda;  // never destroyed: the driver may go first at exit
+  return *cuda;
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,97 @@
+#include "ffi/memory_bindings.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "ffi/symmetric_memory.h"
+
+namespace nb = nanobind;
+
+namespace xen_moe {
+namespace {
+
+template <class F>
+auto WithoutGil(F f) {
+  nb::gil_scoped_release nogil;
+  try {
+    return f();
+  } catch (const MemoryError& e) {
+    throw std::runtime_error(e.message);
+  }
+}
+
+// A Python function (key, said, seconds) -> (ticket, [what each process said]).
+Agree AgreeThrough(nb::object function) {
+  // Never destroyed: the interpreter may be gone by then.
+  auto* kept = new nb::object(std::move(function));
+  return [kept](const std::string& key, const std::string& said, double seconds) {
+    nb::gil_scoped_acquire gil;
+    try {
+      nb::object answer = (*kept)(key, nb::bytes(said.data(), said.size()), seconds);
+      Agreed agreed;
+      agreed.ticket = nb::cast<uint64_t>(answer[0]);
+      for (nb::handle one : nb::cast<nb::list>(answer[1])) {
+        const nb::bytes text = nb::cast<nb::bytes>(one);
+        agreed.said.emplace_back(text.c_str(), text.size());
+      }
+      return agreed;
+    } catch (nb::python_error& e) {
+      throw MemoryError{false, nb::cast<std::string>(nb::str(e.value()))};
+    }
+  };
+}
+
+}  // namespace
+
+void BindMemory(nb::module_& m, Devices* gpus) {
+  m.attr("devices_per_process") = kDevicesPerProcess;
+  m.def("configure", [gpus](int process, int num_processes, std::vector<int64_t> devices) {
+    Job job;
+    job.process = process;
+    job.num_processes = num_processes;
+    job.devices = std::move(devices);
+    job.gpus = gpus;
+    Registry::Get().Configure(std::move(job));
+  });
+  m.def("set_provider", [](nb::capsule table) {
+    Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data("xen_moe_memory_provider")));
+  });
+  m.def("set_agreement", [](nb::object function) { Registry::Get().SetAgree(AgreeThrough(std::move(function))); });
+  // The symmetric memory of an axis on a channel, for as long as this object lives.
+  nb::class_<Workspace>(m, "Workspace")
+      .def("reserve",
+           [](Workspace& w, uint64_t bytes, double seconds) { WithoutGil([&] { w.Reserve(bytes, seconds); }); })
+      .def("release", [](Workspace& w, double seconds) { WithoutGil([&] { w.Release(seconds); }); });
+  m.def("workspace", [](std::vector<int64_t> devices, int ranks, int channel) {
+    return WithoutGil([&] { return Registry::Get().Find(std::move(devices), ranks, channel); });
+  });
+  m.def("reset", [](double seconds) { WithoutGil([&] { Registry::Get().ResetAll(seconds); }); });
+  m.def("mark_dead", [](int process, bool clean) { WithoutGil([&] { Registry::Get().MarkDead(process, clean); }); });
+  m.def("renumber", [](uint32_t epoch) {
+    WithoutGil([&] {
+      for (const auto& workspace : Registry::Get().All()) workspace->Renumber(epoch);
+    });
+  });
+  m.def("failure", [] { return Registry::Get().Failure(); });
+  m.def("workspaces", [] {
+    nb::list out;
+    for (const auto& workspace : Registry::Get().All()) {
+      nb::dict d;
+      d["ranks"] = workspace->ranks();
+      d["channel"] = workspace->channel();
+      d["devices"] = workspace->devices();
+      d["staging_bytes"] = workspace->staging_bytes();
+      d["scratch_bytes"] = workspace->scratch_bytes();
+      d["generation"] = workspace->generation();
+      d["generations_held"] = workspace->held();
+      d["launches"] = workspace->launches.load();
+      out.append(d);
+    }
+    return out;
+  });
+}
+
+}  // namespace xen_moe

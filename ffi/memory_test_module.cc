@@ -1,0 +1,151 @@
+// _memory_test: the workspaces over host memory, and a stand-in for what kernels do to them. Built and used by tests
+// alone; needs neither CUDA nor a GPU.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "ffi/failure_text.h"
+#include "ffi/fake_devices.h"
+#include "ffi/memory_bindings.h"
+#include "ffi/symmetric_memory.h"
+
+namespace nb = nanobind;
+
+namespace xen_moe {
+namespace {
+
+Mailbox& MailboxOf(const Member& member) { return *member.mailbox; }
+
+// One operation on every rank of a process' group, as the kernels run it: announce, choose the generation, complete.
+// True when its results are good.
+std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_t signature) {
+  const auto& members = workspace.members();
+  std::vector<bool> good;
+  for (const Member& member : members) {
+    Control& control = *member.control;
+    const uint32_t epoch = NextEpoch(control.epoch);
+    for (int rank = 0; rank < workspace.ranks(); ++rank) {
+      control.mailbox[rank]->announcements[epoch & 1][member.rank] = PackAnnouncement(epoch, signature, control.newest);
+    }
+  }
+  for (const Member& member : members) {
+    Control& control = *member.control;
+    const uint32_t epoch = NextEpoch(control.epoch);
+    uint32_t least = control.newest;
+    bool all = true;
+    for (int rank = 0; rank < workspace.ranks(); ++rank) {
+      const uint64_t word = member.mailbox->announcements[epoch & 1][rank];
+      all = all && AnnouncedEpoch(word) == epoch && AnnouncedSignature(word) == (signature & 0xFFFFFF);
+      if (OlderGeneration(AnnouncedGeneration(word), least)) least = AnnouncedGeneration(word);
+    }
+    const MemoryTable& agreed = control.memory[least % kGenerations];
+    const MemoryTable used = Suffices(control.current, needs) ? control.current : agreed;
+    const bool enough = Suffices(used, needs);
+    if (enough) {  // all that an operation may touch is memory that is alive
+      const uint64_t half = used.flag_bytes + used.data_bytes;
+      for (int rank = 0; rank < workspace.ranks(); ++rank) {
+        const uint32_t word = epoch;
+        char* at = used.staging[rank] + (epoch & 1) * half;
+        uint32_t flag = 0;
+        FakeDevices::Get().Read(member.ordinal, &flag, at, sizeof(flag));
+        if (flag != 0 && EpochBefore(epoch, flag)) Refuse("a flag from the future");
+        FakeDevices::Get().Write(member.ordinal, at, &word, sizeof(word));
+        FakeDevices::Get().Write(member.ordinal, at + half - needs.data_bytes, &word, sizeof(word));
+      }
+    }
+    const bool failed = MailboxOf(member).failure != 0 || !all || !enough;
+    if (failed && member.record->failure == 0) {
+      member.record->failure = MailboxOf(member).failure != 0
+                                   ? MailboxOf(member).failure
+                                   : PackFailure({all ? Cause::kMemory : Cause::kMismatch, Operation::kDispatch,
+                                                  Step::kArrival, member.rank, member.rank, epoch});
+    }
+    good.push_back(!failed);
+    control.current = agreed;
+    control.epoch = epoch;
+    member.record->generation = used.generation & 0xFF;
+  }
+  return good;
+}
+
+const Member& At(Workspace& workspace, size_t i) { return workspace.members().at(i); }
+
+ErrorRecord RecordOf(nb::dict d) {
+  const auto number = [&](const char* name) -> int64_t { return d.contains(name) ? nb::cast<int64_t>(d[name]) : 0; };
+  const auto descriptor = [&](const char* name) {
+    Descriptor out{};
+    if (!d.contains(name)) return out;
+    nb::dict from = nb::cast<nb::dict>(d[name]);
+    const std::pair<const char*, uint32_t*> fields[] = {
+        {"operation", &out.operation}, {"dtype", &out.dtype},       {"wire", &out.wire},
+        {"layout", &out.layout},       {"flags", &out.flags},       {"ranks", &out.ranks},
+        {"tokens", &out.tokens},       {"top_k", &out.top_k},       {"experts", &out.experts},
+        {"hidden", &out.hidden},       {"capacity", &out.capacity}, {"alignment", &out.alignment}};
+    for (const auto& [field, to] : fields) {
+      if (from.contains(field)) *to = nb::cast<uint32_t>(from[field]);
+    }
+    return out;
+  };
+  ErrorRecord record{};
+  record.failure = PackFailure({static_cast<Cause>(number("cause")), static_cast<Operation>(number("operation")),
+                                static_cast<Step>(number("step")), static_cast<int>(number("rank")),
+                                static_cast<int>(number("other")), static_cast<uint32_t>(number("epoch"))});
+  record.waited_ns = static_cast<uint64_t>(number("waited_ns"));
+  record.of_rank = descriptor("of_rank");
+  record.of_other = descriptor("of_other");
+  return record;
+}
+
+}  // namespace
+}  // namespace xen_moe
+
+NB_MODULE(_memory_test, m) {
+  using namespace xen_moe;
+  BindMemory(m, &FakeDevices::Get());
+  m.def("fake_provider", [] { return nb::capsule(FakeProvider(), "xen_moe_memory_provider"); });
+  m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
+  m.def("set_busy", [](bool busy) { FakeDevices::Get().SetBusy(busy); });
+  m.def("calls", [] { return FakeDevices::Get().calls(); });
+  m.def("held", [] { return FakeDevices::Get().held(); });
+  m.def("clear", [] {
+    Registry::Get().Clear();
+    Turns::Get().Clear();
+  });
+  m.def("serve", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, double seconds) {
+    nb::gil_scoped_release nogil;
+    try {
+      w.Serve({flags, data, scratch}, seconds);
+    } catch (const MemoryError& e) {
+      throw std::runtime_error(e.message);
+    }
+  });
+  m.def("serves",
+        [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch) { return w.Serves({flags, data, scratch}); });
+  m.def("run", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, uint32_t signature) {
+    try {
+      return RunOperation(w, {flags, data, scratch}, signature);
+    } catch (const MemoryError& e) {
+      throw std::runtime_error(e.message);
+    }
+  });
+  m.def("reclaim", [](Workspace& w) { w.ReclaimIfStale(); });
+  m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
+  m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
+  m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });
+  m.def("fail", [](Workspace& w, size_t i, nb::dict record) {
+    const ErrorRecord from = RecordOf(record);
+    const Member& member = At(w, i);
+    member.mailbox->failure = from.failure;
+    const uint32_t generation = member.record->generation;
+    *member.record = from;
+    member.record->generation = generation;
+  });
+  m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
+  m.def("failure_text", [](nb::dict record, int channel, bool across) {
+    return FailureText(RecordOf(record), channel, across, [](int rank) { return "GPU " + std::to_string(rank); });
+  });
+}

@@ -1,0 +1,141 @@
+// What can be tested without a GPU: the words of cuda_kernels/workspace.h, the places of cuda_kernels/plan.cc, and the
+// reference that the harness compares with.
+#include "tests/gpu/native/reference.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+
+using namespace native;
+using namespace xen_moe;
+
+// plan.cc asks these of dispatch.cu, which needs nvcc.
+namespace xen_moe {
+uint64_t DispatchScratchBytes(const Routing& r, const Schedule&) { return static_cast<uint64_t>(r.tokens) * 4; }
+uint64_t SoloLayoutBytes(const Routing&, const Schedule&) { return 1000; }
+uint64_t SoloLayoutLimit() { return 40 * 1024; }
+}  // namespace xen_moe
+
+#define EXPECT(condition)                                                       \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                             \
+    }                                                                           \
+  } while (0)
+
+static void Words() {
+  for (uint32_t epoch : {1u, 2u, 0x7FFFFFFFu, 0xFFFFFFFEu, 0xFFFFFFFFu}) {
+    EXPECT(NextEpoch(epoch) != 0 && (NextEpoch(epoch) & 1) != (epoch & 1));
+    EXPECT(EpochBefore(epoch, NextEpoch(epoch)) && !EpochBefore(NextEpoch(epoch), epoch));
+    for (int cause = 1; cause <= 7; ++cause) {
+      const Failure f{static_cast<Cause>(cause), Operation::kExchange, Step::kOwner, 15, 14, epoch};
+      const uint64_t word = PackFailure(f);
+      const Failure g = UnpackFailure(word);
+      EXPECT(word != 0 && g.cause == f.cause && g.operation == f.operation && g.step == f.step && g.rank == 15 &&
+             g.other == 14 && g.epoch == epoch);
+    }
+    const uint64_t word = PackAnnouncement(epoch, 0xABCDEF, 0x1FF);
+    EXPECT(AnnouncedEpoch(word) == epoch && AnnouncedSignature(word) == 0xABCDEF && AnnouncedGeneration(word) == 0xFF);
+    EXPECT(!ProgressWaits(PackProgress(epoch)) && ProgressEpoch(PackProgress(epoch)) == epoch);
+    const uint64_t waits = PackWaiting(epoch, Step::kCredit, 13);
+    EXPECT(ProgressWaits(waits) && ProgressEpoch(waits) == epoch && ProgressStep(waits) == Step::kCredit &&
+           ProgressRank(waits) == 13);
+  }
+  EXPECT(OlderGeneration(3, 4) && !OlderGeneration(4, 3) && !OlderGeneration(4, 4) && OlderGeneration(255, 0));
+  EXPECT(NextEpoch(0) == 1 && NextEpoch(0xFFFFFFFFu) == 2);
+}
+
+// Every field counts: a signature that leaves one out would pair operations that do not fit.
+static void Signatures() {
+  std::set<uint32_t> seen{Signature(Descriptor{})};
+  for (size_t word = 0; word < sizeof(Descriptor) / 4; ++word) {
+    for (uint32_t value : {1u, 2u, 4096u}) {
+      Descriptor d{};
+      std::memcpy(reinterpret_cast<char*>(&d) + 4 * word, &value, 4);
+      EXPECT(seen.insert(Signature(d)).second && Signature(d) <= 0xFFFFFF);
+    }
+  }
+}
+
+static void Plans() {
+  std::mt19937 rng(5);
+  for (int i = 0; i < 300; ++i) {
+    const Problem p = RandomProblem(rng, 1 + static_cast<int>(rng() % 16), 32);
+    if (p.operation == Operation::kExchange) {
+      ExchangeParams e{};
+      e.ranks = p.ranks, e.chunk_bytes = p.chunk_bytes, e.ring_chunks = p.ring_chunks, e.lanes = p.lanes;
+      e.unit_bytes = p.hidden, e.operand_units = p.ranks * p.tokens, e.output_units = p.capacity, e.call.call_id = 1;
+      PlanExchange(&e, p.ragged);
+      Describe(&e, p.ragged, 0, 0);
+      const uint64_t ways = static_cast<uint64_t>(p.ranks) * p.lanes;
+      EXPECT(e.message_flags + 4 * p.ranks <= e.chunk_flags &&
+             e.chunk_flags + 4 * ways * e.max_chunks <= e.credit_flags &&
+             e.credit_flags + 4 * ways * e.max_chunks <= e.flag_bytes);
+      EXPECT(e.offsets + 8 * p.ranks <= e.ring && e.ring + ways * e.ring_chunks * e.chunk_bytes <= e.data_bytes);
+      EXPECT(Unfit(e) == nullptr);
+      e.call.call_id = 0;
+      EXPECT(Unfit(e) != nullptr);
+      continue;
+    }
+    CombineParams c{};
+    Routing& r = c.routing;
+    r.ranks = r.ranks_per_node = p.ranks, r.tokens = p.tokens, r.top_k = p.top_k, r.slots = p.slots();
+    r.experts = p.experts, r.local_experts = p.local_experts(), r.hidden = p.hidden, r.capacity = p.capacity;
+    r.alignment = p.alignment, r.layout = p.layout;
+    c.schedule.blocks = p.blocks, c.schedule.push_blocks = p.push_blocks, c.schedule.layout_blocks = p.slices;
+    c.schedule.parts = p.parts, c.schedule.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;
+    c.schedule.segment_tokens = p.segment_tokens;
+    c.staging = PlanStaging(r, c.schedule, p.element, WireType::kNative, p.scaled);
+    c.call.call_id = 1;
+    Describe(&c, true, 0, 0);
+    const Staging& m = c.staging;
+    const uint64_t pairs = static_cast<uint64_t>(p.ranks) * p.tokens;
+    EXPECT(m.metadata_flags + 4ull * p.ranks * kMaxBlocks <= m.row_flags &&
+           m.row_flags + 4 * pairs * p.parts <= m.flag_bytes);
+    EXPECT(m.topk_idx + 4 * pairs * p.top_k <= m.topk_weights && m.topk_weights + 4 * pairs * p.top_k <= m.rows &&
+           m.rows + pairs * m.row_bytes <= m.data_bytes &&
+           m.scale_offset >= static_cast<uint64_t>(p.hidden) * p.element_bytes());
+    EXPECT(Unfit(c) == nullptr);
+    CombineParams bad = c;
+    bad.routing.local_experts += 1;
+    EXPECT(Unfit(bad) != nullptr);
+    bad = c, bad.routing.tokens = 1 << 30, bad.routing.top_k = bad.routing.slots = 4;
+    EXPECT(Unfit(bad) != nullptr);
+  }
+}
+
+// The reference against what must hold whatever the routing.
+static void References() {
+  std::mt19937 rng(9);
+  for (int i = 0; i < 400; ++i) {
+    const Problem p = RandomProblem(rng, 1 + static_cast<int>(rng() % 5), 16);
+    const std::vector<RankCase> all = Reference(p);
+    EXPECT(all.size() == static_cast<size_t>(p.ranks));
+    std::mt19937 again(p.seed);
+    if (p.operation == Operation::kExchange) continue;
+    const RoutingCase routing = MakeRouting(p, again);
+    for (int d = 0; d < p.ranks; ++d) {
+      std::set<int> used;
+      int64_t placed = 0, counted = 0;
+      for (int position : routing.positions[d]) {
+        EXPECT(position >= -2 && position < p.capacity);
+        if (position >= 0) EXPECT(used.insert(position).second);
+        placed += position != -1;
+      }
+      for (int count : routing.recv_counts[d]) counted += count;
+      EXPECT(placed == counted);
+      for (const Output& output : all[d].outputs) EXPECT(output.expected.size() == output.mask.size());
+    }
+  }
+  EXPECT(ToBf16(1.0f) == 0x3F80 && ToBf16(1.00390625f) == 0x3F80 && ToBf16(1.01171875f) == 0x3F82);  // ties to even
+}
+
+int main() {
+  Words();
+  Signatures();
+  Plans();
+  References();
+  std::printf("words, signatures, plans and references: passed\n");
+  return 0;
+}

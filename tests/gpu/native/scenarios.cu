@@ -1,0 +1,568 @@
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <stdexcept>
+#include <thread>
+
+#include "tests/gpu/native/scenarios.h"
+#include "tests/gpu/native/world.h"
+
+namespace native {
+namespace {
+
+using namespace xen_moe;
+
+std::string Text(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
+  return text;
+}
+void Expect(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error(what);
+}
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+Needs Largest(const std::vector<std::vector<Prepared*>>& pool) {
+  Needs most;
+  for (const auto& ranks : pool) {
+    const Needs& n = ranks[0]->needs();
+    most.flag_bytes = std::max(most.flag_bytes, n.flag_bytes);
+    most.data_bytes = std::max(most.data_bytes, n.data_bytes);
+    most.scratch_bytes = std::max(most.scratch_bytes, n.scratch_bytes);
+  }
+  return most;
+}
+
+// At most this many blocks per rank, so that all ranks of a GPU are resident together.
+int MostBlocks(const Options& o) { return std::max(1, 48 / ((o.ranks + o.gpus - 1) / o.gpus)); }
+
+std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int count, double timeout_s) {
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int i = 0; i < count; ++i) {
+    Problem p = RandomProblem(rng, world.ranks(), std::min(16, MostBlocks(o)));
+    if (i < 12) {  // every operation in every layout at least once
+      p.operation = static_cast<Operation>(i % 4);
+      if (p.operation != Operation::kExchange) {
+        do {
+          p = RandomProblem(rng, world.ranks(), std::min(16, MostBlocks(o)));
+        } while (p.operation != static_cast<Operation>(i % 4) || p.layout != static_cast<Layout>(i / 4));
+      } else {
+        do {
+          p = RandomProblem(rng, world.ranks(), std::min(16, MostBlocks(o)));
+        } while (p.operation != Operation::kExchange || p.ragged != (i / 4 % 2 == 0));
+      }
+    }
+    pool.push_back(world.AddAll(p, timeout_s));
+  }
+  return pool;
+}
+
+std::string Name(const Problem& p) {
+  static const char* const operations[] = {"dispatch", "redispatch", "combine", "exchange"};
+  return Text(
+      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d "
+      "lanes %d ragged %d seed %u",
+      operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
+      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
+      p.lanes, p.ragged, p.seed);
+}
+
+std::string FailureText(uint64_t word) {
+  const Failure f = UnpackFailure(word);
+  return Text("cause %d operation %d step %d rank %d other %d epoch %u", static_cast<int>(f.cause),
+              static_cast<int>(f.operation), static_cast<int>(f.step), f.rank, f.other, f.epoch);
+}
+void ExpectNoFailure(const World& world) {
+  for (int r = 0; r < world.ranks(); ++r) {
+    Expect(world.FailureOf(r) == 0, Text("rank %d failed: ", r) + FailureText(world.FailureOf(r)));
+  }
+}
+// All ranks that ran anything hold the same failure.
+Failure ExpectFailure(const World& world, Cause cause) {
+  uint64_t word = 0;
+  for (int r = 0; r < world.ranks(); ++r) {
+    const uint64_t seen = world.FailureOf(r);
+    Expect(seen != 0, Text("rank %d does not know of the failure", r));
+    Expect(word == 0 || seen == word,
+           "ranks name different failures: " + FailureText(word) + " and " + FailureText(seen));
+    word = seen;
+  }
+  Expect(UnpackFailure(word).cause == cause, "another cause: " + FailureText(word));
+  return UnpackFailure(word);
+}
+void ExpectRight(World& world, const std::string& what) {
+  const uint64_t wrong = world.Wrong();
+  Expect(wrong == 0, Text("%llu wrong vectors: ", static_cast<unsigned long long>(wrong)) + what);
+  world.ClearWrong();
+}
+
+// `calls` operations out of the pool on every rank, with random pauses; never far ahead of the GPU, so that one rank's
+// full queue cannot hold up another's launch.
+void RunRandom(World& world, const std::vector<std::vector<Prepared*>>& pool, const Options& o, int64_t calls,
+               bool pauses) {
+  world.Each([&](int rank) {
+    std::mt19937 same(o.seed + 7), own(o.seed * 31 + rank);
+    const cudaStream_t stream = world.states[rank].stream[0];
+    for (int64_t i = 0; i < calls; ++i) {
+      if (pauses && own() % 256 == 0) Sleep(stream, 1 + own() % 300);
+      pool[same() % pool.size()][rank]->LaunchAndVerify(stream);
+      if (i % 64 == 63) NATIVE_CHECK(cudaStreamSynchronize(stream));
+    }
+    NATIVE_CHECK(cudaStreamSynchronize(stream));
+  });
+}
+
+std::string Normal(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 64, 5);
+  world.Start(Largest(pool));
+  for (const auto& ranks : pool) {
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      world.Each([&](int rank) { ranks[rank]->LaunchAndVerify(world.states[rank].stream[0]); });
+    }
+    world.Synchronize();
+    ExpectNoFailure(world);
+    ExpectRight(world, Name(ranks[0]->problem));
+  }
+  return Text("%zu problems, each 3 times", pool.size());
+}
+
+std::string Random(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 48, 20);
+  world.Start(Largest(pool));
+  const double start = Now();
+  RunRandom(world, pool, o, o.calls, true);
+  const double seconds = Now() - start;
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
+              seconds * 1e6 / static_cast<double>(o.calls));
+}
+
+std::string EpochWrap(const Options& o) {
+  World world(o.ranks, o.gpus, 0xFFFFFFF0u);
+  const auto pool = Pool(world, o, 24, 5);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, 200, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls over the wrap");
+  uint32_t epoch = 0;
+  NATIVE_CHECK(cudaMemcpy(&epoch, &world.states[0].control->epoch, 4, cudaMemcpyDeviceToHost));
+  Expect(epoch == 0xFFFFFFF0u + 200 + 2, Text("the epoch is %u after 200 calls", epoch));  // 0 and 1 are left out
+  return Text("200 calls from epoch 0xFFFFFFF0 to %u", epoch);
+}
+
+std::string Late(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 12, 20);
+  world.Start(Largest(pool));
+  for (const auto& ranks : pool) {
+    world.Each([&](int rank) {
+      if (rank == o.ranks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(150));
+      ranks[rank]->LaunchAndVerify(world.states[rank].stream[0]);
+    });
+  }
+  ExpectRight(world, "results beside a late rank");
+  ExpectNoFailure(world);
+  return "12 operations, one rank 150 ms late each time";
+}
+
+// A rank never comes. The others queue 500 operations, which end within two time-outs.
+std::string Absent(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 12, 0.5);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, 50, false);
+  ExpectRight(world, "calls before");
+  const double start = Now();
+  const int absent = o.ranks - 1;
+  world.Each([&](int rank) {
+    if (rank == absent) return;
+    for (int i = 0; i < 500; ++i) pool[i % 12][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+    NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));
+  });
+  const double seconds = Now() - start;
+  ExpectRight(world, "results that are not poisoned");
+  Expect(seconds < 2 * 0.5 + 0.5, Text("500 operations took %.2f s", seconds));
+  // It comes after all: its results are poisoned at once, and it says the same.
+  world.Each([&](int rank) {
+    if (rank == absent) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+  });
+  ExpectRight(world, "the late rank's result is not poisoned");
+  const Failure f = ExpectFailure(world, Cause::kTimeout);
+  Expect(f.rank == absent && f.step == Step::kArrival,
+         Text("named rank %d, step %d", f.rank, static_cast<int>(f.step)));
+  world.Reset();
+  RunRandom(world, pool, o, 200, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls after reset");
+  return Text("500 operations ended after %.2f s, rank %d named by all; 200 calls right after reset", seconds, absent);
+}
+
+// One rank skips an operation: the numbers no longer mean the same.
+std::string Skip(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 12, 20);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, 21, false);
+  const double start = Now();
+  world.Each([&](int rank) {
+    for (int i = rank == 0 ? 1 : 0; i < 12; ++i) pool[i][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+  });
+  ExpectRight(world, "results that are not poisoned");
+  const double seconds = Now() - start;
+  const Failure f = ExpectFailure(world, Cause::kMismatch);
+  Expect(o.ranks == 2 || f.rank == 0, Text("rank %d was named", f.rank));
+  Expect(seconds < 2, Text("took %.2f s", seconds));
+  for (const RankState& state : world.states) {
+    Expect(Signature(state.error->of_rank) != Signature(state.error->of_other), "both descriptors are the same");
+    const uint32_t first = pool[0][0]->signature(), second = pool[1][0]->signature();
+    const uint32_t a = Signature(state.error->of_rank), b = Signature(state.error->of_other);
+    Expect((a == first && b == second) || (a == second && b == first), "the descriptors are of other operations");
+  }
+  world.Reset();
+  RunRandom(world, pool, o, 200, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls after reset");
+  return Text("named after %.3f s: rank %d", seconds, f.rank);
+}
+
+std::string Shapes(const Options& o) {
+  int seen = 0;
+  for (int kind = 0; kind < 4; ++kind) {
+    World world(o.ranks, o.gpus);
+    std::mt19937 rng(o.seed + kind);
+    Problem p;
+    do {
+      p = RandomProblem(rng, o.ranks, 8);
+    } while (static_cast<int>(p.operation) != kind);
+    Problem other = p;
+    other.tokens += 8;
+    other.capacity = other.operation == Operation::kExchange
+                         ? o.ranks * other.tokens + (other.ragged ? 1 : 0)
+                         : other.capacity + 8 * o.ranks * other.top_k * other.local_experts();
+    if (other.layout == Layout::kPadded && kind != 3) other.capacity = other.local_experts() * o.ranks * other.tokens;
+    const auto mine = world.AddAll(p, 20), theirs = world.AddAll(other, 20);
+    world.Start(Largest({mine, theirs}));
+    const double start = Now();
+    world.Each([&](int rank) {
+      (rank == o.ranks - 1 ? theirs : mine)[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+    });
+    ExpectRight(world, "results that are not poisoned: " + Name(p));
+    Expect(Now() - start < 2, Text("took %.2f s", Now() - start));
+    const Failure f = ExpectFailure(world, Cause::kMismatch);
+    Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
+    const bool units = p.operation == Operation::kExchange;  // of an exchange the operand's units are told
+    auto told = [&](const Problem& q) {
+      return static_cast<uint32_t>(!units ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
+    };
+    for (const RankState& state : world.states) {
+      Expect(state.error->of_rank.tokens == told(other) && state.error->of_other.tokens == told(p),
+             "the error does not tell the two sizes");
+    }
+    ++seen;
+  }
+  return Text("%d kinds of operation", seen);
+}
+
+// The host of one rank learns that a process is dead, and tells its own mailbox alone.
+std::string Dead(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 12, 0);  // no time-out at all
+  world.Start(Largest(pool));
+  const int dead = o.ranks - 1;
+  const double start = Now();
+  world.Each([&](int rank) {
+    const RankState& state = world.states[rank];
+    if (rank == dead) return;
+    for (int i = 0; i < 20; ++i) pool[i % 12][rank]->LaunchAndVerify(state.stream[0], true);
+    if (rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      const uint64_t word = PackFailure({Cause::kDead, Operation::kDispatch, Step::kArrival, dead, 0, 1});
+      NATIVE_CHECK(cudaMemcpyAsync(&state.mailbox->failure, &word, 8, cudaMemcpyHostToDevice, state.side));
+      NATIVE_CHECK(cudaStreamSynchronize(state.side));
+    }
+    NATIVE_CHECK(cudaStreamSynchronize(state.stream[0]));
+  });
+  const double seconds = Now() - start;
+  world.Each([&](int rank) {
+    if (rank == dead) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+  });
+  ExpectRight(world, "results that are not poisoned");
+  const Failure f = ExpectFailure(world, Cause::kDead);
+  Expect(f.rank == dead && seconds < 2, Text("rank %d, %.2f s", f.rank, seconds));
+  return Text("all left %.2f s after the start, without a time-out", seconds);
+}
+
+// Positions, counts, offsets and sizes that are anything: nothing outside the results is touched.
+std::string Indices(const Options& o) {
+  std::mt19937 rng(o.seed);
+  int operations = 0, failed = 0;
+  for (int trial = 0; trial < 24; ++trial) {
+    World world(o.ranks, o.gpus);
+    Problem p;
+    do {
+      p = RandomProblem(rng, o.ranks, 8);
+    } while (p.operation == Operation::kDispatch || (p.operation == Operation::kExchange && !p.ragged));
+    const auto ranks = world.AddAll(p, 0.3);
+    world.Start(ranks[0]->needs());
+    const std::vector<RankCase> cases = Reference(p);
+    bool bad_counts = false;
+    for (int r = 0; r < o.ranks; ++r) {
+      auto spoil = [&](size_t input, bool keep_unused) {
+        std::vector<int> values(cases[r].inputs[input].size() / 4);
+        std::memcpy(values.data(), cases[r].inputs[input].data(), values.size() * 4);
+        for (int& v : values) {
+          if (keep_unused && v == -1) continue;
+          static const int bad[] = {-3, -1000000, 0x7FFFFFFF, static_cast<int>(0x80000000u), 1 << 20, 0x40000000};
+          if (rng() % 2) v = bad[rng() % 6];
+        }
+        NATIVE_CHECK(cudaSetDevice(world.states[r].device));
+        NATIVE_CHECK(cudaMemcpy(ranks[r]->Input(input), values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+      };
+      if (p.operation == Operation::kCombine) {
+        spoil(2, true);
+      } else if (p.operation == Operation::kRedispatch) {
+        spoil(3, true);
+        if (trial % 2) spoil(4, false), bad_counts = true;
+      } else {
+        spoil(1 + rng() % 3, false);
+      }
+    }
+    world.Each([&](int rank) {
+      ranks[rank]->Launch(world.states[rank].stream[0]);
+      ranks[rank]->VerifyBorders(world.states[rank].stream[0]);
+    });
+    ExpectRight(world, "borders: " + Name(p));
+    if (world.FailureOf(0)) {
+      const Failure f = UnpackFailure(world.FailureOf(0));
+      Expect(bad_counts && f.cause == Cause::kIndex, Name(p) + ": " + FailureText(world.FailureOf(0)));
+      ++failed;
+    }
+    ++operations;
+  }
+  return Text("%d operations with spoilt arrays, nothing outside the results written; %d named impossible counts",
+              operations, failed);
+}
+
+// Memory grows while calls run, at another time on every rank.
+std::string Generations(const Options& o) {
+  World world(o.ranks, o.gpus);
+  constexpr int kSteps = 10;
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> small = Pool(world, o, 12, 20), large;
+  std::vector<uint32_t> generation;
+  Needs needs = Largest(small);
+  world.Start(needs);
+  for (int step = 0; step < kSteps; ++step) {
+    Problem p;
+    do {
+      p = RandomProblem(rng, o.ranks, 8);
+    } while (p.operation == Operation::kExchange);
+    p.tokens = 50 + 10 * step, p.hidden = 1024 + 128 * step, p.capacity = o.ranks * p.tokens * p.top_k * 2 + 64;
+    if (p.layout == Layout::kPadded) p.capacity = p.local_experts() * o.ranks * p.tokens;
+    large.push_back(world.AddAll(p, 20));
+    needs = Largest({large.back(), large[step ? step - 1 : 0], small[0]});
+    const Needs of_small = Largest(small);
+    needs.flag_bytes = std::max(needs.flag_bytes, of_small.flag_bytes);
+    needs.data_bytes = std::max(needs.data_bytes, of_small.data_bytes);
+    needs.scratch_bytes = std::max(needs.scratch_bytes, of_small.scratch_bytes);
+    generation.push_back(world.Allocate(needs));
+  }
+  world.Synchronize();
+  world.Each([&](int rank) {
+    std::mt19937 same(o.seed + 3), own(o.seed * 17 + rank);
+    const cudaStream_t stream = world.states[rank].stream[0];
+    for (int step = 0; step < kSteps; ++step) {
+      const int ahead = own() % 60;
+      for (int i = 0; i < 120; ++i) {
+        if (i == ahead) world.Publish(rank, generation[step]);
+        if (own() % 32 == 0) Sleep(stream, 1 + own() % 200);
+        const bool grown = i >= 60 && same() % 4 == 0;
+        (grown ? large[step] : small[same() % small.size()])[rank]->LaunchAndVerify(stream);
+      }
+      // Keeps the ranks within the tables that a rank holds, as the host does before it makes another generation.
+      NATIVE_CHECK(cudaStreamSynchronize(stream));
+    }
+  });
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls while memory grew");
+  for (const RankState& state : world.states) {
+    const uint32_t told = *reinterpret_cast<volatile uint32_t*>(&state.error->generation);
+    Expect(told == (generation.back() & 0xFF), Text("rank %d reports generation %u", state.rank, told));
+  }
+  // More than any generation has: an error, and poison.
+  Problem p = small[0][0]->problem;
+  p.operation = Operation::kDispatch, p.layout = Layout::kGrouped, p.element = Element::kF32, p.scaled = false;
+  p.tokens = 300, p.hidden = 4096, p.capacity = 100, p.alignment = 1;
+  const auto too_large = world.AddAll(p, 5);
+  world.Each([&](int rank) { too_large[rank]->LaunchAndVerify(world.states[rank].stream[0], true); });
+  ExpectRight(world, "the result of the operation without memory is not poisoned");
+  ExpectFailure(world, Cause::kMemory);
+  return Text("%d generations while %d calls ran; too large a call fails on all ranks", kSteps, kSteps * 120);
+}
+
+// Two operations on one channel at a time, on two streams. Alone they are ordered; with several ranks they are ordered
+// or refused, never mixed.
+std::string Concurrent(const Options& o) {
+  int ordered = 0, refused = 0;
+  for (int ranks : {1, o.ranks}) {
+    for (int trial = 0; trial < 30; ++trial) {
+      Options one = o;
+      one.ranks = ranks, one.seed = o.seed + trial;
+      World world(ranks, std::min(o.gpus, ranks));
+      const auto pool = Pool(world, one, 2, 20);
+      world.Start(Largest(pool));
+      for (int repeat = 0; repeat < 20; ++repeat) {
+        world.Each([&](int rank) {
+          for (int i = 0; i < 2; ++i) pool[i][rank]->Launch(world.states[rank].stream[i]);
+        });
+        world.Synchronize();
+        const bool failed = world.FailureOf(0) != 0;
+        world.Each([&](int rank) {
+          for (int i = 0; i < 2; ++i) {
+            // A result is whole or poisoned: in a failed round the first of the two may have been right.
+            if (!failed) pool[i][rank]->Verify(world.states[rank].stream[i], false);
+          }
+        });
+        if (failed) {
+          Expect(ranks > 1, "a single rank failed: " + FailureText(world.FailureOf(0)));
+          ExpectFailure(world, Cause::kMismatch);
+          world.Reset();
+          world.Each([&](int rank) {
+            for (int i = 0; i < 2; ++i) pool[i][rank]->VerifyBorders(world.states[rank].stream[i]);
+          });
+          ++refused;
+        } else {
+          ++ordered;
+        }
+        ExpectRight(world, Name(pool[0][0]->problem) + " beside " + Name(pool[1][0]->problem));
+      }
+    }
+  }
+  return Text("%d rounds ordered, %d refused with an error", ordered, refused);
+}
+
+// A kernel that leaves only a few multiprocessors: an operation of more blocks than that ends all the same.
+std::string Company(const Options& o) {
+  const int ranks = std::max(1, std::min(o.ranks, o.gpus));
+  World world(ranks, ranks);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int i = 0; i < 40; ++i) {
+    Problem p = RandomProblem(rng, ranks, 48);
+    p.blocks = std::max(p.blocks, 24);
+    if (p.operation == Operation::kExchange) p.lanes = 24 / ranks;
+    pool.push_back(world.AddAll(p, 4));
+  }
+  world.Start(Largest(pool));
+  int* stop = nullptr;
+  NATIVE_CHECK(cudaHostAlloc(&stop, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable));
+  int rounds = 0;
+  for (int leave : {1, 2, 5}) {
+    *stop = 0;
+    world.Each([&](int rank) {
+      Occupy(world.states[rank].side, leave, stop);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      for (const auto& operation : pool) operation[rank]->LaunchAndVerify(world.states[rank].stream[0]);
+      NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));
+    });
+    Expect(cudaStreamQuery(world.states[0].side) == cudaErrorNotReady, "the filling kernel ended too early");
+    cudaGetLastError();
+    *reinterpret_cast<volatile int*>(stop) = 1;
+    world.Synchronize();
+    ExpectNoFailure(world);
+    ExpectRight(world, Text("results with %d multiprocessors left", leave));
+    ++rounds;
+  }
+  NATIVE_CHECK(cudaFreeHost(stop));
+  return Text("%zu operations of 24 blocks and more with 1, 2 and 5 multiprocessors left, %d ranks", pool.size(),
+              ranks);
+}
+
+std::string Graphs(const Options& o) {
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 16, 2);
+  world.Start(Largest(pool));
+  const int replays = static_cast<int>(std::min<int64_t>(10000, std::max<int64_t>(100, o.calls)));
+  std::vector<cudaGraphExec_t> graphs(o.ranks);
+  std::vector<size_t> nodes(o.ranks);
+  // Captured one after the other: nothing runs.
+  auto capture = [&](bool poisoned) {
+    for (const RankState& state : world.states) {
+      NATIVE_CHECK(cudaSetDevice(state.device));
+      cudaGraph_t graph;
+      NATIVE_CHECK(cudaStreamBeginCapture(state.stream[0], cudaStreamCaptureModeThreadLocal));
+      for (const auto& operation : pool) operation[state.rank]->LaunchAndVerify(state.stream[0], poisoned);
+      NATIVE_CHECK(cudaStreamEndCapture(state.stream[0], &graph));
+      NATIVE_CHECK(cudaGraphGetNodes(graph, nullptr, &nodes[state.rank]));
+      NATIVE_CHECK(cudaGraphInstantiate(&graphs[state.rank], graph, 0));
+      NATIVE_CHECK(cudaGraphUpload(graphs[state.rank], state.stream[0]));
+      NATIVE_CHECK(cudaGraphDestroy(graph));
+      Expect(nodes[state.rank] == 2 * pool.size(), Text("the graph has %zu nodes", nodes[state.rank]));
+    }
+    world.Synchronize();
+  };
+  auto replay = [&](int times, int absent) {
+    world.Each([&](int rank) {
+      if (rank == absent) return;
+      for (int i = 0; i < times; ++i) {
+        NATIVE_CHECK(cudaGraphLaunch(graphs[rank], world.states[rank].stream[0]));
+        if (i % 4 == 3) NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));
+      }
+      NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));
+    });
+  };
+  capture(false);
+  const double start = Now();
+  replay(replays, -1);
+  const double seconds = Now() - start;
+  ExpectNoFailure(world);
+  ExpectRight(world, "replays");
+  // A rank stops replaying: the others' replays fail, named; after reset the same graphs go on.
+  std::vector<cudaGraphExec_t> good = graphs;
+  capture(true);
+  replay(3, o.ranks - 1);
+  ExpectRight(world, "replays without a rank are not poisoned");
+  Expect(UnpackFailure(world.FailureOf(0)).rank == o.ranks - 1, FailureText(world.FailureOf(0)));
+  world.Reset();
+  graphs.swap(good);
+  replay(100, -1);
+  ExpectNoFailure(world);
+  ExpectRight(world, "replays after reset");
+  for (const RankState& state : world.states) {
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    NATIVE_CHECK(cudaGraphExecDestroy(graphs[state.rank]));
+    NATIVE_CHECK(cudaGraphExecDestroy(good[state.rank]));
+  }
+  return Text("%d replays of %zu operations, %.1f us each; failure during a replay named; 100 after reset", replays,
+              pool.size(), seconds * 1e6 / replays / static_cast<double>(pool.size()));
+}
+
+}  // namespace
+
+const std::vector<Scenario>& Scenarios() {
+  static const std::vector<Scenario> all = {
+      {"normal", Normal, 40},
+      {"wrap", EpochWrap, 20},
+      {"late", Late, 30},
+      {"absent", Absent, 20},
+      {"skip", Skip, 20},
+      {"shapes", Shapes, 30},
+      {"dead", Dead, 20},
+      {"indices", Indices, 60},
+      {"generations", Generations, 40},
+      {"company", Company, 60},
+      {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},
+      {"random", Random, 60},
+  };
+  return all;
+}
+
+}  // namespace native

@@ -1,0 +1,25 @@
+// What can happen to a group, one function each. A scenario throws what went wrong; else it returns a line that says
+// what it saw.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace native {
+
+struct Options {
+  int ranks = 4, gpus = 1;
+  int64_t calls = 20000;
+  uint32_t seed = 1;
+};
+
+struct Scenario {
+  const char* name;
+  std::string (*run)(const Options&);
+  double limit_s;  // for the watchdog, with 20,000 calls
+};
+
+const std::vector<Scenario>& Scenarios();
+
+}  // namespace native

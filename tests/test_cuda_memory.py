@@ -1,0 +1,434 @@
+"""Symmetric memory over host memory: growth that may fail anywhere, generations, buffers, reset, error texts.
+
+`make memory-test` builds the module; it needs a C++ compiler, and neither CUDA nor a GPU.
+"""
+
+import threading
+import time
+
+import memory_module
+import pytest
+
+RANKS = 2
+SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)
+HOME = 2 * (1024 + 4096 + 4096)
+"""More than what a workspace of two ranks holds besides staging and scratch: mailboxes, controls, error records."""
+
+
+@pytest.fixture
+def memory():
+    module = memory_module.load()
+    module.clear()
+    module.fail_after(-1)
+    module.set_busy(False)
+    deadline = time.monotonic() + 10
+    while module.held() and time.monotonic() < deadline:  # workspaces of the test before are freed by a thread
+        time.sleep(0.001)
+    module.configure(0, 1, [0, 1, 2, 3])
+    yield module
+    module.fail_after(-1)
+    module.set_busy(False)
+    module.clear()
+
+
+def staging(needs, ranks=RANKS):
+    flags, data, scratch = needs
+    return ranks * (2 * (flags + data) + scratch)
+
+
+def run(memory, workspace, needs=SMALL, times=1):
+    return all(all(memory.run(workspace, *needs, 7)) for _ in range(times))
+
+
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_finds_memory(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=5)
+    (listed,) = memory.workspaces()
+    assert listed["staging_bytes"] == 2 * (SMALL[0] + SMALL[1]) and listed["scratch_bytes"] == SMALL[2]
+    assert staging(SMALL) < memory.held() < staging(SMALL) + HOME
+
+
+def test_a_first_growth_may_fail_at_any_call(memory):
+    failures = 0
+    while True:
+        workspace = memory.workspace([0, 1], 2, 0)
+        memory.fail_after(failures)
+        try:
+            memory.serve(workspace, *SMALL, 1.0)
+            break
+        except RuntimeError as error:
+            assert "told to fail" in str(error)
+        failures += 1
+        memory.fail_after(-1)
+        assert not memory.serves(workspace, *SMALL)
+        memory.serve(workspace, *SMALL, 1.0)  # nothing is left over that stands in the way
+        assert run(memory, workspace, times=3)
+        del workspace
+        wait_until(lambda: memory.held() == 0)
+    assert failures > 10
+
+
+def test_a_later_growth_may_fail_at_any_call_and_leaves_everything_as_it_was(memory):
+    failures = 0
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace)
+    before = memory.held()
+    while True:
+        memory.fail_after(failures)
+        try:
+            memory.serve(workspace, *LARGE, 1.0)
+            break
+        except RuntimeError as error:
+            assert "told to fail" in str(error)
+            if "Allocate" in str(error):
+                assert memory.held() == before
+        failures += 1
+        memory.fail_after(-1)
+        assert memory.serves(workspace, *SMALL) and not memory.serves(workspace, *LARGE)
+        assert run(memory, workspace, times=3)
+        assert memory.failure() == ""
+    memory.fail_after(-1)
+    assert failures > 5
+    assert run(memory, workspace, LARGE, times=3)
+    memory.reclaim(workspace)
+    assert memory.held() == before - staging(SMALL) + staging(LARGE)
+
+
+def test_old_memory_serves_until_every_rank_has_used_the_new(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace)
+    before = memory.held()
+    memory.serve(workspace, *LARGE, 1.0)
+    assert memory.held() == before + staging(LARGE)
+    memory.reclaim(workspace)
+    assert memory.held() == before + staging(LARGE)  # an operation may still be in the old one
+    assert run(memory, workspace)  # in the old one: what all announced before
+    memory.reclaim(workspace)
+    assert memory.held() == before + staging(LARGE)
+    assert run(memory, workspace)
+    memory.reclaim(workspace)
+    assert memory.held() == before + staging(LARGE) - staging(SMALL)
+
+
+def test_a_large_operation_right_after_growth_uses_the_new_memory(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace)
+    memory.serve(workspace, *LARGE, 1.0)
+    assert run(memory, workspace, LARGE)
+
+
+def test_growing_on_and_on_without_a_run_keeps_a_bounded_number_of_generations(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace)
+    for factor in range(2, 20):
+        memory.serve(workspace, SMALL[0] * factor, SMALL[1], SMALL[2], 1.0)
+        (listed,) = memory.workspaces()
+        assert listed["generations_held"] <= 4
+        assert run(memory, workspace, (SMALL[0] * factor, *SMALL[1:])) if factor == 12 else True
+    assert run(memory, workspace, (SMALL[0] * 19, *SMALL[1:]), times=3)
+
+
+def test_growth_does_not_replace_what_a_busy_gpu_may_use(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.set_busy(True)
+    for factor in range(2, 5):
+        memory.serve(workspace, SMALL[0] * factor, *SMALL[1:], 1.0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"grown 3 times without an operation that used it.*busy"):
+        memory.serve(workspace, SMALL[0] * 5, *SMALL[1:], 1.0)
+    assert time.monotonic() - began < 10
+    assert run(memory, workspace, times=3)  # operations went on, and made room
+    memory.serve(workspace, SMALL[0] * 5, *SMALL[1:], 1.0)
+    memory.set_busy(False)
+    assert run(memory, workspace, (SMALL[0] * 5, *SMALL[1:]), times=3)
+
+
+def test_groups_of_a_mesh_grow_together(memory):
+    workspace = memory.workspace([0, 1, 2, 3], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert len(memory.run(workspace, *SMALL, 7)) == 4
+
+
+def test_threads_grow_one_workspace_at_once(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    sizes = [(256 * n, 8192 * n, 256 * n) for n in range(1, 9)]
+    errors = []
+
+    def serve(needs):
+        try:
+            memory.serve(workspace, *needs, 30.0)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(needs,)) for needs in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert run(memory, workspace, sizes[-1], times=3)
+
+
+def test_memory_goes_when_the_last_user_goes(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    another = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    del workspace
+    assert memory.held() > 0 and len(memory.workspaces()) == 1
+    memory.set_busy(True)  # its last operation may still run
+    del another
+    time.sleep(0.05)
+    assert memory.held() > 0
+    memory.set_busy(False)
+    wait_until(lambda: memory.held() == 0)
+    assert memory.workspaces() == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "message"),
+    [
+        ([0, 0], 2, "a device appears twice"),
+        ([0, 1, 2], 2, "2 ranks over 3 devices"),
+        (list(range(17)), 17, "1 to 16 ranks"),
+        ([-1, -9], 2, "more than the 4 devices of this job"),
+        ([0, 4096, 4097], 3, "run one process with all GPUs of the group, or one process per GPU"),
+        ([0, 4096], 2, "spans several processes and xen_moe_jax._nvshmem is not loaded"),
+    ],
+)
+def test_impossible_groups_are_refused(memory, devices, ranks, message):
+    with pytest.raises(RuntimeError, match=message):
+        memory.workspace(devices, ranks, 0)
+
+
+# -- xm.Buffer ---------------------------------------------------------------------------------------------------------
+
+
+def half(needs):
+    return needs[0] + needs[1]
+
+
+def test_a_buffer_serves_what_fits_and_refuses_more_with_both_numbers(memory):
+    workspace = memory.workspace([0, 1], 2, 3)
+    workspace.reserve(2 * half(LARGE), 1.0)
+    before = memory.held()
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=3)
+    memory.reclaim(workspace)
+    assert memory.held() == before + RANKS * SMALL[2]  # divided where it is
+    memory.serve(workspace, *LARGE, 1.0)
+    assert run(memory, workspace, LARGE, times=3)
+    with pytest.raises(RuntimeError, match=rf"Buffer on channel 3 has {2 * half(LARGE)} bytes .* needs 14\d+"):
+        memory.serve(workspace, LARGE[0], LARGE[1] + 1024, LARGE[2], 1.0)
+    assert run(memory, workspace, LARGE, times=3)
+    with pytest.raises(RuntimeError, match="already open on channel 3"):
+        workspace.reserve(1 << 20, 1.0)
+
+
+def test_closing_frees_and_memory_is_made_again(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    workspace.reserve(2 * half(LARGE), 1.0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=2)
+    workspace.release(1.0)
+    workspace.release(1.0)
+    assert memory.held() < HOME and not memory.serves(workspace, *SMALL)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=3)
+
+
+def test_a_captured_operation_fails_while_the_buffer_is_closed_and_runs_when_it_is_open_again(memory):
+    """A replay passes no host code: `run` without `serve`."""
+    workspace = memory.workspace([0, 1], 2, 0)
+    workspace.reserve(2 * half(LARGE), 1.0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=2)
+    workspace.release(1.0)
+    assert memory.run(workspace, *SMALL, 7) == [False, False]
+    assert "released its symmetric memory" in memory.failure()
+    memory.reset(1.0)
+    workspace.reserve(2 * half(LARGE), 1.0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace, times=3)
+
+
+def test_closing_returns_when_the_gpu_is_busy_and_frees_later(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    workspace.reserve(2 * half(LARGE), 1.0)
+    memory.set_busy(True)
+    began = time.monotonic()
+    workspace.release(0.2)
+    assert time.monotonic() - began < 5
+    assert memory.held() > RANKS * 2 * half(LARGE)
+    memory.set_busy(False)
+    wait_until(lambda: memory.held() < HOME)
+
+
+# -- failure and reset -------------------------------------------------------------------------------------------------
+
+TIMEOUT = {"cause": 1, "operation": 0, "step": 2, "rank": 1, "other": 0, "epoch": 17, "waited_ns": 5_000_000_000}
+
+
+def failed(memory, epoch=17):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.set_epoch(workspace, 0, epoch)
+    memory.set_epoch(workspace, 1, epoch - 1)
+    for member in range(2):
+        memory.fail(workspace, member, TIMEOUT | {"epoch": epoch})
+    return workspace
+
+
+def test_a_failure_is_sticky_until_reset(memory):
+    workspace = failed(memory)
+    for _ in range(3):
+        assert "rank 1 (GPU 1) did not send its rows" in memory.failure()
+    assert memory.run(workspace, *SMALL, 7) == [False, False]
+    memory.reset(1.0)
+    assert memory.failure() == ""
+    assert run(memory, workspace, times=4)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 17, 0xFFFF0000, 0xFFFF0001, 0xFFFFFFFE])
+def test_reset_gives_all_ranks_one_number_ahead_of_every_flag(memory, epoch):
+    workspace = failed(memory, epoch)
+    memory.reset(1.0)
+    numbers = [memory.epoch(workspace, member) for member in range(2)]
+    assert numbers[0] == numbers[1]
+    assert numbers[0] == (epoch + 2 if epoch <= 0xFFFF0000 else 2)
+    assert run(memory, workspace, times=3)
+
+
+def test_reset_returns_when_a_gpu_stays_busy_and_the_failure_stays(memory):
+    workspace = failed(memory)
+    memory.set_busy(True)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="still busy after"):
+        memory.reset(0.2)
+    assert time.monotonic() - began < 5
+    assert "did not send its rows" in memory.failure()
+    memory.set_busy(False)
+    memory.reset(1.0)
+    assert memory.failure() == "" and run(memory, workspace, times=2)
+
+
+def test_reset_tells_waiting_kernels_to_leave_before_it_waits(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.set_busy(True)
+    with pytest.raises(RuntimeError, match="still busy"):
+        memory.reset(0.1)
+    assert all(memory.mailbox_failure(workspace, member) >> 56 & 0x7F == 7 for member in range(2))
+    memory.set_busy(False)
+    memory.reset(1.0)
+    assert run(memory, workspace, times=2)
+
+
+def test_reset_may_fail_at_any_call_and_be_called_again(memory):
+    workspace = failed(memory)
+    failures = 0
+    while True:
+        memory.fail_after(failures)
+        try:
+            memory.reset(1.0)
+            break
+        except RuntimeError as error:
+            assert "told to fail" in str(error)
+        assert memory.failure() != ""
+        failures += 1
+    memory.fail_after(-1)
+    assert failures > 10 and run(memory, workspace, times=3)
+
+
+def test_the_devices_of_a_run_agree_whether_it_goes_on(memory):
+    """A run that one device has begun before the failure goes on, poisoned, on all: XLA's collectives are in it too."""
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    assert memory.admit(workspace, 1001) == ""
+    for member in range(2):
+        memory.fail(workspace, member, TIMEOUT)
+    assert memory.admit(workspace, 1001) == ""
+    assert "did not send its rows" in memory.admit(workspace, 1002)
+    assert "did not send its rows" in memory.admit(workspace, 1002)
+    assert memory.admit(workspace, 1001) == ""
+    memory.reset(1.0)
+    assert memory.admit(workspace, 1002) == ""
+
+
+DISPATCH = {
+    "operation": 0, "dtype": 0, "wire": 1, "flags": 1, "ranks": 4, "tokens": 4096, "top_k": 8, "experts": 256,
+    "hidden": 7168, "capacity": 65536, "alignment": 8,
+}  # fmt: skip
+COMBINE = {
+    "operation": 2, "dtype": 2, "layout": 1, "flags": 4, "ranks": 4, "tokens": 64, "top_k": 2, "experts": 8,
+    "hidden": 128, "capacity": 256,
+}  # fmt: skip
+EXCHANGE = {"operation": 3, "flags": 8, "ranks": 4, "tokens": 100, "capacity": 200, "hidden": 512}
+SHAPES = {
+    "dispatch": "dispatch of bfloat16[4096, 7168], top-8 of 256 experts over 4 ranks, layout grouped, capacity 65536, "
+    "alignment 8, wire float8_e4m3fn:ue8m0",
+    "combine": "combine of float32[64, 128], top-2 of 8 experts over 4 ranks, layout ranked, capacity 256, weighted",
+    "exchange": "ragged_all_to_all of 100 rows of 512 bytes into 200 over 4 ranks",
+}
+BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch": 9, "waited_ns": 12_340_000_000}
+
+
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        (
+            BOTH | {"cause": 1, "step": 0},
+            ["dispatch number 9 on channel 5", "rank 2 (GPU 2) did not start it", "rank 1 gave up after 12.3 s",
+             "KernelConfig.timeout_s", SHAPES["dispatch"], SHAPES["combine"], "xen_moe_jax.cuda.reset()"],
+        ),
+        (BOTH | {"cause": 1, "step": 1}, ["did not send its routing"]),
+        (BOTH | {"cause": 1, "step": 2}, ["did not send its rows"]),
+        (
+            BOTH | {"cause": 1, "step": 3, "operation": 3, "of_other": EXCHANGE},
+            ["did not take the rows", SHAPES["exchange"]],
+        ),
+        (BOTH | {"cause": 1, "step": 0, "of_rank": {}}, ["the latest of rank 2 is no operation yet"]),
+        (
+            BOTH | {"cause": 2},
+            ["different operations under this number", "rank 2 (GPU 2) runs " + SHAPES["combine"],
+             "rank 1 runs " + SHAPES["dispatch"], "KernelConfig.channel"],
+        ),
+        (BOTH | {"cause": 3}, ["the process of rank 2 (GPU 2) has ended", "last checkpoint"]),
+        (BOTH | {"cause": 4}, ["rank 2 (GPU 2) has released its symmetric memory", "xm.Buffer", SHAPES["dispatch"]]),
+        (BOTH | {"cause": 5}, ["given to rank 2", "counts below zero", "as dispatch returned it"]),
+        (BOTH | {"cause": 6}, ["another operation held the channel for 12.3 s", "KernelConfig.channel each"]),
+    ],
+)  # fmt: skip
+def test_error_texts_name_root_shapes_time_and_remedy(memory, record, parts):
+    text = memory.failure_text(record, 5, False)
+    assert text.startswith("xen_moe_jax: ")
+    for part in [*parts, "NaN"]:
+        assert part in text, text
+    if record["cause"] != 3:
+        assert "in every process" in memory.failure_text(record, 5, True)
+
+
+def test_check_raises_what_the_module_says(monkeypatch):
+    import xen_moe_jax as xm
+    from xen_moe_jax import failure
+
+    xm.check()
+    monkeypatch.setattr(failure, "failure", lambda: "xen_moe_jax: dispatch number 3 on channel 0 failed")
+    with pytest.raises(xm.OperationFailed, match="number 3"):
+        xm.check()
+    assert issubclass(xm.OperationFailed, RuntimeError)
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# The kernels without JAX on a machine with NVIDIA GPUs: builds tests/gpu/native with the nvcc on PATH and runs every
+# scenario, then a few under compute-sanitizer where there is one. One GPU suffices; two show the link too.
+#   tools/gpu_native_check.sh OUT_DIRECTORY [CALLS]
+# Writes JSON and logs to OUT_DIRECTORY and ends within four minutes. Exit status 0: all passed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+OUT=${1:?usage: tools/gpu_native_check.sh OUT_DIRECTORY [CALLS]}
+CALLS=${2:-200000}
+NVCC=${NVCC:-nvcc}
+BUILD=${BUILD:-build/native}
+LIMIT=235  # seconds in all
+mkdir -p "$OUT" "$BUILD"
+left() { echo $((LIMIT - SECONDS)); }
+
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+gpus=$(nvidia-smi --list-gpus | wc -l)
+[ "$gpus" -gt 4 ] && gpus=4
+if [ "$capability" = 90 ]; then target=-gencode=arch=compute_90a,code=sm_90a; else target=-arch=sm_$capability; fi
+echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep release)"
+
+objects=()
+pids=()
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,harness}.cu; do
+  object=$BUILD/$(basename "$source").o
+  objects+=("$object")
+  timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
+    -o "$object" >"$object.log" 2>&1 &
+  pids+=($!)
+done
+failed=0
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+cat "$BUILD"/*.o.log >"$OUT/native_build.log"
+if [ $failed = 0 ]; then "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 || failed=1; fi
+if [ $failed = 1 ]; then
+  echo "the build failed"
+  tail -40 "$OUT/native_build.log"
+  exit 1
+fi
+echo "built after $SECONDS s"
+
+status=0
+run() {  # run NAME SECONDS COMMAND...
+  local name=$1 most=$2 rc=0
+  shift 2
+  [ "$most" -gt "$(left)" ] && most=$(left)
+  if [ "$most" -lt 5 ]; then
+    echo "== $name: left out, no time"
+    status=1
+    return
+  fi
+  echo "== $name"
+  timeout -k 5 "$most" "$@" 2>&1 | tee "$OUT/$name.log" || rc=$?
+  [ "$rc" = 0 ] || { echo "== $name: status $rc"; status=1; }
+}
+# Every scenario in a process of its own: one that loses the device does not take the others along.
+for scenario in normal wrap late absent skip shapes dead indices generations company concurrent graphs; do
+  run "native_$scenario" 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario $scenario --calls 10000 \
+    --json "$OUT/native_$scenario.json"
+done
+run native_random_two 60 "$BUILD/harness" --ranks 2 --gpus "$((gpus > 1 ? 2 : 1))" --scenario random --calls "$CALLS" --seed 2 \
+  --json "$OUT/native_random_two.json"
+run native_random 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario random --calls "$((CALLS / 4))" \
+  --json "$OUT/native_random.json"
+if command -v compute-sanitizer >/dev/null; then
+  for tool in memcheck racecheck; do
+    run "native_$tool" 40 compute-sanitizer --tool $tool --error-exitcode 9 --print-limit 20 "$BUILD/harness" --ranks 2 --gpus \
+      "$((gpus > 1 ? 2 : 1))" --scenario random --calls 300 --json "$OUT/native_$tool.json"
+  done
+else
+  echo "== compute-sanitizer is not installed: left out"
+fi
+echo "ended after $SECONDS s with status $status"
+exit $status

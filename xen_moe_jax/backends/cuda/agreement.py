@@ -1,0 +1,114 @@
+"""What the processes of a job agree on before they change symmetric memory together, through `jax.distributed`'s store.
+
+Memory between processes is allocated collectively: a process that enters alone waits for ever. So each says first what
+it needs and whether it can, and only when all can does any of them go on, in one order for the whole job. Every wait
+has a limit, and ends early when a process is known to be dead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+PREFIX = "xen_moe_jax/agreement"
+SLICE_S = 1.0
+"""How often a wait looks whether somebody has died."""
+
+
+class Store(Protocol):
+    """The key-value store of a job."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """None when the key has not been set after `seconds`."""
+
+
+class JaxStore:
+    """`jax.distributed`'s."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> None:
+        self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        try:
+            return bytes(self._client.blocking_key_value_get_bytes(key, max(1, round(seconds * 1000))))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+
+class Agreement:
+    """Called by every process with the same `key`s; a key is used once."""
+
+    def __init__(
+        self,
+        store: Store,
+        process: int,
+        count: int,
+        dead: Callable[[], Collection[int]] = lambda: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._process, self._count, self._dead, self._clock = store, process, count, dead, clock
+        self._tickets = itertools.count(1)
+        self._order = threading.Lock()
+
+    def __call__(self, key: str, payload: bytes, seconds: float) -> tuple[int, list[bytes]]:
+        """A ticket, and what every process said, by process.
+
+        Tickets count the agreements of the job, 1, 2, ...: whoever acts in their order acts in the same order as all.
+        Process 0 gives them out, to agreements that all processes have entered.
+
+        Raises:
+          RuntimeError: a process did not come within `seconds`, or has died; it is named, by every process that came.
+        """
+        base = f"{PREFIX}/{key}"
+        self._store.set(f"{base}/{self._process}", payload)
+        limit = self._clock() + seconds
+        if self._process == 0:
+            said = [self._wait(f"{base}/{p}", limit, range(self._count)) for p in range(self._count)]
+            late = [p for p, value in enumerate(said) if value is None]
+            if late:
+                self._store.set(f"{base}/verdict", f"late {','.join(map(str, late))} {seconds:.0f}".encode())
+                raise RuntimeError(self._text(key, late, seconds))
+            with self._order:
+                ticket = next(self._tickets)
+            self._store.set(f"{base}/verdict", f"ticket {ticket}".encode())
+            return ticket, [value for value in said if value is not None]
+        grace = 5.0  # process 0 began to wait when it came, perhaps later than this one
+        verdict = self._wait(f"{base}/verdict", limit + grace, (0,))
+        if verdict is None:
+            late = [p for p in range(self._count) if self._store.get(f"{base}/{p}", 0.001) is None]
+            raise RuntimeError(self._text(key, late or [0], seconds))
+        word, value, *rest = verdict.decode().split()
+        if word == "late":
+            raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
+        said = [self._store.get(f"{base}/{p}", SLICE_S) for p in range(self._count)]
+        return int(value), [value or b"" for value in said]
+
+    def _wait(self, key: str, limit: float, watched: Collection[int]) -> bytes | None:
+        while True:
+            left = limit - self._clock()
+            value = self._store.get(key, max(0.001, min(SLICE_S, left)))
+            if value is not None or left <= 0:
+                return value
+            if gone := sorted(set(self._dead()) & set(watched)):
+                # what a dead process said before it died still counts
+                return self._store.get(key, 0.001) if key.rsplit("/", 1)[1] not in map(str, gone) else None
+
+    def _text(self, key: str, late: list[int], seconds: float) -> str:
+        gone = sorted(set(self._dead()) & set(late))
+        names = ", ".join(map(str, late))
+        why = f"process {names} has died" if gone == late else f"process {names} did not come within {seconds:.0f} s"
+        return (
+            f"xen_moe_jax: the processes of this job change the symmetric memory of a mesh axis together ({key}), and "
+            f"{why}. Every process must compile the same programs and open and close the same xm.Buffers, in any order "
+            "but all of them; find out what that process does instead"
+        )
