@@ -6,10 +6,10 @@ import pathlib
 import signal
 import time
 
-import transfer_sides
+from tests.transfer import transfer_sides
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["jax", "numpy", "xen_moe_jax.transfer", "transfer_sides"])
+CONTEXT.set_forkserver_preload(["jax", "numpy", "xen_moe_jax.transfer", "tests.transfer.transfer_sides"])
 LIMIT_S = 60
 
 

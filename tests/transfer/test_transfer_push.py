@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from transfer_sides import FSDP, SERVING, content, place, serving_avals, sharding, specs_like, weights
 
 import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import FSDP, SERVING, content, place, serving_avals, sharding, specs_like, weights
 from xen_moe_jax.transfer._layout import Leaf
 
 eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

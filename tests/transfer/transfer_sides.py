@@ -19,7 +19,7 @@ class State:
 
 def serve(connection, name, options):
     if "adversary" in options:
-        from adversary import AdversaryWire
+        from tests.transfer.adversary import AdversaryWire
 
         options["wire"] = AdversaryWire(options.pop("adversary"))
     with xt.Engine(name=name, **options) as engine:
@@ -292,7 +292,7 @@ def adversarial_writer(state, descriptor, seed, limit):
     """Fills every generation that it sees with `row`s, whatever goes wrong, until it is told to stop; (writes,
     failures, losses).
     """
-    from adversary import disturb
+    from tests.transfer.adversary import disturb
 
     writes = failures = losses = seen = 0
     peer = None
