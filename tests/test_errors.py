@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax import cuda
 from xen_moe_jax._spec import Spec
 
 DOCUMENT = pathlib.Path(__file__).parent.parent / "docs" / "errors.md"
@@ -151,6 +152,7 @@ OUTSIDE = {
     "router-group-size": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 3, num_groups=4, topk_groups=1),
     "buffer-axis": lambda mesh: xm.Buffer(mesh, "expert", num_tokens=T, hidden=H),
     "buffer-size-hint": lambda mesh: xm.buffer_size_hint(num_tokens=0, hidden=H, num_ranks=4),
+    "reset-timeout": lambda mesh: cuda.reset(timeout_s=0),
 }
 
 

@@ -1,8 +1,8 @@
 """Processes that are stopped and killed at random: a stopped rank is waited for, a killed one is named, by all.
 
 Each job is a process per GPU that repeats a checked step. Ranks are stopped for random times, a few times each job;
-then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and must
-never have seen a wrong row that was not poison.
+then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and
+must never have seen a wrong row that was not poison.
 
     python tests/gpu/chaos.py --kills 40 --stalls 200 --seconds 900
 
