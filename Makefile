@@ -4,7 +4,10 @@
 # make help    the rest
 
 VENV ?= .venv
-JAX ?= 0.11.2
+# The oldest jax that is supported, and the newest: both are written in pyproject.toml only.
+OLDEST_JAX := $(shell sed -n 's/^dependencies = \["jax>=\([0-9.]*\),<=.*/\1/p' pyproject.toml)
+NEWEST_JAX := $(shell sed -n 's/^dependencies = \["jax>=[0-9.]*,<=\([0-9.]*\)".*/\1/p' pyproject.toml)
+JAX ?= $(OLDEST_JAX)
 # PYTHON=/path/to/python3.12 for the interpreter that makes the environment
 
 BIN := $(VENV)/bin
@@ -14,25 +17,33 @@ DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
 
-CORE_TESTS = $(addprefix tests/test_,conformance_reference.py contract.py errors.py examples.py gradients.py modes.py \
-  multiprocess.py properties.py routing.py)
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-core lint format types doctor benchmark memory-test bazel-test wheel clean
+.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
-setup: $(READY)  ## make the environment (JAX=0.12.0.1 VENV=.venv-newest for another JAX)
+setup: $(READY)  ## make the environment, with the oldest supported JAX
+
+versions:  ## the oldest and the newest jax that are supported
+	@echo $(OLDEST_JAX) $(NEWEST_JAX)
+
+# libtpu compiles the TPU kernels ahead of time for the tests. It stands beside the packages and not among them: JAX would
+# look for a TPU in every program of this environment, and say so on standard error.
+LIBTPU = import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))
 
 $(READY): pyproject.toml
 	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m venv $(VENV)
 	XEN_MOE_CUDA=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  "jax==$(JAX)" "jaxlib==$(JAX)" --editable '.[dev]'
+	if [ "$$(uname -s)" = Linux ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu \
+	    "$$($(BIN)/python -c '$(LIBTPU)')"; fi
 	touch $@
 
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
@@ -44,18 +55,19 @@ test: $(READY)  ## the test suite, but for the tests marked slow
 test-slow: $(READY)  ## what make test leaves out: an hour or more
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-test-core: $(READY)  ## contract, conformance, gradients and errors: what another version of JAX could break
-	$(BIN)/python -m pytest -m "not slow" $(CORE_TESTS) $(PYTEST_ARGS)
-
-lint: $(READY)  ## ruff and clang-format
+lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 format: $(READY)  ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
+
+picture: $(READY)  ## docs/images/house.svg, drawn from the real imports
+	$(BIN)/python tools/draw_house.py
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy
@@ -75,8 +87,22 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...
 
-wheel:  ## a wheel with the CUDA modules in dist/ (nvcc comes from PyPI; XEN_MOE_CUDA=OFF for a pure Python one)
-	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m pip wheel --no-deps --wheel-dir dist .
+wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist/built dist/*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libnvshmem_host.so.*' --wheel-dir dist dist/built/*.whl
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/abi3audit --strict dist/*.whl
+	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
+	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/test_wheel.py
+
+release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
+	$(BIN)/check-wheel-contents dist/*.whl
 
 clean:  ## what the build and the tests leave behind
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

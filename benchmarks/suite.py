@@ -14,7 +14,7 @@ import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from xen_moe_jax.benchmark import command, modes, report
+from xen_moe_jax.benchmark import command, modes, options, report
 
 LARGE = "--deepseek-v3 --tokens 4096"
 DECODE = "--mode low-latency --deepseek-v3 --repeats 9 --unroll 4"
@@ -62,21 +62,22 @@ def main() -> int:
     parser.add_argument("--link-ceiling", help="JSON of benchmarks/link_ceiling.cu, passed on to every command")
     parser.add_argument("--ranks", type=int, help="passed on to every command")
     parser.add_argument("--only", nargs="+", help="names of commands")
-    options = parser.parse_args()
-    extra = ["--platform", options.suite, *(["--ranks", str(options.ranks)] if options.ranks else [])]
-    if options.link_ceiling:
-        extra += ["--link-ceiling", options.link_ceiling]
+    chosen = parser.parse_args()
+    extra = ["--platform", chosen.suite, *(["--ranks", str(chosen.ranks)] if chosen.ranks else [])]
+    if chosen.link_ceiling:
+        extra += ["--link-ceiling", chosen.link_ceiling]
 
     began = time.monotonic()
     documents, failed, left_out, started = {}, {}, [], False
-    for name, line in SUITES[options.suite].items():
-        if options.only and name not in options.only:
+    for name, line in SUITES[chosen.suite].items():
+        if chosen.only and name not in chosen.only:
             continue
-        if time.monotonic() - began > options.seconds:
+        if time.monotonic() - began > chosen.seconds:
             left_out.append(name)
             continue
         arguments = shlex.split(line) + extra
-        parsed = command.build_parser().parse_args(arguments)
+        parsed = options.build_parser().parse_args(arguments)
+        options.check(parsed)
         if not started:
             command.start_jax(parsed)
             started = True
@@ -88,8 +89,8 @@ def main() -> int:
             failed[name] = f"{type(error).__name__}: {error}"[:2000]
         else:
             print(modes.describe_results(documents[name]), flush=True)
-        report.write_json(options.json, {"documents": documents, "failed": failed, "left_out": left_out})
-    report.write_json(options.json, {"documents": documents, "failed": failed, "left_out": left_out})
+        report.write_json(chosen.json, {"documents": documents, "failed": failed, "left_out": left_out})
+    report.write_json(chosen.json, {"documents": documents, "failed": failed, "left_out": left_out})
     print(f"{len(documents)} measured, {len(failed)} failed {sorted(failed)}, {len(left_out)} left out {left_out}")
     return int(bool(failed))
 

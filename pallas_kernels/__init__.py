@@ -1,12 +1,16 @@
 """TPU kernels in Pallas: body and launcher per kernel, no policy.
 
-| module | kernel |
+| module | what |
 |---|---|
 | `record` | what one row looks like on the wire (in-kernel encode and decode) |
-| `peers` | who may write to whom, and when: entry barrier, exit credits, row waits |
+| `peers` | which ranks a kernel spans; who signals whom and waits for whom, and in which order |
+| `send` | that order, run in a kernel: announce, await, send, drain, leave |
+| `gather` | rows named by a table, into a double buffer |
+| `launch` | the one call of `pallas_call`; block sizes, row groups |
 | `push` | token rows -> records -> staging of the ranks that need them |
 | `place` | staged records -> rows of `routed.x` |
 | `reduce_slots` | expert rank: a token's rows -> one partial record -> staging of the token's rank |
 | `reduce_ranks` | token's rank: staged partial records -> output rows |
+| `forward` | records from another slice -> staging of the ranks of this slice |
 | `exchange` | one remote DMA per peer over contiguous runs; fused, or as start and done halves |
 """

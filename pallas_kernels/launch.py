@@ -1,9 +1,9 @@
-"""How a kernel is launched: the knobs that policy sets, and the one place that calls `pallas_call`."""
+"""How a kernel is launched: the knobs that policy sets, and the call of `pallas_call` that they share."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,9 @@ class Launch:
 
     def call(
         self,
-        body: Callable,
+        body: Callable[[Any], None],
+        refs: Callable[..., Any],
+        names: Sequence[str],
         *,
         name: str,
         remote: bool,
@@ -36,29 +38,37 @@ class Launch:
         grid_spec: Any,
         out_shape: Any,
         aliases: dict[int, int] | None = None,
+        in_flight: bool = False,
     ) -> Callable:
-        """`pallas_call`.
+        """`pallas_call` of a body that takes its references as one structure.
 
         Args:
+          refs: makes the structure, out of the references `names` (scalars, inputs, outputs, scratch) as keywords.
           remote: the kernel reaches other ranks: it takes part in the entry barrier and is never removed or duplicated.
           by_dma: the results are written by DMAs that the kernel starts.
-          out_shape: (shape, dtype), or a list of them.
+          out_shape: (shape, dtype), or a list of them and of semaphore types.
+          in_flight: DMAs outlive the kernel: it is ordered by its operands and results, and otherwise left alone.
         """
         many = isinstance(out_shape, list)
         # what DMAs write, a peer's too, must lie in HBM; what leaves through the pipeline may be where XLA likes
         kind = pltpu.HBM if by_dma else jax.ShapeDtypeStruct
-        shapes = [kind(shape, jnp.dtype(dtype)) for shape, dtype in (out_shape if many else [out_shape])]
+        shapes = [
+            kind(s[0], jnp.dtype(s[1])) if isinstance(s, tuple) else s for s in (out_shape if many else [out_shape])
+        ]
         rank = len(grid_spec.grid)
         return pl.pallas_call(
-            body,
+            lambda *given: body(refs(**dict(zip(names, given, strict=True)))),
             grid_spec=grid_spec,
             out_shape=shapes if many else shapes[0],
             input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",) * rank if rank else None,  # type: ignore[arg-type]
                 collective_id=self.collective_id if remote else None,
-                has_side_effects=remote,
+                has_side_effects=pltpu.SideEffectType.DATAFLOW_SIDE_EFFECTING if in_flight else remote,
                 vmem_limit_bytes=self.vmem_limit_bytes,
+                # every row number comes from a table that routing arithmetic made and checked; a check costs more
+                # scalar work than the DMA that it guards
+                disable_bounds_checks=True,
             ),
             interpret=self.interpret,
             name=name,

@@ -1,27 +1,23 @@
-"""Who may write into whom, and when.
+"""Who may write into whom, and when: the ranks that a kernel spans, and the order in which they signal and wait.
 
-A remote DMA may start only once the target is inside the same kernel: before that, XLA may use the target's buffer
-for something else. `announce` tells every peer "I am in", `await_peers` waits until all have said so.
+A remote DMA may start only once its target is inside the same kernel: before that, XLA may use the target's buffer for
+something else. `ANNOUNCE` tells every peer "I am in"; `AWAIT` waits until all have said so.
 
-The barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could
-be taken for a slow rank's announcement for this one. `leave` prevents that: no rank leaves a kernel before every peer
-has passed its `await_peers`. Those credits arrive while rows travel, so nobody waits for them in practice.
+A barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could be
+taken for a slow rank's announcement for this one. Exit credits prevent that: no rank passes `LEAVE` before every peer
+has passed `AWAIT`. They arrive while rows travel, so nobody waits for them in practice. Between kernels over
+different groups of ranks credits prove nothing: those must have different barrier semaphores.
+
+`send.Link` runs these phases in a kernel; the model in tests/tpu checks every interleaving of the same phases.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-
-WAIT_BATCH = 8
-"""Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,42 +40,35 @@ class Axes:
         return ids
 
 
-def announce(axes: Axes, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None) -> None:
-    """Tells peers that this rank's buffers are ready to be written: all, or the `count` ranks `peers(i)`."""
-    barrier = pltpu.get_barrier_semaphore()
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """Adds one to a semaphore of every peer, this rank included."""
 
-    @pl.loop(0, axes.num_ranks if count is None else count)
-    def _(i: Any) -> None:
-        pl.semaphore_signal(barrier, 1, device_id=axes.device_id(peers(i)))
+    semaphore: str
 
 
-def await_peers(axes: Axes, credits: Any, peers: Callable[[Any], Any] = lambda i: i, count: int | None = None) -> None:
-    """Waits until every peer has announced itself, then sends each one exit credit."""
-    count = axes.num_ranks if count is None else count
-    pl.semaphore_wait(pltpu.get_barrier_semaphore(), count)
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Waits until every peer has signalled a semaphore of this rank, and takes their signals back."""
 
-    @pl.loop(0, count)
-    def _(i: Any) -> None:
-        pl.semaphore_signal(credits, 1, device_id=axes.device_id(peers(i)))
+    semaphore: str
 
 
-def leave(credits: Any, count: int) -> None:
-    """Waits for every peer's exit credit: all have passed `await_peers`, so the barrier semaphore is at rest."""
-    pl.semaphore_wait(credits, count)
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """DMAs into buffers of peers."""
 
 
-def wait_rows(rows: Any, count: jax.Array, semaphore: Any) -> None:
-    """Waits on a DMA semaphore for `count` DMAs of one row `rows[i]` each (`rows` only gives the size)."""
-    batch = min(WAIT_BATCH, rows.shape[0])
-    if batch > 1:
+@dataclasses.dataclass(frozen=True)
+class Drain:
+    """Waits for the DMAs into this rank's buffers, and for its own to have left."""
 
-        @pl.loop(0, lax.div(count, batch))
-        def _(_: Any) -> None:
-            span = rows.at[pl.ds(0, batch)]
-            pltpu.make_async_copy(span, span, semaphore).wait()
 
-    rest = lax.rem(count, batch) if batch > 1 else count
-
-    @pl.loop(0, rest)
-    def _(_: Any) -> None:
-        pltpu.make_async_copy(rows.at[0], rows.at[0], semaphore).wait()
+BARRIER, CREDITS = "barrier", "credits"
+ANNOUNCE = (Signal(BARRIER),)
+AWAIT = (Wait(BARRIER), Signal(CREDITS))
+LEAVE = (Wait(CREDITS),)
+KERNEL = (*ANNOUNCE, *AWAIT, Send(), Drain(), *LEAVE)
+"""Every kernel that reaches other ranks does this, in this order."""
+START, DONE = (*ANNOUNCE, *AWAIT, Send(), *LEAVE), (Drain(),)
+"""Or this, as two kernels: the semaphores of the DMAs pass from one to the other."""

@@ -8,6 +8,7 @@ are not visited at all.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,40 +22,39 @@ from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
 
 
-def _body(
-    blocks: Any,
-    gathered: Any,
-    now: Any,
-    following: Any,
-    staged: Any,
-    out: Any,
-    *refs: Any,
-    record: Record,
-    keep_scales: bool,
-) -> None:
-    scales_out, refs = (refs[0], refs[1:]) if keep_scales else (None, refs)
-    buffer, semaphore = refs
-    step = pl.program_id(0)
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    blocks: Any
+    gathered: Any
+    now: Any
+    following: Any
+    staged: Any
+    out: Any
+    buffer: Any
+    semaphore: Any
+    scales: Any = None
 
-    def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, staged, buffer.at[slot], semaphore.at[slot])
+
+def _body(refs: _Refs, *, record: Record) -> None:
+    keep_scales = refs.scales is not None
+
+    def start(table: Any, slot: Any, _: Any) -> None:
+        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=True)
 
     def wait(slot: Any) -> None:
-        gather.await_gathered(buffer.at[slot], gathered[blocks[step]], semaphore.at[slot])
+        gather.await_rows(refs.buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
 
-    slot = gather.double_buffered(start, wait, now, following)
+    slot = gather.double_buffered(start, wait, refs.now, refs.following)
 
     def write(rows: Any) -> None:
-        def load(j: int) -> jax.Array:
-            return buffer[slot, rows, j, :]
-
+        load = gather.rows_in(refs.buffer.at[slot], rows.start, rows.size)
         for c in range(record.chunks):
             values = decode_values(record, load, c) if keep_scales else decode(record, load, c)
-            out[rows, c * LANES : (c + 1) * LANES] = values.astype(out.dtype)
+            refs.out[rows, c * LANES : (c + 1) * LANES] = values.astype(refs.out.dtype)
             if keep_scales:
-                scales_out[rows, c : c + 1] = decode_scale(record, load, c)  # type: ignore[index]
+                refs.scales[rows, c : c + 1] = decode_scale(record, load, c)
 
-    for_row_groups(out.shape[0], tile_rows(out.dtype), write)
+    for_row_groups(refs.out.shape[0], tile_rows(refs.out.dtype), write)
 
 
 def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) -> int:
@@ -92,7 +92,7 @@ def place(
     wanted = jnp.any(jnp.pad(live, (0, pad)).reshape(steps, block), axis=1)
     blocks = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
     num_blocks = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1)
-    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+    gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
 
     def after(i: Any, blocks: Any, *_: Any) -> Any:
         return blocks[jnp.minimum(i + 1, steps - 1)], 0, 0
@@ -104,20 +104,25 @@ def place(
         out_shape.append(((rows, record.chunks), jnp.float32))
     return tuple(
         launch.call(
-            functools.partial(_body, record=record, keep_scales=keep_scales),
+            functools.partial(_body, record=record),
+            _Refs,
+            ["blocks", "gathered", "now", "following", "staged", "out"]
+            + (["scales"] if keep_scales else [])
+            + ["buffer", "semaphore"],
             name="xen_moe_place",
             remote=False,
             by_dma=False,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=1,
                 grid=(num_blocks,),
                 in_specs=[
+                    pl.BlockSpec((1, 1, 1), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
                     pl.BlockSpec((1, 1, block), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
                     pl.BlockSpec((1, 1, block), after, memory_space=pltpu.SMEM),
                     pl.BlockSpec(memory_space=pltpu.HBM),
                 ],
                 out_specs=out_specs,
-                scratch_shapes=[pltpu.VMEM((2, block, *record.shape), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+                scratch_shapes=gather.buffers(record, block),
             ),
             out_shape=out_shape,
         )(blocks, gathered, table, table, staged)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax._quantize import MIN_AMAX, QMAX
+
 LANES = 128
-MIN_AMAX = 2.0**-96
-QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,19 +87,22 @@ def values_of(word: jax.Array, part: int, dtype: str) -> jax.Array:
 
 
 def encode(
-    record: Record, chunk: Callable[[int], jax.Array], scale: Callable[[int], jax.Array] | None, out: Any, rows: Any
+    record: Record,
+    chunk: Callable[[int], jax.Array],
+    scale: Callable[[int], jax.Array] | None,
+    put: Callable[[int, jax.Array], None],
+    rows: int,
 ) -> None:
-    """Writes a block of rows as records.
+    """A block of `B` rows as records.
 
     Args:
       chunk: number of a 128-element block -> its values `[B, 128]`, exact in `record.dtype`. Called once per block.
       scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without
         scales.
-      out: ref int32 `[N, *record.shape]`.
-      rows: slice of the `B` rows of `out`.
+      put: takes number and value of each block row, int32 `[B, 128]`.
     """
-    lane = lax.broadcasted_iota(jnp.int32, (rows.size, LANES), 1)
-    scale_words = [jnp.zeros((rows.size, LANES), jnp.float32) for _ in range(record.scale_rows)]
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    scale_words = [jnp.zeros((rows, LANES), jnp.float32) for _ in range(record.scale_rows)]
     shift = 32 // record.per_word
     for j in range(record.value_rows):
         word = None
@@ -113,9 +115,10 @@ def encode(
             if scale is not None:
                 row = c // LANES
                 scale_words[row] = jnp.where(lane == c % LANES, scale(c), scale_words[row])
-        out[rows, j, :] = word
+        assert word is not None
+        put(j, word)
     for row, words in enumerate(scale_words):
-        out[rows, record.value_rows + row, :] = lax.bitcast_convert_type(words, jnp.int32)
+        put(record.value_rows + row, lax.bitcast_convert_type(words, jnp.int32))
 
 
 def decode_scale(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:

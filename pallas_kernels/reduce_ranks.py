@@ -6,6 +6,7 @@ zeros. The sum leaves as a block of `[T, H]`, or, for a second level of reductio
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,9 +27,9 @@ def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def encode_sums(
-    record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, out: Any, rows: Any
+    record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, put: Any, rows: int
 ) -> None:
-    """float32 sums, `total(c)` for each 128-element block `c`, -> records in `out[rows]`."""
+    """float32 sums, `total(c) [rows, 128]` for each 128-element block `c`, -> records, as `record.encode` puts them."""
     latest = {}
 
     def chunk(c: int) -> jax.Array:
@@ -38,52 +39,58 @@ def encode_sums(
         values, latest["scale"] = quantize_chunk(values, *quantise)
         return values
 
-    encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, out, rows)
+    encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, put, rows)
 
 
-def _body(
-    gathered: Any,
-    zero: Any,
-    now: Any,
-    following: Any,
-    staged: Any,
-    out: Any,
-    buffer: Any,
-    semaphore: Any,
-    total: Any,
-    *,
-    record: Record,
-    entries: int,
-    quantise: tuple[str, str] | None,
-    as_records: bool,
-) -> None:
-    step = pl.program_id(0)
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    zero: Any
+    gathered: Any
+    now: Any
+    following: Any
+    sources: Any
+    staged: Any
+    out: Any
+    buffer: Any
+    semaphore: Any
+    total: Any
 
-    def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, staged, buffer.at[slot], semaphore.at[slot])
+
+def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str] | None, as_records: bool) -> None:
+    buffer, out, total = refs.buffer, refs.out, refs.total
+
+    def start(table: Any, slot: Any, _: Any) -> None:
+        gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot], zero_others=False)
 
     def wait(slot: Any) -> None:
-        gather.await_gathered(buffer.at[slot], gathered[step], semaphore.at[slot])
+        gather.await_rows(buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
 
-    slot = gather.double_buffered(start, wait, now, following)
-    tokens = buffer.shape[1] // entries
-    nothing = zero[0]
+    slot = gather.double_buffered(start, wait, refs.now, refs.following)
+    tokens = refs.now.shape[2] // entries
+    nothing = refs.zero[0]
 
     def add(rows: Any) -> None:
+        sources = refs.sources[rows, :]
+        lane = lax.broadcasted_iota(jnp.int32, sources.shape, 1)
+
         @pl.loop(0, entries)
         def _(entry: Any) -> None:
-            def load(j: int) -> jax.Array:
-                return buffer[slot, pl.ds(entry * tokens + rows.start, rows.size), j, :]
-
+            load = gather.rows_in(buffer.at[slot], entry * tokens + rows.start, rows.size)
+            came = jnp.max(jnp.where(lane == entry, sources, -1), axis=1, keepdims=True) >= 0
             for c in range(record.chunks):
                 columns = slice(c * LANES, (c + 1) * LANES)
                 values = decode_values(record, load, c)
                 if record.scaled:
                     values = keep(values * decode_scale(record, load, c), nothing)
-                total[rows, columns] = jnp.where(entry == 0, 0.0, total[rows, columns]) + values
+                before = jnp.where(entry == 0, 0.0, total[rows, columns])
+                total[rows, columns] = jnp.where(came, before + values, before)
 
         if as_records:
-            encode_sums(record, lambda c: total[rows, c * LANES : (c + 1) * LANES], quantise, nothing, out, rows)
+
+            def put(j: int, words: jax.Array) -> None:
+                out[rows, j, :] = words
+
+            encode_sums(record, lambda c: total[rows, c * LANES : (c + 1) * LANES], quantise, nothing, put, rows.size)
         else:
             for c in range(record.chunks):
                 columns = slice(c * LANES, (c + 1) * LANES)
@@ -122,9 +129,9 @@ def reduce_ranks(
     tokens, entries = source.shape
     block = block_rows(launch.block, tokens, tile_rows(jnp.int32 if as_records else out_dtype))
     steps = -(-tokens // block)
-    table = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
-    table = table.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
-    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+    sources = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
+    table = sources.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
+    gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     smem = functools.partial(pl.BlockSpec, (1, 1, entries * block), memory_space=pltpu.SMEM)
     if as_records:
         out_spec = pl.BlockSpec((block, *record.shape), lambda i, *_: (i, 0, 0))
@@ -134,23 +141,26 @@ def reduce_ranks(
         out_shape = ((tokens, record.hidden), out_dtype)
     return launch.call(
         functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
+        _Refs,
+        ["zero", "gathered", "now", "following", "sources", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",
         remote=False,
         by_dma=False,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(steps,),
             in_specs=[
+                pl.BlockSpec((1, 1, 1), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
                 smem(lambda i, *_: (i, 0, 0)),
                 smem(lambda i, *_: (jnp.minimum(i + 1, steps - 1), 0, 0)),
+                pl.BlockSpec((block, entries), lambda i, *_: (i, 0)),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=out_spec,
             scratch_shapes=[
-                pltpu.VMEM((2, entries * block, *record.shape), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
+                *gather.buffers(record, entries * block),
                 pltpu.VMEM((block, record.hidden), jnp.float32),
             ],
         ),
         out_shape=out_shape,
-    )(gathered, zero, table, table, staged)
+    )(zero, gathered, table, table, sources, staged)

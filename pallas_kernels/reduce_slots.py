@@ -11,6 +11,7 @@ Who waits: as in `push`. Local form (`axes=None`): records go to a send buffer o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,12 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather, peers
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows
-from xen_moe_jax.pallas_kernels.push import await_records, recv_semaphores, send_block
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
+from xen_moe_jax.pallas_kernels.send import Link, await_whole, scratch
 
-NO_ROW, ODD_ROW = -1.0, 1.0
-"""What the vector unit needs to know of a row: none, or in which half of its words an odd row is (an even row is 0)."""
+GATHERED, DEEPEST, SENT, FACTS = 0, 1, 2, 8
+"""What a step must know of its block: rows, most rows of a pair, pairs; `FACTS` numbers a block."""
 
 
 def _row_values(words: jax.Array, odd: jax.Array, paired: bool) -> jax.Array:
@@ -38,114 +39,156 @@ def _row_values(words: jax.Array, odd: jax.Array, paired: bool) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _body(
-    gathered: Any,
-    deepest: Any,
-    sent: Any,
-    expected: Any,
-    zero: Any,
-    now: Any,
-    following: Any,
-    peer: Any,
-    address: Any,
-    kinds: Any,
-    weights: Any,
-    y: Any,
-    target: Any,
-    buffer: Any,
-    arrived: Any,
-    acc: Any,
-    outgoing: Any,
-    send: Any,
-    *sync: Any,
-    record: Record,
-    quantise: tuple[str, str] | None,
-    slots: int,
-    weighted: bool,
-    paired: bool,
-    axes: peers.Axes | None,
-) -> None:
-    step, steps = pl.program_id(0), pl.num_programs(0)
-    pairs = buffer.shape[2]
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """(source, token) pairs to reduce, and where their sums go.
+
+    Attributes:
+      rows: int32 `[P, S]`, rows of each pair in slot order, those in use first, then `-1`.
+      peer: int32 `[P]`, the token's rank, `-1` for no pair.
+      address: int32 `[P]`, row of its staging.
+      count: int32 `[]`, how many pairs to visit: those after it are all unused.
+      expected: int32 `[R]`, partial records that arrive from each rank. Unused in the local form.
+      staging_rows: rows of staging.
+    """
+
+    rows: jax.Array
+    peer: jax.Array
+    address: jax.Array
+    count: jax.Array
+    expected: jax.Array
+    staging_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    expected: Any
+    zero: Any
+    facts: Any
+    following_facts: Any
+    now: Any
+    following: Any
+    peer: Any
+    address: Any
+    rows: Any
+    y: Any
+    target: Any
+    buffer: Any
+    arrived: Any
+    acc: Any
+    outgoing: Any
+    sent: Any
+    send: Any
+    weights: Any = None
+    weight_rows: Any = None
+    recv: Any = None
+    credits: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    record: Record
+    quantise: tuple[str, str] | None
+    slots: int
+    weighted: bool
+    paired: bool
+    axes: peers.Axes | None
+
+
+def _fetch(refs: _Refs, static: _Static) -> Any:
+    """This step's rows in a buffer, the next step's on their way; the buffer's number."""
+    y, buffer, arrived = refs.y, refs.buffer, refs.arrived
     rows = y.bitcast(jnp.int32) if y.dtype == jnp.bfloat16 else y
-    if axes is not None:
-        recv, credits = sync
-        mine = lax.rem(lax.axis_index(axes.names), recv_semaphores(axes.num_ranks))
 
-        @pl.when(step == 0)
-        def _() -> None:
-            peers.announce(axes)
+    at_once = next(n for n in (gather.AT_ONCE, 2, 1) if buffer.shape[2] % n == 0)
 
-    def start(table: Any, slot: Any) -> None:
-        @pl.loop(0, pairs)
-        def _(pair: Any) -> None:
-            for s in range(slots):
-                row = table[0, 0, pair * slots + s]
+    def start(table: Any, slot: Any, step: Any) -> None:
+        facts = refs.facts if table is refs.now else refs.following_facts
 
-                @pl.when(row >= 0)
-                def _(row: Any = row, s: int = s) -> None:
-                    row = lax.div(row, 2) if paired else row
-                    into = buffer.at[slot, s, pl.ds(pair, 1)]
-                    pltpu.make_async_copy(rows.at[pl.ds(row, 1)], into, arrived.at[slot]).start()
+        @pl.loop(0, facts[0, 0, DEEPEST])
+        def _(s: Any) -> None:
+            @pl.loop(0, buffer.shape[2] // at_once)
+            def _(i: Any) -> None:
+                for n in range(at_once):
+                    pair = i * at_once + n
+                    row = table[0, 0, pair * static.slots + s]
+
+                    @pl.when(row >= 0)
+                    def _(row: Any = row, pair: Any = pair) -> None:
+                        if static.weighted:
+                            from_row = refs.weights.at[pl.ds(lax.shift_right_logical(row, 7), 1)]
+                            into = refs.weight_rows.at[slot, s, pl.ds(pair, 1)]
+                            pltpu.make_async_copy(from_row, into, arrived.at[slot]).start()
+                        row = lax.shift_right_logical(row, 1) if static.paired else row
+                        into = buffer.at[slot, s, pl.ds(pair, 1)]
+                        pltpu.make_async_copy(rows.at[pl.ds(row, 1)], into, arrived.at[slot]).start()
 
     def wait(slot: Any) -> None:
-        @pl.loop(0, gathered[step])
-        def _(_: Any) -> None:
-            one = buffer.at[slot, 0, pl.ds(0, 1)]
-            pltpu.make_async_copy(one, one, arrived.at[slot]).wait()
+        for rows in (buffer, *([refs.weight_rows] if static.weighted else [])):
+            first = rows.at[slot, 0]
+            await_whole(first, refs.facts[0, 0, GATHERED], arrived.at[slot])
 
-    slot = gather.double_buffered(start, wait, now, following)
-    lane = lax.broadcasted_iota(jnp.int32, kinds.shape, 1)
-    nothing = zero[0]
+    return gather.double_buffered(start, wait, refs.now, refs.following)
+
+
+def _add_up(refs: _Refs, static: _Static, slot: Any) -> None:
+    """`acc`: the float32 sums of a block of pairs."""
+    acc, table = refs.acc, refs.rows[...]
+    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (table.shape[0], LANES), 1)
     acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-    @pl.loop(0, deepest[step])
+    @pl.loop(0, refs.facts[0, 0, DEEPEST])
     def _(s: Any) -> None:
-        kind = jnp.max(jnp.where(lane == s, kinds[...], NO_ROW), axis=1, keepdims=True)
-        weight = jnp.sum(jnp.where(lane == s, weights[...], 0.0), axis=1, keepdims=True) if weighted else None
-        for c in range(record.chunks):
+        number = jnp.max(jnp.where(slot_lane == s, table, -1), axis=1, keepdims=True)
+        weight = None
+        if static.weighted:
+            mine = lane == (number & (LANES - 1))
+            weight = jnp.sum(jnp.where(mine, refs.weight_rows[slot, s], 0.0), axis=1, keepdims=True)
+        for c in range(static.record.chunks):
             columns = slice(c * LANES, (c + 1) * LANES)
-            row = _row_values(buffer[slot, s, :, columns], kind == ODD_ROW, paired)
+            row = _row_values(refs.buffer[slot, s, :, columns], (number & 1) == 1, static.paired)
             if weight is not None:
-                row = keep(row * weight, nothing)
-            acc[:, columns] = jnp.where(kind != NO_ROW, acc[:, columns] + row, acc[:, columns])
+                row = keep(row * weight, refs.zero[0])
+            acc[:, columns] = jnp.where(number >= 0, acc[:, columns] + row, acc[:, columns])
+
+
+def _body(refs: _Refs, *, static: _Static) -> None:
+    step, steps = pl.program_id(0), pl.num_programs(0)
+    pairs = refs.buffer.shape[2]
+    outgoing = refs.outgoing
+    link = Link(static.axes, refs.target, refs.send, refs.recv, refs.credits)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        link.announce()
+
+    slot = _fetch(refs, static)
+    _add_up(refs, static, slot)
 
     @pl.when(step >= 2)
     def _() -> None:
-        peers.wait_rows(outgoing.at[slot], sent[step - 2], send.at[slot])
+        link.await_sent(outgoing.at[slot], refs.sent[slot], slot)
 
     encode_sums(
-        record,
-        lambda c: acc[:, c * LANES : (c + 1) * LANES],
-        quantise,
-        nothing,
-        outgoing.at[slot],
-        pl.ds(0, pairs),
+        static.record,
+        lambda c: refs.acc[:, c * LANES : (c + 1) * LANES],
+        static.quantise,
+        refs.zero[0],
+        gather.put_into(outgoing.at[slot], pl.ds(0, pairs)),
+        pairs,
     )
 
-    def copy(source: Any, row: Any, to: Any) -> Any:
-        if axes is None:
-            return pltpu.make_async_copy(source, row, send.at[slot])
-        return pltpu.make_async_remote_copy(source, row, send.at[slot], recv.at[mine], device_id=axes.device_id(to))
+    @pl.when(step == 0)
+    def _() -> None:
+        link.await_peers()
 
-    if axes is not None:
-
-        @pl.when(step == 0)
-        def _() -> None:
-            peers.await_peers(axes, credits)
-
-    send_block(outgoing.at[slot], target, peer, address, pairs, 1, copy)
+    link.start_block(outgoing.at[slot], refs.peer, refs.address, 1, slot)
+    refs.sent[slot] = refs.facts[0, 0, SENT]
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        @pl.when(step >= 1)
-        def _() -> None:
-            peers.wait_rows(outgoing.at[1 - slot], sent[step - 1], send.at[1 - slot])
-
-        peers.wait_rows(outgoing.at[slot], sent[step], send.at[slot])
-        if axes is not None:
-            await_records(target, expected, recv, axes.num_ranks)
-            peers.leave(credits, axes.num_ranks)
+        link.drain_blocks(outgoing, refs.sent, refs.expected)
 
 
 def _pair_words(y: jax.Array) -> jax.Array:
@@ -157,23 +200,18 @@ def _pair_words(y: jax.Array) -> jax.Array:
 
 
 def vmem_bytes(record: Record, slots: int, block: int) -> int:
-    """VMEM that a block of pairs needs: two row buffers of 32-bit words, the sums, two record buffers, two tables."""
-    return block * (4 * record.hidden * (2 * slots + 1) + 2 * record.bytes + 4 * 4 * LANES)
+    """VMEM that a block of pairs needs: two buffers of rows and two of weights, sums, two record buffers, tables."""
+    return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
 
 
 def reduce_slots(
     y: jax.Array,
-    positions: jax.Array,
+    pairs: Pairs,
     weights: jax.Array | None,
-    peer: jax.Array,
-    address: jax.Array,
-    num_pairs: jax.Array,
-    expected: jax.Array,
     zero: jax.Array,
     *,
     record: Record,
     quantise: tuple[str, str] | None,
-    staging_rows: int,
     axes: peers.Axes | None,
     launch: Launch,
 ) -> jax.Array:
@@ -181,89 +219,91 @@ def reduce_slots(
 
     Args:
       y: `[C, hidden]`, float32, or bfloat16 with an even `C`.
-      positions: int32 `[P, S]`, rows of each pair in slot order, those in use first, then `-1`.
-      weights: float32 `[P, S]`, or None.
-      peer: int32 `[P]`, the token's rank, `-1` for no pair.
-      address: int32 `[P]`, row of its staging.
-      num_pairs: int32 `[]`, how many pairs to visit: those after it are all unused.
-      expected: int32 `[R]`, partial records that arrive from each rank. Unused in the local form.
+      weights: float32 `[C]`, what the rows are multiplied by, or None.
       zero: int32 `[1]`, a zero unknown to the compiler.
       quantise: (dtype, scale format), or None to send partial sums in `y.dtype`.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
     """
-    pairs, slots = positions.shape
+    count, slots = pairs.rows.shape
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
-    block = block_rows(launch.block, pairs, 8)
-    steps = -(-pairs // block)
-    pad = steps * block - pairs
-    positions = jnp.pad(positions, ((0, pad), (0, 0)), constant_values=-1)
-    weights = None if weights is None else jnp.pad(weights, ((0, pad), (0, 0)))
-    peer = jnp.pad(peer, (0, pad), constant_values=-1).reshape(steps, 1, block)
-    address = jnp.pad(address, (0, pad)).reshape(steps, 1, block)
-    used = (positions >= 0).reshape(steps, block, slots)
-    gathered = jnp.sum(used, axis=(1, 2), dtype=jnp.int32)
-    deepest = jnp.max(jnp.sum(used, axis=2, dtype=jnp.int32), axis=1)
-    sent = jnp.sum(peer[:, 0] >= 0, axis=1, dtype=jnp.int32)
-    table = positions.reshape(steps, 1, block * slots)
+    block = block_rows(launch.block, count, 8)
+    steps = -(-count // block)
+    pad = steps * block - count
+    rows = jnp.pad(pairs.rows, ((0, pad), (0, 0)), constant_values=-1)
+    peer = jnp.pad(pairs.peer, (0, pad), constant_values=-1).reshape(steps, 1, block)
+    address = jnp.pad(pairs.address, (0, pad)).reshape(steps, 1, block)
+    used = (rows >= 0).reshape(steps, block, slots)
+    table = rows.reshape(steps, 1, block * slots)
+    numbers = [
+        jnp.sum(used, axis=(1, 2), dtype=jnp.int32),
+        jnp.max(jnp.sum(used, axis=2, dtype=jnp.int32), axis=1),
+        jnp.sum(peer[:, 0] >= 0, axis=1, dtype=jnp.int32),
+    ]
+    known = jnp.stack([*numbers, *[numbers[0]] * (FACTS - len(numbers))], axis=1).reshape(steps, 1, FACTS)
+
+    def following(i: Any, *_: Any) -> Any:
+        return jnp.minimum(i + 1, steps - 1), 0, 0
 
     smem = functools.partial(pl.BlockSpec, (1, 1, block * slots), memory_space=pltpu.SMEM)
+    facts = pl.BlockSpec((1, 1, FACTS), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
+    following_facts = pl.BlockSpec((1, 1, FACTS), following, memory_space=pltpu.SMEM)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     per_pair = pl.BlockSpec((1, 1, block), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
-    vector = pl.BlockSpec((block, slots), lambda i, *_: (i, 0))
-    row_words = jnp.int32 if paired else y.dtype
-    scratch = [
-        pltpu.VMEM((2, slots, block, record.hidden), row_words),
+    names = ["expected", "zero", "facts", "following_facts", "now", "following", "peer", "address", "rows", "y"]
+    scratch_shapes = [
+        pltpu.VMEM((2, slots, block, record.hidden), jnp.int32 if paired else y.dtype),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.VMEM((block, record.hidden), jnp.float32),
-        pltpu.VMEM((2, block, *record.shape), jnp.int32),
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
+        pltpu.SMEM((2,), jnp.int32),
+        *scratch(axes, axes.num_ranks if axes else 0, 2),
     ]
-    if axes is not None:
-        scratch += [pltpu.SemaphoreType.DMA((recv_semaphores(axes.num_ranks),)), pltpu.SemaphoreType.REGULAR]
-    body = functools.partial(
-        _body,
-        record=record,
-        quantise=quantise,
-        slots=slots,
-        weighted=weights is not None,
-        paired=paired,
-        axes=axes,
-    )
+    operands = []
+    if weights is not None:
+        names.append("weights")
+        scratch_shapes.append(pltpu.VMEM((2, slots, block, LANES), jnp.float32))
+        operands.append(jnp.pad(weights, (0, -weights.shape[0] % LANES)).reshape(-1, LANES))
+    names += ["target", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
+    names += ["recv", "credits"] if axes is not None else []
+    names += ["weight_rows"] if operands else []
     return launch.call(
-        body,
+        functools.partial(_body, static=_Static(record, quantise, slots, weights is not None, paired, axes)),
+        _Refs,
+        names,
         name="xen_moe_reduce_slots" if axes is not None else "xen_moe_reduce_slots_local",
         remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(jnp.maximum(-(-num_pairs // block), 1),),
+            num_scalar_prefetch=2,
+            grid=(jnp.maximum(-(-pairs.count // block), 1),),
             in_specs=[
+                facts,
+                following_facts,
                 smem(lambda i, *_: (i, 0, 0)),
-                smem(lambda i, *_: (jnp.minimum(i + 1, steps - 1), 0, 0)),
+                smem(following),
                 per_pair,
                 per_pair,
-                vector,
-                vector,
-                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec((block, slots), lambda i, *_: (i, 0)),
+                *[hbm] * (1 + len(operands)),
             ],
-            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
-            scratch_shapes=scratch,
+            out_specs=hbm,
+            scratch_shapes=scratch_shapes,
         ),
-        out_shape=((staging_rows, *record.shape), jnp.int32),
+        out_shape=((pairs.staging_rows, *record.shape), jnp.int32),
     )(
-        gathered,
-        deepest,
-        sent,
-        expected,
+        pairs.expected,
         zero,
+        known,
+        known,
         table,
         table,
         peer,
         address,
-        jnp.where(positions >= 0, (positions & 1).astype(jnp.float32), NO_ROW),
-        jnp.zeros(positions.shape, jnp.float32) if weights is None else weights,
+        rows,
         y,
+        *operands,
     )

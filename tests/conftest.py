@@ -1,15 +1,22 @@
 """Eight virtual CPU devices for the whole suite, unless the caller asked for another platform; set before JAX loads."""
 
 import os
+import pathlib
+import sys
 
 import pytest
+
+# `make setup` puts libtpu beside the packages of the environment: it is for the tests that compile ahead of time, and
+# would make JAX look for a TPU in every program.
+if (pathlib.Path(sys.prefix) / "libtpu").is_dir():
+    sys.path.append(str(pathlib.Path(sys.prefix) / "libtpu"))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
-pytest.register_assert_rewrite("checks", "conformance")
+pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformance")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bits
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support.checks import assert_bits
 
 RANKS, T, H, K, E = 4, 16, 128, 2, 8
 

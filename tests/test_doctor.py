@@ -46,7 +46,26 @@ def test_a_broken_backend_is_a_fault_and_does_not_hide_the_rest(monkeypatch, cap
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     assert "!! on tpu" in out and "undefined symbol" in out and "faults: on tpu" in out
-    assert "ok on cuda" in out
+    assert "on cuda" in out
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_platform_that_jax_cannot_start_is_not_called_ok(monkeypatch, installed):
+    monkeypatch.setattr(backends, "load", lambda name: None)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: "1" if installed else None)
+    found = by_name(doctor.backends())
+    assert found["on cpu"].ok
+    for platform, package in (("tpu", "libtpu"), ("cuda", "jax-cuda13-plugin")):
+        finding = found[f"on {platform}"]
+        assert finding.ok == (True if installed else None)
+        assert installed or (package in finding.detail and "pip install" in finding.remedy)
+
+
+def test_a_newer_jax_than_tested_is_said(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (99, 0, 0))
+    monkeypatch.setattr(jax, "__version__", "99.0.0")
+    finding = by_name(doctor.versions())["jax version"]
+    assert finding.ok is None and "99.0.0" in finding.detail and doctor.tested_jax()[1] in finding.detail
 
 
 def test_devices_that_do_not_start_are_a_fault_in_jax_own_words(monkeypatch):

@@ -2,8 +2,9 @@
 
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+
+from tests.support import oracle
 
 IDX = np.array([[[0, 2], [1, 0]], [[3, 0], [-1, 9]]])  # 9 is out of range
 WEIGHTS = np.array([[[0.5, 0.25], [2.0, 4.0]], [[8.0, 0.125], [1.0, 1.0]]], np.float32)

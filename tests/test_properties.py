@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
-from checks import assert_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import oracle
+from tests.support.checks import assert_bits
 
 RANKS, T, H = 4, 5, 16
 

@@ -5,6 +5,7 @@ from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start
+from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -21,7 +22,9 @@ __all__ = [
     "Flight",
     "Handle",
     "KernelConfig",
+    "Links",
     "OperationFailed",
+    "Prediction",
     "Routed",
     "Wire",
     "all_to_all",
@@ -35,6 +38,7 @@ __all__ = [
     "dispatch_done",
     "dispatch_start",
     "get_dispatch_layout",
+    "perf_model",
     "quantize",
     "ragged_all_to_all",
     "redispatch",

@@ -10,6 +10,8 @@ import jax
 from jax._src import config as jax_config
 from jax._src import dispatch as jax_dispatch
 from jax._src import distributed, effects
+from jax._src.ad_checkpoint import name_p
+from jax.interpreters import ad
 
 
 def without_varying_checks() -> AbstractContextManager[Any]:
@@ -51,3 +53,8 @@ def interpret_effects() -> Any:
         for effect in found:
             allowed.add_type(type(effect))
     return found
+
+
+# `checkpoint_name` has no transpose rule in JAX 0.11.2: a function with a named result could not go through
+# `jax.linear_transpose`. It is the identity; a rule of JAX's own would stay.
+ad.primitive_transposes.setdefault(name_p, lambda cotangent, x, *, name: [cotangent])

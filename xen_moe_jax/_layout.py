@@ -56,7 +56,8 @@ def owners(topk_idx: jax.Array, local_experts: int) -> jax.Array:
 def ranks_hit(topk_idx: jax.Array, num_ranks: int, local_experts: int) -> jax.Array:
     """bool `[..., T, R]`: does token `t` reach rank `r`? `topk_idx [..., T, K]` is sanitised."""
     owner = owners(topk_idx, local_experts)
-    return jnp.any(owner[..., :, :, None] == jnp.arange(num_ranks, dtype=jnp.int32), axis=-2)
+    ranks = jax.lax.broadcasted_iota(jnp.int32, (*owner.shape, num_ranks), owner.ndim)
+    return jnp.any(owner[..., None] == ranks, axis=-2)
 
 
 class SourceRouting(NamedTuple):
@@ -177,7 +178,7 @@ def used_rows(recv_counts: jax.Array, spec: Spec) -> jax.Array:
     """bool, shape `spec.row_dims`: rows that hold data or alignment padding; the others are unspecified."""
     if spec.layout == "padded":
         kept = group_counts(recv_counts, spec).num_tokens_per_expert
-        return jnp.arange(spec.num_ranks * spec.num_tokens, dtype=jnp.int32) < kept[:, None]
+        return jnp.arange(spec.num_ranks * spec.num_tokens, dtype=jnp.int32)[None] < kept[:, None]
     return jnp.arange(spec.capacity, dtype=jnp.int32) < num_rows(recv_counts, spec)
 
 

@@ -6,6 +6,7 @@ the same program gives the same bits.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def dispatch_done(flight: Flight) -> Routed:
     """Second half of `dispatch`: waits for the rows. A flight is finished once.
 
     Raises:
-      TypeError: not what `dispatch_start` returned. ValueError: it was finished before.
+      TypeError: `flight` is not what `dispatch_start` returned. ValueError: it was finished before.
     """
     state = _land(flight, "dispatch")
     if not isinstance(state, DispatchInFlight):
@@ -132,10 +133,22 @@ def combine_done(flight: Flight) -> jax.Array:
     return checkpoint_name(out, primitives.OUT)
 
 
+_finished: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""An array of every flight that was finished and of no other, by identity: a copy of a flight shares it."""
+
+
 def _land(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
-    if isinstance(flight.state, DispatchInFlight | CombineInFlight):
+    split = isinstance(flight.state, DispatchInFlight | CombineInFlight)
+    ticket = jax.tree.leaves(flight.state.in_flight if split else flight.state)[0]
+    if _finished.get(id(ticket)) is ticket:
+        raise ValueError(
+            f"{kind}_done: flight was finished before: a flight is used once. Keep the result of the first "
+            f"{kind}_done, or call {kind}_start again"
+        )
+    _finished[id(ticket)] = ticket
+    if split:
         return flight.state
     return jax.lax.optimization_barrier(flight.state)

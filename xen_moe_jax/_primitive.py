@@ -6,8 +6,9 @@ every unknown platform run the plain JAX backend, TPU the Pallas kernels, CUDA t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -114,10 +115,17 @@ def _lower(
     avals = operand_avals([_jax_internals.without_varying(aval) for aval in ctx.avals_in])
     plain = ctx.replace(avals_in=avals)
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks():
+    with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks(), _usual_promotion():
         results = mlir.lower_fun(_as_tuple(run), multiple_results=True)(plain, *operands)
     ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
     return results
+
+
+@contextlib.contextmanager
+def _usual_promotion() -> Iterator[None]:
+    """The caller's settings are about the caller's code: an implementation is traced under JAX's defaults."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _as_tuple(f: Callable) -> Callable:

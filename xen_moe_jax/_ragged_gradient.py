@@ -52,7 +52,7 @@ def transpose(
     operand_ct = lax.cond(overlap > 0, peer_by_peer, all_at_once)
 
     row = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None]
-    overwritten = jnp.any((row >= landed) & (row < landed + recv_sizes), axis=1)
+    overwritten = jnp.any((row >= landed[None]) & (row < (landed + recv_sizes)[None]), axis=1)
     overwritten = overwritten.reshape(-1, *[1] * (cotangent.ndim - 1))
     return operand_ct, jnp.where(overwritten, jnp.zeros((), cotangent.dtype), cotangent)
 

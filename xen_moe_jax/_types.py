@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from xen_moe_jax._spec import Spec
@@ -90,6 +91,27 @@ class Routed:
     topk_idx: Any
     topk_weights: Any
     handle: Handle
+
+    def expert_ids(self) -> jax.Array:
+        """Grouped layout: int32 `[C]`, local expert of each row, `L` for the unspecified rows past the last group.
+
+        Alignment padding belongs to its group. For what is added per expert: `bias[ids]` with `ids < L` as a mask.
+
+        Raises ValueError in the other layouts: ranked rows have `topk_idx`, padded ones their first dimension.
+        """
+        if self.group_sizes is None:
+            raise ValueError(
+                f"expert_ids: layout={self.handle.spec.layout!r} has no groups of rows: the ranked layout's experts "
+                "are in routed.topk_idx, the padded layout's are the first dimension of routed.x"
+            )
+        return experts_of_rows(self.group_sizes, self.handle.spec.capacity)
+
+
+def experts_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """int32 `[num_rows]`: the group of each row by int32 `group_sizes [L]`, `L` past the last one."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.sum(rows[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
 
 
 @pytree(static=("kind",))

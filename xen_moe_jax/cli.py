@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from xen_moe_jax import __version__
+
 COMMANDS = {
     "doctor": ("xen_moe_jax.doctor", "what this machine has, and which backend each platform would use"),
     "benchmark": ("xen_moe_jax.benchmark.command", "dispatch and combine against other ways to do it, timed"),
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"commands (COMMAND --help says more):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"xen-moe-jax {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given[:1])

@@ -1,4 +1,4 @@
-"""`python -m xen_moe_jax.doctor`: what this machine has, which backend each platform would use, and what is missing.
+"""`xen-moe-jax doctor`: what this machine has, which backend each platform would use, and what is missing.
 
 It reads and imports; it changes nothing, launches no kernel, and needs no accelerator.
 """
@@ -13,12 +13,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pathlib
 import platform
+import re
 import sys
+import tomllib
 from collections.abc import Sequence
 
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.flax import grouped_matmul
 
 PACKAGES = (
     "xen-moe-jax",
@@ -29,16 +33,16 @@ PACKAGES = (
     "flax",
     "optax",
     "orbax-checkpoint",
+    "tokamax",
     "libtpu",
     "jax-cuda13-plugin",
     "jax-cuda13-pjrt",
     "nvidia-nvshmem-cu13",
 )
-OLDEST_JAX = (0, 11, 2)
 OLDEST_PYTHON = (3, 12)
 NATIVE_MODULES = {
     "_cuda": "CUDA kernels over NVLink",
-    "_nvshmem": "NVSHMEM: one process per GPU, several nodes",
+    "_nvshmem": "NVSHMEM: one process per GPU of a host",
 }
 """Compiled parts of the package, by module name."""
 
@@ -89,16 +93,45 @@ def versions() -> list[Finding]:
             found.append(Finding(package, True, "imported from a checkout, not installed"))
         else:
             found.append(Finding(package, True if version else None, version or "not installed"))
-    return [*found, _jax_is_new_enough()]
+    return [*found, _jax_is_tested()]
 
 
-def _jax_is_new_enough() -> Finding:
+def tested_jax() -> tuple[str, str] | None:
+    """The oldest and the newest jax that the whole suite has run on: the requirement of the checkout that is imported,
+    or of the installed package. None where there is neither.
+    """
+    project = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
+    if project.exists():
+        requirements = tomllib.loads(project.read_text())["project"]["dependencies"]
+    elif installed_version("xen-moe-jax") is not None:
+        requirements = importlib.metadata.requires("xen-moe-jax") or []
+    else:
+        return None
+    for requirement in requirements:
+        found = re.fullmatch(r"jax(?=[^;]*>=([\d.]+))(?=[^;]*<=([\d.]+))[<>=,\d.]*", requirement.replace(" ", ""))
+        if found:
+            return found[1], found[2]
+    return None
+
+
+def _jax_is_tested() -> Finding:
     import jax
 
-    wanted = ".".join(map(str, OLDEST_JAX))
-    if jax.__version_info__ < OLDEST_JAX:
-        return Finding("jax version", False, f"{jax.__version__}, need >= {wanted}", "pip install --upgrade jax jaxlib")
-    return Finding("jax version", True, f"{jax.__version__} >= {wanted}")
+    tested = tested_jax()
+    if tested is None:
+        return Finding("jax version", None, f"{jax.__version__}; the tested versions are not known: not installed")
+    oldest, newest = tested
+    if jax.__version_info__ < _numbers(oldest):
+        remedy = f"pip install 'jax>={oldest},<={newest}'"
+        return Finding("jax version", False, f"{jax.__version__}, need >= {oldest}", remedy)
+    if jax.__version_info__ > _numbers(newest):
+        detail = f"{jax.__version__}, newer than {newest}, the newest that the test suite has run on"
+        return Finding("jax version", None, detail, f"pip install 'jax>={oldest},<={newest}' if something fails")
+    return Finding("jax version", True, f"{jax.__version__}, tested from {oldest} to {newest}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def devices() -> list[Finding]:
@@ -145,7 +178,7 @@ def native_modules() -> list[Finding]:
     found = []
     for name, purpose in NATIVE_MODULES.items():
         if importlib.util.find_spec(f"xen_moe_jax.{name}") is None:
-            remedy = "pip install . with XEN_MOE_CUDA=ON (and XEN_MOE_NVSHMEM=ON) to build it; a CPU or TPU needs none"
+            remedy = "XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout builds it; a CPU or a TPU needs none"
             found.append(Finding(f"xen_moe_jax.{name}", None, f"not built ({purpose})", remedy))
             continue
         try:
@@ -176,9 +209,12 @@ def nvshmem_library() -> Finding:
     )
 
 
+JAX_RUNS_ON = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "cuda13")}
+"""Platform -> the package that JAX needs for it, and the extra that installs it."""
+
 REMEDIES = {
     "pallas": "pip install 'xen-moe-jax[tpu]'",
-    "cuda": "pip install 'xen-moe-jax[cuda13]' on a machine with NVIDIA GPUs, from a wheel that has xen_moe_jax._cuda",
+    "cuda": "XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout, on a machine with NVIDIA GPUs",
 }
 
 
@@ -195,8 +231,23 @@ def backends() -> list[Finding]:
             detail = f"{backend} cannot be imported: {_reason(error)}"
             found.append(Finding(f"on {name}", False, detail, "reinstall xen-moe-jax, or report this"))
         else:
-            found.append(Finding(f"on {name}", True, backend))
+            found.append(_ready(name, backend))
     return found
+
+
+def _ready(name: str, backend: str) -> Finding:
+    """A backend that imports; what JAX itself lacks to start the platform is no part of that, and is said."""
+    package, extra = JAX_RUNS_ON.get(name, (None, None))
+    if package is None or installed_version(package) is not None:
+        return Finding(f"on {name}", True, backend)
+    detail = f"{backend}; but JAX has no {name} without {package}, which is not installed"
+    return Finding(f"on {name}", None, detail, f"pip install 'xen-moe-jax[{extra}]'")
+
+
+def grouped_matmul_of(name: str) -> Finding:
+    """What the experts of the Flax layers multiply with on a platform."""
+    found = grouped_matmul.describe(name)
+    return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
 def examine() -> dict[str, list[Finding]]:
@@ -207,6 +258,7 @@ def examine() -> dict[str, list[Finding]]:
         "Accelerators of this machine": accelerators(),
         "Compiled modules": [*native_modules(), nvshmem_library()],
         "Backend by platform": backends(),
+        "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],
     }
 
 

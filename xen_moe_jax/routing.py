@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SCORES = ("softmax", "sigmoid")
 
@@ -81,7 +82,7 @@ def group_limited_top_k(
     grouped = choice.reshape(-1, num_groups, per_group)
     best_two, _ = jax.lax.top_k(grouped, min(2, per_group))
     _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), topk_groups)
-    allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups), axis=1)
+    allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None], axis=1)
     masked = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
     _, idx = jax.lax.top_k(masked, k)
     return _weights(scores, idx, normalize, scale)
@@ -100,7 +101,7 @@ def _check(scores: jax.Array, k: int, caller: str, name: str) -> jax.Array:
         raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be [T, E]")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{caller}: {name} has dtype {scores.dtype}: must be a float dtype")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= scores.shape[1]:
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= scores.shape[1]:
         raise ValueError(f"{caller}: k={k!r}: must be an int in [1, E={scores.shape[1]}]")
     return scores.astype(jnp.float32)
 
@@ -109,4 +110,4 @@ def _check_bias(bias: jax.Array, scores: jax.Array, caller: str) -> jax.Array:
     bias = jnp.asarray(bias)
     if bias.shape != scores.shape[1:]:
         raise ValueError(f"{caller}: bias has shape {bias.shape}: must be {scores.shape[1:]}, one entry per expert")
-    return bias.astype(jnp.float32)
+    return bias.astype(jnp.float32)[None]

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 from flax import nnx
-from layers import CONFIG, H, layer, make_mesh, tokens
 
+from tests.support.layers import CONFIG, H, layer, make_mesh, tokens
 from xen_moe_jax.flax.linen import MoE as LinenMoE
 from xen_moe_jax.flax.nnx import MoE
 
@@ -23,7 +23,7 @@ CONFIG_ERRORS = [
     ({"num_experts": True}, ValueError, r"num_experts=True"),
     ({"top_k": 9}, ValueError, r"top_k=9: must be <= num_experts=8"),
     ({"num_shared_experts": -1}, ValueError, r"num_shared_experts=-1"),
-    ({"score": "tanh"}, ValueError, r"score='tanh': must be one of \('softmax', 'sigmoid'\)"),
+    ({"score": "tanh"}, ValueError, r"score='tanh': must be one of \('softmax', 'sigmoid', 'uniform'\)"),
     ({"balancing": "luck"}, ValueError, r"balancing='luck'"),
     ({"layout": "ranked"}, ValueError, r"layout='ranked'.*xm.dispatch"),
     ({"num_groups": 3}, ValueError, r"num_groups=3: must divide num_experts=8"),
@@ -37,7 +37,19 @@ CONFIG_ERRORS = [
     ({"alignment": 8, "layout": "padded"}, ValueError, r"alignment=8: only layout='grouped'"),
     ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
     ({"axis_name": ("ep", "ep")}, ValueError, r"axis_name"),
-    ({"token_axes": ("dp",)}, ValueError, r"token_axes=\('dp',\).*includes axis_name='ep'"),
+    ({"axis_name": ("a", "b"), "token_axes": ("a",)}, ValueError, r"token_axes=\('a',\).*includes axis_name"),
+    ({"token_axes": ("dp", "tp"), "tensor_axis": "tp"}, ValueError, r"token_axes.*replicated over 'tp'"),
+    ({"tensor_axis": "ep"}, ValueError, r"tensor_axis='ep'.*other than axis_name='ep'"),
+    ({"activation": "tanh"}, ValueError, r"activation='tanh': must be one of \('swiglu'"),
+    ({"activation_limit": 0}, ValueError, r"activation_limit=0"),
+    ({"expert_bias": 1}, ValueError, r"expert_bias=1: must be True or False"),
+    ({"choice": "hash"}, ValueError, r"balancing='aux_loss': choice='hash' has no balance"),
+    ({"score": "uniform"}, ValueError, r"score='uniform': only choice='hash'"),
+    ({"z_loss_weight": -1}, ValueError, r"z_loss_weight=-1"),
+    ({"num_chunks": 0}, ValueError, r"num_chunks=0: must be a positive int"),
+    ({"remat": "some"}, ValueError, r"remat='some': must be one of \('none', 'experts', 'all'\)"),
+    ({"experts": 3}, TypeError, r"experts=3: must be a callable \(rows, group_sizes, weights\)"),
+    ({"grouped_matmul": "fast"}, ValueError, r"grouped_matmul='fast': must be one of .* or a callable"),
     ({"expert_sharding": ("ep",)}, ValueError, r"expert_sharding"),
     ({"kernel": "fast"}, TypeError, r"kernel='fast'.*KernelConfig"),
     ({"dtype": "int32"}, ValueError, r"dtype='int32'"),
@@ -64,6 +76,7 @@ def test_config_is_required():
         (np.zeros((4, H), np.int32), {}, TypeError, r"x has dtype int32.*embed"),
         (np.zeros((4, H), np.float32), {"mask": np.ones(3, bool)}, ValueError, r"mask is bool\[3\]: must be bool\[4\]"),
         (np.zeros((4, H), np.float32), {"mask": np.ones(4)}, ValueError, r"mask is float64\[4\]"),
+        (np.zeros((4, H), np.float32), {"token_ids": np.ones(4, int)}, ValueError, r"token_ids is an array.*'top_k'"),
     ],
 )
 def test_input(x, kwargs, error, message):
@@ -111,7 +124,7 @@ def test_wrong_number_of_experts_in_a_shard():
         in_specs=(specs, jax.P(("dp", "ep"))),
         out_specs=jax.P(("dp", "ep")),
     )
-    with pytest.raises(ValueError, match=r"hold 4 experts on this rank: expected 2 .* check the in_specs"):
+    with pytest.raises(ValueError, match=r"gate holds 4 experts on this rank: expected 2 .* check the in_specs"):
         jax.jit(call)(state, tokens(8))
 
 

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from dense_moe import dense_aux_loss, dense_moe
 from flax import nnx
-from layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
+
+from tests.support.dense_moe import dense_aux_loss, dense_moe
+from tests.support.layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
 
 # Float32 sums of at most 24 products in different orders, outputs of size 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -199,7 +200,7 @@ def test_capacity_factor_is_relative_to_balanced_routing():
     (y_factor, m_factor), (y_rows, m_rows) = (run(layer(config), x, mesh) for config in (factor, rows))
     np.testing.assert_array_equal(y_factor, y_rows)  # 0.75 * 16 tokens * top-2 = 24 rows
     assert m_factor.num_dropped == m_rows.num_dropped > 0
-    assert dataclasses.replace(CONFIG, capacity_factor=1e6).dispatch_capacity(16, 4) == 4 * 16 * 2
+    assert dataclasses.replace(CONFIG, capacity_factor=1e6).chunk_capacity(16, 4) == 4 * 16 * 2
 
 
 def test_bfloat16():

@@ -11,8 +11,8 @@ pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 import flax.linen as nn
 from flax import nnx
-from layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
 
+from tests.support.layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
 from xen_moe_jax.flax import updated_bias
 from xen_moe_jax.flax.linen import MoE as LinenMoE
 from xen_moe_jax.flax.nnx import MoE, RouterBias

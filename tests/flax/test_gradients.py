@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
-from dense_moe import dense_aux_loss, dense_moe
 from flax import nnx
-from layers import CONFIG, DEEPSEEK, layer, make_mesh, tokens, weights_of
+
+from tests.support.dense_moe import dense_aux_loss, dense_moe
+from tests.support.layers import CONFIG, DEEPSEEK, layer, make_mesh, tokens, weights_of
 
 CASES = {
     "softmax": dataclasses.replace(CONFIG, aux_loss_weight=0.5),

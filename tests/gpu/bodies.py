@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
-from cases import ROUTINGS, Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import oracle
+from tests.support.cases import ROUTINGS, Case
 from xen_moe_jax.benchmark.verify import defined_rows, local_total, unequal_bits
 
 REFERENCE = xm.KernelConfig(backend="reference")

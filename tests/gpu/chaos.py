@@ -26,9 +26,9 @@ import threading
 import time
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(pathlib.Path(__file__).parents[n]) for n in (0, 1, 2)]
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import processes
+from tests.gpu import processes
 
 START_S = 120.0
 NAMED_S = 10.0
@@ -93,7 +93,12 @@ class Rank:
 
 
 def start(count: int, order: list[int], *extra: str, environment: dict[str, str]) -> list[Rank]:
-    program = [sys.executable, str(processes.HERE / "chaos_rank.py"), "--order", ",".join(map(str, order))]
+    program = [
+        sys.executable,
+        str(pathlib.Path(__file__).with_name("chaos_rank.py")),
+        "--order",
+        ",".join(map(str, order)),
+    ]
     program += ["--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", str(count), *extra]
     return [Rank([*program, "--process-id", str(p)], environment) for p in range(count)]
 

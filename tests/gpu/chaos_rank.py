@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 
-sys.path[:0] = [str(pathlib.Path(__file__).parents[n]) for n in (0, 1, 2)]
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def main() -> None:
@@ -36,9 +36,8 @@ def main() -> None:
     local = None if options.cpu else [options.process_id]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
-    import programs
-
     import xen_moe_jax as xm
+    from tests.gpu import programs
 
     by_process = {d.process_index: d for d in jax.devices()}
     mesh = jax.sharding.Mesh(np.array([by_process[int(p)] for p in options.order.split(",")]), ("ep",))
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def distributed_operands(mesh):
-    import programs
+    from tests.gpu import programs
 
     sizes = programs.SIZES
     rng = np.random.default_rng(0)

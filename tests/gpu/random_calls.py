@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(pathlib.Path(__file__).parents[n]) for n in (0, 1, 2)]
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp

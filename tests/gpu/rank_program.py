@@ -36,11 +36,9 @@ def main() -> int:
     local = None if options.cpu_devices else [options.process_id]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
-    import bodies
-    import stress
-    from cases import CASES
-
     import xen_moe_jax as xm
+    from tests.gpu import bodies, stress
+    from tests.support.cases import CASES
 
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if options.reverse:

@@ -9,15 +9,15 @@ import argparse
 import pathlib
 import sys
 
-sys.path[:0] = [str(pathlib.Path(__file__).parents[n]) for n in (0, 1, 2)]
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import bodies  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from cases import CASES  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import jax
+import numpy as np
+from jax.sharding import Mesh
 
-import xen_moe_jax as xm  # noqa: E402
+import xen_moe_jax as xm
+from tests.gpu import bodies
+from tests.support.cases import CASES
 
 NAMES = (
     *("grouped", "ranked", "padded"),

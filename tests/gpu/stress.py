@@ -21,18 +21,18 @@ import time
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(pathlib.Path(__file__).parents[n]) for n in (1, 2)]
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import bodies
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bodies import Setup
-from cases import Case
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.gpu import bodies
+from tests.gpu.bodies import Setup
+from tests.support.cases import Case
 
 POOL = ("uniform", "zipf", "one_hot", "empty", "duplicates", "idle_ranks", "out_of_range", "one_token")
 

@@ -7,21 +7,16 @@ The stand-in takes another number of tokens a round, so that the two sides of a 
 import dataclasses
 import sys
 
-import bodies
-import chaos
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
-import programs
 import pytest
-import random_calls
-import stress
-from bodies import Setup
-from cases import CASES
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
+from tests.gpu import bodies, chaos, processes, programs, random_calls, stress
+from tests.gpu.bodies import Setup
+from tests.support.cases import CASES
 
 STAND_IN = xm.KernelConfig(backend="reference", chunk_tokens=3)
 BY_NAME = {case.name: case for case in CASES}

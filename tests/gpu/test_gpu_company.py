@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-import processes
 import pytest
+
+from tests.gpu import processes
 
 SECONDS = 150.0
 COLLECTIVES = ("all_gather", "psum_scatter", "psum", "ppermute", "all_gather+psum_scatter")

@@ -6,8 +6,9 @@ import argparse
 import concurrent.futures
 import sys
 
-import processes
 import pytest
+
+from tests.gpu import processes
 
 SECONDS = 180.0
 CONCURRENT = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_gpu_graph_min_graph_size=1"
@@ -54,7 +55,8 @@ def check_calls(mesh, config, seed: int, calls: int) -> int:
     """Round trips that follow each other; how many came back right. The first that fails ends it."""
     import jax
     import numpy as np
-    import programs
+
+    from tests.gpu import programs
 
     program = programs.over(mesh, programs.round_trip(config))
     x, idx, weights = programs.operands(mesh, seed=seed)
@@ -124,9 +126,9 @@ def independent(mesh, configs, calls: int) -> None:
     """Two operations of one program that nothing orders: right, or the error that says to use two channels."""
     import jax
     import numpy as np
-    import programs
 
     import xen_moe_jax as xm
+    from tests.gpu import programs
 
     def body(x, idx, weights):
         one = programs.round_trip(configs[0])(x, idx, weights)

@@ -1,9 +1,9 @@
 """The conformance class against the CUDA kernels, one process driving all GPUs."""
 
-import conformance
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import conformance
 
 
 class GpuConformance(conformance.Conformance):

@@ -12,11 +12,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import programs
 import pytest
-from programs import EP, assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
 
 import xen_moe_jax as xm
+from tests.gpu import programs
+from tests.gpu.programs import EP, assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
 from xen_moe_jax import cuda
 from xen_moe_jax.backends.cuda import module
 

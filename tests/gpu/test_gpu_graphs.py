@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
 
-import processes
 import pytest
+
+from tests.gpu import processes
 
 FORCED = "--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 SCENARIOS = ("replays", "failure_in_a_replay", "close_and_reopen", "recompile")
@@ -37,7 +39,7 @@ def test_graphs(scenario):
 @pytest.mark.gpu2
 def test_stress_under_graphs():
     """Epochs and flags must advance at every replay: a graph with a frozen epoch gives old rows the second time."""
-    run(str(processes.HERE / "stress.py"), "--calls", "2000", "--seconds", "60")
+    run(str(pathlib.Path(__file__).with_name("stress.py")), "--calls", "2000", "--seconds", "60")
 
 
 @pytest.mark.gpu2
@@ -73,7 +75,8 @@ def replays(mesh, config, calls: int) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import programs
+
+    from tests.gpu import programs
 
     x, idx, weights = programs.operands(mesh)
 
@@ -105,9 +108,9 @@ def failure_in_a_replay(mesh, config, calls: int) -> None:
 
     import jax
     import numpy as np
-    import programs
 
     import xen_moe_jax as xm
+    from tests.gpu import programs
     from xen_moe_jax import cuda
 
     config = dataclasses.replace(config, timeout_s=3.0)
@@ -151,9 +154,9 @@ def close_and_reopen(mesh, config, calls: int) -> None:
     """A captured program while its Buffer is closed: an error; when it is open again: right results."""
     import jax
     import numpy as np
-    import programs
 
     import xen_moe_jax as xm
+    from tests.gpu import programs
     from xen_moe_jax import cuda
 
     sizes = {"num_tokens": 64, "hidden": 256, "top_k": 4, "num_experts": 16, "dtype": "float32"}
@@ -186,9 +189,9 @@ def close_and_reopen(mesh, config, calls: int) -> None:
 def recompile(mesh, config, calls: int) -> None:
     """Other programs are compiled and need more memory between the replays of the first."""
     import numpy as np
-    import programs
 
     import xen_moe_jax as xm
+    from tests.gpu import programs
 
     x, idx, weights = programs.operands(mesh)
     program = programs.over(mesh, programs.round_trip(config)).lower(x, idx, weights).compile()

@@ -2,12 +2,12 @@
 GPUs.
 """
 
-import bodies
 import pytest
-from bodies import Setup
-from cases import CASES, Case
 
 import xen_moe_jax as xm
+from tests.gpu import bodies
+from tests.gpu.bodies import Setup
+from tests.support.cases import CASES, Case
 
 CUDA = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 BY_NAME = {case.name: case for case in CASES}

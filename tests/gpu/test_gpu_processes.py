@@ -3,10 +3,10 @@
 This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
-import chaos
 import jax
-import processes
 import pytest
+
+from tests.gpu import chaos, processes
 
 SECONDS = 240.0
 """Of one multi-process run: start, compilation of every case for two backends, and the runs."""

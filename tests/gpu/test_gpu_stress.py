@@ -1,9 +1,9 @@
 """The stress run, one process driving all GPUs. 20,000 calls by default; see `stress.py`."""
 
 import pytest
-import stress
 
 import xen_moe_jax as xm
+from tests.gpu import stress
 
 CALLS = 20_000
 

@@ -6,20 +6,18 @@ returns.
 
 from __future__ import annotations
 
-import conformance
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bits
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import conformance
+from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
-from xen_moe_jax.backends.pallas import halves
-from xen_moe_jax.pallas_kernels import exchange, peers
+from xen_moe_jax.pallas_kernels import exchange
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
 
@@ -88,22 +86,11 @@ def test_ep_beside_another_axis(axes):
         assert_bits(a, b, what)
 
 
-def _exchanged_at_once(buffer, starts, sizes, remote_start, expected, staging_rows, spec, config):
-    """`halves._start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
-    staged = exchange.exchange(
-        buffer,
-        jnp.zeros((staging_rows, *buffer.shape[1:]), buffer.dtype),
-        jnp.arange(spec.num_ranks, dtype=jnp.int32),
-        lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
-        starts,
-        sizes,
-        remote_start,
-        expected,
-        axes=peers.Axes(spec.axis_name, spec.axis_sizes),
-        launch=halves._exchange_launch(config),
-    )
-    flags = jnp.zeros((1,), jnp.int32), jnp.zeros((exchange.num_semaphores(spec.num_ranks),), jnp.int32)
-    return buffer, staged, *flags, sizes, expected
+def exchanged_at_once(x, runs, *, rows, axes, launch):
+    """`exchange.start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
+    out = exchange.exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), runs, axes=axes, launch=launch)
+    flags = (jnp.zeros((n,), jnp.int32) for n in exchange.semaphore_counts(len(runs.ids)))
+    return exchange.Started(x, out, *flags)
 
 
 class TestHalves(Pallas):
@@ -117,7 +104,7 @@ class TestHalves(Pallas):
             return len(spec.axis_name) == 1
 
         monkeypatch.setattr(pallas, "can_split", can_split)
-        monkeypatch.setattr(halves, "_start", _exchanged_at_once)
-        monkeypatch.setattr(exchange, "done", lambda x, in_flight, *_: in_flight)
+        monkeypatch.setattr(exchange, "start", exchanged_at_once)
+        monkeypatch.setattr(exchange, "done", lambda started, *_, **__: started.rows)
         monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
         monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))

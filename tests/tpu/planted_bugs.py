@@ -21,53 +21,37 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax.pallas_kernels import peers, push, reduce_slots
+from xen_moe_jax.pallas_kernels import send
 
 
 def no_wait_for_arrivals() -> None:
     """A rank reads its staging before its records have arrived."""
-    push.await_records = lambda *args: None
-    reduce_slots.await_records = lambda *args: None
+    send.Link.await_records = lambda *args: None
 
 
 def no_wait_for_sends() -> None:
     """A record buffer is used again, or the kernel ends, while DMAs still read it."""
-    original = peers.wait_rows
-    arrivals = push.await_records
-
-    def wait_rows(rows, count, semaphore):
-        if wait_rows.for_arrivals:
-            original(rows, count, semaphore)
-
-    def await_records(*args):
-        wait_rows.for_arrivals = True
-        arrivals(*args)
-        wait_rows.for_arrivals = False
-
-    wait_rows.for_arrivals = False
-    peers.wait_rows = wait_rows
-    push.await_records = await_records
-    reduce_slots.await_records = await_records
+    send.Link.await_sent = lambda *args: None
 
 
 def buffer_reused_early() -> None:
     """Sends of two blocks ago are awaited only at the end: the buffer is overwritten while they read it."""
-    original = peers.wait_rows
+    original = send.Link.await_sent
     owed = []
 
-    def wait_rows(rows, count, semaphore):
+    def await_sent(*args):
         # the first call of a kernel body is the one that guards the reuse of a buffer
         if not owed:
-            owed.append((rows, count, semaphore))
+            owed.append(args)
             return
-        original(rows, count, semaphore)
+        original(*args)
 
-    peers.wait_rows = wait_rows
+    send.Link.await_sent = await_sent
 
 
 def one_record_too_few() -> None:
     """The receiver waits for one record less than it gets from every source."""
-    original = push.await_records
+    original = send.Link.await_records
 
     class Fewer:
         def __init__(self, expected):
@@ -76,20 +60,17 @@ def one_record_too_few() -> None:
         def __getitem__(self, i):
             return jnp.maximum(self.expected[i] - 1, 0)
 
-    def await_records(staging, expected, recv, num_ranks):
-        original(staging, Fewer(expected), recv, num_ranks)
-
-    push.await_records = await_records
+    send.Link.await_records = lambda link, expected: original(link, Fewer(expected))
 
 
 def no_exit_credits() -> None:
     """A rank leaves a kernel that others have not entered: its credits are never collected."""
-    peers.leave = lambda credits, count: None
+    send.Link.leave = lambda *args: None
 
 
 def no_announcement() -> None:
     """A rank never says that its buffers are ready: the others wait for ever."""
-    peers.announce = lambda *args, **kwargs: None
+    send.Link.announce = lambda *args: None
 
 
 def none() -> None:

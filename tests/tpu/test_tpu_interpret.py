@@ -26,7 +26,7 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
 def run_suite(expression: str, seconds: float, file: str = "interpret_conformance.py") -> None:
     """Runs a part of the conformance suite in a process of its own; a deadlock ends as `TimeoutExpired`."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
-    command += ["-k", expression, "-o", "pythonpath=. tests"]
+    command += ["-k", expression]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=seconds, check=False
     )

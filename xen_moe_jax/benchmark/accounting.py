@@ -1,4 +1,4 @@
-"""Bytes that cross the link: the one place where they are counted.
+"""Bytes that cross the link, counted from a routing: the same bytes for every program that is timed.
 
 A row that leaves its rank costs the bytes of its elements on the wire plus 4 bytes per scale. Deduplicated counts a
 token once per destination rank; duplicated counts it once per slot. A rank's own rows never count.
@@ -11,16 +11,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax._spec import scale_blocks
+from xen_moe_jax._quantize import Wire
 from xen_moe_jax.benchmark.workload import BLOCK_SCALED_DTYPES, Workload, ranks_reached
-
-SCALE_BYTES = 4
 
 
 def wire_row_bytes(hidden: int, wire: str) -> int:
     """Bytes of one row on the wire, scales included."""
-    scales = SCALE_BYTES * scale_blocks(hidden) if wire in BLOCK_SCALED_DTYPES else 0
-    return hidden * jnp.dtype(wire).itemsize + scales
+    return Wire(wire).row_bytes(hidden) if wire in BLOCK_SCALED_DTYPES else hidden * jnp.dtype(wire).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +48,12 @@ def off_rank_rows(work: Workload, topk_idx: np.ndarray) -> OffRankRows:
 
 
 def off_rank_bytes(work: Workload, rows: float, operation: str) -> float:
-    """Bytes of `rows` for operation "dispatch", "combine" or "round trip" (their sum); 0 for "none"."""
+    """Bytes of `rows` for operation "dispatch", "redispatch", "combine" or "round trip" (there and back); 0 for
+    "none".
+    """
     there = rows * wire_row_bytes(work.hidden, work.dispatch_wire)
     back = rows * wire_row_bytes(work.hidden, work.return_wire)
-    return {"dispatch": there, "combine": back, "round trip": there + back, "none": 0.0}[operation]
+    return {"dispatch": there, "redispatch": there, "combine": back, "round trip": there + back, "none": 0.0}[operation]
 
 
 def gigabytes_per_second(num_bytes: float, microseconds: float) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax.benchmark.programs import AXIS, Program, RoundTrip, round_trip_program
+from xen_moe_jax.benchmark.problem import AXIS
+from xen_moe_jax.benchmark.programs import Program, RoundTrip, round_trip_program
 from xen_moe_jax.benchmark.workload import Capacities, Workload
 
 

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 import xen_moe_jax as xm
+from xen_moe_jax.benchmark.problem import AXIS
 from xen_moe_jax.benchmark.workload import Capacities, Workload
-
-AXIS = "ep"
 
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 """`(rows [..., H], local expert of each row int32 [...]) -> rows`."""
@@ -51,7 +50,7 @@ class Program:
 
     Attributes:
       name: of the implementation.
-      operation: "dispatch", "combine", "round trip", or "none" for the empty loop.
+      operation: "dispatch", "redispatch", "combine", "round trip", or "none" for the empty loop.
       prepare: `(x [T,H], topk_idx [T,K], topk_weights [T,K]) -> operands`, outside the timed loop; arrays of rank >= 1.
       initial: `(operands, topk_idx, topk_weights) -> carry`.
       step: `(operands, carry, topk_idx, topk_weights) -> carry`, the timed call.
@@ -158,6 +157,25 @@ def own_dispatch(work: Workload, caps: Capacities, config: xm.KernelConfig, name
     return Program(name, "dispatch", prepare, initial, step, chain)
 
 
+def own_redispatch(work: Workload, caps: Capacities, config: xm.KernelConfig, name: str) -> Program:
+    """redispatch along the handle that a dispatch of the first routing left."""
+    arguments = dispatch_arguments(work, caps, config) | {"wire": None}
+
+    def prepare(x, topk_idx, topk_weights):
+        return x, xm.dispatch(x, topk_idx, topk_weights, **arguments).handle
+
+    def step(operands, rows, topk_idx, topk_weights):
+        x, handle = operands
+        handle = dataclasses.replace(handle, topk_idx=handle.topk_idx - never(rows))
+        return xm.redispatch(x, handle, config=config)
+
+    def initial(operands, topk_idx, topk_weights):
+        rows = jax.eval_shape(lambda: xm.redispatch(*operands, config=config))
+        return jnp.zeros(rows.shape, rows.dtype)
+
+    return Program(name, "redispatch", prepare, initial, step)
+
+
 def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name: str) -> Program:
     """combine alone, weighted where the layout allows, of the rows that a dispatch of the first routing brought."""
     # the expert outputs are in the compute dtype, whatever the tokens travelled in
@@ -202,6 +220,7 @@ def own_programs(
     name = f"xen_moe_jax ({config.backend or 'default backend'})"
     makers = {
         "dispatch": lambda: own_dispatch(work, caps, config, name),
+        "redispatch": lambda: own_redispatch(work, caps, config, name),
         "combine": lambda: own_combine(work, caps, config, name),
         "round trip": lambda: round_trip_program(name, own_round_trip(work, caps, config)),
     }

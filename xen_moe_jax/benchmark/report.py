@@ -184,6 +184,15 @@ def write_json(path: str, document: dict[str, Any]) -> None:
     target.write_text(json.dumps(document, indent=1) + "\n")
 
 
+PLOTTED_SIZES = (
+    ("tokens", "tokens per rank"),
+    ("hidden", "hidden"),
+    ("experts", "experts"),
+    ("top_k", "per token"),
+    ("ranks", "ranks"),
+)
+
+
 def write_plot(path: str, document: dict[str, Any]) -> None:
     """Bars of microseconds, or microseconds over thread blocks for a sweep. Needs matplotlib."""
     try:
@@ -199,7 +208,7 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
         for operation in sorted({row["operation"] for row in results}):
             rows = [row for row in results if row["operation"] == operation]
             axes.plot([r["num_sms"] for r in rows], [r["us_median"] for r in rows], marker="o", label=operation)
-        axes.set_xlabel("thread blocks (num_sms)")
+        axes.set(xlabel="thread blocks (num_sms)", ylabel="microseconds per call", xlim=(0, None), ylim=(0, None))
         axes.legend()
     else:
         names = [f"{row['name']}\n{row['operation']}" for row in results]
@@ -208,12 +217,18 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
                   [row["us_max"] - v for v, row in zip(values, results, strict=True)]]  # fmt: skip
         axes.barh(names, values, xerr=errors)
         axes.invert_yaxis()
-        axes.set_xscale("log")
-    axes.set_title(f"{document['machine']['devices']} x {document['machine']['device_kind']}")
-    (axes.set_ylabel if axes.get_xlabel() else axes.set_xlabel)("microseconds per call")
+        axes.set(xlabel="microseconds per call: median, and the range over the repeats", xlim=(0, None))
+    axes.set_title(plot_title(document), fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_title(document: dict[str, Any]) -> str:
+    """Two lines: the machine, and the sizes that the times are of."""
+    machine, work = document["machine"], document["workload"]
+    sizes = ", ".join(f"{work[name]} {text}" for name, text in PLOTTED_SIZES)
+    return f"{machine['devices']} x {machine['device_kind']}\n{sizes}, {work['dtype']}, {work['layout']}"
 
 
 def progress(message: str) -> None:

@@ -7,50 +7,16 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from xen_moe_jax.benchmark.programs import AXIS, Program
-from xen_moe_jax.benchmark.workload import Workload, draw_tokens
-
-RANK_SPEC = PartitionSpec(AXIS)
-POOL_SPEC = PartitionSpec(None, AXIS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Global arrays of a workload on a mesh: `x [R*T,H]`, `topk_idx` and `topk_weights [P,R*T,K]`."""
-
-    x: jax.Array
-    topk_idx: jax.Array
-    topk_weights: jax.Array
-
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return self.x, self.topk_idx, self.topk_weights
-
-
-SPECS = (RANK_SPEC, POOL_SPEC, POOL_SPEC)
-
-
-def place_inputs(work: Workload, mesh: Mesh, topk_idx: np.ndarray, topk_weights: np.ndarray) -> Inputs:
-    """Puts each rank's share on its device; works with one process or many."""
-
-    def tokens(index):
-        start = (index[0].start or 0) // work.tokens
-        stop = start + (index[0].stop - index[0].start if index[0].stop else work.ranks * work.tokens) // work.tokens
-        return np.concatenate([draw_tokens(work, rank) for rank in range(start, stop)])
-
-    def pool(values):
-        flat = values.reshape(work.pool, work.ranks * work.tokens, work.top_k)
-        return jax.make_array_from_callback(flat.shape, NamedSharding(mesh, POOL_SPEC), lambda index: flat[index])
-
-    x_shape = (work.ranks * work.tokens, work.hidden)
-    x = jax.make_array_from_callback(x_shape, NamedSharding(mesh, RANK_SPEC), tokens)
-    return Inputs(x, pool(topk_idx), pool(topk_weights))
+from xen_moe_jax.benchmark.problem import RANK_SPEC, SPECS, Problem
+from xen_moe_jax.benchmark.programs import Program
 
 
 @dataclasses.dataclass
@@ -106,8 +72,9 @@ def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(pool, jax.lax.rem(i, jnp.int32(pool.shape[0])), keepdims=False)
 
 
-def compile_program(program: Program, mesh: Mesh, inputs: Inputs, inner: int, unroll: int = 1) -> Timed:
+def compile_program(program: Program, problem: Problem, inner: int, unroll: int = 1) -> Timed:
     """Prepares operands, compiles the loop and, for its memory, a single call."""
+    mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
 
     def first(x, idx_pool, weights_pool):
@@ -142,12 +109,21 @@ def slowest_process(microseconds: float) -> float:
     return float(np.max(multihost_utils.process_allgather(np.float64(microseconds))))
 
 
-def measure(timed: list[Timed], repeats: int, warmup: int = 1) -> None:
-    """Fills `microseconds` of every program: repeats are interleaved and start at another program each time."""
+def measure(
+    timed: list[Timed], repeats: int, warmup: int = 1, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Fills `microseconds` of every program: repeats are interleaved and start at another program each time.
+
+    Args:
+      progress: is told after every repeat how far it is and how many seconds are left.
+    """
     for entry in timed:
         for _ in range(warmup):
             entry.run_once()
+    began = time.perf_counter()
     for repeat in range(repeats):
         shift = repeat % len(timed)
         for entry in timed[shift:] + timed[:shift]:
             entry.microseconds.append(slowest_process(entry.run_once()))
+        left = (time.perf_counter() - began) / (repeat + 1) * (repeats - repeat - 1)
+        progress(f"  repeat {repeat + 1} of {repeats}, {left:.0f} s left")

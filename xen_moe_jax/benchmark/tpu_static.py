@@ -141,11 +141,11 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int) -> dict[str
     """
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
-    from xen_moe_jax.backends.pallas.halves import padded_record
+    from xen_moe_jax.backends.pallas.dispatch import record_of
 
     operation, _, halves = operation.partition(" ")
     wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire
-    record = padded_record(hidden, "bfloat16", False, parse_wire(wire)).bytes
+    record = record_of(hidden, "bfloat16", False, parse_wire(wire)).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2
     if operation == "dispatch":

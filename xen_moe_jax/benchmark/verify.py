@@ -12,19 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark.programs import (
-    AXIS,
-    Program,
-    dispatch_arguments,
-    expert_scale,
-    own_round_trip,
-    scaling_experts,
-)
-from xen_moe_jax.benchmark.timing import SPECS, Inputs, Timed, on_ranks
-from xen_moe_jax.benchmark.workload import Capacities, Workload, draw_tokens
+from xen_moe_jax.benchmark.problem import AXIS, SPECS, Problem
+from xen_moe_jax.benchmark.programs import Program, dispatch_arguments, expert_scale, own_round_trip, scaling_experts
+from xen_moe_jax.benchmark.timing import Timed, on_ranks
+from xen_moe_jax.benchmark.workload import Workload, draw_tokens
 
 TOKENS_CHECKED = 256
 """Tokens of each addressable rank that the NumPy check looks at."""
@@ -55,9 +48,7 @@ def expected_round_trip(
     return x * factor[:, None]
 
 
-def check_round_trip(
-    program: Program, work: Workload, mesh: Mesh, inputs: Inputs, topk_idx: np.ndarray, topk_weights: np.ndarray
-) -> float:
+def check_round_trip(program: Program, problem: Problem) -> float:
     """Largest error relative to the largest expected element, on the last routing of the pool.
 
     Raises:
@@ -66,12 +57,13 @@ def check_round_trip(
     round_trip = program.round_trip
     if round_trip is None:
         raise ValueError(f"{program.name}: {program.operation} is not a round trip")
+    work, topk_idx, topk_weights = problem.work, problem.topk_idx, problem.topk_weights
     experts = partial(scaling_experts, local_experts=work.local_experts)
 
     def run(x, idx_pool, weights_pool):
         return round_trip(x, idx_pool[-1], weights_pool[-1], experts)
 
-    out = on_ranks(run, mesh, SPECS)(*inputs.arrays())
+    out = on_ranks(run, problem.mesh, SPECS)(*problem.inputs.arrays())
     worst = 0.0
     for shard in out.addressable_shards:
         rank = (shard.index[0].start or 0) // work.tokens
@@ -87,16 +79,16 @@ def check_round_trip(
     return worst
 
 
-def check_timed_result(timed: Timed, work: Workload, inputs: Inputs) -> None:
+def check_timed_result(timed: Timed, problem: Problem) -> None:
     """What the timed loop itself left behind: a chained round trip still holds its tokens, other results are finite.
 
     The weights of a token sum to one and the experts are the identity, so `n` calls may only add `n` roundings.
     """
     leaves = [leaf for leaf in jax.tree.leaves(timed.result) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if timed.program.operation == "round trip":
-        tokens = inputs.x.astype(jnp.float32)
+        tokens = problem.inputs.x.astype(jnp.float32)
         error = float(jnp.max(jnp.abs(leaves[0].astype(jnp.float32) - tokens)) / jnp.max(jnp.abs(tokens)))
-        if not error <= tolerance(work) * timed.inner:
+        if not error <= tolerance(problem.work) * timed.inner:
             raise WrongResultError(
                 f"{timed.program.name}: after {timed.inner} chained round trips tokens are off by {error:.2e}"
             )
@@ -126,15 +118,14 @@ def defined_rows(layout: str, routed: Any) -> jax.Array:
     return (routed.topk_idx >= 0).any(-1)
 
 
-def differing_bits(
-    work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs
-) -> dict[str, int]:
+def differing_bits(problem: Problem, config: xm.KernelConfig) -> dict[str, int]:
     """Elements that differ between `config`'s backend and the reference backend, on the same devices, last routing of
     the pool.
 
     Raises:
       WrongResultError: when any element differs.
     """
+    work, caps = problem.work, problem.caps
     reference = dataclasses.replace(config, backend="reference", chunk_tokens=None)
     arguments = dispatch_arguments(work, caps, config)
     experts = partial(scaling_experts, local_experts=work.local_experts)
@@ -156,7 +147,7 @@ def differing_bits(
             "combine": unequal_bits(outs[0], outs[1], jnp.ones((), bool)),
         }
 
-    counts = jax.tree.map(local_total, on_ranks(compare, mesh, SPECS)(*inputs.arrays()))
+    counts = jax.tree.map(local_total, on_ranks(compare, problem.mesh, SPECS)(*problem.inputs.arrays()))
     wrong = {name: count for name, count in counts.items() if count}
     if wrong:
         raise WrongResultError(
@@ -165,14 +156,15 @@ def differing_bits(
     return counts
 
 
-def num_dropped(work: Workload, caps: Capacities, config: xm.KernelConfig, mesh: Mesh, inputs: Inputs) -> int:
+def num_dropped(problem: Problem, config: xm.KernelConfig) -> int:
     """Rows dropped over all ranks this process addresses and all routings of the pool; a fair comparison drops none."""
-    arguments = dispatch_arguments(work, caps, config)
+    work = problem.work
+    arguments = dispatch_arguments(work, problem.caps, config)
 
     def count(x, idx_pool, weights_pool):
         tokens = xm.quantize(x, dtype=work.dtype) if work.block_scaled else x
         dropped = [xm.dispatch(tokens, idx_pool[p], weights_pool[p], **arguments).num_dropped for p in range(work.pool)]
         return sum(dropped).reshape(1)
 
-    out = on_ranks(count, mesh, SPECS)(*inputs.arrays())
+    out = on_ranks(count, problem.mesh, SPECS)(*problem.inputs.arrays())
     return local_total(out)

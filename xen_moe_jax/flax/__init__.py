@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._router import MoEMetrics, updated_bias
 
 if TYPE_CHECKING:
     from xen_moe_jax.flax import linen, nnx

@@ -1,37 +1,92 @@
-"""SwiGLU experts on the rows that a rank received, in either layout, and the shared expert."""
+"""Experts on the rows that a rank received, in either layout, and the shared expert."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._types import experts_of_rows
+from xen_moe_jax.flax import grouped_matmul
+from xen_moe_jax.flax._config import MoEConfig
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` (arXiv:2002.05202)."""
-    return jax.nn.silu(gate) * up
+Weights = dict[str, Any]
+Experts = Callable[[jax.Array, jax.Array, Weights], jax.Array]
+"""`(rows, group_sizes, weights) -> rows`: see `MoEConfig.experts`."""
 
 
-def grouped_experts(x: jax.Array, group_sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def built_in(config: MoEConfig) -> Experts:
+    """The layer's own experts, as the callable that `MoEConfig.experts` may replace."""
+    if config.experts is not None:
+        return config.experts
+
+    def experts(rows: jax.Array, group_sizes: jax.Array, weights: Weights) -> jax.Array:
+        apply = grouped_experts if config.layout == "grouped" else padded_experts
+        return apply(config, rows, group_sizes, weights)
+
+    return experts
+
+
+def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """What an expert does between its matmuls, element by element; `gate` is None where there is none."""
+    if gate is None:
+        return jax.nn.gelu(up, approximate=False) if config.activation == "gelu" else jnp.square(jax.nn.relu(up))
+    if config.activation == "swiglu":
+        return jax.nn.silu(gate) * up
+    if config.activation == "geglu":
+        return jax.nn.gelu(gate, approximate=False) * up
+    gate = jnp.minimum(gate, config.activation_limit)
+    up = jnp.clip(up, -config.activation_limit, config.activation_limit)
+    return gate * jax.nn.sigmoid(config.activation_alpha * gate) * (up + 1)
+
+
+def _feed_forward(
+    config: MoEConfig, weights: Weights, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]
+) -> jax.Array:
+    """`project(x, name)` multiplies by `weights[name]` and adds its bias."""
+    gate = project(x, "gate") if config.gated else None
+    return project(activate(config, gate, project(x, "up")), "down")
+
+
+def grouped_experts(config: MoEConfig, x: jax.Array, group_sizes: jax.Array, weights: Weights) -> jax.Array:
     """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`.
 
-    Rows past the last group come out unspecified; `combine` does not read them, and `ragged_dot`'s gradient neither.
+    Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
-    hidden = swiglu(jax.lax.ragged_dot(x, gate, group_sizes), jax.lax.ragged_dot(x, up, group_sizes))
-    return jax.lax.ragged_dot(hidden, down, group_sizes)
+    matmul = grouped_matmul.choose(config.grouped_matmul)
+    one_hot = used = None
+    if config.expert_bias:
+        ids = experts_of_rows(group_sizes, x.shape[0])[:, None]
+        experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
+        # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
+        one_hot, used = (ids == experts).astype(x.dtype), ids < experts.shape[1]
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        out = matmul(rows, weights[name], group_sizes)
+        if one_hot is None or used is None:
+            return out
+        bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32).astype(out.dtype)
+        # The mask keeps what is unspecified past the last group out of the bias' gradient.
+        return out + jnp.where(used, bias, jnp.zeros((), out.dtype))
+
+    return _feed_forward(config, weights, x, project)
 
 
-def padded_experts(x: jax.Array, num_rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def padded_experts(config: MoEConfig, x: jax.Array, num_rows: jax.Array, weights: Weights) -> jax.Array:
     """Rows `[L, M, H]`, of which expert `l` uses the first `num_rows[l]` -> `[L, M, H]`."""
     used = jnp.arange(x.shape[1])[None, :] < num_rows[:, None]
     # Unused rows are unspecified and may be NaN, which a zero gradient would not silence in the weights' gradient.
     x = jnp.where(used[..., None], x, 0)
-    hidden = swiglu(jnp.einsum("lmh,lhf->lmf", x, gate), jnp.einsum("lmh,lhf->lmf", x, up))
-    return jnp.einsum("lmf,lfh->lmh", hidden, down)
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        out = jnp.einsum("lma,lab->lmb", rows, weights[name])
+        return out + weights[f"{name}_bias"][:, None, :] if config.expert_bias else out
+
+    return _feed_forward(config, weights, x, project)
 
 
-def shared_expert(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
-    """The expert that every token uses: `[T, H]` -> `[T, H]`."""
-    hidden = swiglu(x @ weights["shared_gate"], x @ weights["shared_up"])
-    return hidden @ weights["shared_down"]
+def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights) -> jax.Array:
+    """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias."""
+    return _feed_forward(config, weights, x, lambda rows, name: rows @ weights[f"shared_{name}"])

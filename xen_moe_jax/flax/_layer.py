@@ -2,90 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-import xen_moe_jax as xm
+from xen_moe_jax._mesh import vary_over
+from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
+from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._experts import grouped_experts, padded_experts, shared_expert
-from xen_moe_jax.flax._parameters import EXPERT_PARAMETERS, ROUTER_BIAS
-from xen_moe_jax.flax._router import MoEMetrics, count_tokens, load_balancing_loss, route
+from xen_moe_jax.flax._experts import built_in, shared_expert
+from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
+from xen_moe_jax.flax._replicated import through_own_experts
+from xen_moe_jax.flax._router import route
+
+
+class Tokens(NamedTuple):
+    """What an MoE layer is given, one entry a token; the layer splits all of it alike.
+
+    Attributes:
+      x: `[..., H]`.
+      mask: bool `[...]`, False for tokens to leave out: their output is zero.
+      token_ids: integer `[...]` with choice="hash", else None.
+      sequence: int32 `[...]`, the sequence of each token where the dimensions no longer say it, else None.
+    """
+
+    x: Any
+    mask: Any
+    token_ids: Any = None
+    sequence: Any = None
 
 
 def moe_on_rank(
     config: MoEConfig,
     metric_axes: tuple[str, ...],
+    num_sequences: int | None,
     weights: dict[str, jax.Array],
-    x: jax.Array,
-    mask: jax.Array,
+    given: Tokens,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs inside `shard_map`, with `config.axis_name` manual.
+    """Runs inside `shard_map`, with `config.layer_axes` manual.
 
     Args:
       metric_axes: mesh axes that hold different tokens; the metrics are sums over them.
-      weights: by the names of `parameter_table`, plus the router bias if there is one; expert weights have this rank's
-        `L` experts or all `E`.
-      x: this rank's tokens `[..., H]`.
-      mask: bool `[...]`, False for tokens to leave out: their output is zero.
+      num_sequences: over all ranks, if `given.sequence` is not None.
+      weights: by the names of `parameter_table`, plus the router bias if there is one; of each one this rank's part, or
+        all of it.
+      given: this rank's tokens.
     """
-    dtype = config.dtype or x.dtype
-    tokens = x.reshape(-1, config.hidden_size)
-    mask = mask.reshape(-1)
+    dtype = config.dtype or given.x.dtype
+    sequences = _sequences(config, num_sequences, given)
+    x = given.x.reshape(-1, config.hidden_size)
+    mask = given.mask.reshape(-1)
     # A NaN in a left-out token would reach the router's gradient: zero times NaN is NaN.
-    tokens = jnp.where(mask[:, None], tokens, 0)
-    topk_idx, topk_weights, scores = route(config, weights["router"], weights.get(ROUTER_BIAS), tokens, mask)
+    x = jnp.where(mask[:, None], x, 0)
+    routing = route(config, weights, x, mask, None if given.token_ids is None else given.token_ids.reshape(-1))
 
-    tokens = tokens.astype(dtype)
-    num_ranks = jax.lax.axis_size(config.axis_name)
-    experts = [own_experts(config, weights[name], num_ranks).astype(dtype) for name in EXPERT_PARAMETERS]
-    routed = xm.dispatch(
-        tokens,
-        topk_idx,
-        topk_weights,
-        num_experts=config.num_experts,
-        axis_name=config.axis_name,
-        layout=config.layout,
-        capacity=config.dispatch_capacity(tokens.shape[0], num_ranks),
-        alignment=config.alignment,
-        wire=config.wire,
-        config=config.kernel,
-    )
-    if config.layout == "grouped":
-        y = grouped_experts(routed.x, routed.group_sizes, *experts)
+    parts = {
+        name: part_of_rank(config, name, parameter, weights[name]).astype(dtype)
+        for name, parameter in parameter_table(config).items()
+        if name not in ROUTER_PARAMETERS
+    }
+    tokens = Chunk(x.astype(dtype), routing.topk_idx, routing.topk_weights)
+    if config.tensor_axis:
+        parts, tokens = _one_part_each(config, parts, tokens)
+    shared = {name: parts.pop(name) for name in list(parts) if name.startswith("shared_")}
+
+    if config.replicated_tokens:
+        out = through_own_experts(config, built_in(config), parts, tokens)
+        # over the expert ranks in float32, as combine adds
+        out, dropped = jax.lax.psum(out, config.axis_name).astype(dtype), jnp.zeros((), jnp.int32)
     else:
-        y = padded_experts(routed.x, routed.num_tokens_per_expert, *experts)
-    out = xm.combine(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
+        out, dropped = through_experts(config, built_in(config), parts, tokens)
     if config.num_shared_experts:
-        shared = {name: w.astype(dtype) for name, w in weights.items() if name.startswith("shared_")}
-        out = out + shared_expert(tokens, shared)
-
-    counts, dropped = count_tokens(config, topk_idx), routed.num_dropped
-    if metric_axes:
-        counts, dropped = jax.lax.psum((counts, dropped), metric_axes)
-    aux_loss = jnp.zeros((), jnp.float32)
-    if config.balancing == "aux_loss":
-        aux_loss = config.aux_loss_weight * load_balancing_loss(config, scores, mask, counts, metric_axes)
-    return out.reshape(x.shape), MoEMetrics(aux_loss=aux_loss, tokens_per_expert=counts, num_dropped=dropped)
+        out = out + shared_expert(config, tokens.x, shared)
+    if config.tensor_axis:
+        out = jax.lax.psum(out.astype(jnp.float32), config.tensor_axis).astype(dtype)
+    metrics = measure(config, routing, mask, _same_over_tensor(config, dropped), sequences, metric_axes)
+    return out.reshape(given.x.shape), metrics
 
 
-def own_experts(config: MoEConfig, weights: Any, num_ranks: int) -> jax.Array:
-    """This rank's experts, `[L, ...]`, of weights that hold `L` of them already or all `E`."""
-    local = -(-config.num_experts // num_ranks)
-    held = weights.shape[0]
-    if held == local:
-        return weights
-    if held != config.num_experts:
-        raise ValueError(
-            f"expert weights hold {held} experts on this rank: expected {local} (num_experts={config.num_experts} over "
-            f"{num_ranks} ranks of axis {config.axis_name!r}) or all {config.num_experts}; check the in_specs"
-        )
-    weights = pad_experts(config, weights, num_ranks)
-    return jax.lax.dynamic_slice_in_dim(weights, jax.lax.axis_index(config.axis_name) * local, local)
+def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk) -> tuple[dict[str, jax.Array], Chunk]:
+    """Along `tensor_axis`: what the ranks add up must hold the output's bias once. Tokens vary from here on, so that
+    their cotangents are summed over the axis once per token and not once per row."""
+    assert config.tensor_axis is not None
+    axis = (config.tensor_axis,)
+    if config.expert_bias:
+        bias = vary_over([parts["down_bias"]], axis)[0]
+        first = jax.lax.axis_index(config.tensor_axis) == 0
+        parts = parts | {"down_bias": jnp.where(first, bias, jnp.zeros((), bias.dtype))}
+    x, topk_weights = vary_over([tokens.x, tokens.topk_weights], axis)
+    return parts, tokens._replace(x=x, topk_weights=topk_weights)
 
 
-def pad_experts(config: MoEConfig, weights: jax.Array, num_ranks: int) -> jax.Array:
-    """Expert weights `[E, ...]` with zeros up to `R * ceil(E / R)` experts, so that every rank owns as many."""
-    extra = -config.num_experts % num_ranks
-    return jnp.pad(weights, [(0, extra)] + [(0, 0)] * (weights.ndim - 1)) if extra else weights
+def _same_over_tensor(config: MoEConfig, dropped: jax.Array) -> jax.Array:
+    """The ranks of `tensor_axis` drop the same rows: one value, and of a type that says so."""
+    return jax.lax.pmax(dropped, config.tensor_axis) if config.tensor_axis else dropped
+
+
+def _sequences(config: MoEConfig, num_sequences: int | None, given: Tokens) -> Sequences | None:
+    if not config.sequence_loss_weight:
+        return None
+    if given.sequence is not None:
+        assert num_sequences is not None
+        return Sequences(given.sequence.reshape(-1), num_sequences, shared=True)
+    length = given.x.shape[-2] if given.x.ndim > 1 else 1
+    count = given.x.size // (length * config.hidden_size) if length else 0
+    return Sequences(jnp.repeat(jnp.arange(count, dtype=jnp.int32), length), count, shared=False)

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from xen_moe_jax.flax._config import MoEConfig
 
-EXPERT_PARAMETERS = ("gate", "up", "down")
+ROUTER_PARAMETERS = ("router", "logits_bias")
+"""Parameters that stay in float32 and on every rank."""
 ROUTER_BIAS = "router_bias"
 """float32 `[E]`, moved by `updated_bias` instead of by a gradient; exists with balancing="bias"."""
 
@@ -20,16 +22,24 @@ _experts_init = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
 )
 _matrix_init = jax.nn.initializers.lecun_normal()
+_zeros = jax.nn.initializers.zeros
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: `initializer(key, shape, dtype)` makes it; `sharding` names the mesh axis of each dimension."""
+    """One parameter: `initializer(key, shape, dtype)` makes it.
+
+    Attributes:
+      sharding: the mesh axis (or logical name) of each dimension, for the parameter's metadata.
+      dims: what each dimension is: "expert", "hidden", "intermediate" or None. It decides which part a rank computes
+        with: its experts, and of "intermediate" its part along `tensor_axis`.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     initializer: Callable[..., jax.Array]
     sharding: tuple[Any, ...]
+    dims: tuple[str | None, ...]
 
 
 def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]:
@@ -37,22 +47,87 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
 
     An expert dimension that the ranks of `mesh` do not divide is replicated: JAX has no uneven shards.
     """
-    experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
-    expert, embed, mlp = config.expert_sharding or (config.axis_name, None, None)
+    expert, hidden, inner = config.expert_sharding or (config.axis_name, None, config.tensor_axis)
     if mesh is not None and expert == config.axis_name:
         ranks = math.prod(mesh.shape[axis] for axis in config.expert_axes)
-        expert = expert if experts % ranks == 0 else None
-    dtype = config.param_dtype
-    wide = Parameter((experts, hidden, inner), dtype, _experts_init, (expert, embed, mlp))
-    table = {
-        "router": Parameter((hidden, experts), jnp.float32, _matrix_init, (None, None)),
-        "gate": wide,
-        "up": wide,
-        "down": Parameter((experts, inner, hidden), dtype, _experts_init, (expert, mlp, embed)),
-    }
+        expert = expert if config.num_experts % ranks == 0 else None
+    names = {"expert": expert, "hidden": hidden, "intermediate": inner, None: None}
+    sizes = {"expert": config.num_experts, "hidden": config.hidden_size, "intermediate": config.intermediate_size}
+
+    def parameter(initializer: Callable[..., jax.Array], *dims: str, copies: int = 1) -> Parameter:
+        shape = tuple(sizes[dim] * (copies if dim == "intermediate" else 1) for dim in dims)
+        return Parameter(shape, config.param_dtype, initializer, tuple(names[dim] for dim in dims), dims)
+
+    def router(initializer: Callable[..., jax.Array], *shape: int) -> Parameter:
+        # replicated, whatever name the experts' hidden dimension has
+        return Parameter(shape, jnp.float32, initializer, (None,) * len(shape), (None,) * len(shape))
+
+    table = {}
+    if config.score != "uniform":
+        table["router"] = router(_matrix_init, config.hidden_size, config.num_experts)
+    if config.logits_bias:
+        table["logits_bias"] = router(_zeros, config.num_experts)
+    for name in ("gate", "up") if config.gated else ("up",):
+        table[name] = parameter(_experts_init, "expert", "hidden", "intermediate")
+        if config.expert_bias:
+            table[f"{name}_bias"] = parameter(_zeros, "expert", "intermediate")
+        if config.num_shared_experts:
+            table[f"shared_{name}"] = parameter(
+                _matrix_init, "hidden", "intermediate", copies=config.num_shared_experts
+            )
+    table["down"] = parameter(_experts_init, "expert", "intermediate", "hidden")
+    if config.expert_bias:
+        table["down_bias"] = parameter(_zeros, "expert", "hidden")
     if config.num_shared_experts:
-        inner = config.num_shared_experts * inner
-        table["shared_gate"] = Parameter((hidden, inner), dtype, _matrix_init, (embed, mlp))
-        table["shared_up"] = table["shared_gate"]
-        table["shared_down"] = Parameter((inner, hidden), dtype, _matrix_init, (mlp, embed))
+        table["shared_down"] = parameter(_matrix_init, "intermediate", "hidden", copies=config.num_shared_experts)
     return table
+
+
+def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
+    """How the layer's own `shard_map` splits each parameter, the router bias included."""
+    axes: dict[str | None, Any] = {"expert": config.axis_name, "intermediate": config.tensor_axis}
+    table = parameter_table(config)
+    specs = {name: PartitionSpec(*(axes.get(dim) for dim in p.dims)) for name, p in table.items()}
+    return specs | {ROUTER_BIAS: PartitionSpec()}
+
+
+def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: jax.Array) -> jax.Array:
+    """This rank's part of a parameter, of which it may hold its part already or all: own experts, own features.
+
+    Raises ValueError if it holds something else.
+    """
+    for axis, dim in enumerate(parameter.dims):
+        if dim == "expert":
+            weights = _own(name, weights, axis, parameter.shape[axis], config.axis_name, "experts", config)
+        elif dim == "intermediate" and config.tensor_axis:
+            weights = _own(name, weights, axis, parameter.shape[axis], config.tensor_axis, "features", config)
+    return weights
+
+
+def _own(
+    name: str, weights: jax.Array, axis: int, total: int, over: str | tuple[str, ...], what: str, config: MoEConfig
+) -> jax.Array:
+    num_ranks = jax.lax.axis_size(over)
+    part = -(-total // num_ranks)
+    held = weights.shape[axis]
+    if what == "features" and total % num_ranks:
+        raise ValueError(
+            f"{name} has {total} features inside an expert: the {num_ranks} ranks of tensor_axis={over!r} must divide "
+            "intermediate_size"
+        )
+    if held == part:
+        return weights
+    if held != total:
+        raise ValueError(
+            f"{name} holds {held} {what} on this rank: expected {part} ({total} over {num_ranks} ranks of axis "
+            f"{over!r}) or all {total}; check the in_specs"
+        )
+    if what == "experts":
+        weights = pad_experts(config, weights, num_ranks)
+    return jax.lax.dynamic_slice_in_dim(weights, jax.lax.axis_index(over) * part, part, axis)
+
+
+def pad_experts(config: MoEConfig, weights: jax.Array, num_ranks: int) -> jax.Array:
+    """Expert weights `[E, ...]` with zeros up to `R * ceil(E / R)` experts, so that every rank owns as many."""
+    extra = -config.num_experts % num_ranks
+    return jnp.pad(weights, [(0, extra)] + [(0, 0)] * (weights.ndim - 1)) if extra else weights

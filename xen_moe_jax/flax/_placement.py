@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from xen_moe_jax.flax._balance import MoEMetrics
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._layer import moe_on_rank, pad_experts
-from xen_moe_jax.flax._parameters import EXPERT_PARAMETERS
-from xen_moe_jax.flax._router import MoEMetrics
+from xen_moe_jax.flax._layer import Tokens, moe_on_rank
+from xen_moe_jax.flax._parameters import pad_experts, parameter_table, rank_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,84 +41,127 @@ class _Placement:
     num_ranks: int
     explicit: bool
 
+    def reshard(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """On explicit axes, `array` sharded by `spec`; a mesh that is not the context's has to be named."""
+        if not self.explicit:
+            return array
+        return jax.sharding.reshard(array, spec if self.mesh is None else NamedSharding(self.mesh, spec))
+
 
 def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
     """The mesh a layer would use for its parameters: the one given, else `jax.set_mesh`'s, else None.
 
-    Raises ValueError if it lacks an expert axis.
+    Raises ValueError if it lacks an expert axis or the tensor axis.
     """
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return None
-    missing = [axis for axis in config.expert_axes if axis not in mesh.shape]
-    if missing:
+    for field, axes in (("axis_name", config.expert_axes), ("tensor_axis", config.layer_axes)):
+        missing = [axis for axis in axes if axis not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"MoEConfig.{field}={getattr(config, field)!r}: the mesh has axes {tuple(mesh.axis_names)}, without "
+                f"{missing}; add the axis to the mesh (size 1 will do) or name another"
+            )
+    if config.tensor_axis and config.intermediate_size % mesh.shape[config.tensor_axis]:
         raise ValueError(
-            f"MoEConfig.axis_name={config.axis_name!r}: the mesh has axes {tuple(mesh.axis_names)}, without {missing}; "
-            f"add the axis to the mesh (size 1 will do) or name another"
+            f"MoEConfig.intermediate_size={config.intermediate_size}: the {mesh.shape[config.tensor_axis]} ranks of "
+            f"tensor_axis={config.tensor_axis!r} must divide it"
         )
     return mesh
 
 
 def apply_moe(
-    config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], x: jax.Array, mask: jax.Array | None = None
+    config: MoEConfig,
+    mesh: Any,
+    weights: dict[str, jax.Array],
+    x: jax.Array,
+    mask: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """The MoE layer on `x [..., H]`, wherever it is called.
 
     Args:
-      mesh: mesh to run over; None takes the current one (`jax.set_mesh`), else that of `x`, else one device.
+      mesh: mesh to run over; None takes the current one (`jax.set_mesh`), else that of `x` or the weights, else one
+        device.
       weights: see `moe_on_rank`.
       x: floating-point tokens `[..., H]`; inside a `shard_map` over the expert axis, this rank's.
       mask: bool, `x.shape[:-1]`; False leaves a token out.
+      token_ids: integer, `x.shape[:-1]`; with choice="hash" and only then.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
-    _check_input(config, x, mask)
-    if mask is None:
-        mask = jnp.ones(x.shape[:-1], bool)
+    _check_input(config, x, mask, token_ids)
+    given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids)
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
-    inside = [axis for axis in config.expert_axes if axis in manual]
-    if len(inside) == len(config.expert_axes):
-        return moe_on_rank(config, _varying_axes(config, x), weights, x, mask)
+    inside = [axis for axis in config.layer_axes if axis in manual]
+    if len(inside) == len(config.layer_axes):
+        return moe_on_rank(config, _varying_axes(config, x), None, weights, given)
     if inside:
+        name = "axis_name" if set(config.expert_axes) - manual else "tensor_axis"
         raise ValueError(
-            f"MoEConfig.axis_name={config.axis_name!r}: the surrounding shard_map is manual over {inside} only; "
-            "make all the expert axes manual, or none"
+            f"MoEConfig.{name}={getattr(config, name)!r}: the surrounding shard_map is manual over {inside} only; "
+            f"make all of {list(config.layer_axes)} manual, or none"
         )
-    mesh = None if manual else _mesh_of(config, mesh, x)
+    mesh = None if manual else _mesh_of(config, mesh, weights, x)
     if mesh is None and not manual:
-        return _on_one_device(config, weights, x, mask)
-    return _on_mesh(config, _place(config, mesh, context, manual), weights, x, mask)
+        return _on_one_device(config, weights, given)
+    return _on_mesh(config, _place(config, mesh, context, manual), weights, given)
 
 
-def _check_input(config: MoEConfig, x: Any, mask: Any) -> None:
+def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any) -> None:
     if x.ndim < 1 or x.shape[-1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}: the last dimension must be hidden_size={config.hidden_size}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x has dtype {x.dtype}: must be floating point; embed the tokens first")
     if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_):
         raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: must be bool{list(x.shape[:-1])}")
+    if (token_ids is None) == (config.choice == "hash"):
+        given = "None" if token_ids is None else "an array"
+        raise ValueError(
+            f"token_ids is {given} with MoEConfig.choice={config.choice!r}: 'hash' needs the ids of the tokens, and "
+            "nothing else takes them"
+        )
+    if token_ids is not None and (token_ids.shape != x.shape[:-1] or not jnp.issubdtype(token_ids.dtype, jnp.integer)):
+        raise ValueError(
+            f"token_ids is {token_ids.dtype}{list(token_ids.shape)}: must be integers of shape {list(x.shape[:-1])}"
+        )
 
 
 def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
     """Inside the caller's `shard_map`: the axes that hold different tokens."""
-    if config.token_axes is not None:
-        return config.token_axes
     tracked = jax.typeof(x).manual_axis_type
-    return tuple((tracked.varying if tracked is not None else frozenset()) | set(config.expert_axes))
+    varying = tracked.varying if tracked is not None else frozenset()
+    if config.token_axes is None:
+        return tuple((varying | set(config.expert_axes)) - {config.tensor_axis})
+    if config.replicated_tokens and varying & set(config.layer_axes):
+        raise ValueError(
+            f"MoEConfig.token_axes={config.token_axes}: the tokens are to be the same on all ranks of "
+            f"{config.layer_axes}, and x varies over {sorted(varying)}; check the in_specs"
+        )
+    return config.token_axes
 
 
-def _mesh_of(config: MoEConfig, mesh: Any, x: jax.Array) -> Any:
+def _mesh_of(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], x: jax.Array) -> Any:
+    """The mesh given or current, else the one that the types of the arrays name, tracers included; None without any."""
     mesh = current_mesh(config, mesh)
     if mesh is not None:
         return mesh
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        return current_mesh(config, sharding.mesh)
-    if sharding is not None and len(sharding.device_set) > 1:
-        raise ValueError(f"x lives on {len(sharding.device_set)} devices without a mesh: pass mesh= or jax.set_mesh")
+    for array in (x, *weights.values()):
+        sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return current_mesh(config, sharding.mesh)
+        if sharding is not None and len(sharding.device_set) > 1:
+            raise ValueError(
+                f"x lives on {len(sharding.device_set)} devices without a mesh ({type(sharding).__name__}): "
+                "pass mesh=, use jax.set_mesh, or place it with a NamedSharding"
+            )
+        typed = jax.typeof(array).sharding.mesh
+        if not typed.empty:
+            return current_mesh(config, typed)
     return None
 
 
@@ -127,7 +170,9 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
     if mesh is None:
         current_mesh(config, context)
     free = tuple(axis for axis in shape.axis_names if axis not in manual)
-    wanted = free if config.token_axes is None else config.token_axes
+    wanted = config.token_axes
+    if wanted is None:
+        wanted = tuple(axis for axis in free if axis != config.tensor_axis)
     unknown = [axis for axis in wanted if axis not in shape.shape]
     if unknown:
         raise ValueError(f"MoEConfig.token_axes={config.token_axes}: the mesh has axes {shape.axis_names}")
@@ -143,32 +188,59 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _on_one_device(
-    config: MoEConfig, weights: dict[str, jax.Array], x: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, MoEMetrics]:
+def _on_one_device(config: MoEConfig, weights: dict[str, jax.Array], given: Tokens) -> tuple[jax.Array, MoEMetrics]:
     """A mesh of one, so that a single rank runs the very same code as many."""
-    axes = config.expert_axes
-    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-    experts, tokens = PartitionSpec(config.axis_name), PartitionSpec(config.axis_name)
-    mapped = jax.shard_map(
-        functools.partial(moe_on_rank, config, axes),
-        mesh=mesh,
-        in_specs=(
-            {name: experts if name in EXPERT_PARAMETERS else PartitionSpec() for name in weights},
-            tokens,
-            tokens,
-        ),
-        out_specs=(tokens, PartitionSpec()),
+    axes = config.layer_axes
+    place = _Placement(
+        mesh=AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)),
+        free_axes=axes,
+        token_axes=() if config.replicated_tokens else config.expert_axes,
+        num_shards=1,
+        num_ranks=1,
+        explicit=False,
     )
-    out, metrics = mapped(weights, *_in_shards(x, mask, 1))
-    return _as_it_came(out, x), metrics
+    tokens, num_sequences = _in_shards(config, given, 1)
+    out, metrics = _mapped(config, place, num_sequences, weights, tokens)
+    return _as_it_came(out, given.x), metrics
 
 
-def _in_shards(x: jax.Array, mask: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens `[N, H]` and their mask, with left-out ones at the end until every shard has as many, one at least."""
-    x, mask = x.reshape(-1, x.shape[-1]), mask.reshape(-1)
-    extra = max(-(-x.shape[0] // num_shards), 1) * num_shards - x.shape[0]
-    return jnp.pad(x, ((0, extra), (0, 0))), jnp.pad(mask, (0, extra))
+def _mapped(
+    config: MoEConfig, place: _Placement, num_sequences: int | None, weights: dict[str, jax.Array], given: Tokens
+) -> tuple[jax.Array, MoEMetrics]:
+    """The `shard_map`; tokens and weights divide by the mesh."""
+    over_tokens = PartitionSpec(place.token_axes)
+    specs = {name: spec for name, spec in rank_specs(config).items() if name in weights}
+    weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
+    given = Tokens(*(a if a is None else place.reshard(a, over_tokens) for a in given))
+    mapped = jax.shard_map(
+        functools.partial(moe_on_rank, config, place.token_axes, num_sequences),
+        mesh=place.mesh,
+        in_specs=(specs, over_tokens),
+        out_specs=(over_tokens, PartitionSpec()),
+        axis_names=set(place.free_axes),
+    )
+    return mapped(weights, given)
+
+
+def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Tokens, int | None]:
+    """Tokens `[N, H]`, with left-out ones at the end until every shard has as many, one at least.
+
+    The dimensions no longer say where a sequence ends: the tokens then carry its number, of as many as are returned.
+    """
+    num_sequences = None
+    if config.sequence_loss_weight:
+        length = given.x.shape[-2] if given.x.ndim > 1 else 1
+        num_sequences = max(math.prod(given.x.shape[:-2]), 1)
+        numbers = jnp.arange(math.prod(given.x.shape[:-1]), dtype=jnp.int32) // max(length, 1)
+        given = given._replace(sequence=numbers.reshape(given.x.shape[:-1]))
+    count = math.prod(given.x.shape[:-1])
+    extra = max(-(-count // num_shards), 1) * num_shards - count
+
+    def flat(array: jax.Array) -> jax.Array:
+        array = array.reshape(count, *array.shape[given.x.ndim - 1 :])
+        return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
+
+    return Tokens(*(a if a is None else flat(a) for a in given)), num_sequences
 
 
 def _as_it_came(out: jax.Array, x: jax.Array) -> jax.Array:
@@ -178,39 +250,23 @@ def _as_it_came(out: jax.Array, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(
-    config: MoEConfig, place: _Placement, weights: dict[str, jax.Array], x: jax.Array, mask: jax.Array
+    config: MoEConfig, place: _Placement, weights: dict[str, jax.Array], given: Tokens
 ) -> tuple[jax.Array, MoEMetrics]:
-    """The layer's own `shard_map`; tokens are padded with left-out ones where the mesh does not divide them."""
-    came = x
-    divides = x.ndim > 1 and x.shape[0] % place.num_shards == 0 and x.size > 0
+    """The layer's own `shard_map`; what the mesh does not divide is padded, tokens with left-out ones."""
+    came, num_sequences = given.x, None
+    divides = came.ndim > 1 and came.shape[0] % place.num_shards == 0 and came.size > 0
+    if config.sequence_loss_weight and came.ndim == 2:
+        divides = False  # one sequence, spread over the ranks
     if not divides:
-        if place.explicit:
-            x, mask = (jax.sharding.reshard(a, PartitionSpec()) for a in (x, mask))
-        x, mask = _in_shards(x, mask, place.num_shards)
-
-    tokens = PartitionSpec(place.token_axes)
-    specs = {}
-    for name in weights:
-        specs[name] = PartitionSpec(config.axis_name) if name in EXPERT_PARAMETERS else PartitionSpec()
-        if name in EXPERT_PARAMETERS and config.num_experts % place.num_ranks:
-            if place.explicit:
-                weights = weights | {name: jax.sharding.reshard(weights[name], PartitionSpec())}
-            weights = weights | {name: pad_experts(config, weights[name], place.num_ranks)}
-    if place.explicit:
-        weights = {name: jax.sharding.reshard(w, specs[name]) for name, w in weights.items()}
-        x, mask = jax.sharding.reshard(x, tokens), jax.sharding.reshard(mask, tokens)
-    mapped = jax.shard_map(
-        functools.partial(moe_on_rank, config, place.token_axes),
-        mesh=place.mesh,
-        in_specs=(specs, tokens, tokens),
-        out_specs=(tokens, PartitionSpec()),
-        axis_names=set(place.free_axes),
-    )
-    out, metrics = mapped(weights, x, mask)
+        given = Tokens(*(a if a is None else place.reshard(a, PartitionSpec()) for a in given))
+        given, num_sequences = _in_shards(config, given, place.num_shards)
+    for name, parameter in parameter_table(config).items():
+        if parameter.dims[0] == "expert" and config.num_experts % place.num_ranks:
+            whole = place.reshard(weights[name], PartitionSpec())
+            weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
+    out, metrics = _mapped(config, place, num_sequences, weights, given)
     if not divides:
-        if place.explicit:
-            out = jax.sharding.reshard(out, PartitionSpec())
-        out = _as_it_came(out, came)
+        out = _as_it_came(place.reshard(out, PartitionSpec()), came)
     if place.explicit:
-        out = jax.sharding.reshard(out, jax.typeof(came).sharding.spec)
+        out = place.reshard(out, jax.typeof(came).sharding.spec)
     return out, metrics

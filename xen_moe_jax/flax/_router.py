@@ -1,115 +1,104 @@
-"""The router: scores, choice of experts, and what keeps the experts evenly loaded."""
+"""The router: logits, scores, choice of experts and their weights, for one rank's tokens."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import routing
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._parameters import ROUTER_BIAS
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MoEMetrics:
-    """What one call of an MoE layer reports, over the tokens of all ranks.
+class Routing(NamedTuple):
+    """Choice of experts for one rank's tokens.
 
     Attributes:
-      aux_loss: float32 `[]`, add it to the training loss; `aux_loss_weight` is in it; 0 without
-        balancing="aux_loss".
-      tokens_per_expert: int32 `[E]`, slots routed to each expert, dropped rows included.
-      num_dropped: int32 `[]`, rows that did not fit under the capacity; 0 without a capacity.
+      topk_idx: int32 `[T, K]`, `-1` for left-out tokens.
+      topk_weights: float32 `[T, K]`.
+      scores: float32 `[T, E]`.
+      logits: float32 `[T, E]`, or None with score="uniform".
     """
 
-    aux_loss: Any
-    tokens_per_expert: Any
-    num_dropped: Any
-
-    @property
-    def max_load(self) -> jax.Array:
-        """float32 `[]`: rows of the busiest expert over the mean; 1 is perfect balance."""
-        load = self.tokens_per_expert.astype(jnp.float32)
-        return load.max() / jnp.maximum(load.mean(), 1e-9)
-
-
-def scores_of(config: MoEConfig, logits: jax.Array) -> jax.Array:
-    """Router scores float32 `[T, E]` of logits `[T, E]`."""
-    if config.score == "softmax":
-        return jax.nn.softmax(logits, axis=-1)
-    return jax.nn.sigmoid(logits)
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+    scores: jax.Array
+    logits: jax.Array | None
 
 
 def route(
-    config: MoEConfig, kernel: jax.Array, bias: jax.Array | None, x: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    config: MoEConfig, weights: dict[str, Any], x: jax.Array, mask: jax.Array, token_ids: jax.Array | None
+) -> Routing:
     """Chooses experts.
 
     Args:
-      kernel: float32 `[H, E]`.
-      bias: float32 `[E]`, added to the scores for the choice only, or None.
+      weights: `router` float32 `[H, E]`; `logits_bias` and `router_bias` float32 `[E]` where the layer has them. The
+        latter is added to the scores for the choice only.
       x: tokens `[T, H]`.
       mask: bool `[T]`, False for tokens to leave out.
+      token_ids: integer `[T]` with choice="hash".
+    """
+    logits = None
+    if config.score == "uniform":
+        scores = jnp.ones((x.shape[0], config.num_experts), jnp.float32)
+    else:
+        # Full float32: a rounded logit flips near-ties, and the flips differ between machines.
+        logits = jnp.dot(x.astype(jnp.float32), weights["router"], precision=jax.lax.Precision.HIGHEST)
+        if config.logits_bias:
+            logits = logits + weights["logits_bias"][None, :]
+        scores = jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    if config.choice == "hash":
+        assert token_ids is not None  # apply_moe has checked
+        topk_idx = hashed_experts(token_ids, config.num_experts, config.top_k)
+        topk_weights = _weights(config, scores, topk_idx)
+    else:
+        topk_idx, topk_weights = routing.group_limited_top_k(
+            scores,
+            config.top_k,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            bias=weights.get(ROUTER_BIAS),
+            normalize=config.normalize_weights,
+            scale=config.weight_scale,
+        )
+    return Routing(jnp.where(mask[:, None], topk_idx, -1), topk_weights, scores, logits)
+
+
+def _weights(config: MoEConfig, scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(scores, topk_idx, axis=-1)
+    if config.normalize_weights:
+        chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
+    return chosen * config.weight_scale
+
+
+def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:
+    """`k` different experts of each token by its id alone (hash layers, arXiv:2106.04426).
+
+    The same id always gets the same experts, and every set of experts is about as likely: slot `j` draws one of the
+    `E - j` experts that are left, by a hash of the id and `j` (the finaliser of MurmurHash3).
+
+    Args:
+      token_ids: integer `[T]`.
 
     Returns:
-      `topk_idx` int32 `[T, K]` (`-1` for left-out tokens), `topk_weights` float32 `[T, K]`, `scores` float32 `[T, E]`.
+      int32 `[T, k]`.
     """
-    # Full float32: a rounded logit flips near-ties, and the flips differ between machines.
-    logits = jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
-    scores = scores_of(config, logits)
-    topk_idx, topk_weights = routing.group_limited_top_k(
-        scores,
-        config.top_k,
-        num_groups=config.num_groups,
-        topk_groups=config.topk_groups,
-        bias=bias,
-        normalize=config.normalize_weights,
-        scale=config.weight_scale,
-    )
-    topk_idx = jnp.where(mask[:, None], topk_idx, -1)
-    return topk_idx, topk_weights, scores
+    ids = token_ids.astype(jnp.uint32)
+    chosen: list[jax.Array] = []
+    for slot in range(k):
+        drawn = _mixed(ids + jnp.uint32(0x9E3779B9 * (slot + 1) % 2**32)) % jnp.uint32(num_experts - slot)
+        expert = drawn.astype(jnp.int32)
+        # the drawn-th of those left: step over the chosen ones in ascending order
+        for taken in jnp.sort(jnp.stack(chosen), axis=0) if chosen else ():
+            expert = expert + (expert >= taken)
+        chosen.append(expert)
+    return jnp.stack(chosen, axis=-1)
 
 
-def count_tokens(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
-    """Slots of `topk_idx [T, K]` that name each expert, int32 `[E]`; unused slots (`-1`) count nowhere."""
-    used = jnp.where(topk_idx < 0, config.num_experts, topk_idx)
-    return jnp.zeros(config.num_experts, jnp.int32).at[used.reshape(-1)].add(1, mode="drop")
-
-
-def load_balancing_loss(
-    config: MoEConfig, scores: jax.Array, mask: jax.Array, counts: jax.Array, axes: tuple[str, ...]
-) -> jax.Array:
-    """`E * sum_e f_e * P_e` over the tokens of all ranks (Switch Transformer, arXiv:2101.03961, eq. 4 for any top-k).
-
-    `f_e` is the fraction of slots that name expert `e`, `P_e` the mean share of `e` in a token's scores. Perfect
-    balance gives 1, one expert for everything `E`. Gradients flow through `P_e` only.
-
-    Args:
-      scores: float32 `[T, E]` of this rank.
-      mask: bool `[T]`.
-      counts: int32 `[E]`, already summed over `axes`.
-      axes: mesh axes that hold different tokens; empty for one rank.
-    """
-    share = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
-    total = jnp.where(mask[:, None], share, 0.0).sum(0)
-    if axes:
-        total = jax.lax.psum(total, axes)
-    slots = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-    # Each used token has K slots: tokens = slots / K.
-    return config.num_experts * jnp.sum(counts / slots * (total * (config.top_k / slots)))
-
-
-def updated_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """The router bias after a step: up by `rate` for experts under the mean load, down for those over it.
-
-    Auxiliary-loss-free balancing, arXiv:2408.15664, algorithm 1.
-
-    Args:
-      bias: float32 `[E]`.
-      tokens_per_expert: int32 `[E]`, of the whole batch: `MoEMetrics.tokens_per_expert`.
-      rate: how far to move.
-    """
-    load = tokens_per_expert.astype(jnp.float32)
-    return bias + rate * jnp.sign(load.mean() - load)
+def _mixed(h: jax.Array) -> jax.Array:
+    """MurmurHash3's 32-bit finaliser: every input bit reaches every output bit."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

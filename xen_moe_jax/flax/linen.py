@@ -9,10 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
 from xen_moe_jax.flax._placement import apply_moe, current_mesh
-from xen_moe_jax.flax._router import MoEMetrics, updated_bias
 
 ROUTER_STATE = "router_state"
 """Collection of the router bias."""
@@ -51,13 +51,16 @@ class MoE(nn.Module):
     mesh: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, token_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
         Args:
           x: tokens `[..., hidden_size]`, floating point.
           mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
             and its output is zero.
+          token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -73,7 +76,7 @@ class MoE(nn.Module):
         if config.balancing == "bias":
             bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
             weights[ROUTER_BIAS] = bias.value
-        out, metrics = apply_moe(config, self.mesh, weights, x, mask)
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids)
         if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
 from xen_moe_jax.flax._placement import apply_moe, current_mesh
-from xen_moe_jax.flax._router import MoEMetrics, updated_bias
 
 
 class RouterBias(nnx.Variable):
@@ -59,13 +59,16 @@ class MoE(nnx.Module):
         if config.balancing == "bias":
             self.router_bias = RouterBias(jnp.zeros(config.num_experts, jnp.float32))
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, token_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
         Args:
           x: tokens `[..., hidden_size]`, floating point.
           mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
             and its output is zero.
+          token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -73,7 +76,7 @@ class MoE(nnx.Module):
         weights = {name: getattr(self, name)[...] for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
-        return apply_moe(self.config, self.mesh, weights, x, mask)
+        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""

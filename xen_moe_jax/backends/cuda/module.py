@@ -10,10 +10,7 @@ import jax
 
 from xen_moe_jax.backends.availability import BackendUnavailable
 
-INSTALL = (
-    "install a wheel that was built with nvcc (pip install 'xen-moe-jax[cuda13]', or XEN_MOE_CUDA=ON pip install . "
-    "in a checkout)"
-)
+INSTALL = "build it: XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout"
 
 
 @functools.cache

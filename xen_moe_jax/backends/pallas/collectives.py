@@ -11,7 +11,7 @@ from jax import lax
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.pallas import hardware
-from xen_moe_jax.pallas_kernels import exchange as exchange_kernel
+from xen_moe_jax.pallas_kernels.exchange import Runs, exchange
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import LANES
@@ -41,17 +41,12 @@ def all_to_all(
     parts = jnp.moveaxis(x, split_axis, 0)
     rows, restore = _as_rows(parts, "all_to_all")
     one = jnp.ones((peers,), jnp.int32)
-    received = exchange_kernel.exchange(
+    received = exchange(
         rows,
         None,
-        ids,
-        place,
-        jnp.arange(peers, dtype=jnp.int32),
-        one,
-        jnp.broadcast_to(place, (peers,)),
-        one,
+        Runs(ids, place, jnp.arange(peers, dtype=jnp.int32), one, jnp.broadcast_to(place, (peers,)), one),
         axes=axes,
-        launch=_launch(config),
+        launch=_launch(axes, axis_index_groups, config),
     )
     received = restore(received)  # [peers, *rest], element p from peer p
     if not tiled:
@@ -91,17 +86,12 @@ def ragged_all_to_all(
     rows, _ = _as_rows(operand, "ragged_all_to_all")
     target, restore = _as_rows(output, "ragged_all_to_all")
     return restore(
-        exchange_kernel.exchange(
+        exchange(
             rows,
             target,
-            ids,
-            place,
-            input_offsets + skip,
-            sizes,
-            output_offsets + skip,
-            to_peers(sizes),
+            Runs(ids, place, input_offsets + skip, sizes, output_offsets + skip, to_peers(sizes)),
             axes=axes,
-            launch=_launch(config),
+            launch=_launch(axes, axis_index_groups, config),
         )
     )
 
@@ -139,5 +129,7 @@ def _as_rows(x: jax.Array, operation: str) -> tuple[jax.Array, Any]:
     return rows, back
 
 
-def _launch(config: KernelConfig) -> Launch:
-    return hardware.launch("exchange", lambda block: 0, preferred=1, smallest=1, available=1, config=config)
+def _launch(axes: Axes, groups: Any, config: KernelConfig) -> Launch:
+    return hardware.launch(
+        "exchange", lambda block: 0, preferred=1, smallest=1, available=1, config=config, axes=axes, groups=groups
+    )

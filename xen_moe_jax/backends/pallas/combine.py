@@ -14,12 +14,11 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
-from xen_moe_jax.backends.pallas.dispatch import record_of
+from xen_moe_jax.backends.pallas.dispatch import quantisation, record_of
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
 
 
@@ -43,12 +42,12 @@ def combine(
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
     rows = padding.pad_rows(padding.pad_hidden(rows))
     record = record_of(rows.shape[1], y.dtype, False, wire)
-    quantise = None if wire is None else (wire.dtype, wire.scale_format)
+    quantise = quantisation(wire)
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     if len(spec.axis_name) == 2:
         out = two_axes.combine(
             rows,
-            lambda pairs: row_weights(weights, pairs) if weighted else None,
+            weights.reshape(-1) if weighted else None,
             topk_idx,
             positions,
             zero,
@@ -64,17 +63,12 @@ def combine(
     todo = plan.combine_plan(topk_idx, positions, spec)
     staged = slots_kernel.reduce_slots(
         rows,
-        todo.rows,
-        row_weights(weights, todo.rows) if weighted else None,
-        todo.peer,
-        todo.address,
-        todo.num_pairs,
-        todo.expected,
+        todo.pairs,
+        weights.reshape(-1) if weighted else None,
         zero,
         record=record,
         quantise=quantise,
-        staging_rows=todo.staging_rows,
-        axes=Axes(spec.axis_name, spec.axis_sizes),
+        axes=plan.kernel_axes(spec),
         launch=slots_launch(record, spec, config),
     )
     out = ranks_kernel.reduce_ranks(
@@ -88,12 +82,6 @@ def combine(
     return out[:, :hidden]
 
 
-def row_weights(weights: jax.Array, rows: jax.Array) -> jax.Array:
-    """float32, the router weight of each entry of `rows`; 0 where there is none."""
-    flat = weights.reshape(-1)
-    return jnp.where(rows >= 0, flat.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0.0)
-
-
 def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
     return hardware.launch(
         "reduce_slots",
@@ -102,6 +90,7 @@ def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
         smallest=8,
         available=spec.num_ranks * spec.num_tokens,
         config=config,
+        axes=plan.kernel_axes(spec),
     )
 
 

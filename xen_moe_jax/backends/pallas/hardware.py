@@ -12,7 +12,10 @@ import numpy as np
 
 from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.backends.pallas import barriers
+from xen_moe_jax.pallas_kernels import scatter
 from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.peers import Axes
 
 MIB = 1024 * 1024
 
@@ -42,13 +45,15 @@ GENERATIONS = {
 SMALLEST = Generation("unknown TPU", 16 * MIB)
 """Assumed where the generation cannot be told: every known generation has at least this."""
 
+SMEM_BYTES = 1 * MIB
+"""Of one TensorCore, on every generation here."""
+SMEM_BUDGET = SMEM_BYTES * 3 // 4
+"""What our tables may take of it: XLA and Mosaic keep some for themselves."""
+
 BLOCK_BUDGET = 10 * MIB
 """VMEM that default block sizes stay under: it fits every generation beside what the compiler itself needs."""
 COMPILER_DEFAULT = 12 * MIB
 """A kernel that needs more than this gets an explicit `vmem_limit_bytes`."""
-COLLECTIVE_ID_BASE = 8
-"""Default barrier semaphores are this plus `KernelConfig.channel`: small numbers are what other kernels pick by hand.
-"""
 
 
 def generation() -> Generation:
@@ -73,6 +78,7 @@ def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
     A kernel that is aimed across slices compiles, so that nobody else would notice.
     """
     mesh = _mesh.lowering_mesh()
+    _check_manual(mesh)
     devices = _devices(mesh)
     if devices is None:
         return
@@ -88,6 +94,22 @@ def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
             )
 
 
+def _check_manual(mesh: Any) -> None:
+    """Raises ValueError where another mesh axis is left to XLA: it does not partition Mosaic kernels."""
+    automatic = []
+    for name in mesh.axis_names:
+        try:
+            jax.lax.axis_index(name)
+        except NameError:
+            automatic.append(name)
+    if automatic:
+        raise ValueError(
+            f"mesh axes {automatic} are automatic here: TPU kernels need every axis of the mesh to be manual. Leave "
+            "axis_names out of jax.shard_map (and give in_specs and out_specs for those axes), or use "
+            "KernelConfig(backend='reference')"
+        )
+
+
 def launch(
     kernel: str,
     vmem_bytes: Callable[[int], int],
@@ -96,14 +118,17 @@ def launch(
     smallest: int,
     available: int,
     config: KernelConfig,
+    axes: Axes | None = None,
+    groups: Any = None,
 ) -> Launch:
-    """Chooses a block size.
+    """Chooses a block size, and a barrier semaphore for a kernel that reaches other ranks.
 
     Args:
       vmem_bytes: block size -> VMEM bytes that the kernel needs.
       preferred: block size where VMEM allows it.
       smallest: granularity; every block is a multiple of it, unless all there is is less.
       available: rows or tokens that there are.
+      axes, groups: ranks that the kernel reaches (`groups` are `axis_index_groups` of them); None: it stays at home.
 
     Raises:
       ValueError: the smallest block, or the one that `config.block_tokens` asks for, does not fit.
@@ -137,8 +162,16 @@ def launch(
     explicit = config.vmem_limit_bytes
     if explicit is None and need > COMPILER_DEFAULT:
         explicit = min(chip.vmem_bytes, need + need // 4 + 2 * MIB)
-    collective_id = COLLECTIVE_ID_BASE + config.channel if config.collective_id is None else config.collective_id
+    collective_id = 0 if axes is None else barriers.collective_id(axes, groups, config)
     return Launch(block, explicit, collective_id, _interpret(config))
+
+
+def smem_window(count: int, preferred: int, block: int) -> int:
+    """Rows of `count` tables that fit SMEM at a time, at most `preferred`."""
+    window = preferred
+    while scatter.smem_bytes(count, window, block) > SMEM_BUDGET:
+        window //= 2
+    return window
 
 
 def _interpret(config: KernelConfig) -> Any:

@@ -9,6 +9,7 @@ each while there are at most `K` ranks, else packed.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -17,28 +18,30 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.pallas_kernels.peers import Axes
+from xen_moe_jax.pallas_kernels.push import Routes
+from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
 class SendPlan(NamedTuple):
     """What one rank sends and gets.
 
     Attributes:
-      peer: int32 `[T, D]`, destination rank of each record, `-1` for none; at most `D = min(K, R)` ranks per token.
-      address: int32 `[T, D]`, row of the destination's staging.
-      expected: int32 `[R]`, records that arrive from each source.
+      routes: where each token's record goes; at most `D = min(K, R)` ranks per token.
       staged: int32 `[R, T]`, row of own staging that holds each (source, token); arbitrary where nothing came.
       sent: int32 `[T, R]`, 1 where a token's record goes to a rank. remote_start: int32 `[R]`, where this rank's
         region starts in each destination's staging.
-      staging_rows: static size of staging.
     """
 
-    peer: jax.Array
-    address: jax.Array
-    expected: jax.Array
+    routes: Routes
     staged: jax.Array
     sent: jax.Array
     remote_start: jax.Array
-    staging_rows: int
+
+
+def kernel_axes(spec: Spec) -> Axes:
+    """The ranks that kernels reach: all on one axis, those of this slice on two."""
+    return Axes(spec.axis_name[-1:], spec.axis_sizes[-1:])
 
 
 def to_peers(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
@@ -82,15 +85,9 @@ def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Send
         remote_start = jnp.full((num_ranks,), rank * tokens, jnp.int32)
     address = pick(remote_start + _layout.exclusive_cumsum(sent, axis=0), peer)
     staged = start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)
-    return SendPlan(
-        peer=_rotated(peer, rank),
-        address=_rotated(address, rank),
-        expected=jnp.sum(came, axis=1, dtype=jnp.int32),
-        staged=staged,
-        sent=sent,
-        remote_start=remote_start,
-        staging_rows=dispatch_staging_rows(spec),
-    )
+    expected = jnp.sum(came, axis=1, dtype=jnp.int32)
+    routes = Routes(_rotated(peer, rank), _rotated(address, rank), expected, dispatch_staging_rows(spec))
+    return SendPlan(routes, staged, sent, remote_start)
 
 
 def dispatch_staging_rows(spec: Spec) -> int:
@@ -120,23 +117,14 @@ class CombinePlan(NamedTuple):
     Attributes:
       came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's
         region starts in each source's staging.
-      rows: int32 `[P, slots]`, rows of each (source, token) pair in slot order, those in use first, then `-1`.
-      peer: int32 `[P]`, the source rank, `-1` for no pair. address: int32 `[P]`, row of its staging.
-      num_pairs: int32 `[]`: pairs at and after this one are all unused.
-      expected: int32 `[R]`, partial records that arrive here from each rank.
+      pairs: what `reduce_slots` does.
       source: int32 `[T, D]`, staged record of each summand in ascending rank order, `-1` for none.
-      staging_rows: static size of staging.
     """
 
     came: jax.Array
     remote_start: jax.Array
-    rows: jax.Array
-    peer: jax.Array
-    address: jax.Array
-    num_pairs: jax.Array
-    expected: jax.Array
+    pairs: Pairs
     source: jax.Array
-    staging_rows: int
 
 
 def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> CombinePlan:
@@ -159,41 +147,26 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
     rows = first_used(positions).reshape(num_ranks * tokens, -1)
-    pairs = listed(peer, address, rows, not few_ranks)
-    return CombinePlan(
-        came,
-        remote_start,
-        pairs.rows,
-        pairs.peer,
-        pairs.address,
-        pairs.count,
-        counts,
-        source,
-        combine_staging_rows(spec),
-    )
+    all_pairs = Pairs(rows, peer, address, jnp.int32(peer.shape[0]), counts, combine_staging_rows(spec))
+    pairs = listed(all_pairs, not few_ranks)
+    return CombinePlan(came, remote_start, pairs, source)
 
 
-class Pairs(NamedTuple):
-    """(source, token) pairs to reduce: `rows [P, slots]`, `peer [P]`, `address [P]`; those after `count` are unused."""
-
-    rows: jax.Array
-    peer: jax.Array
-    address: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # a field of its own, not tuple.count
-
-
-def listed(peer: jax.Array, address: jax.Array, rows: jax.Array, sparse: bool) -> Pairs:
-    """All pairs, or with `sparse` (most do not exist) those that do first, in order."""
+def listed(pairs: Pairs, sparse: bool) -> Pairs:
+    """All pairs, or with `sparse` (most do not exist) those that do first, in order, and how many they are."""
     if not sparse:
-        return Pairs(rows, peer, address, jnp.int32(peer.shape[0]))
-    order = jnp.argsort(peer < 0, stable=True)
-    return Pairs(rows[order], peer[order], address[order], jnp.sum(peer >= 0, dtype=jnp.int32))
+        return pairs
+    order = jnp.argsort(pairs.peer < 0, stable=True)
+    count = jnp.sum(pairs.peer >= 0, dtype=jnp.int32)
+    rows, peer, address = (a[order] for a in (pairs.rows, pairs.peer, pairs.address))
+    return dataclasses.replace(pairs, rows=rows, peer=peer, address=address, count=count)
 
 
 def first_used(positions: jax.Array) -> jax.Array:
     """`positions [R, T, slots]` with the rows in use first, in slot order, and `-1` after them."""
     used = positions >= 0
-    if positions.shape[-1] > 1:
-        order = jnp.argsort(~used, axis=-1, stable=True)
-        positions = jnp.take_along_axis(positions, order, axis=-1)
-    return jnp.where(positions >= 0, positions, -1)
+    place = _layout.exclusive_cumsum(used.astype(jnp.int32), axis=-1)
+    slots = range(positions.shape[-1])
+    # compared and added densely: a TPU gathers scalars slowly
+    columns = [jnp.max(jnp.where(used & (place == s), positions, -1), axis=-1) for s in slots]
+    return jnp.stack(columns, axis=-1)

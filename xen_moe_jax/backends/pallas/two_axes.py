@@ -25,8 +25,9 @@ from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.peers import Axes
+from xen_moe_jax.pallas_kernels.push import Routes
 from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
 class Rail(NamedTuple):
@@ -86,12 +87,14 @@ def push(
     buffer = push_kernel.push(
         x,
         scales,
-        jnp.where(rail.own_hits > 0, slice_of, -1),
-        slice_of * tokens + _layout.exclusive_cumsum(rail.own_hits, axis=0),
-        jnp.zeros((1,), jnp.int32),
+        Routes(
+            jnp.where(rail.own_hits > 0, slice_of, -1),
+            slice_of * tokens + _layout.exclusive_cumsum(rail.own_hits, axis=0),
+            jnp.zeros((1,), jnp.int32),
+            slices * tokens,
+        ),
         record=record,
         quantise=quantise,
-        staging_rows=slices * tokens,
         axes=None,
         launch=launch,
     )
@@ -106,12 +109,14 @@ def push(
     return forward_kernel.forward(
         received.reshape(slices * stride, *record.shape),
         source.reshape(-1),
-        peer.reshape(slices * tokens, fast),
-        address.reshape(slices * tokens, fast),
-        jnp.sum(todo.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
-        staging_rows=todo.staging_rows,
-        axes=_fast(spec),
-        launch=_table_launch(config),
+        Routes(
+            peer.reshape(slices * tokens, fast),
+            address.reshape(slices * tokens, fast),
+            jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+            todo.routes.staging_rows,
+        ),
+        axes=plan.kernel_axes(spec),
+        launch=_table_launch(spec, config),
     )
 
 
@@ -133,7 +138,7 @@ def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) 
 
 def combine(
     rows: jax.Array,
-    weights_of,
+    weights: jax.Array | None,
     topk_idx: jax.Array,
     positions: jax.Array,
     zero: jax.Array,
@@ -146,7 +151,7 @@ def combine(
     slots_launch: Launch,
     ranks_launch,
 ) -> jax.Array:
-    """`[T, hidden]`; `weights_of(pair rows)` gives their router weights or None, `ranks_launch(entries, tokens)` a
+    """`[T, hidden]`; `ranks_launch(entries, tokens)` a
     launch.
     """
     slices, fast = spec.axis_sizes
@@ -167,20 +172,23 @@ def combine(
     address = remote.T[:, :, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=2)
     peer = jnp.where(came, jnp.arange(fast, dtype=jnp.int32)[:, None], -1)
     pair_rows = plan.first_used(positions).reshape(slices * fast * tokens, -1)
-    pairs = plan.listed(peer.reshape(-1), address.reshape(-1), pair_rows, spec.num_ranks > spec.top_k)
+    all_pairs = Pairs(
+        rows=pair_rows,
+        peer=peer.reshape(-1),
+        address=address.reshape(-1),
+        count=jnp.int32(peer.size),
+        expected=jnp.sum(counts, axis=1, dtype=jnp.int32),
+        staging_rows=slices * tokens * min(fast, spec.top_k),
+    )
+    pairs = plan.listed(all_pairs, spec.num_ranks > spec.top_k)
     staged = slots_kernel.reduce_slots(
         rows,
-        pairs.rows,
-        weights_of(pairs.rows),
-        pairs.peer,
-        pairs.address,
-        pairs.count,
-        jnp.sum(counts, axis=1, dtype=jnp.int32),
+        pairs,
+        weights,
         zero,
         record=record,
         quantise=quantise,
-        staging_rows=slices * tokens * min(fast, spec.top_k),
-        axes=_fast(spec),
+        axes=plan.kernel_axes(spec),
         launch=slots_launch,
     )
 
@@ -213,10 +221,8 @@ def combine(
     )
 
 
-def _fast(spec: Spec) -> Axes:
-    return Axes(spec.axis_name[1:], spec.axis_sizes[1:])
-
-
-def _table_launch(config: KernelConfig) -> Launch:
+def _table_launch(spec: Spec, config: KernelConfig) -> Launch:
     """`forward` keeps nothing in VMEM; its block only sizes the tables in SMEM."""
-    return hardware.launch("forward", lambda block: 0, preferred=256, smallest=1, available=256, config=config)
+    return hardware.launch(
+        "forward", lambda block: 0, preferred=256, smallest=1, available=256, config=config, axes=plan.kernel_axes(spec)
+    )

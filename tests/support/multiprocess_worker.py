@@ -1,7 +1,8 @@
 """One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
 
-Run by `test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
-`python multiprocess_worker.py COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, devices set by the environment.
+Run by `tests/reference/test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
+`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, devices set by
+the environment.
 """
 
 import sys

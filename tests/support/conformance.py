@@ -12,18 +12,17 @@ import functools
 import zlib
 from typing import Any, ClassVar
 
-import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy
 import numpy as np
-import oracle
 import pytest
-from cases import CASE_IDS, CASE_ROUTINGS, ROUTINGS, Case
-from checks import assert_bits, assert_within_ulp
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import cases, oracle
+from tests.support.cases import CASE_IDS, CASE_ROUTINGS, ROUTINGS, Case
+from tests.support.checks import assert_bits, assert_within_ulp
 
 ALL_TO_ALL = (  # shape of a rank's x from R, split_axis, concat_axis, tiled, groups of consecutive ranks, dtype
     (lambda r: (r, 3, 5), 0, 0, False, 1, "float32"),

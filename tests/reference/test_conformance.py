@@ -1,8 +1,7 @@
 """The conformance class against the plain-JAX backend, which defines the meaning of every operation."""
 
-import conformance
-
 import xen_moe_jax as xm
+from tests.support import conformance
 
 
 class TestReference(conformance.Conformance):

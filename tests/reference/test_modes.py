@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bits
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support.checks import assert_bits
 
 RANKS, T, H, K = 4, 8, 64, 2
 

@@ -57,3 +57,49 @@ def run(moe, x, mesh=None, **kwargs):
     with jax.set_mesh(mesh):
         state = jax.device_put(state, nnx.get_named_sharding(state, mesh))
         return jax.tree.map(np.asarray, call(state, jax.device_put(x, jax.NamedSharding(mesh, jax.P()))))
+
+
+GPT_OSS = dataclasses.replace(
+    CONFIG,
+    activation="clipped_swiglu",
+    activation_limit=0.5,  # small enough to clip here
+    expert_bias=True,
+    logits_bias=True,
+    balancing="none",
+)
+
+
+def biased(moe):
+    """The layer with values in the biases that start as zeros."""
+    for i, name in enumerate(moe.weight_names):
+        if name.endswith("_bias"):
+            bias = getattr(moe, name)
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(100 + i), bias[...].shape)
+    return moe
+
+
+def run_with_gradients(moe, x, target, mesh=None, **kwargs):
+    """Output, metrics, and gradients of `sum(y * target) + aux_loss` by name ("x" too), in one program."""
+    graph, params, rest = nnx.split(moe, nnx.Param, ...)
+
+    def loss(params, x):
+        y, metrics = nnx.merge(graph, params, rest)(x, **kwargs)
+        return (y * target).sum() + metrics.aux_loss, (y, metrics)
+
+    call = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    if mesh is None:
+        (by_name, x_gradient), (y, metrics) = call(params, x)
+    else:
+        with jax.set_mesh(mesh):
+            params = jax.device_put(params, nnx.get_named_sharding(params, mesh))
+            (by_name, x_gradient), (y, metrics) = call(params, jax.device_put(x, jax.NamedSharding(mesh, jax.P())))
+    gradients = nnx.to_pure_dict(by_name) | {"x": x_gradient}
+    return jax.tree.map(np.asarray, (y, metrics, gradients))
+
+
+def assert_same_gradients(got, expected, rtol=1e-4, atol=2e-5):
+    assert got.keys() >= expected.keys()
+    for name, value in expected.items():
+        value = np.asarray(value)
+        assert np.abs(value).max() > 1e-3, f"the case tests nothing about {name}"
+        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=atol, err_msg=name)

@@ -1,0 +1,188 @@
+"""Rows on their way to other ranks: announce, await, send, drain, once for every kernel that sends.
+
+What moves: rows or runs of rows of any buffer, by one DMA each, to the same-shaped place in a peer's `target`.
+Who waits: as `peers` says. At the end each rank waits for what the routing says it receives, one semaphore per source
+(modulo `RECV_SEMAPHORES`, so that they stay few; more than one, so that no counter overflows).
+Local form (`axes=None`): the same into a `target` of this rank's own, without barrier and arrivals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels import peers
+
+RECV_SEMAPHORES = 16
+WAIT_BATCH = 8
+"""Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
+
+
+def recv_semaphores(num_ranks: int) -> int:
+    return min(num_ranks, RECV_SEMAPHORES)
+
+
+def scratch(axes: peers.Axes | None, num_ranks: int, buffers: int) -> list[Any]:
+    """Semaphores that a `Link` needs, in the order of its fields: one of `send` for each of `buffers`."""
+    shapes: list[Any] = [pltpu.SemaphoreType.DMA((buffers,))]
+    if axes is not None:
+        shapes += [pltpu.SemaphoreType.DMA((recv_semaphores(num_ranks),)), pltpu.SemaphoreType.REGULAR]
+    return shapes
+
+
+def _everybody(i: Any) -> Any:
+    return i
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A kernel's traffic, in the order of its methods.
+
+    Attributes:
+      axes: the ranks that are reached; None: this rank alone.
+      target: ref that rows are written into, a peer's or this rank's own.
+      send, recv, credits: as `scratch` makes them.
+      place: number of this rank among its peers; None: its rank along `axes`.
+      ids: rank along `axes` of peer `i`. count: how many peers there are, this rank included; None: all of `axes`.
+    """
+
+    axes: peers.Axes | None
+    target: Any
+    send: Any
+    recv: Any = None
+    credits: Any = None
+    place: Any = None
+    ids: Callable[[Any], Any] = _everybody
+    count: int | None = None
+
+    @property
+    def num_peers(self) -> int:
+        if self.count is not None:
+            return self.count
+        return 0 if self.axes is None else self.axes.num_ranks
+
+    def announce(self) -> None:
+        """Tells peers that this rank's buffers are ready to be written."""
+        self._run(peers.ANNOUNCE)
+
+    def await_peers(self) -> None:
+        """Waits until every peer has announced itself, then sends each one exit credit."""
+        self._run(peers.AWAIT)
+
+    def leave(self) -> None:
+        """Waits for every peer's exit credit: all have passed `await_peers`."""
+        self._run(peers.LEAVE)
+
+    def _run(self, phase: tuple[Any, ...]) -> None:
+        if self.axes is None:
+            return
+        axes = self.axes
+        for step in phase:
+            semaphore = pltpu.get_barrier_semaphore() if step.semaphore == peers.BARRIER else self.credits
+            if isinstance(step, peers.Wait):
+                pl.semaphore_wait(semaphore, self.num_peers)
+            else:
+
+                @pl.loop(0, self.num_peers)
+                def _(i: Any, semaphore: Any = semaphore) -> None:
+                    pl.semaphore_signal(semaphore, 1, device_id=axes.device_id(self.ids(i)))
+
+    def start(self, source: Any, at: Any, peer: Any, buffer: Any = 0) -> None:
+        """Starts the DMA of `source` to `target[at]` of `peer`; `buffer` numbers the semaphore it leaves by."""
+        if self.axes is None:
+            pltpu.make_async_copy(source, self.target.at[at], self.send.at[buffer]).start()
+            return
+        place = lax.axis_index(self.axes.names) if self.place is None else self.place
+        pltpu.make_async_remote_copy(
+            source,
+            self.target.at[at],
+            self.send.at[buffer],
+            self.recv.at[lax.rem(place, recv_semaphores(self.num_peers))],
+            device_id=self.axes.device_id(self.ids(peer)),
+        ).start()
+
+    def start_block(self, records: Any, peer: Any, address: Any, entries: int, buffer: Any) -> None:
+        """Starts one DMA per table entry `>= 0`: record `i` of a buffer `[S, N, 128]` to its `entries` destinations.
+        Tables `[1, 1, N]`.
+        """
+
+        @pl.loop(0, records.shape[1])
+        def _(i: Any) -> None:
+            for entry in range(entries):
+                to = peer[0, 0, i * entries + entry]
+
+                @pl.when(to >= 0)
+                def _(to: Any = to, entry: int = entry) -> None:
+                    self.start(records.at[:, i], address[0, 0, i * entries + entry], to, buffer)
+
+    def await_sent(self, records: Any, count: Any, buffer: Any = 0) -> None:
+        """Waits until `count` records of a buffer `[S, N, 128]` have left by a semaphore."""
+        wait_rows(lambda n: records.at[:, pl.ds(0, n)], records.shape[1], count, self.send.at[buffer])
+
+    def await_records(self, expected: Any) -> None:
+        """Waits for `expected[source]` rows from every source."""
+        if self.axes is None:
+            return
+
+        @pl.loop(0, self.num_peers)
+        def _(source: Any) -> None:
+            await_whole(self.target, expected[source], self._arrivals(source))
+
+    def drain_blocks(self, records: Any, sent: Any, expected: Any) -> None:
+        """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come.
+
+        `sent` holds what each buffer sent last.
+        """
+        step = pl.program_id(0)
+        buffer = lax.rem(step, 2)
+
+        @pl.when(step >= 1)
+        def _() -> None:
+            self.await_sent(records.at[1 - buffer], sent[1 - buffer], 1 - buffer)
+
+        self.await_sent(records.at[buffer], sent[buffer], buffer)
+        self.await_records(expected)
+        self.leave()
+
+    def drain_runs(self, rows: Any, sent: Any, expected: Any) -> None:
+        """Waits for one run of `sent[i]` rows to each peer and of `expected[i]` rows from each."""
+        _wait_runs(rows, sent, lambda i: self.send.at[0], self.num_peers)
+        _wait_runs(self.target, expected, self._arrivals, self.num_peers)
+
+    def _arrivals(self, source: Any) -> Any:
+        return self.recv.at[lax.rem(source, recv_semaphores(self.num_peers))]
+
+
+def wait_rows(rows: Callable[[int], Any], most: int, count: jax.Array, semaphore: Any) -> None:
+    """Waits on a DMA semaphore for `count` DMAs of one row each; `rows(n)` is a ref of the size of `n`, for `n` up to
+    `most`.
+    """
+    batch = min(WAIT_BATCH, most)
+    for times, size in ((lax.div(count, batch), batch), (lax.rem(count, batch), 1)):
+
+        @pl.loop(0, times)
+        def _(_: Any, size: int = size) -> None:
+            pltpu.make_async_copy(rows(size), rows(size), semaphore).wait()
+
+        if batch == 1:
+            break
+
+
+def await_whole(rows: Any, count: jax.Array, semaphore: Any) -> None:
+    """As `wait_rows`, for rows `rows[i]`."""
+    wait_rows(lambda n: rows.at[pl.ds(0, n)], rows.shape[0], count, semaphore)
+
+
+def _wait_runs(rows: Any, sizes: Any, semaphore: Callable[[Any], Any], count: int) -> None:
+    @pl.loop(0, count)
+    def _(i: Any) -> None:
+        @pl.when(sizes[i] > 0)
+        def _() -> None:
+            run = rows.at[pl.ds(0, sizes[i])]
+            pltpu.make_async_copy(run, run, semaphore(i)).wait()

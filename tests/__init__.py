@@ -1,0 +1,1 @@
+"""The test suite: what its files share is in `tests.support`."""

@@ -1,0 +1,216 @@
+"""Chunks and remat change what lives when, and nothing else."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+
+from flax import nnx
+
+import xen_moe_jax as xm
+from tests.support.layers import (
+    CONFIG,
+    GPT_OSS,
+    H,
+    assert_same_gradients,
+    biased,
+    layer,
+    make_mesh,
+    run_with_gradients,
+    tokens,
+)
+
+SPLIT = xm.KernelConfig(backend="pallas")
+"""A backend with halves: its programs can be traced here, and are not run."""
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One piece, nothing recomputed; 2 x 5 tokens."""
+    mesh = make_mesh((2,), ("ep",))
+    config = dataclasses.replace(CONFIG, num_shared_experts=1, aux_loss_weight=0.5)
+    moe, x, target = layer(config), tokens(10), tokens(10, seed=9)
+    return config, mesh, x, target, run_with_gradients(moe, x, target, mesh)
+
+
+@pytest.mark.parametrize("remat", ["none", "experts", "all"])
+def test_same_results_in_chunks(remat, whole):
+    """Three chunks of a rank's five tokens: the last one is filled up."""
+    config, mesh, x, target, (y, metrics, gradients) = whole
+    chunked = layer(dataclasses.replace(config, num_chunks=3, remat=remat))
+    y_chunked, metrics_chunked, gradients_chunked = run_with_gradients(chunked, x, target, mesh)
+    np.testing.assert_allclose(y_chunked, y, rtol=1e-6, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), metrics_chunked, metrics)
+    assert_same_gradients(gradients_chunked, gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_same_results_in_chunks_padded_with_biases():
+    mesh = make_mesh((2,), ("ep",))
+    config = dataclasses.replace(GPT_OSS, layout="padded")
+    x, target = tokens(8), tokens(8, seed=9)
+    one = run_with_gradients(biased(layer(config)), x, target, mesh)
+    two = run_with_gradients(biased(layer(dataclasses.replace(config, num_chunks=2, remat="all"))), x, target, mesh)
+    np.testing.assert_allclose(two[0], one[0], rtol=1e-6, atol=1e-6)
+    assert_same_gradients(two[2], one[2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_capacity_is_divided_by_the_chunks():
+    config = dataclasses.replace(CONFIG, capacity=10, num_chunks=4)
+    assert config.chunk_capacity(4, 2) == 3
+    assert dataclasses.replace(CONFIG, capacity_factor=1.25, num_chunks=4).chunk_capacity(8, 4) == 20  # of 8 tokens
+
+
+def gradient_program(config, policy=None):
+    """The gradient's jaxpr on 4 ranks of 8 tokens; a policy rematerialises the whole layer."""
+    graph, state = nnx.split(layer(config))
+
+    def apply(state, x):
+        return nnx.merge(graph, state)(x)[0]
+
+    if policy is not None:
+        apply = jax.checkpoint(apply, policy=policy)
+    with jax.set_mesh(make_mesh((4,), ("ep",))):
+        loss = jax.grad(lambda state, x: (apply(state, x) ** 2).sum(), argnums=(0, 1))
+        return list(every_equation(jax.make_jaxpr(loss)(state, tokens(32)).jaxpr))
+
+
+def every_equation(jaxpr):
+    """Of a jaxpr and of all that are called in it, as often as they are called."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from every_equation(inner)
+
+
+def count(program, primitive):
+    return sum(equation.primitive.name == primitive for equation in program)
+
+
+@pytest.mark.parametrize(
+    "kernel, dispatch", [(xm.KernelConfig(), "xen_moe_dispatch"), (SPLIT, "xen_moe_dispatch_start")]
+)
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_how_often_the_backward_pass_dispatches(num_chunks, kernel, dispatch):
+    config = dataclasses.replace(CONFIG, num_chunks=num_chunks, kernel=kernel)
+    programs = {
+        remat: gradient_program(dataclasses.replace(config, remat=remat)) for remat in ("none", "experts", "all")
+    }
+    dispatches = {remat: count(program, dispatch) for remat, program in programs.items()}
+    assert dispatches == {"none": num_chunks, "experts": num_chunks, "all": 2 * num_chunks}
+    matmuls = {remat: count(program, "ragged_dot_general") for remat, program in programs.items()}
+    # forward, and two a matmul backward; then all of them again but the one whose result only the output needs
+    assert matmuls["none"] == 9 * num_chunks < matmuls["experts"] <= 12 * num_chunks
+
+
+def test_a_policy_of_your_own_repeats_no_dispatch():
+    """The example of docs/memory.md, beside the policy that saves nothing."""
+    names = jax.checkpoint_policies.save_only_these_names("xen_moe_rows", "xen_moe_handle", "xen_moe_out")
+    nothing = jax.checkpoint_policies.nothing_saveable
+    for config in (CONFIG, dataclasses.replace(CONFIG, layout="padded"), dataclasses.replace(CONFIG, num_chunks=2)):
+        assert count(gradient_program(config, policy=names), "xen_moe_dispatch") == config.num_chunks
+        assert count(gradient_program(config, policy=nothing), "xen_moe_dispatch") == 2 * config.num_chunks
+
+
+def test_worst_case_rows_shrink_by_the_chunks():
+    for num_chunks in (1, 4):
+        program = gradient_program(dataclasses.replace(CONFIG, num_chunks=num_chunks))
+        rows = {e.outvars[0].aval.shape for e in program if e.primitive.name == "xen_moe_dispatch"}
+        assert rows == {(4 * 8 * 2 // num_chunks, H)}, "ranks x tokens x slots"
+
+
+def test_memory_of_the_compiled_program_shrinks():
+    """What XLA says it needs besides arguments and results, forward and with the backward pass."""
+
+    def temporary_bytes(gradient, **changes):
+        # wide tokens and narrow experts: the rows, not the CPU's masks for `ragged_dot`, decide
+        config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=8, num_experts=4, **changes)
+        graph, state = nnx.split(layer(config))
+        x = jnp.zeros((512, 256))
+
+        def loss(state, x):
+            return (nnx.merge(graph, state)(x)[0] ** 2).sum()
+
+        with jax.set_mesh(make_mesh((2,), ("ep",))):
+            call = jax.grad(loss, argnums=(0, 1)) if gradient else loss
+            return jax.jit(call).lower(state, x).compile().memory_analysis().temp_size_in_bytes
+
+    # Of the one piece, what the tokens and the exchange itself take stays: less than half at these sizes.
+    forward = [temporary_bytes(False, num_chunks=c) for c in (1, 4)]
+    backward = [temporary_bytes(True), temporary_bytes(True, num_chunks=4, remat="all")]
+    assert forward[1] < 0.6 * forward[0]
+    assert backward[1] < 0.6 * backward[0]
+
+
+def test_halves_are_tied_to_the_experts():
+    """Where a backend has halves: start, experts, done in this order, written into the program by barriers."""
+    config = dataclasses.replace(CONFIG, num_chunks=3, kernel=SPLIT)
+    graph, state = nnx.split(layer(config))
+    with jax.set_mesh(make_mesh((4,), ("ep",))):
+        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens(48))
+    inner = next(e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "shard_map").params["jaxpr"]
+    order = [e.primitive.name.removeprefix("xen_moe_") for e in _equations(inner)]
+    kept = [name for name in order if name.startswith(("dispatch_", "combine_")) or name == "ragged_dot_general"]
+    experts = ["ragged_dot_general"] * 3
+    assert kept == [
+        *("dispatch_start", "dispatch_done", "dispatch_start", *experts, "combine_start"),
+        *("dispatch_done", "dispatch_start", *experts, "combine_done", "combine_start"),
+        *("dispatch_done", *experts, "combine_done", "combine_start", "combine_done"),
+    ]
+    depends = _dependencies(inner)
+    by_name = {name: [i for i, other in enumerate(order) if other == name] for name in set(order)}
+    first_matmul = by_name["ragged_dot_general"][::3]
+    last_matmul = by_name["ragged_dot_general"][2::3]
+    for i in range(2):
+        assert by_name["dispatch_start"][i + 1] in depends[first_matmul[i]], "the wire works under the experts"
+        assert last_matmul[i] in depends[by_name["dispatch_done"][i + 1]], "rows land when their room is free"
+        assert last_matmul[i + 1] in depends[by_name["combine_done"][i]], "the experts hide the way back"
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = [v for v in equation.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+        if equation.primitive.name in ("jit", "pjit") and inner:
+            yield from _equations(getattr(inner[0], "jaxpr", inner[0]))
+        else:
+            yield equation
+
+
+def _dependencies(jaxpr):
+    """For each equation in `_equations` order, the numbers of those that must run before it."""
+    made, before = {}, []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            inner = [v for v in equation.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+            needs = set()
+            for variable in equation.invars:
+                needs |= made.get(id(variable), set())
+            if equation.primitive.name in ("jit", "pjit") and inner:
+                body = getattr(inner[0], "jaxpr", inner[0])
+                for outside, inside in zip(equation.invars, body.invars, strict=True):
+                    made[id(inside)] = made.get(id(outside), set())
+                walk(body)
+                for outside, inside in zip(equation.outvars, body.outvars, strict=True):
+                    made[id(outside)] = made.get(id(inside), set())
+                continue
+            before.append(needs)
+            for variable in equation.outvars:
+                made[id(variable)] = needs | {len(before) - 1}
+
+    walk(jaxpr)
+    return before
+
+
+def test_chunks_of_more_than_there_are_tokens():
+    config = dataclasses.replace(CONFIG, num_chunks=4)
+    moe, x = layer(config), tokens(3)
+    y, _ = moe(jnp.asarray(x))
+    np.testing.assert_allclose(y, layer(CONFIG)(jnp.asarray(x))[0], rtol=1e-6, atol=1e-6)
+    assert math.isfinite(float(y.sum()))

@@ -1,0 +1,81 @@
+"""`perf_model`: its bytes against counted routings, its times against every measured figure."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import xen_moe_jax as xm
+
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200x4.json"
+DEEPSEEK = {"hidden": 7168, "num_experts": 256, "top_k": 8}
+
+
+def measured():
+    """(workload, result) of every default dispatch and combine of the library in the committed figures."""
+    found = []
+    documents = json.loads(RESULTS.read_text())["documents"] if RESULTS.exists() else {}
+    for title, document in documents.items():
+        workload = document["workload"]
+        if workload["wire"] is not None or workload["routing"] != "uniform" or workload["layout"] == "ranked":
+            continue
+        for result in document["results"]:
+            if result["name"] == "xen_moe_jax (default backend)" and result["operation"] in ("dispatch", "combine"):
+                found.append(pytest.param(workload, result, id=f"{title}, {result['operation']}"))
+    return found
+
+
+@pytest.mark.parametrize(("workload", "result"), measured())
+def test_predictions_hold_to_fifteen_percent_of_what_was_measured(workload, result):
+    """Bytes within three percent (the model expects, the file counted), times within fifteen."""
+    quantised = result["operation"] == "dispatch" and workload["dtype"] == "float8_e4m3fn"
+    prediction = xm.perf_model(
+        result["operation"],
+        num_tokens=result["tokens"],
+        hidden=workload["hidden"],
+        num_ranks=workload["ranks"],
+        num_experts=workload["experts"],
+        top_k=workload["top_k"],
+        dtype="float8_e4m3fn" if quantised else "bfloat16",
+    )
+    assert prediction.row_bytes == result["wire_row_bytes"]
+    if result["tokens"] >= 128:  # below, one routing is far from the expectation
+        assert prediction.bytes_fast == pytest.approx(result["off_rank_bytes_deduplicated"], rel=0.03)
+    assert prediction.seconds * 1e6 == pytest.approx(result["us_median"], rel=0.15)
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 8, 16])
+def test_expected_bytes_are_those_of_drawn_routings(ranks_per_node):
+    ranks, tokens = 16, 256
+    rng = np.random.default_rng(0)
+    idx = np.argsort(rng.random((ranks, tokens, 256)), axis=2)[..., :8]
+    sizes = {"num_tokens": tokens, "num_ranks": ranks, "ranks_per_node": ranks_per_node, **DEEPSEEK}
+    counted, expected = xm.perf_model(topk_idx=idx, **sizes), xm.perf_model(**sizes)
+    # the busiest of sixteen ranks is a little over the mean
+    assert expected.bytes_fast <= counted.bytes_fast <= 1.1 * expected.bytes_fast
+    assert expected.bytes_slow <= counted.bytes_slow <= 1.1 * expected.bytes_slow + 1
+    assert (expected.bytes_slow == 0) == (ranks_per_node == ranks)
+
+
+def test_group_limited_routing_crosses_less():
+    sizes = {"num_tokens": 4096, "num_ranks": 64, "ranks_per_node": 8, **DEEPSEEK}
+    anywhere, limited = xm.perf_model(**sizes), xm.perf_model(nodes_per_token=4, **sizes)
+    assert limited.rows_slow < 0.75 * anywhere.rows_slow
+    assert limited.rows_slow <= 4096 * 4 and anywhere.bound == "slow"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens=0: must be >= 1"),
+        ({"ranks_per_node": 3}, "ranks_per_node=3: must divide num_ranks=8"),
+        ({"top_k": 300}, "top_k=300: must be at most num_experts=256"),
+        ({"topk_idx": np.zeros((8, 5, 8), int)}, r"topk_idx has shape \(8, 5, 8\)"),
+        ({"operation": "shuffle"}, "operation='shuffle'"),
+        ({"wire": "fp4"}, "wire='fp4'"),
+    ],
+)
+def test_bad_arguments_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        xm.perf_model(**({"num_tokens": 4096, "num_ranks": 8, **DEEPSEEK} | wrong))

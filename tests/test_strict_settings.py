@@ -1,0 +1,143 @@
+"""The settings that careful users switch on: rank promotion is an error, and so is an implicit dtype promotion.
+
+Every operation in every layout, wire and direction is traced and lowered under them. What a tracing does not show,
+results, is tested elsewhere.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+
+RANKS, T, H, K, E = 4, 8, 256, 2, 8
+LAYOUTS = ("grouped", "ranked", "padded")
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def lower(body, mesh, *, axis=("ep",), platforms=("cpu",), dtype=jnp.bfloat16):
+    """Traces and lowers `body(x, topk_idx, topk_weights)` on every rank."""
+    specs = P(axis)
+    shapes = ((H, dtype), (K, jnp.int32), (K, jnp.float32))
+    sharding = jax.NamedSharding(mesh, specs)
+    arrays = [jax.ShapeDtypeStruct((mesh.size * T, n), dtype, sharding=sharding) for n, dtype in shapes]
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+    return program.trace(*arrays).lower(lowering_platforms=platforms)
+
+
+def layer(x, idx, weights, *, axis="ep", layout="grouped", **options):
+    routed = xm.dispatch(x, idx, weights, num_experts=E, axis_name=axis, layout=layout, **options)
+    rows = xm.redispatch(x, routed.handle)
+    return xm.combine(routed.x + rows, routed.handle)
+
+
+def gradients(body):
+    def run(x, idx, weights):
+        def loss(x, weights):
+            return jnp.sum(body(x, idx, weights).astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("wire", [None, "float8_e4m3fn", "int8:ue8m0"])
+def test_every_layout_and_wire_with_gradients(mesh4, layout, wire):
+    def body(x, idx, weights):
+        return layer(x, idx, weights, layout=layout, wire=wire)
+
+    lower(body, mesh4)
+    lower(gradients(body), mesh4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"alignment": 8}, {"capacity": 5}, {"config": xm.KernelConfig(chunk_tokens=3)}, {"gradient_wire": "int8"}],
+    ids=str,
+)
+def test_options_with_gradients(mesh4, options):
+    def body(x, idx, weights):
+        return layer(x, idx, weights, **options)
+
+    lower(gradients(body), mesh4)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), itertools.product(LAYOUTS, (jnp.float32, jnp.float16)))
+def test_other_dtypes_without_weights(mesh4, layout, dtype):
+    lower(gradients(lambda x, idx, weights: layer(x, idx, None, layout=layout)), mesh4, dtype=dtype)
+
+
+def test_two_axes(node_mesh):
+    axis = ("node", "gpu")
+    lower(gradients(lambda *a: layer(*a, axis=axis)), node_mesh, axis=axis)
+
+
+def test_second_derivatives_and_forward_mode(mesh4):
+    def body(x, idx, weights):
+        def f(x, weights):
+            return jnp.sum(jnp.sin(layer(x, idx, weights).astype(jnp.float32)))
+
+        first = jax.jvp(f, (x, weights), (x, weights))[1]
+        second = jax.grad(lambda x: jnp.sum(jax.grad(f)(x, weights).astype(jnp.float32)))(x)
+        return first.reshape(1), second
+
+    lower(body, mesh4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves(mesh4, layout):
+    def body(x, idx, weights):
+        flight = xm.dispatch_start(x, idx, weights, num_experts=E, axis_name="ep", layout=layout)
+        routed = xm.dispatch_done(flight)
+        return xm.combine_done(xm.combine_start(routed.x, routed.handle))
+
+    lower(body, mesh4)
+    lower(gradients(body), mesh4)
+
+
+def test_block_scaled_rows_and_quantisation(mesh4):
+    def body(x, idx, weights):
+        routed = xm.dispatch(xm.quantize(x), idx, weights, num_experts=E, axis_name="ep")
+        rows = xm.dequantize(routed.x, dtype=jnp.bfloat16)
+        return xm.combine(rows, routed.handle, wire="float8_e4m3fn")
+
+    lower(body, mesh4)
+    for dtype, scale_format in itertools.product(("float8_e4m3fn", "int8"), ("float32", "ue8m0")):
+        jax.jit(lambda x, d=dtype, s=scale_format: xm.quantize(x, dtype=d, scale_format=s)).lower(jnp.ones((3, 200)))
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]]], ids=["all", "groups"])
+def test_drop_ins_with_gradients(mesh4, groups):
+    size = RANKS if groups is None else 2
+
+    def body(x, idx, weights):
+        x = xm.all_to_all(x, "ep", 0, 1, axis_index_groups=groups, tiled=True)
+        sizes = jnp.ones(size, jnp.int32)
+        arguments = sizes, sizes, sizes, sizes
+        return xm.ragged_all_to_all(x, x, *arguments, axis_name="ep", axis_index_groups=groups)
+
+    lower(body, mesh4)
+    lower(gradients(body), mesh4)
+
+
+def test_routers_and_layout_counts():
+    scores = jnp.ones((T, E))
+    xm.routing.top_k(scores, K)
+    xm.routing.top_k(scores, K, score="sigmoid", bias=jnp.zeros(E))
+    xm.routing.group_limited_top_k(scores, K, num_groups=4, topk_groups=2, bias=jnp.zeros(E))
+    xm.get_dispatch_layout(jnp.zeros((T, K), jnp.int32), num_experts=E, num_ranks=4, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tpu_program_too(mesh4, layout):
+    """Kernels and what surrounds them, lowered for a TPU that is not here."""
+    lower(gradients(lambda *a: layer(*a, layout=layout)), mesh4, platforms=("tpu",))

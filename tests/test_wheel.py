@@ -1,0 +1,71 @@
+"""A wheel, installed where there is nothing else: it works with its own requirements and the newest jax they allow.
+
+`XEN_MOE_WHEEL` names the wheel, `XEN_MOE_WHEEL_CUDA=1` says that it must have the CUDA modules. Building one takes
+minutes and downloads a compiler: CI does it once and runs this file afterwards.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "tests" / "support" / "installed_package.py"
+WHEEL = os.environ.get("XEN_MOE_WHEEL", "")
+
+
+def run(*command: str, folder: pathlib.Path) -> str:
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS")}
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+NO_WHEEL = "XEN_MOE_WHEEL names no wheel; CI's packaging step builds one and does"
+CUDA = bool(os.environ.get("XEN_MOE_WHEEL_CUDA"))
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The interpreter of an environment that holds the wheel and what it requires."""
+    if not WHEEL:
+        pytest.skip(NO_WHEEL)
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "venv", "venv", folder=folder)
+    interpreter = str(folder / "venv" / "bin" / "python")
+    pip_install(interpreter, str(pathlib.Path(WHEEL).resolve()), folder=folder)
+    return interpreter
+
+
+def pip_install(python: str, *what: str, folder: pathlib.Path) -> None:
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what, folder=folder)
+
+
+def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
+    assert "the wheel is whole" in run(python, str(PROGRAM), *(["--cuda"] if CUDA else []), folder=tmp_path)
+    installed = run(python, "-m", "pip", "list", "--format=freeze", folder=tmp_path)
+    newest = (ROOT / "pyproject.toml").read_text().split('"jax>=')[1].split("<=")[1].split('"')[0]
+    assert f"jax=={newest}" in installed.splitlines(), "a fresh install takes another jax than the newest tested one"
+    assert "nvidia" not in installed, "a plain install needs nothing of CUDA"
+
+
+@pytest.mark.skipif(not CUDA, reason="the wheel need not have the CUDA modules")
+def test_the_python_half_of_the_cuda_backend_over_the_built_module(python, tmp_path):
+    """Lowering, limits and plans without a GPU; XEN_MOE_EXPECT_CUDA lets nothing of it be skipped."""
+    pip_install(python, "pytest", "hypothesis", "psutil", folder=tmp_path)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    arguments = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    program = ["env", "XEN_MOE_EXPECT_CUDA=1", python, "-m", "pytest", *arguments, "tests/test_cuda_policy.py"]
+    assert "passed" in run(*program, folder=tmp_path)
+
+
+def test_the_program_refuses_a_checkout(tmp_path):
+    """It fails where the library is not the installed one: the assertion above can fail."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0 and "not the installed wheel" in done.stderr, done.stderr[-2000:]

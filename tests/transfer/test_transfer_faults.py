@@ -1,0 +1,235 @@
+"""Errors: each of them, from a real cause, with the peer, the request and the bytes; and nothing hangs."""
+
+import socket
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import content, slow_source
+from xen_moe_jax.transfer import _channel, _ucp
+
+
+def aval(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def test_without_the_library_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    _ucp._libraries.cache_clear()
+    with pytest.raises(xt.TransferUnavailable, match=r"pip install 'xen-moe-jax\[transfer\]'"):
+        xt.Engine(name="x")
+    monkeypatch.undo()
+    _ucp._libraries.cache_clear()
+
+
+def test_a_receiver_that_is_killed_is_named_at_once(engine, other):
+    other.call("window", "w", (1 << 20,), np.float32)
+    there = engine.peer("there")
+    target = there["w"]
+    engine.write(np.ones(1 << 20, np.float32), target).wait(10)
+    other.kill()
+    begun = time.monotonic()
+    with pytest.raises(xt.PeerLost, match="'there'") as lost:
+        for _ in range(1000):
+            engine.write(np.ones(1 << 20, np.float32), target).wait(5)
+    assert time.monotonic() - begun < 2
+    assert lost.value.peer == "there" and lost.value.request.startswith("write <w float32") and there.lost
+    with pytest.raises(xt.PeerLost):
+        there["w"]
+    with pytest.raises(xt.PeerLost):
+        engine.send(there, b"x")
+    with pytest.raises(xt.PeerLost):
+        engine.barrier([there], 5)
+
+
+def test_whoever_waits_for_a_peer_that_dies_is_told(engine, other):
+    there = engine.peer("there")
+    transfer = engine.send(there, np.ones(4), tag="never taken")
+    other.start("leave")
+    for wait in (
+        lambda: transfer.wait(10),
+        lambda: engine.recv(there, timeout=10),
+        lambda: engine.barrier([there], 10),
+    ):
+        begun = time.monotonic()
+        with pytest.raises(xt.PeerLost):
+            wait()
+        assert time.monotonic() - begun < 5
+
+
+def test_a_peer_that_closes_its_engine_is_lost_too(engine, other):
+    there = engine.peer("there")
+    other.call("close_engine")
+    with pytest.raises(xt.PeerLost, match="its engine was closed"):
+        engine.recv(there, timeout=10)
+
+
+def test_a_counter_says_how_far_it_came(engine, other):
+    engine.window(aval(4), name="w")
+    other.call("write", "w", 0, (4,), np.float32, 5)
+    with pytest.raises(xt.TransferTimeout, match="counter 5: 1 of 3 writes after 0.1 s"):
+        engine.counter(5, expect=3).wait(0.1)
+    with engine.counter(5, expect=1) as counter:
+        counter.wait(1)
+    assert engine.counter(5, expect=1).value == 0
+
+
+REFUSED = {
+    "shape": ({"shape": (5,), "dtype": np.float32}, r"float32\[5\], the target <w float32\[4\]"),
+    "dtype": ({"shape": (4,), "dtype": np.int32}, r"int32\[4\], the target"),
+    "pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([0], [4])}, "destination pages 4..4"),
+    "source pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([-1], [0])}, "source pages -1..-1"),
+    "pages of other lengths": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [0])}, "2 source pages for 1"),
+    "a page twice": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [2, 2])}, "named twice"),
+    "no such window": ({"name": "v", "shape": (4,), "dtype": np.float32}, r"does not exist; this peer can see \['w'\]"),
+    "imm": ({"shape": (4,), "dtype": np.float32, "imm": 1.5}, "imm=1.5"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusing():
+    pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+    with xt.Engine(name="a") as a, xt.Engine(name="b") as b:
+        b.window(aval(4), name="w")
+        yield a, a.connect(b.descriptor)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_moves(refusing, case):
+    engine, peer = refusing
+    given, text = REFUSED[case]
+    given = dict(given)
+    array = content(0, given.pop("shape"), given.pop("dtype"))
+    with pytest.raises(xt.TransferRefused, match=text):
+        engine.write(array, peer[given.pop("name", "w")], **given)
+
+
+def test_a_target_must_be_a_window_of_this_engine(refusing):
+    engine, peer = refusing
+    with pytest.raises(xt.TransferRefused, match="peer\\[name\\]"):
+        engine.write(np.ones(4, np.float32), np.ones(4))
+    with xt.Engine(name="c") as c:
+        with pytest.raises(xt.TransferRefused, match="another engine"):
+            c.write(np.ones(4, np.float32), peer["w"])
+    with pytest.raises(xt.TransferRefused, match="is closed"):
+        c.publish("x", np.ones(4))
+
+
+def test_descriptors_are_authenticated(engine):
+    with pytest.raises(xt.TransferRefused, match="not an engine's descriptor"):
+        engine.connect(b"nonsense")
+    with xt.Engine(name="tokened", token="secret") as second:
+        with pytest.raises(xt.TransferRefused, match="has a token"):
+            engine.connect(second.descriptor)
+        with xt.Engine(name="wrong", token="secreT") as third:
+            with pytest.raises(xt.TransferRefused, match="another token"):
+                third.connect(second.descriptor)
+        with xt.Engine(name="right", token=b"secret") as fourth:
+            assert fourth.connect(second.descriptor, timeout=5).name == "tokened"
+            changed = second.descriptor.replace(b'"tokened"', b'"tokenee"')
+            with pytest.raises(xt.TransferRefused, match="was changed"):
+                fourth.connect(changed)
+            with pytest.raises(xt.TransferRefused, match="own descriptor"):
+                fourth.connect(fourth.descriptor)
+    assert b"secret" not in second.descriptor.replace(b'"secret": null', b"")
+
+
+def test_two_peers_of_one_name_are_refused(engine, others):
+    others("twin")
+    with xt.Engine(name="twin") as twin:
+        with pytest.raises(xt.TransferRefused, match="names must be unique"):
+            twin.connect(engine.descriptor)
+
+
+def test_nobody_listens(engine):
+    second = xt.Engine(name="gone")
+    descriptor = second.descriptor
+    second.close()
+    with pytest.raises(xt.PeerLost, match="is its engine open"):
+        engine.connect(descriptor, timeout=2)
+
+
+def test_somebody_else_listens_and_says_nothing(engine):
+    with socket.create_server(("127.0.0.1", 0)) as silent, xt.Engine(name="gone", token="t") as second:
+        second._loop.address = silent.getsockname()
+        with xt.Engine(name="asking", token="t") as asking:
+            begun = time.monotonic()
+            with pytest.raises(xt.TransferTimeout):
+                asking.connect(second.descriptor, timeout=0.3)
+            assert time.monotonic() - begun < 2
+
+
+def test_noise_on_the_port_harms_nobody(engine, others):
+    for noise in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(100),
+        b"\xff" * 100,
+        _channel.encode({"version": 1, "nonce": "zz", "target": "x"}),
+    ):
+        with socket.create_connection(engine._loop.address) as stranger:
+            stranger.sendall(noise)
+    others("later").call("barrier", [], 5)
+    assert set(engine.peers) == {"later"}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"t": "nonsense"},
+        {"t": "open"},
+        {"t": "imm", "w": 1, "g": 1, "k": [1], "n": 10**9},
+        {"t": "grant", "q": 1, "leaves": [{}]},
+        {"t": "msg", "i": "x"},
+    ],
+    ids=lambda frame: frame["t"],
+)
+def test_a_peer_that_breaks_the_protocol_loses_itself_alone(engine, frame):
+    engine.window(aval(4), name="w")
+    with xt.Engine(name="bad") as bad, xt.Engine(name="good") as good:
+        broken, fine = bad.connect(engine.descriptor), good.connect(engine.descriptor)
+        bad.write(np.ones(4, np.float32), broken["w"], imm=0).wait(5)
+        with bad._lock:
+            broken.send(frame)
+        bad._wait(lambda: broken.lost, 5, lambda: "the engine put up with it", "test")
+        good.write(np.ones(4, np.float32), fine["w"], imm=2).wait(5)
+        engine.counter(2, expect=1).wait(5)
+
+
+def test_closing_ends_what_is_under_way(engine, other):
+    other.call("window", "w", (900, 900), np.float32)
+    second = xt.Engine(name="short")
+    other.call("connect", second.descriptor)
+    there = second.peer("there")
+    target = there["w"]
+    transfer = second.write(slow_source(), target, imm=1)
+    begun = time.monotonic()
+    second.close()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(xt.TransferError):
+        transfer.wait(1)
+    with pytest.raises(xt.TransferRefused, match="closed"):
+        second.write(np.ones((900, 900), np.float32), target)
+    second.close()
+
+
+def test_closing_beside_a_stopped_peer_ends(others):
+    from xen_moe_jax.transfer import engine as module
+
+    with xt.Engine(name="short") as second:
+        other = others(connected=False)
+        other.call("connect", second.descriptor)
+        second.window(aval(4), name="w")
+        other.call("keep_target", "w")
+        other.pause()
+        kept = len(module._never_released)
+        begun = time.monotonic()
+        second.close(timeout=0.5)
+        assert time.monotonic() - begun < 3
+        assert len(module._never_released) == kept + 1, (
+            "a stopped process can still write into memory that was given up"
+        )

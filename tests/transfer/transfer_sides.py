@@ -1,0 +1,334 @@
+"""What the other process of a test does. Every function takes the process's state first; `serve` runs them."""
+
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import xen_moe_jax.transfer as xt
+
+
+class State:
+    def __init__(self, engine):
+        self.engine = engine
+        self.peer = None
+        self.kept = {}
+
+
+def serve(connection, name, options):
+    if "adversary" in options:
+        from tests.transfer.adversary import AdversaryWire
+
+        options["wire"] = AdversaryWire(options.pop("adversary"))
+    with xt.Engine(name=name, **options) as engine:
+        state = State(engine)
+        connection.send((True, engine.descriptor))
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                return
+            if function == "exit":
+                return
+            try:
+                connection.send((True, globals()[function](state, *arguments)))
+            except Exception as error:
+                connection.send((False, error))
+
+
+def connect(state, descriptor, timeout=10.0):
+    state.peer = state.engine.connect(descriptor, timeout=timeout)
+    return state.peer.name
+
+
+def content(seed, shape, dtype):
+    """Random elements from a seed, the same in every process; every bit pattern of a dtype may occur, except NaN's."""
+    bits = np.random.default_rng(seed).integers(0, 256, size=(*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
+    if dtype == np.bool_:
+        return (bits[..., 0] & 1).astype(bool)
+    return bits.view(dtype).reshape(shape)
+
+
+def target(state, name, path=(), index=None):
+    found = state.peer[name]
+    for key in path:
+        found = found[key]
+    return found if index is None else found[index]
+
+
+def write(state, name, seed, shape, dtype, imm=None, pages=None, path=(), index=None, spec=None, numpy=False):
+    array = content(seed, shape, dtype)
+    if not numpy:
+        array = jnp.asarray(array) if spec is None else jax.device_put(array, sharding(spec))
+    transfer = state.engine.write(array, target(state, name, path, index), pages=pages, imm=imm)
+    transfer.wait(20)
+    return transfer.bytes_done
+
+
+def write_tree(state, name, seeds, imm):
+    """{path: (seed, shape, dtype)}, nested dictionaries."""
+    tree = jax.tree.map(lambda leaf: content(*leaf), seeds, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    state.engine.write(tree, state.peer[name], imm=imm).wait(20)
+
+
+def mesh():
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def sharding(spec):
+    return jax.NamedSharding(mesh(), jax.P(*spec))
+
+
+def many(state, name, count, imm, seed):
+    """Rows in random order, all under way at once."""
+    rows = target(state, name)
+    order = np.random.default_rng(seed).permutation(count)
+    transfers = [state.engine.write(content(int(i), rows.shape[1:], rows.dtype), rows[int(i)], imm=imm) for i in order]
+    for transfer in transfers:
+        transfer.wait(20)
+    return sum(transfer.bytes_done for transfer in transfers)
+
+
+def keep_target(state, name):
+    """Takes the window's present generation, and its grant, for later."""
+    state.kept[name] = state.peer[name]
+    state.engine.write(np.zeros(state.kept[name].shape, state.kept[name].dtype), state.kept[name]).wait(20)
+    return state.kept[name].generation
+
+
+def write_kept(state, name, seed, imm=None):
+    there = state.kept[name]
+    state.engine.write(content(seed, there.shape, there.dtype), there, imm=imm).wait(20)
+
+
+def flood(state, name, seconds):
+    """Writes the whole window again and again, until the window is stale or the time is over; (writes, the error's
+    name).
+    """
+    there = state.peer[name]
+    values = [np.full(there.shape, i % 251, there.dtype) for i in range(4)]
+    until, count = time.monotonic() + seconds, 0
+    try:
+        while time.monotonic() < until:
+            transfers = [state.engine.write(values[i % 4], there, imm="flood") for i in range(8)]
+            for transfer in transfers:
+                transfer.wait(20)
+                count += 1
+    except xt.TransferError as error:
+        return count, type(error).__name__
+    return count, ""
+
+
+def slow_source():
+    """An array that takes a while to compute, and the function that lets it be computed."""
+
+    def spin(x):
+        return jax.lax.fori_loop(0, 12, lambda i, x: jnp.sin(x @ x), x)
+
+    return jax.jit(spin)(jnp.ones((900, 900), jnp.float32))
+
+
+def write_slow(state, name, imm):
+    array = slow_source()
+    ready = array.is_ready()
+    transfer = state.engine.write(array, state.peer[name], imm=imm)
+    begun = transfer.nbytes
+    del array
+    transfer.wait(40)
+    return ready, begun, transfer.bytes_done
+
+
+def cancel_slow(state, name, imm):
+    transfer = state.engine.write(slow_source(), state.peer[name], imm=imm)
+    cancelled = transfer.cancel(20)
+    try:
+        transfer.wait(1)
+    except xt.TransferCancelled:
+        return cancelled
+    raise AssertionError("a cancelled transfer ended well")
+
+
+def write_deleted(state, name, imm):
+    array = slow_source()
+    transfer = state.engine.write(array, state.peer[name], imm=imm)
+    array.delete()
+    transfer.wait(40)
+
+
+def cancel_done(state, name):
+    there = state.peer[name]
+    transfer = state.engine.write(np.zeros(there.shape, there.dtype), there)
+    transfer.wait(20)
+    return transfer.cancel()
+
+
+def read(state, name, path=(), spec=None):
+    got = state.engine.read(target(state, name, path), sharding=None if spec is None else sharding(spec))
+    return jax.tree.map(np.asarray, got)
+
+
+def publish(state, name, seed, shape, dtype, spec=None):
+    array = content(seed, shape, dtype)
+    state.kept[name] = jax.device_put(array, None if spec is None else sharding(spec))
+    state.engine.publish(name, state.kept[name])
+
+
+def delete_published(state, name):
+    state.kept[name].delete()
+
+
+def send(state, value, tag):
+    value = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, value)
+    transfer = state.engine.send(state.peer, value, tag=tag)
+    transfer.wait(20)
+    return transfer.bytes_done
+
+
+def receive(state, tag, timeout):
+    return jax.tree.map(np.asarray, state.engine.recv(tag=tag, timeout=timeout))
+
+
+def barrier(state, names, timeout):
+    state.engine.barrier([state.engine.peer(name, timeout) for name in names], timeout)
+    return time.monotonic()
+
+
+def window(state, name, shape, dtype, writers=None):
+    state.kept[name] = state.engine.window(jax.ShapeDtypeStruct(shape, dtype), name=name, writers=writers)
+
+
+def count(state, imm, expect, timeout):
+    state.engine.counter(imm, expect=expect).wait(timeout)
+
+
+def commit(state, name):
+    return np.asarray(state.kept[name].commit(10))
+
+
+def close_engine(state):
+    state.engine.close()
+
+
+def leave(state):
+    """Ends without closing anything, as a crash does."""
+    os._exit(1)
+
+
+def weights(seed, scale=1):
+    """A small model's parameters, the same in every process."""
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": (scale * rng.standard_normal((64, 32))).astype(np.float32),
+        "layers": [
+            {
+                "up": (scale * rng.standard_normal((32, 64))).astype(np.float32),
+                "experts": (scale * rng.standard_normal((8, 32, 16))).astype(np.float32),
+            }
+            for _ in range(2)
+        ],
+        "norm": (scale * rng.standard_normal((32,))).astype(np.float32),
+    }
+
+
+FSDP = {
+    "embed": ("a",),
+    "layers": [{"up": (("a", "b"),), "experts": (None, "a")}] * 2,
+    "norm": (("a", "b"),),
+}
+"""Rows over everything: how the trainer holds `weights`."""
+
+SERVING = {"embed": (), "layers": [{"up": (None, "b"), "experts": (("a", "b"),)}] * 2, "norm": ()}
+"""Tensor and expert parallel: how the serving side holds them."""
+
+
+def place(tree, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, sharding(spec)), tree, specs_like(tree, specs))
+
+
+def specs_like(tree, specs):
+    """The specs as a tree of leaves: a spec is a tuple, which JAX would take for a container."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [Spec(spec) for spec in structure.flatten_up_to(specs)])
+
+
+class Spec(tuple):
+    """A partition spec that is a leaf."""
+
+
+def serving_avals(cast):
+    tree = weights(0)
+    dtypes = jax.tree.map(lambda x: jnp.dtype(cast or x.dtype), tree)
+    return jax.tree.map(
+        lambda x, dtype, spec: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(spec)),
+        tree,
+        dtypes,
+        specs_like(tree, SERVING),
+    )
+
+
+def push_weights(state, name, seed, cast=None):
+    params = place(weights(seed), FSDP)
+    plan = xt.plan(params, state.peer[name].layout, cast=cast)
+    xt.push(params, plan, [state.peer]).wait(30)
+    return dict(plan.arrivals), plan.nbytes
+
+
+def window_of_weights(state, name):
+    state.kept[name] = state.engine.window(serving_avals("bfloat16"), name=name)
+
+
+def commit_weights(state, name, expect):
+    state.kept[name].counter(expect).wait(10)
+    return jax.tree.map(np.asarray, state.kept[name].commit(10))
+
+
+def row(generation, index, width):
+    return content(generation * 1000 + index, (width,), np.uint8)
+
+
+def adversarial_writer(state, descriptor, seed, limit):
+    """Fills every generation that it sees with `row`s, whatever goes wrong, until it is told to stop; (writes,
+    failures, losses).
+    """
+    from tests.transfer.adversary import disturb
+
+    writes = failures = losses = seen = 0
+    peer = None
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        try:
+            if peer is None or peer.lost:
+                peer = state.engine.connect(descriptor, timeout=5)
+                flush = disturb(peer, seed + losses)
+            try:
+                state.engine.recv(peer, tag="stop", timeout=0)
+                return writes, failures, losses
+            except TimeoutError:
+                pass
+            rows = peer["rows"]
+            if rows.generation <= seen:
+                time.sleep(0.0005)
+                continue
+            pending = dict.fromkeys(np.random.default_rng(seed + rows.generation).permutation(rows.shape[0]).tolist())
+            while pending:
+                for index in pending:
+                    source = row(rows.generation, index, rows.shape[1])
+                    pending[index] = state.engine.write(source, rows[index], imm=f"rows{rows.generation}")
+                for index, transfer in list(pending.items()):
+                    try:
+                        transfer.wait(20)
+                        del pending[index]
+                        writes += 1
+                    except xt.TransferError as error:
+                        if type(error) is not xt.TransferError:
+                            raise
+                        failures += 1
+            seen = rows.generation
+            with state.engine._lock:
+                flush()
+        except (xt.PeerLost, xt.StaleWindow, xt.TransferRefused):
+            losses += 1
+            time.sleep(0.005)
+    raise AssertionError(f"nobody said stop within {limit} s: {writes} writes, {failures} failures, {losses} losses")

@@ -1,0 +1,187 @@
+"""`perf_model`: what an operation should take, from the bytes that each link carries. Arithmetic on paper, no device.
+
+A token crosses to a node once (over the slow link, to the GPU with the sender's index), is forwarded there over the
+fast link, and inside a node goes once to each rank that wants it. The links work at the same time, so the slower one
+and the fixed cost of an operation make the time. The default links are fitted to figures measured on 4 x H200
+(`benchmarks/results/h200x4.json`); `tests/test_perf_model.py` holds predictions against every figure of that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax import _validate
+from xen_moe_jax._quantize import parse_wire
+from xen_moe_jax._spec import scale_blocks
+
+OPERATIONS = ("dispatch", "combine")
+SMALL_BATCH = 512
+"""Up to this many tokens a rank the fixed cost is that of the small-batch kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What joins the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
+
+    Attributes:
+      fast, fast_small: inside a node, for large batches and for those up to `SMALL_BATCH` tokens a rank. The defaults
+        are slopes of measured time over bytes, bfloat16, 4 x H200 over NVLink.
+      fixed, fixed_small: what an operation takes beside its bytes, for (dispatch, combine). The defaults are the
+        intercepts of the same lines.
+      slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
+      hop: what crossing between nodes adds; not measured.
+    """
+
+    fast: float = 333e9
+    fast_small: float = 295e9
+    fixed: tuple[float, float] = (25.8e-6, 18.8e-6)
+    fixed_small: tuple[float, float] = (16.7e-6, 12.9e-6)
+    slow: float = 45e9
+    hop: float = 10e-6
+
+
+H200 = Links()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What `perf_model` returns.
+
+    Attributes:
+      rows_fast, rows_slow: rows that the busiest rank sends over the fast and over the slow link.
+      row_bytes: of one row on the wire, scales included.
+      bytes_fast, bytes_slow: what the busiest rank sends over each.
+      seconds: predicted time of the operation.
+      bound: "fast", "slow" or "fixed": the largest term.
+    """
+
+    rows_fast: float
+    rows_slow: float
+    row_bytes: int
+    bytes_fast: float
+    bytes_slow: float
+    seconds: float
+    bound: str
+
+
+def perf_model(
+    operation: str = "dispatch",
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    ranks_per_node: int | None = None,
+    dtype: Any = "bfloat16",
+    wire: Any = None,
+    nodes_per_token: int | None = None,
+    topk_idx: Any = None,
+    links: Links = H200,
+) -> Prediction:
+    """Predicts bytes per link and the time of a dispatch or combine.
+
+    Args:
+      operation: "dispatch" or "combine".
+      num_tokens, hidden, num_ranks, num_experts, top_k: `T` per rank, `H`, `R`, `E`, `K`.
+      ranks_per_node: ranks that the fast link joins; None is all of them. Must divide `num_ranks`.
+      dtype: of the rows; float8_e4m3fn and int8 travel with one float32 scale per 128 elements.
+      wire: as in `xm.dispatch`; what travels instead of `dtype`.
+      nodes_per_token: group-limited routing: the token's experts are on this many nodes at most. None: anywhere.
+      topk_idx: integer `[R, T, K]`, the routing itself; None is `K` distinct experts drawn uniformly, in expectation.
+      links: bandwidths and fixed costs.
+
+    Raises:
+      ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, or `topk_idx` has another shape.
+    """
+    caller = "perf_model"
+    if operation not in OPERATIONS:
+        raise ValueError(f"{caller}: operation={operation!r}: must be one of {OPERATIONS}")
+    ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
+    tokens = _validate.integer(num_tokens, "num_tokens", caller, minimum=1)
+    hidden = _validate.integer(hidden, "hidden", caller, minimum=1)
+    experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    top_k = _validate.integer(top_k, "top_k", caller, minimum=1)
+    if top_k > experts:
+        raise ValueError(f"{caller}: top_k={top_k}: must be at most num_experts={experts}")
+    per_node = _validate.integer(
+        ranks if ranks_per_node is None else ranks_per_node, "ranks_per_node", caller, minimum=1
+    )
+    if ranks % per_node:
+        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
+    if topk_idx is None:
+        nodes = ranks // per_node
+        most = nodes if nodes_per_token is None else min(nodes, nodes_per_token)
+        fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
+    else:
+        fast, slow = _counted_rows(np.asarray(topk_idx), tokens, experts, top_k, ranks, per_node)
+    row = _row_bytes(hidden, dtype, wire, caller)
+    small = tokens <= SMALL_BATCH
+    fixed = (links.fixed_small if small else links.fixed)[OPERATIONS.index(operation)]
+    terms = {
+        "fixed": fixed + (links.hop if slow else 0.0),
+        "fast": fast * row / (links.fast_small if small else links.fast),
+        "slow": slow * row / links.slow,
+    }
+    seconds = terms["fixed"] + max(terms["fast"], terms["slow"])
+    return Prediction(fast, slow, row, fast * row, slow * row, seconds, max(terms, key=lambda name: terms[name]))
+
+
+def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
+    parsed = _validate.wire(wire, caller) or (parse_wire(dtype) if jnp.dtype(dtype).itemsize == 1 else None)
+    return hidden * jnp.dtype(dtype).itemsize if parsed is None else hidden + 4 * scale_blocks(hidden)
+
+
+def _expected_rows(
+    tokens: int, experts: int, top_k: int, ranks: int, per_node: int, nodes_per_token: int
+) -> tuple[float, float]:
+    """Rows over the fast and the slow link of one rank, `top_k` distinct experts drawn uniformly.
+
+    With fewer than all nodes allowed, the token's node set is uniform and its experts are uniform inside it.
+    """
+    nodes = ranks // per_node
+    allowed = experts * nodes_per_token / nodes
+
+    def reached(share: float) -> float:
+        """Probability that at least one of the experts is among `share` of those allowed."""
+        if allowed - share < top_k:
+            return 1.0
+        miss = math.lgamma(allowed - share + 1) - math.lgamma(allowed - share - top_k + 1)
+        return 1.0 - math.exp(miss - math.lgamma(allowed + 1) + math.lgamma(allowed - top_k + 1))
+
+    chosen = nodes_per_token / nodes
+    rank_hit = chosen * reached(experts / ranks)
+    node_hit = chosen * reached(experts / nodes)
+    slow = tokens * (nodes - 1) * node_hit
+    # every rank gets its tokens over the fast link, but those that a rank sends itself or gets straight from its rail
+    fast = tokens * rank_hit * (ranks - nodes)
+    return fast, slow
+
+
+def _counted_rows(
+    topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int, per_node: int
+) -> tuple[float, float]:
+    """The same, counted in a routing: the busiest rank of each link."""
+    if topk_idx.shape != (ranks, tokens, top_k):
+        raise ValueError(
+            f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
+        )
+    owner = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx // -(-experts // ranks), -1)
+    hit = (owner[..., None] == np.arange(ranks)).any(axis=2)  # [source, token, rank]
+    by_node = hit.reshape(ranks, tokens, ranks // per_node, per_node)
+    fast, slow = np.zeros(ranks), np.zeros(ranks)
+    for source in range(ranks):
+        home, index = divmod(source, per_node)
+        for node in range(ranks // per_node):
+            sender = node * per_node + index  # the source itself, or its rail in the other node
+            others = by_node[source, :, node].copy()
+            others[:, index] = False
+            fast[sender] += others.sum()
+            if node != home:
+                slow[source] += by_node[source, :, node].any(axis=1).sum()
+    return float(fast.max()), float(slow.max())

@@ -1,0 +1,223 @@
+"""What the benchmark command is asked to do: its arguments, what is wrong with them, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+MODES = ("normal", "low-latency", "sweep-sms", "tpu-static")
+OPERATIONS = ("dispatch", "combine", "round trip")
+DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
+DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
+MOST_VIRTUAL_DEVICES = 64
+"""Every virtual CPU device is a thread that waits for all the others: more of them take minutes for one exchange."""
+
+
+def positive(text: str) -> int:
+    """An argument that counts something; 0 is a mistake and not a default."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return value
+
+
+def factor(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be positive and finite")
+    return value
+
+
+positive.__name__, not_negative.__name__ = "int", "int"  # argparse names the type in its own message
+factor.__name__ = "float"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="xen-moe-jax benchmark",
+        description="Times dispatch and combine beside the ways JAX has without this library; checks what it times.",
+    )
+    add = parser.add_argument
+    add("--mode", choices=MODES, default="normal",
+        help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
+        "tpu-static: what the compiled TPU programs say, no TPU needed")  # fmt: skip
+    sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
+    size = sizes.add_argument
+    size("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
+    size("--hidden", type=positive, help="elements of a token (default 1024)")
+    size("--experts", type=positive, help="global number of experts (default 64)")
+    size("--top-k", type=positive, help="experts per token (default 8)")
+    size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
+    size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
+    size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
+    size("--wire", help="quantised wire of dispatch: float8_e4m3fn or int8")
+    size("--combine-wire", help="quantised wire of combine: float8_e4m3fn or int8")
+    size("--routing", default="uniform", help="uniform, zipf or one-hot")
+    size("--layout", help="grouped, ranked or padded (default grouped; low-latency padded)")
+    size("--capacity-factor", type=factor, help="rows over the mean; default: the least that drops nothing")
+    size("--seed", type=not_negative, default=0)
+    runs = parser.add_argument_group("running")
+    run = runs.add_argument
+    run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
+    run("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
+    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms")
+    run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
+    run("--operations", default="dispatch,combine,round trip", help="comma-separated")
+    run("--peers", default="all", help="'all', 'none', or comma-separated names")
+    run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
+    run("--unroll", type=positive, default=1, help="calls per loop iteration")
+    run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
+    run("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
+    run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
+    run("--num-processes", type=positive, default=1)
+    run("--process-id", type=not_negative, default=0)
+    run("--tune", action="store_true", help="measure candidate KernelConfigs and report them, best first")
+    out = parser.add_argument_group("output").add_argument
+    out("--json", metavar="FILE")
+    out("--plot", metavar="FILE")
+    out("--tuned", metavar="FILE", help="with --tune: JSON file that keeps the best, for xen_moe_jax.autotune.load")
+    out(
+        "--link-ceiling",
+        metavar="FILE",
+        help="JSON of the link benchmark of this machine, to report the fraction reached",
+    )
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Everything that can be wrong before JAX starts, so that hours of work do not end in an error.
+
+    Raises:
+      ValueError: names the argument, its value and the remedy.
+    """
+    if options.tuned and not options.tune:
+        raise ValueError(f"--tuned {options.tuned}: keeps what --tune finds; add --tune, or leave --tuned out")
+    if options.tune and set(operations(options)) == {"round trip"}:
+        raise ValueError(f"--operations {options.operations!r}: --tune measures dispatch and combine")
+    if options.tune and options.plot:
+        raise ValueError(f"--plot {options.plot}: --tune draws nothing; leave one of the two out")
+    if options.num_processes > 1 and not options.coordinator:
+        raise ValueError(f"--num-processes {options.num_processes}: needs --coordinator HOST:PORT")
+    if options.process_id >= options.num_processes:
+        raise ValueError(
+            f"--process-id {options.process_id}: must be less than --num-processes {options.num_processes}"
+        )
+    if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
+        raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
+    if options.num_sms and len(options.num_sms) > 1 and options.mode != "sweep-sms":
+        raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
+    operations(options)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
+    for name in ("json", "plot", "tuned"):
+        if getattr(options, name):
+            check_writable(f"--{name}", getattr(options, name))
+    link_ceiling(options)
+
+
+def check_writable(name: str, path: str) -> None:
+    """Opens the file for appending and leaves it as it was; raises ValueError where that fails."""
+    target = pathlib.Path(path)
+    existed = target.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a"):
+            pass
+        if not existed:
+            target.unlink()
+    except OSError as error:
+        raise ValueError(f"{name} {path}: cannot be written ({error.strerror}); name another file") from error
+
+
+def link_ceiling(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The JSON that `--link-ceiling` names.
+
+    Raises:
+      ValueError: there is none, or it is not what benchmarks/link_ceiling.cu writes.
+    """
+    if not options.link_ceiling:
+        return None
+    remedy = "make it with benchmarks/link_ceiling.cu on this machine"
+    try:
+        found = json.loads(pathlib.Path(options.link_ceiling).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--link-ceiling {options.link_ceiling}: cannot be read ({error}); {remedy}") from error
+    fields = ("row_bytes", "tokens", "gb_per_s")
+    entries = found.get("entries") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not entries or not all(_positive(e, fields) for e in entries):
+        raise ValueError(
+            f"--link-ceiling {options.link_ceiling}: must hold 'entries', each with positive {', '.join(fields)}; "
+            f"{remedy}"
+        )
+    return found
+
+
+def _positive(entry: Any, fields: tuple[str, ...]) -> bool:
+    values = [entry.get(field) for field in fields] if isinstance(entry, dict) else [None]
+    return all(isinstance(value, int | float) and value > 0 for value in values)
+
+
+def workload(options: argparse.Namespace, num_devices: int) -> Any:
+    """The `Workload` that the sizes describe; `num_devices` is the default number of ranks."""
+    from xen_moe_jax.benchmark.workload import Workload
+
+    low_latency = options.mode == "low-latency"
+    model = DEEPSEEK_V3 if options.deepseek_v3 else {"hidden": 1024, "experts": 64, "top_k": 8}
+    return Workload(
+        tokens=options.tokens or (128 if low_latency else 1024),
+        hidden=options.hidden or model["hidden"],
+        experts=options.experts or model["experts"],
+        top_k=options.top_k or model["top_k"],
+        ranks=options.ranks or num_devices,
+        dtype=options.dtype,
+        wire=options.wire,
+        combine_wire=options.combine_wire,
+        routing=options.routing,
+        layout=options.layout or ("padded" if low_latency else "grouped"),
+        capacity_factor=options.capacity_factor,
+        seed=options.seed,
+    )
+
+
+def kernel_config(options: argparse.Namespace) -> Any:
+    """The `KernelConfig` of the library's own programs."""
+    from xen_moe_jax import KernelConfig
+
+    mode = {"normal": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
+    num_sms = options.num_sms[0] if options.num_sms and options.mode != "sweep-sms" else None
+    return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
+
+
+def operations(options: argparse.Namespace) -> tuple[str, ...]:
+    chosen = tuple(name.strip() for name in options.operations.split(","))
+    if not set(chosen) <= set(OPERATIONS):
+        raise ValueError(f"--operations {options.operations!r}: must be among {OPERATIONS}")
+    return chosen
+
+
+def peer_names(options: argparse.Namespace) -> tuple[str, ...] | None:
+    """Names of the peers to run; None is all of them."""
+    if options.peers == "none" or options.mode == "sweep-sms":
+        return ()
+    return None if options.peers == "all" else tuple(name.strip() for name in options.peers.split(","))
+
+
+def inner_calls(options: argparse.Namespace, platform: str, tokens: int) -> int:
+    return options.inner or default_inner(platform, tokens)
+
+
+def default_inner(platform: str, tokens: int) -> int:
+    """Calls in one program: enough that starting the program does not count."""
+    if platform == "cpu":
+        return 4
+    return 400 if tokens >= 1024 else 1000  # starting a program on four GPUs takes more than a millisecond

@@ -1,0 +1,179 @@
+"""What keeps the experts evenly loaded and the logits small: metrics, losses, the moving router bias."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._router import Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEMetrics:
+    """What one call of an MoE layer reports, over the tokens of all ranks.
+
+    Attributes:
+      aux_loss: float32 `[]`, add it to the training loss: the load-balancing, per-sequence and z-losses, as far as
+        the config asks for them, with their weights; 0 without any.
+      tokens_per_expert: int32 `[E]`, slots routed to each expert, dropped rows included.
+      num_dropped: int32 `[]`, rows that did not fit under the capacity; 0 without a capacity.
+      num_nonfinite: int32 `[]`, tokens with a NaN or an infinity in their router logits: their output is not to be
+        trusted, and something upstream has gone wrong.
+      sequence_loss: float32 `[]`, the part of the per-sequence loss in `aux_loss`.
+      z_loss: float32 `[]`, the part of the z-loss in `aux_loss`.
+    """
+
+    aux_loss: Any
+    tokens_per_expert: Any
+    num_dropped: Any
+    num_nonfinite: Any = 0
+    sequence_loss: Any = 0.0
+    z_loss: Any = 0.0
+
+    @property
+    def max_load(self) -> jax.Array:
+        """float32 `[]`: rows of the busiest expert over the mean; 1 is perfect balance."""
+        load = self.tokens_per_expert.astype(jnp.float32)
+        return load.max() / jnp.maximum(load.mean(), 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Which sequence each token of a rank belongs to.
+
+    Attributes:
+      ids: int32 `[T]`, below `count`.
+      count: number of sequences, static.
+      shared: whether the tokens of one sequence may be on several ranks; then `ids` count over all of them.
+    """
+
+    ids: jax.Array
+    count: int
+    shared: bool
+
+
+def measure(
+    config: MoEConfig,
+    routing: Routing,
+    mask: jax.Array,
+    num_dropped: jax.Array,
+    sequences: Sequences | None,
+    axes: tuple[str, ...],
+) -> MoEMetrics:
+    """The metrics of one call.
+
+    Args:
+      routing: of this rank's tokens.
+      mask: bool `[T]`.
+      num_dropped: int32 `[]` of this rank.
+      sequences: needed with a per-sequence loss.
+      axes: mesh axes that hold different tokens; empty for one rank.
+    """
+    counts = _sum_over(axes, count_tokens(config, routing.topk_idx))
+    nonfinite = jnp.zeros((), jnp.int32)
+    if routing.logits is not None:
+        bad = mask & ~jnp.all(jnp.isfinite(routing.logits), axis=-1)
+        nonfinite = _sum_over(axes, jnp.sum(bad, dtype=jnp.int32))
+    balance = sequence = z = jnp.zeros((), jnp.float32)
+    if config.balancing == "aux_loss":
+        balance = config.aux_loss_weight * load_balancing_loss(config, routing.scores, mask, counts, axes)
+    if config.sequence_loss_weight:
+        assert sequences is not None
+        sequence = config.sequence_loss_weight * sequence_balancing_loss(config, routing, mask, sequences, axes)
+    if config.z_loss_weight:
+        assert routing.logits is not None  # the config has been checked
+        z = config.z_loss_weight * router_z_loss(routing.logits, mask, axes)
+    return MoEMetrics(
+        aux_loss=balance + sequence + z,
+        tokens_per_expert=counts,
+        num_dropped=_sum_over(axes, num_dropped),
+        num_nonfinite=nonfinite,
+        sequence_loss=sequence,
+        z_loss=z,
+    )
+
+
+def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def count_tokens(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
+    """Slots of `topk_idx [T, K]` that name each expert, int32 `[E]`; unused slots (`-1`) count nowhere."""
+    used = jnp.where(topk_idx < 0, config.num_experts, topk_idx)
+    return jnp.zeros(config.num_experts, jnp.int32).at[used.reshape(-1)].add(1, mode="drop")
+
+
+def _shares(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Each token's scores divided by their sum, zero for left-out tokens: float32 `[T, E]`."""
+    share = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
+    return jnp.where(mask[:, None], share, 0.0)
+
+
+def load_balancing_loss(
+    config: MoEConfig, scores: jax.Array, mask: jax.Array, counts: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """`E * sum_e f_e * P_e` over the tokens of all ranks (Switch Transformer, arXiv:2101.03961, eq. 4 for any top-k).
+
+    `f_e` is the fraction of slots that name expert `e`, `P_e` the mean share of `e` in a token's scores. Perfect
+    balance gives 1, one expert for everything `E`. Gradients flow through `P_e` only.
+
+    Args:
+      scores: float32 `[T, E]` of this rank.
+      mask: bool `[T]`.
+      counts: int32 `[E]`, already summed over `axes`.
+      axes: mesh axes that hold different tokens; empty for one rank.
+    """
+    total = _sum_over(axes, _shares(scores, mask).sum(0))
+    slots = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+    # Each used token has K slots: tokens = slots / K.
+    return config.num_experts * jnp.sum(counts / slots * (total * (config.top_k / slots)))
+
+
+def sequence_balancing_loss(
+    config: MoEConfig, routing: Routing, mask: jax.Array, sequences: Sequences, axes: tuple[str, ...]
+) -> jax.Array:
+    """The loss above of each sequence by itself, averaged over the sequences (arXiv:2412.19437, eqs. 17 to 20).
+
+    Left-out tokens count nowhere; a sequence without tokens is not averaged.
+    """
+
+    def per_sequence(values: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(values, sequences.ids, num_segments=sequences.count)
+        return _sum_over(axes, total) if sequences.shared else total
+
+    one_hot = jax.nn.one_hot(routing.topk_idx, config.num_experts, dtype=jnp.float32).sum(1)  # -1: a row of zeros
+    tokens = per_sequence(mask.astype(jnp.float32))
+    some = jnp.maximum(tokens, 1.0)[:, None]
+    fraction = per_sequence(one_hot) * (config.num_experts / config.top_k) / some
+    loss = jnp.sum(fraction * (per_sequence(_shares(routing.scores, mask)) / some))
+    used = jnp.sum(tokens > 0).astype(jnp.float32)
+    if not sequences.shared:
+        loss, used = _sum_over(axes, loss), _sum_over(axes, used)
+    return loss / jnp.maximum(used, 1.0)
+
+
+def router_z_loss(logits: jax.Array, mask: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Mean over the tokens of all ranks of `logsumexp(logits) ** 2` (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    total = _sum_over(axes, jnp.sum(jnp.where(mask, squares, 0.0)))
+    tokens = _sum_over(axes, jnp.sum(mask, dtype=jnp.int32))
+    return total / jnp.maximum(tokens, 1).astype(jnp.float32)
+
+
+def updated_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
+    """The router bias after a step: up by `rate` for experts under the mean load, down for those over it.
+
+    Auxiliary-loss-free balancing, arXiv:2408.15664, algorithm 1.
+
+    Args:
+      bias: float32 `[E]`.
+      tokens_per_expert: int32 `[E]`, of the whole batch: `MoEMetrics.tokens_per_expert`.
+      rate: how far to move.
+    """
+    load = tokens_per_expert.astype(jnp.float32)
+    return bias + rate * jnp.sign(load.mean() - load)

@@ -1,0 +1,166 @@
+"""The tokens of a rank through its experts and back, in one piece or in chunks.
+
+In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are under way while the experts compute chunk i, where
+the backend has halves. Where it has none, a chunk follows the other: only one chunk's buffers live at a time. Either
+way the order is written into the program by barriers, since XLA is free to start everything at once.
+
+`MoEConfig.remat` says what the backward pass keeps: all rows and activations, the received rows (a policy over the
+`checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+import xen_moe_jax as xm
+from xen_moe_jax._moe_primitives import HANDLE, ROWS
+from xen_moe_jax._overlap import CombineInFlight, DispatchInFlight
+from xen_moe_jax.flax._config import MoEConfig
+
+RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
+"""`(rows, group_sizes) -> rows`, the weights bound."""
+SAVED_NAMES = (ROWS, HANDLE)
+"""`checkpoint_name`s that remat="experts" saves: with them no dispatch runs again in the backward pass."""
+
+
+class Chunk(NamedTuple):
+    """A part of a rank's tokens: `x [T/c, H]`, `topk_idx` int32 `[T/c, K]`, `topk_weights` float32 `[T/c, K]`."""
+
+    x: jax.Array
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+
+
+def through_experts(
+    config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, tokens: Chunk
+) -> tuple[jax.Array, jax.Array]:
+    """Dispatch, experts, combine.
+
+    Args:
+      experts: `(rows, group_sizes, weights) -> rows`.
+      weights: its third argument; derivatives go to it.
+      tokens: of this rank, all of them.
+
+    Returns:
+      `[T, H]`, and int32 `[]`, the rows that this rank dropped.
+    """
+    num_tokens = tokens.x.shape[0]
+    chunks = _split(tokens, config.num_chunks)
+
+    def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+        return _pipelined(config, lambda rows, sizes: experts(rows, sizes, weights), chunks)
+
+    if config.remat == "all":
+        outs, dropped = _one_by_one(jax.checkpoint(run), weights, chunks)
+    elif config.remat == "experts":
+        policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+        outs, dropped = jax.checkpoint(run, policy=policy)(weights, chunks)
+    else:
+        outs, dropped = run(weights, chunks)
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    return out[:num_tokens], dropped
+
+
+def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
+    """Equal parts; the last one is filled up with tokens whose slots are all unused."""
+    size = -(-tokens.x.shape[0] // num_chunks)
+    extra = size * num_chunks - tokens.x.shape[0]
+    if extra:
+        rows = ((0, extra), (0, 0))
+        unused = jnp.pad(tokens.topk_idx, rows, constant_values=-1)
+        tokens = Chunk(jnp.pad(tokens.x, rows), unused, jnp.pad(tokens.topk_weights, rows))
+    return [Chunk(*(a[i * size : (i + 1) * size] for a in tokens)) for i in range(num_chunks)]
+
+
+def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+    """`run` on each chunk alone, the next after the last: the barrier orders the backward pass too, in reverse."""
+    outs: list[jax.Array] = []
+    dropped = jnp.zeros((), jnp.int32)
+    for chunk in chunks:
+        if outs:
+            outs[-1], x = jax.lax.optimization_barrier((outs[-1], chunk.x))
+            chunk = chunk._replace(x=x)
+        (out,), lost = run(weights, [chunk])
+        outs.append(out)
+        dropped = dropped + lost
+    return outs, dropped
+
+
+def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+    outs: list[jax.Array] = []
+    dropped = jnp.zeros((), jnp.int32)
+    sending = _start(config, chunks[0])
+    returning: xm.Flight | None = None
+    for upcoming in [*chunks[1:], None]:
+        splits = _under_way(sending)
+        routed = xm.dispatch_done(sending)
+        sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
+        if returning is not None:
+            sizes, returning = _after_start(sizes, returning)
+        if upcoming is not None and splits:
+            sizes, sending = _after_start(sizes, _start(config, upcoming))
+        y = experts(routed.x, sizes)
+        if returning is not None:
+            outs.append(xm.combine_done(_not_before(y, returning)))
+        returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
+        if upcoming is not None:
+            sending = _not_before(y, sending) if splits else _start(config, upcoming, after=returning.state)
+        dropped = dropped + routed.num_dropped
+    assert returning is not None  # there is a chunk
+    return [*outs, xm.combine_done(returning)], dropped
+
+
+def _start(config: MoEConfig, chunk: Chunk, after: jax.Array | None = None) -> xm.Flight:
+    """Puts a chunk on its way, not before `after` is known."""
+    x, topk_idx = chunk.x, chunk.topk_idx
+    if after is not None:
+        x, topk_idx, _ = jax.lax.optimization_barrier((x, topk_idx, _evidence(after)))
+    return xm.dispatch_start(
+        x,
+        topk_idx,
+        chunk.topk_weights,
+        num_experts=config.num_experts,
+        axis_name=config.axis_name,
+        layout=config.layout,
+        capacity=config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
+        alignment=config.alignment,
+        wire=config.wire,
+        config=config.kernel,
+    )
+
+
+def _evidence(array: jax.Array) -> jax.Array:
+    """All of `array` (of a part of it XLA would compute just that part), with nothing to differentiate."""
+    return jax.lax.stop_gradient(array)
+
+
+def _under_way(flight: xm.Flight) -> bool:
+    """Whether the start of a flight left something to its done; elsewhere it is the whole operation."""
+    return isinstance(flight.state, DispatchInFlight | CombineInFlight)
+
+
+def _after_start(sizes: jax.Array, flight: xm.Flight) -> tuple[jax.Array, xm.Flight]:
+    """The experts need their group sizes: whoever needs these from here on comes after the start of `flight`."""
+    if not _under_way(flight):
+        return sizes, flight
+    sizes, in_flight = jax.lax.optimization_barrier((sizes, flight.state.in_flight))
+    # named, or a remat policy would start the flight again to get them
+    return checkpoint_name(sizes, HANDLE), _with_in_flight(flight, in_flight)
+
+
+def _not_before(y: jax.Array, flight: xm.Flight) -> xm.Flight:
+    """`flight`, whose done half waits for `y`."""
+    if not _under_way(flight):
+        return flight
+    in_flight, _ = jax.lax.optimization_barrier((flight.state.in_flight, _evidence(y)))
+    return _with_in_flight(flight, in_flight)
+
+
+def _with_in_flight(flight: xm.Flight, in_flight: Any) -> xm.Flight:
+    return dataclasses.replace(flight, state=dataclasses.replace(flight.state, in_flight=in_flight))

@@ -1,0 +1,111 @@
+"""JAX arrays as memory: what can be addressed in place, and what has to pass through the host.
+
+On CPU and CUDA devices an array's shards are dense and row-major and stay where they are while somebody holds the
+array: they are addressed in place. Elsewhere (TPU) a shard is copied to or from the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax.transfer._layout import Box, Shard, box_of
+from xen_moe_jax.transfer.errors import TransferRefused
+
+_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
+
+
+def check_dtype(dtype, what: str) -> np.dtype:
+    """The NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise TransferRefused(f"{what} has dtype {dtype}: transfer its data instead (for keys: jax.random.key_data)")
+    if np.dtype(dtype).name in _SUB_BYTE:
+        raise TransferRefused(
+            f"{what} has dtype {np.dtype(dtype).name}: elements below one byte are not transferred; bitcast to uint8"
+        )
+    return np.dtype(dtype)
+
+
+def is_ready(array: Any) -> bool:
+    return not hasattr(array, "is_ready") or array.is_ready()
+
+
+def local_shards(array) -> tuple[list[Shard], list[object]]:
+    """(this process's shards of a finished array, each box once; what must be kept alive while their addresses are
+    used).
+    """
+    if not isinstance(array, jax.Array):
+        host = np.asarray(array, order="C")
+        return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
+    shards: dict[Box, Shard] = {}
+    kept: list[object] = [array]
+    for shard in array.addressable_shards:
+        box = box_of(shard.index, array.shape)
+        if box in shards:
+            continue
+        memory = _IN_PLACE.get(shard.device.platform)
+        if memory is None or shard.data.size == 0:
+            host = np.asarray(shard.data, order="C")
+            kept.append(host)
+            shards[box] = Shard(box, host.ctypes.data, "host")
+        else:
+            kept.append(shard.data)
+            shards[box] = Shard(box, shard.data.unsafe_buffer_pointer(), memory)
+    return list(shards.values()), kept
+
+
+@functools.lru_cache(maxsize=4096)
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding):
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+class Block:
+    """Writable memory of one array that does not exist for JAX yet.
+
+    `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable; no copy is
+    made where memory is addressed in place.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        self._array: jax.Array | None = None
+        self._hosts: list[tuple[jax.Device, np.ndarray]] = []
+        devices: Any = self.sharding.addressable_devices
+        platforms = {device.platform for device in devices}
+        if platforms <= set(_IN_PLACE):
+            self._array = _zeros(self.shape, self.dtype, self.sharding)().block_until_ready()
+            self.shards = [
+                Shard(box_of(s.index, self.shape), s.data.unsafe_buffer_pointer(), _IN_PLACE[s.device.platform])
+                for s in self._array.addressable_shards
+                if s.data.size
+            ]
+        else:
+            self.shards = []
+            for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+                box = box_of(index or (), self.shape)
+                host = np.zeros([stop - start for start, stop in box], self.dtype)
+                self._hosts.append((device, host))
+                self.shards.append(Shard(box, host.ctypes.data, "host"))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.size for shard in self.shards) * self.dtype.itemsize
+
+    def array(self) -> jax.Array:
+        if self._array is None:
+            parts = [jax.device_put(host, device) for device, host in self._hosts]
+            self._array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts).block_until_ready()
+            self._hosts = []
+        return self._array
+
+
+def shard_bytes(shard: Shard, itemsize: int) -> int:
+    return math.prod(stop - start for start, stop in shard.box) * itemsize

@@ -1,0 +1,223 @@
+"""Messages between engines: `send`, `recv` and `barrier`.
+
+Bytes travel in the frame. Of arrays the frame tells where they lie; the receiver pulls them, and says when it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
+from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer.remote import RemoteArray, RemoteWindow
+from xen_moe_jax.transfer.transfer import Job, Transfer
+from xen_moe_jax.transfer.window import Region
+
+if TYPE_CHECKING:
+    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer.remote import Peer
+
+MAX_INLINE = 1 << 20
+"""Bytes that travel in the frame; more travel as an array."""
+MAX_PENDING = 64 << 20
+"""Bytes of a peer's messages that wait here for `recv`; more are refused."""
+
+
+class _Letter(Transfer):
+    """The transfer of one sent message: it has ended when the peer says that it has taken it."""
+
+    def __init__(self, engine: Engine, peer: Peer, request: str, number: int, nbytes: int):
+        super().__init__(engine, "put", request, [Job(peer, None, lambda: ([], []))], [])
+        self.number, self.nbytes, self._posted = number, nbytes, True
+        self.region: Region | None = None
+        self.held: list[object] = []
+        self.sent = False
+
+    def _advance(self) -> bool:
+        return False
+
+    def _stop(self, error) -> None:
+        if not self._ended:
+            self.finish(error)
+
+    def finish(self, error) -> None:
+        self._error = error
+        if error is None:
+            self.bytes_done = self.nbytes or 0
+        if self.region is not None:
+            self.region.release()
+            self.region = None
+        self.held = []
+        mailbox = self._engine._mailbox
+        mailbox.letters.pop((self._jobs[0].peer.number, self.number), None)
+        self._end()
+        self._engine._active = [t for t in self._engine._active if t is not self]
+
+
+class Mailbox:
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.letters: dict[tuple[int, int], _Letter] = {}
+        self._next = 0
+        self._arrived: deque[tuple[Peer, dict, bytes]] = deque()
+        self._pending: Counter[int] = Counter()
+        self._own_barriers: Counter[str] = Counter()
+        self._barriers: Counter[tuple[int, str]] = Counter()
+
+    def send(self, peer: Peer, value, tag: str) -> Transfer:
+        engine = self._engine
+        payload, kind = b"", "bytes"
+        tree: Any = None
+        if isinstance(value, bytes | bytearray | memoryview):
+            if len(value) <= MAX_INLINE:
+                payload = bytes(value)
+            else:
+                tree = np.frombuffer(value, np.uint8)
+        else:
+            kind, tree = ("dict", value) if isinstance(value, dict) else ("array", value)
+        request = f"send of {kind} (tag {tag!r}) to {peer.name!r}"
+        with engine._lock:
+            number, self._next = self._next, self._next + 1
+        letter = _Letter(engine, peer, request, number, len(payload))
+        head: dict = {"t": "msg", "i": number, "tag": tag, "kind": kind}
+        if tree is not None:
+            flat = leaves_by_path(tree)
+            jax.block_until_ready(tree)
+            records = []
+            for path, array in flat.items():
+                dtype = _memory.check_dtype(array.dtype, f"{request}: {path or 'the array'}")
+                shards, kept = _memory.local_shards(array)
+                letter.held += kept
+                records.append((path, tuple(array.shape), dtype, shards))
+                letter.nbytes = (letter.nbytes or 0) + array.size * dtype.itemsize
+            letter.region = Region(engine, records)
+            head["leaves"] = letter.region.describe(with_memory=True)
+        with engine._lock:
+            if peer.lost:
+                if letter.region is not None:
+                    letter.region.release()
+                raise peer.lost_error(request, request)
+            self.letters[peer.number, number] = letter
+            engine._active.append(letter)
+            peer.send(head, payload)
+        return letter
+
+    def recv(self, peer: Peer | None, tag: str, sharding, timeout: float | None):
+        engine = self._engine
+        request = f"recv (tag {tag!r}){f' from {peer.name!r}' if peer else ''}"
+        found: list[tuple[Peer, dict, bytes]] = []
+
+        def arrived() -> bool:
+            for entry in self._arrived:
+                if entry[1]["tag"] == tag and (peer is None or entry[0] is peer):
+                    self._arrived.remove(entry)
+                    found.append(entry)
+                    return True
+            if peer is not None and peer.lost:
+                raise peer.lost_error(request, request)
+            return False
+
+        engine._wait(arrived, timeout, lambda: f"{request}: no message", request)
+        sender, head, payload = found[0]
+        with engine._lock:
+            self._pending[sender.number] -= len(payload)
+        done = {"t": "took", "i": head["i"]}
+        if "leaves" not in head:
+            with engine._lock:
+                sender.send(done)
+            return payload
+        leaves = {record["p"]: Leaf.from_json(record) for record in head["leaves"]}
+        blocks = {
+            path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
+            for path, leaf in leaves.items()
+        }
+        target = RemoteWindow(sender, "message", 0, 0, False, leaves)
+
+        def plan():
+            runs = []
+            for path, leaf in leaves.items():
+                runs += RemoteArray(target, leaf).runs(blocks[path].shards, distinct(leaf.shards))
+            return runs, list(blocks.values())
+
+        transfer = engine._start(Transfer(engine, "get", request, [Job(sender, None, plan)], []))
+        try:
+            transfer.wait(timeout)
+        except TimeoutError:
+            transfer.cancel(5.0)
+            raise
+        finally:
+            with engine._lock:
+                for leaf in leaves.values():
+                    for shard in leaf.shards:
+                        if not sender.lost:
+                            sender.link.forget(shard.key)
+                sender.send(done)
+        arrays = {path: block.array() for path, block in blocks.items()}
+        if head["kind"] == "bytes":
+            return np.asarray(arrays[""]).tobytes()
+        return arrays if head["kind"] == "dict" else arrays[""]
+
+    def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
+        engine = self._engine
+        members = sorted([engine.identity, *(peer.identity for peer in group)])
+        key = hashlib.blake2b("/".join(members).encode(), digest_size=16).hexdigest()
+        request = f"barrier of {len(members)}"
+        with engine._lock:
+            self._own_barriers[key] += 1
+            turn = self._own_barriers[key]
+            for peer in group:
+                peer.send({"t": "barrier", "k": key})
+
+        def missing() -> list[Peer]:
+            return [peer for peer in group if self._barriers[peer.number, key] < turn]
+
+        def complete() -> bool:
+            for peer in missing():
+                if peer.lost:
+                    raise peer.lost_error(request, request)
+            return not missing()
+
+        engine._wait(
+            complete, timeout, lambda: f"{request}: {', '.join(repr(p.name) for p in missing())} did not come", request
+        )
+
+    # Under the engine's lock.
+
+    def handle(self, peer: Peer, head: dict, payload: bytes) -> bool:
+        if head["t"] == "msg":
+            if not isinstance(head["i"], int) or not isinstance(head["tag"], str):
+                raise ValueError("a message without number and tag")
+            if self._pending[peer.number] + len(payload) > MAX_PENDING:
+                peer.send(
+                    {
+                        "t": "took",
+                        "i": head["i"],
+                        "no": f"{self._engine.name!r} has {MAX_PENDING} bytes of unread messages",
+                    }
+                )
+            else:
+                self._pending[peer.number] += len(payload)
+                self._arrived.append((peer, head, payload))
+        elif head["t"] == "took":
+            if letter := self.letters.get((peer.number, head["i"])):
+                refused = head.get("no")
+                request = letter._request
+                letter.finish(
+                    TransferRefused(f"{request}: {refused}", peer=peer.name, request=request) if refused else None
+                )
+        elif head["t"] == "barrier":
+            self._barriers[peer.number, head["k"]] += 1
+        else:
+            return False
+        return True
+
+    def lose(self, peer: Peer) -> None:
+        """A lost peer's messages that lie here whole can still be taken; those that would have to be pulled cannot."""
+        self._arrived = deque(entry for entry in self._arrived if entry[0] is not peer or "leaves" not in entry[1])

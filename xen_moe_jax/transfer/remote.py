@@ -1,0 +1,280 @@
+"""The sending side's view: a peer, its windows, and the grants by which this process may write into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xen_moe_jax.transfer._channel import Channel
+from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer.counter import SeenNumbers
+from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
+from xen_moe_jax.transfer.plan import Layout
+from xen_moe_jax.transfer.transfer import KeyedRuns, Transfer, stale
+
+if TYPE_CHECKING:
+    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer.wire import Link
+
+ERRORS: dict[str, type[TransferError]] = {"StaleWindow": StaleWindow, "TransferRefused": TransferRefused}
+
+
+class Grant:
+    """Leave to write into one generation of one window, until the owner takes it back."""
+
+    def __init__(self, peer: Peer, name: str, window: int, generation: int, leaves: dict[str, Leaf]):
+        self.peer, self.name, self.window, self.generation, self.leaves = peer, name, window, generation, leaves
+        self.open = True
+        self._finishing = False
+        self._transfers: set[Transfer] = set()
+
+    def stale_error(self, request: str) -> StaleWindow:
+        return stale(request, self.peer.name, self.name, self.generation)
+
+    def take(self, transfer: Transfer) -> None:
+        self._transfers.add(transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        self._transfers.discard(transfer)
+        if self._finishing:
+            self.finish()
+        self._confirm()
+
+    def finish(self) -> None:
+        """Gives the leave back by itself, now or when the last transfer ends. What happens to this process afterwards
+        does not concern that generation.
+        """
+        self._finishing = True
+        if not self._transfers:
+            self.open = False
+            self._confirm()
+
+    def revoke(self) -> None:
+        """Stops what is on its way, and tells the owner when nothing can land any more."""
+        self.open = False
+        for transfer in list(self._transfers):
+            transfer._stop(self.stale_error(transfer._request))
+        self._confirm()
+
+    def _confirm(self) -> None:
+        if not self.open and not self._transfers and (self.window, self.generation) in self.peer.grants:
+            del self.peer.grants[self.window, self.generation]
+            if not self.peer.lost:
+                for leaf in self.leaves.values():
+                    for shard in leaf.shards:
+                        self.peer.link.forget(shard.key)
+                self.peer.send({"t": "revoked", "w": self.window, "g": self.generation})
+
+
+class Peer:
+    """Another engine, connected. `peer["kv"]` is its window of that name.
+
+    Attributes: `name`, `process` (host and process number), `lost` (why it is gone, or None).
+    """
+
+    def __init__(self, engine: Engine, number: int, channel: Channel, link: Link, hello: dict[str, Any]):
+        self._engine = engine
+        self.number, self.channel, self.link = number, channel, link
+        self.name = str(hello["name"])
+        self.identity = str(hello["identity"])
+        self.process = dict(hello["process"])
+        self.lost: str | None = None
+        self.left = False
+        self.grants: dict[tuple[int, int], Grant] = {}
+        self.arrivals_seen = SeenNumbers()
+        self._number = -1
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name!r}{': ' + self.lost if self.lost else ''}>"
+
+    def __getitem__(self, name: str) -> RemoteArray | RemoteTree:
+        """The window `name` as it is now: its open generation. Asks the peer; raises `TransferRefused`, `PeerLost`,
+        `TransferTimeout`.
+        """
+        return self.window(name)
+
+    def window(self, name: str, timeout: float = 30.0) -> RemoteArray | RemoteTree:
+        """`peer[name]` with a time limit in seconds."""
+        reply = self._engine._call(self, {"t": "look", "name": name}, timeout, f"window {name!r} of {self.name!r}")
+        leaves = {record["p"]: Leaf.from_json(record) for record in reply["leaves"]}
+        target = RemoteWindow(self, name, int(reply["w"]), int(reply["g"]), bool(reply["writable"]), leaves)
+        return remote(target, str(reply["prefix"]))
+
+    def close(self) -> None:
+        """Ends the connection; returns when nothing of this process can land at the peer any more."""
+        self._engine._disconnect(self)
+
+    # Under the engine's lock.
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
+        if self.lost:
+            return
+        try:
+            self.channel.send(head, payload)
+        except OSError as cause:
+            self._engine._lose(self, cause.strerror or str(cause))
+        if self.channel.has_outgoing:
+            self._engine._loop.wake()
+
+    def lost_error(self, what: str, request: str, bytes_done: int = 0) -> PeerLost:
+        return PeerLost(
+            f"{what}: peer {self.name!r} is lost ({self.lost})", peer=self.name, request=request, bytes_done=bytes_done
+        )
+
+
+class RemoteWindow:
+    """One generation of a peer's window. The leave to write is asked for at the first write."""
+
+    def __init__(self, peer: Peer, name: str, window: int, generation: int, writable: bool, leaves: dict[str, Leaf]):
+        self.peer, self.name, self.window, self.generation = peer, name, window, generation
+        self.writable, self.leaves = writable, leaves
+
+    def grant(self, request: str, timeout: float) -> Grant:
+        """Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout`."""
+        engine = self.peer._engine
+        with engine._lock:
+            if held := self.peer.grants.get((self.window, self.generation)):
+                if not held.open:
+                    raise held.stale_error(request)
+                return held
+        # The reply installs the grant in the order of frames: a withdrawal that follows it finds it.
+        engine._call(
+            self.peer, {"t": "open", "name": self.name, "w": self.window, "g": self.generation}, timeout, request
+        )
+        with engine._lock:
+            if held := self.peer.grants.get((self.window, self.generation)):
+                return held
+        raise stale(request, self.peer.name, self.name, self.generation)
+
+
+class RemoteTree:
+    """Part of a window that holds several arrays; `tree["layer"]["k"]` goes down, as in the owner's pytree."""
+
+    def __init__(self, target: RemoteWindow, prefix: str):
+        self.target, self._prefix = target, prefix
+
+    def __getitem__(self, key: str | int) -> RemoteArray | RemoteTree:
+        return remote(self.target, f"{self._prefix}/{key}" if self._prefix else str(key))
+
+    @property
+    def arrays(self) -> dict[str, RemoteArray]:
+        """Every array below, by its path from here."""
+        inside = f"{self._prefix}/" if self._prefix else ""
+        return {
+            path[len(inside) :]: RemoteArray(self.target, leaf)
+            for path, leaf in self.target.leaves.items()
+            if path.startswith(inside)
+        }
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which slice of it: a destination for `plan`."""
+        return Layout(self.peer.name, self.target.name, tuple(self.target.leaves.values()))
+
+    @property
+    def generation(self) -> int:
+        return self.target.generation
+
+    @property
+    def peer(self) -> Peer:
+        return self.target.peer
+
+    def __repr__(self) -> str:
+        return f"<{self.target.name}/{self._prefix} of {self.peer.name!r}, generation {self.generation}>"
+
+
+class RemoteArray:
+    """An array of a peer's window, or a rectangle of it: `array[3]`, `array[:, 8:16]` (integers and slices of step
+    1).
+    """
+
+    def __init__(self, target: RemoteWindow, leaf: Leaf, box: Box | None = None, dropped: tuple[int, ...] = ()):
+        self.target, self.leaf = target, leaf
+        self._box = box if box is not None else tuple((0, extent) for extent in leaf.shape)
+        self._dropped = dropped
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which slice of it: a destination for `plan`."""
+        return Layout(self.peer.name, self.target.name, (self.leaf,))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for axis, (start, stop) in enumerate(self._box) if axis not in self._dropped)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.leaf.dtype
+
+    @property
+    def generation(self) -> int:
+        return self.target.generation
+
+    @property
+    def peer(self) -> Peer:
+        return self.target.peer
+
+    def __repr__(self) -> str:
+        what = f"{self.target.name}/{self.leaf.path}" if self.leaf.path else self.target.name
+        return f"<{what} {self.dtype}{list(self.shape)} of {self.peer.name!r}, generation {self.generation}>"
+
+    def __getitem__(self, index) -> RemoteArray:
+        index = index if isinstance(index, tuple) else (index,)
+        axes = [axis for axis in range(len(self._box)) if axis not in self._dropped]
+        if len(index) > len(axes):
+            raise IndexError(f"{len(index)} indices for {self!r}")
+        box, dropped = list(self._box), set(self._dropped)
+        for axis, piece in zip(axes, index):
+            start, stop = box[axis]
+            if isinstance(piece, slice):
+                low, high, step = piece.indices(stop - start)
+                if step != 1:
+                    raise IndexError(f"slice {piece} of {self!r}: the step must be 1")
+                box[axis] = (start + low, start + max(low, high))
+            else:
+                at = int(piece) + (stop - start if piece < 0 else 0)
+                if not 0 <= at < stop - start:
+                    raise IndexError(f"index {piece} of {self!r}, axis {axis} has {stop - start}")
+                box[axis] = (start + at, start + at + 1)
+                dropped.add(axis)
+        return RemoteArray(self.target, self.leaf, tuple(box), tuple(sorted(dropped)))
+
+    def runs(self, local: list[Shard], shards: tuple[Shard, ...], pages: Pages | None = None) -> KeyedRuns:
+        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`, by remote key.
+
+        With `pages`, the first dimension is the paged one.
+        """
+        axes = [axis for axis in range(len(self._box)) if axis not in self._dropped]
+        offsets = [start for start, _ in self._box]
+        axis = axes[0] if axes else 0
+        shifted_pages = None if pages is None else (pages[0] + offsets[axis], pages[1] + offsets[axis])
+        result: KeyedRuns = []
+        for there in shards:
+            pieces = []
+            for here in local:
+                full: list[tuple[int, int]] = [(0, 1)] * len(self._box)
+                for axis_here, axis_there in enumerate(axes):
+                    full[axis_there] = here.box[axis_here]
+                runs = copy_runs(shift(tuple(full), offsets), there.box, self.dtype.itemsize, shifted_pages, axis)
+                runs[:, 0] += here.pointer
+                runs[:, 1] += there.pointer
+                pieces.append(runs)
+            joined = np.concatenate(pieces) if pieces else np.zeros((0, 3), np.int64)
+            if len(joined):
+                result.append((there.key, joined))
+        return result
+
+
+def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
+    if path in target.leaves:
+        return RemoteArray(target, target.leaves[path])
+    if path and not any(known.startswith(f"{path}/") for known in target.leaves):
+        raise KeyError(
+            f"window {target.name!r} of {target.peer.name!r} has no {path!r}; it has {sorted(target.leaves)}"
+        )
+    return RemoteTree(target, path)

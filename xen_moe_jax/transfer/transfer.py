@@ -1,0 +1,232 @@
+"""A transfer on its way: what it still needs, what is in flight, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer.counter import Imm
+from xen_moe_jax.transfer.errors import StaleWindow, TransferCancelled, TransferError, TransferRefused
+
+if TYPE_CHECKING:
+    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer.remote import Grant, Peer
+    from xen_moe_jax.transfer.wire import Posting
+
+KeyedRuns = list[tuple[bytes, np.ndarray]]
+"""(remote key, int64 [n, 3] of local address, remote address, bytes), one entry per remote piece of memory."""
+
+
+class Job:
+    """The part of a transfer that concerns one peer. `plan` gives its runs once the sources are finished, and what to
+    keep alive.
+    """
+
+    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[KeyedRuns, list[object]]]):
+        self.peer, self.grant, self.plan = peer, grant, plan
+        self.postings: list[Posting] = []
+        self.ended = False
+
+    def post(self, kind: str) -> list[object]:
+        runs, kept = self.plan()
+        self.postings = [self.peer.link.post(kind, piece, key) for key, piece in runs]
+        return kept
+
+    def advance(self) -> tuple[bool, bool]:
+        """(nothing in flight any more, whether this call got something done)."""
+        before = sum(p.bytes_posted for p in self.postings)
+        states = [p.advance() for p in self.postings]  # Each of them, also after one that has not ended.
+        ended = all(states)
+        return ended, ended or sum(p.bytes_posted for p in self.postings) > before
+
+
+class Transfer:
+    """Bytes on their way to or from one or several peers.
+
+    It keeps its sources alive until it has ended. Attributes: `nbytes` (None until the sources are finished),
+    `bytes_done`, `imm`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        kind: str,
+        request: str,
+        jobs: Sequence[Job],
+        sources: Sequence[object],
+        imm: Imm | None = None,
+    ):
+        self._engine, self._kind, self._request = engine, kind, request
+        self._jobs, self._sources = list(jobs), list(sources)
+        self._kept: list[object] = []
+        self._posted = self._ended = self._cancelled = False
+        self._error: TransferError | BaseException | None = None
+        self._after: Callable[[], None] | None = None
+        self.imm = imm
+        self.nbytes: int | None = None
+        self.bytes_done = 0
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self._ended else repr(self._error) if self._error else "done"
+        return f"<{self._request}: {state}>"
+
+    def done(self) -> bool:
+        """True when it has ended, well or not; never waits. `wait` says which."""
+        with self._engine._lock:
+            self._engine._progress()
+            return self._ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when every byte is in the peers' memory (or, of a read, here) and the counters there have been told.
+
+        Raises `TransferTimeout` (it is still in flight then), `PeerLost`, `StaleWindow`, `TransferRefused`,
+        `TransferCancelled`, or the error of the computation that made the source.
+        """
+        self._engine._wait(lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done)
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, timeout: float | None = None) -> bool:
+        """Returns when nothing of it can land any more; True unless it had already ended well.
+
+        Its `imm` is never counted then. What is in flight cannot be called back, and is waited for; where that takes
+        longer than `timeout` seconds, the link to the peers in question is cut, and they are lost.
+        """
+        with self._engine._lock:
+            if not self._ended:
+                self._stop(TransferCancelled(f"{self._request} was cancelled", request=self._request))
+        try:
+            self._engine._wait(lambda: self._ended, timeout, self._progress_text, self._request)
+        except TimeoutError:
+            with self._engine._lock:
+                for job in self._jobs:
+                    if not job.ended:
+                        self._engine._lose(
+                            job.peer, f"the link was cut: a cancelled transfer had not ended after {timeout} s"
+                        )
+            self._engine._wait(lambda: self._ended, None, self._progress_text, self._request)
+        return self._error is not None
+
+    def _progress_text(self) -> str:
+        total = "an unknown number of" if self.nbytes is None else self.nbytes
+        return f"{self._request}: {self.bytes_done} of {total} bytes"
+
+    # From here on: under the engine's lock.
+
+    def _stop(self, error: TransferError) -> None:
+        """Hands over nothing more, and ends with `error` once what is in flight has ended."""
+        self._error = self._error or error
+        if not self._posted:
+            self._end()
+            return
+        for job in self._jobs:
+            for posting in job.postings:
+                posting.stop()
+
+    def _concerns(self, peer: Peer) -> bool:
+        return any(job.peer is peer and not job.ended for job in self._jobs)
+
+    def _advance(self) -> bool:
+        """Whether something was done."""
+        if self._ended:
+            return False
+        if not self._posted:
+            return self._start()
+        progressed = False
+        for job in self._jobs:
+            if not job.ended:
+                ended, moved = job.advance()
+                progressed |= moved
+                if ended:
+                    self._end_job(job)
+        if all(job.ended for job in self._jobs):
+            self._end()
+        return progressed
+
+    def _start(self) -> bool:
+        try:
+            self._check_sources()
+            if not all(map(_memory.is_ready, self._sources)):
+                return False
+            for job in self._jobs:
+                if job.peer.lost:
+                    raise job.peer.lost_error(self._request, self._request)
+                if job.grant is not None and not job.grant.open:
+                    raise job.grant.stale_error(self._request)
+            self._posted = True
+            for job in self._jobs:
+                self._kept += job.post(self._kind)
+        except Exception as error:
+            self._error = self._error or error
+            for job in self._jobs:
+                for posting in job.postings:
+                    posting.stop()
+        self.nbytes = sum(int(p.nbytes) for job in self._jobs for p in job.postings)
+        if not self._posted or not any(job.postings for job in self._jobs) and self._error:
+            self._end()
+        else:
+            self._advance()
+        return True
+
+    def _check_sources(self) -> None:
+        for source in self._sources:
+            if isinstance(source, jax.Array) and source.is_deleted():
+                raise TransferRefused(
+                    f"{self._request}: its source was deleted or donated before it had ended", request=self._request
+                )
+
+    def _end_job(self, job: Job) -> None:
+        job.ended = True
+        failed = next((p.error for p in job.postings if p.error), None)
+        if self._error is None:
+            try:
+                self._check_sources()
+            except TransferRefused as error:
+                self._error = error
+        if failed is None:
+            self.bytes_done += sum(p.bytes_posted for p in job.postings)
+        elif self._error is None:
+            if job.peer.link.failed and not job.peer.lost:
+                self._engine._lose(job.peer, job.peer.link.failed)
+            if job.peer.lost:
+                self._error = job.peer.lost_error(self._progress_text(), self._request, self.bytes_done)
+            else:
+                self._error = TransferError(
+                    f"{self._progress_text()}, then the link to {job.peer.name!r} reported: {failed}",
+                    peer=job.peer.name,
+                    request=self._request,
+                    bytes_done=self.bytes_done,
+                )
+        # A peer counts only what arrived whole, and only what nobody has called back.
+        if failed is None and self._error is None and self.imm is not None and job.grant is not None:
+            head = {
+                "t": "imm",
+                "w": job.grant.window,
+                "g": job.grant.generation,
+                "k": self.imm,
+                "n": job.peer.next_number(),
+            }
+            job.peer.send(head)
+
+    def _end(self) -> None:
+        for job in self._jobs:
+            job.ended = True
+            if job.grant is not None:
+                job.grant.drop(self)
+        self._ended = True
+        self._kept, self._sources = [], []
+        if self._after is not None:
+            self._after()
+        self._engine._changed.notify_all()
+
+
+def stale(request: str, peer: str, window: str, generation: int) -> StaleWindow:
+    return StaleWindow(
+        f"{request}: generation {generation} of window {window!r} of {peer!r} was closed; take peer[{window!r}] again",
+        peer=peer,
+        request=request,
+    )
