@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax import cuda
 from xen_moe_jax._spec import Spec
 
 DOCUMENT = pathlib.Path(__file__).parent.parent / "docs" / "errors.md"
@@ -175,6 +176,7 @@ OUTSIDE = {
     "hint-dtype": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, dtype="complex64"),
     "hint-backend": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, backend="triton"),
     "buffer-size-hint": lambda mesh: xm.buffer_size_hint(num_tokens=0, hidden=H, num_ranks=4),
+    "reset-timeout": lambda mesh: cuda.reset(timeout_s=0),
 }
 
 
