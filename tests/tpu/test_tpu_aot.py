@@ -27,7 +27,19 @@ DECODE_INT8 = Case("decode-int8", 128, "padded", "int8", "int8")
 RANKED = Case("ranked", 1024, "ranked", None, None)
 FUSED = ["xen_moe_push", "xen_moe_place", "xen_moe_reduce_slots", "xen_moe_reduce_ranks"]
 
-PROGRAMS = [(generation, case) for generation in tpu_topologies.TOPOLOGIES for case in (FP8, BF16, DECODE, DECODE_INT8)]
+IN_CI = {"v4": "decode", "v5e": "decode-int8", "v5p": "fp8", "v6e": "bf16", "tpu7x": "decode"}
+"""The full-size program that every run of the suite compiles for a generation: each case and each generation once. The
+other pairs take minutes and are marked slow.
+"""
+PROGRAMS = [
+    pytest.param(generation, case, marks=[] if IN_CI[generation] == case.name else pytest.mark.slow)
+    for generation in tpu_topologies.TOPOLOGIES
+    for case in (FP8, BF16, DECODE, DECODE_INT8)
+]
+
+
+def slow(*values: str):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def copies(text: str) -> list[tuple[int, str]]:
@@ -90,8 +102,10 @@ def test_sizes_that_do_not_line_up(generation, case, sizes):
     assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("generation", ["v4", "v5p"])
+@pytest.mark.parametrize(
+    ("generation", "dtype"),
+    [("v4", "int8"), ("v5p", "float8_e4m3fn"), slow("v4", "float8_e4m3fn"), slow("v5p", "int8")],
+)
 def test_quantised_tokens_travel_as_they_are(generation, dtype):
     mesh = tpu_topologies.mesh(generation)
     sharding = jax.NamedSharding(mesh, P("ep"))
@@ -145,7 +159,7 @@ def halves_program(generation: str, gradient: bool = False):
     return program.trace(*operands).lower(lowering_platforms=("tpu",)).compile().as_text()
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("generation", ["v5e", slow("v5p"), slow("v6e")])
 def test_a_matmul_is_scheduled_between_start_and_done(generation):
     text = halves_program(generation)
     assert "is_scheduled=true" in text
@@ -168,7 +182,7 @@ def test_gradients_of_the_halves_compile():
     assert {"xen_moe_start", "xen_moe_done", "xen_moe_push", "xen_moe_reduce_slots"} <= set(kernels)
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p"])
+@pytest.mark.parametrize("generation", ["v5e", slow("v5p")])
 def test_two_slices(generation):
     """Rows cross DCN in XLA's all-to-all between chips of one index, ICI in our kernels."""
     compiled = tpu_static.compile_own(
@@ -185,7 +199,7 @@ def test_an_axis_across_slices_is_rejected():
         tpu_static.compile_own("v5e", DECODE, "dispatch", DEEPSEEK, num_slices=2)
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p"])
+@pytest.mark.parametrize("generation", ["v5e", slow("v5p")])
 def test_large_topology(generation):
     """256 and 512 chips: more ranks than slots, packed staging, experts that some ranks have none of."""
     case = Case("large", 128, "grouped", "float8_e4m3fn", None)
@@ -193,8 +207,10 @@ def test_large_topology(generation):
     assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
 
 
-@pytest.mark.parametrize("operation", ["all_to_all", "ragged_all_to_all"])
-@pytest.mark.parametrize("generation", ["v4", "v5p"])
+@pytest.mark.parametrize(
+    ("generation", "operation"),
+    [("v4", "all_to_all"), ("v5p", "ragged_all_to_all"), slow("v4", "ragged_all_to_all"), slow("v5p", "all_to_all")],
+)
 def test_drop_ins(generation, operation):
     mesh = tpu_topologies.mesh(generation)
     sharding = jax.NamedSharding(mesh, P("ep"))
