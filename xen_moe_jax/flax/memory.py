@@ -87,7 +87,7 @@ def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any 
         if not n.startswith("shared_")
     }
     slots = (num_ranks * num_tokens, config.top_k)
-    tokens = Chunk(
+    tokens = (
         jax.ShapeDtypeStruct((num_ranks * num_tokens, config.hidden_size), dtype),
         jax.ShapeDtypeStruct(slots, jnp.int32),
         jax.ShapeDtypeStruct(slots, jnp.float32),
