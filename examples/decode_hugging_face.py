@@ -1,4 +1,4 @@
-"""Loads a Mixtral checkpoint and decodes: experts over the mesh axis "ep", tokens on every rank, a cache of keys and values.
+"""Loads a Mixtral checkpoint and decodes: experts over the mesh axis "ep", tokens on every rank, a key-value cache.
 
     python examples/decode_hugging_face.py [FOLDER]
 
@@ -44,11 +44,8 @@ def write_small_checkpoint(folder: pathlib.Path) -> None:
     ones = {"model.norm.weight"}
     for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        for name, heads in (
-            ("q", c["num_attention_heads"]),
-            ("k", c["num_key_value_heads"]),
-            ("v", c["num_key_value_heads"]),
-        ):
+        kv_heads = c["num_key_value_heads"]
+        for name, heads in (("q", c["num_attention_heads"]), ("k", kv_heads), ("v", kv_heads)):
             shapes[f"{layer}.self_attn.{name}_proj.weight"] = (heads * head, hidden)
         shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, hidden)
         ones |= {f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"}
