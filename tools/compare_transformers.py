@@ -3,7 +3,8 @@
     python tools/compare_transformers.py FOLDER LAYER
 
 Needs torch and transformers, which nothing else here does. Both see the same random tokens in float32. Exit status 1 if
-the outputs differ by more than 1e-3 of their norm. `--make FAMILY` writes one of the tests' small checkpoints to FOLDER first.
+the outputs differ by more than 1e-3 of their norm. `--make FAMILY` writes one of the small checkpoints of the tests to
+FOLDER first.
 """
 
 from __future__ import annotations
