@@ -23,7 +23,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel clean
+.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -87,13 +87,22 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...
 
-wheel: $(READY)  ## the sdist and a wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
+wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
 	rm -rf dist
 	$(BIN)/python -m build --sdist --outdir dist .
-	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist/built dist/*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libnvshmem_host.so.*' --wheel-dir dist dist/built/*.whl
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/abi3audit --strict dist/*.whl
+	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
 	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/test_wheel.py
+
+release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
+	$(BIN)/check-wheel-contents dist/*.whl
 
 clean:  ## what the build and the tests leave behind
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

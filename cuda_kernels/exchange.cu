@@ -98,7 +98,8 @@ __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const 
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
 
-__device__ __forceinline__ void Send(const ExchangeParams& p, const Running& run, int target, int lane) {
+// One lane to `target`. False: the group has failed.
+__device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
   const uint32_t epoch = run.epoch;
   uint64_t first;
   const Message message = Outgoing(p, target, &first);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void Send(const ExchangeParams& p, const Running& run
     if (n >= static_cast<uint64_t>(p.ring_chunks)) {
       if (Leads()) free_slot = WaitFlag(way.credit_flags + n - p.ring_chunks, run, epoch, Step::kCredit, target);
       SyncHalf();
-      if (!free_slot) return;
+      if (!free_slot) return false;
     }
     CopyBytes(way.ring + n % p.ring_chunks * p.chunk_bytes, from + begin, min(p.chunk_bytes, bytes - begin));
     SyncHalf();
@@ -126,9 +127,11 @@ __device__ __forceinline__ void Send(const ExchangeParams& p, const Running& run
       StoreRelaxedSystem(way.chunk_flags + n, epoch);
     }
   }
+  return true;
 }
 
-__device__ __forceinline__ void Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
+// One lane from `source`. False: the group has failed.
+__device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
   __shared__ Message message;
   __shared__ bool arrived;
   const uint32_t epoch = run.epoch;
@@ -145,7 +148,7 @@ __device__ __forceinline__ void Receive(const ExchangeParams& p, const Running& 
     }
   }
   SyncHalf();
-  if (!arrived) return;
+  if (!arrived) return false;
   const Lane way = LaneOf(p, run, source, p.rank, lane);
   const uint64_t bytes = static_cast<uint64_t>(max(0, message.units)) * p.unit_bytes;
   const bool fits = Fits(p, message);
@@ -156,7 +159,7 @@ __device__ __forceinline__ void Receive(const ExchangeParams& p, const Running& 
     SyncHalf();
     if (Leads()) arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);
     SyncHalf();
-    if (!arrived) return;
+    if (!arrived) return false;
     if (fits) CopyBytes(to + begin, way.ring + n % p.ring_chunks * p.chunk_bytes, min(p.chunk_bytes, bytes - begin));
     SyncHalf();
     if (Leads()) {
@@ -164,6 +167,7 @@ __device__ __forceinline__ void Receive(const ExchangeParams& p, const Running& 
       StoreRelaxedSystem(way.credit_flags + n, epoch);
     }
   }
+  return true;
 }
 
 // The own part, by the receiving half.
@@ -189,13 +193,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
       const int round = claimed / p.lanes, lane = claimed % p.lanes;
       const int peer = (round - p.rank + p.ranks) % p.ranks;
       const bool sending = threadIdx.x < kHalfThreads;
+      bool going = true;
       if (peer == p.rank) {
         if (!sending) CopyOwn(p, lane);
       } else if (sending) {
-        Send(p, run, peer, lane);
+        going = Send(p, run, peer, lane);
       } else {
-        Receive(p, run, peer, lane);
+        going = Receive(p, run, peer, lane);
       }
+      if (!__syncthreads_and(going)) break;
     }
   }
   FinishOperation(run, [&](uint32_t index, uint32_t count) {

@@ -70,6 +70,11 @@ void BindMemory(nb::module_& m, Devices* gpus) {
   });
   m.def("reset", [](double seconds) { WithoutGil([&] { Registry::Get().ResetAll(seconds); }); });
   m.def("mark_dead", [](int process, bool clean) { WithoutGil([&] { Registry::Get().MarkDead(process, clean); }); });
+  m.def("renumber", [](uint32_t epoch) {
+    WithoutGil([&] {
+      for (const auto& workspace : Registry::Get().All()) workspace->Renumber(epoch);
+    });
+  });
   m.def("failure", [] { return Registry::Get().Failure(); });
   m.def("workspaces", [] {
     nb::list out;

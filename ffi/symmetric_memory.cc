@@ -698,6 +698,11 @@ void Workspace::Reset(double seconds) {
   }
 }
 
+void Workspace::Renumber(uint32_t epoch) {
+  const auto lock = Change(10.0);
+  if (!homes_.empty() && WaitIdle(10.0)) Restart(epoch);
+}
+
 void Workspace::Restart(uint32_t epoch) {
   std::unique_lock<std::shared_mutex> launching(launching_);
   Forget(newest_.load());

@@ -66,6 +66,8 @@ class Workspace {
   void Release(double seconds);
   // Starts again after a failure. Returns, or throws MemoryError, within about `seconds`.
   void Reset(double seconds);
+  // For tests: goes on from this number, as after a reset. Nothing may be running.
+  void Renumber(uint32_t epoch);
   // The process has ended: every group that has a rank there fails. `clean`: it had said so; then the failure shows
   // when an operation needs that rank.
   void MarkDead(int process, bool clean);

@@ -46,13 +46,14 @@ class Routes:
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    sent: Any
     expected: Any
+    counts: Any
     peer: Any
     address: Any
     x: Any
     target: Any
     buffers: Any
+    sent: Any
     send: Any
     scales: Any = None
     recv: Any = None
@@ -88,7 +89,7 @@ def _body(
 
     @pl.when(step >= 2)
     def _() -> None:
-        link.await_sent(refs.buffers.at[slot], refs.sent[step - 2], slot)
+        link.await_sent(refs.buffers.at[slot], refs.sent[slot], slot)
 
     def encode_rows(rows: Any) -> None:
         _encode_rows(refs.x, refs.scales, refs.buffers.at[slot], rows, record, quantise)
@@ -100,6 +101,7 @@ def _body(
         link.await_peers()
 
     link.start_block(refs.buffers.at[slot], refs.peer, refs.address, entries, slot)
+    refs.sent[slot] = refs.counts[0, 0, 0]
 
     @pl.when(step == steps - 1)
     def _() -> None:
@@ -139,17 +141,18 @@ def push(
     pad = ((0, steps * block - tokens), (0, 0))
     peer = jnp.pad(routes.peer, pad, constant_values=-1).reshape(steps, 1, block * entries)
     address = jnp.pad(routes.address, pad).reshape(steps, 1, block * entries)
-    sent = jnp.sum(peer >= 0, axis=(1, 2), dtype=jnp.int32)
+    counts = jnp.sum(peer >= 0, axis=2, keepdims=True, dtype=jnp.int32)
 
     table = pl.BlockSpec((1, 1, block * entries), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
-    in_specs = [table, table, pl.BlockSpec((block, record.hidden), lambda i, *_: (i, 0))]
-    names = ["sent", "expected", "peer", "address", "x"]
-    operands = [sent, routes.expected, peer, address, x]
+    one = pl.BlockSpec((1, 1, 1), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
+    in_specs = [one, table, table, pl.BlockSpec((block, record.hidden), lambda i, *_: (i, 0))]
+    names = ["expected", "counts", "peer", "address", "x"]
+    operands = [routes.expected, counts, peer, address, x]
     if scales is not None:
         in_specs.append(pl.BlockSpec((block, record.chunks), lambda i, *_: (i, 0)))
         names.append("scales")
         operands.append(scales)
-    names += ["target", "buffers", "send"] + (["recv", "credits"] if axes is not None else [])
+    names += ["target", "buffers", "sent", "send"] + (["recv", "credits"] if axes is not None else [])
     return launch.call(
         functools.partial(_body, record=record, quantise=quantise, entries=entries, axes=axes),
         _Refs,
@@ -158,12 +161,13 @@ def push(
         remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(steps,),
             in_specs=in_specs,
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
                 pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
+                pltpu.SMEM((2,), jnp.int32),
                 *scratch(axes, axes.num_ranks if axes else 0, 2),
             ],
         ),

@@ -135,15 +135,18 @@ class Link:
             await_whole(self.target, expected[source], self._arrivals(source))
 
     def drain_blocks(self, records: Any, sent: Any, expected: Any) -> None:
-        """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come."""
+        """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come.
+
+        `sent` holds what each buffer sent last.
+        """
         step = pl.program_id(0)
         buffer = lax.rem(step, 2)
 
         @pl.when(step >= 1)
         def _() -> None:
-            self.await_sent(records.at[1 - buffer], sent[step - 1], 1 - buffer)
+            self.await_sent(records.at[1 - buffer], sent[1 - buffer], 1 - buffer)
 
-        self.await_sent(records.at[buffer], sent[step], buffer)
+        self.await_sent(records.at[buffer], sent[buffer], buffer)
         self.await_records(expected)
         self.leave()
 

@@ -1,8 +1,14 @@
-"""CUDA graphs: the same calls with XLA's command buffers forced on, in a process of its own because the flag is read
-at start.
+"""CUDA graphs: XLA's command buffers forced on, in a process of its own because the flag is read at start.
+
+That a graph exists is shown twice: the compiled program calls a command buffer that holds our custom calls, and the
+device completes operations that no host code has launched.
 """
 
+from __future__ import annotations
+
+import argparse
 import os
+import pathlib
 import sys
 
 import pytest
@@ -10,6 +16,7 @@ import pytest
 from tests.gpu import processes
 
 FORCED = "--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+SCENARIOS = ("replays", "failure_in_a_replay", "close_and_reopen", "recompile")
 
 
 def run(*arguments: str, seconds: float = 240.0) -> str:
@@ -23,16 +30,198 @@ def run(*arguments: str, seconds: float = 240.0) -> str:
     return finished[0].output
 
 
-@pytest.mark.gpu4
+@pytest.mark.gpu2
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_graphs(scenario):
+    assert "PASSED" in run(__file__, scenario)
+
+
+@pytest.mark.gpu2
 def test_stress_under_graphs():
     """Epochs and flags must advance at every replay: a graph with a frozen epoch gives old rows the second time."""
-    run("-m", "tests.gpu.stress", "--calls", "2000", "--ranks", "4", "--seconds", "60")
+    run(str(pathlib.Path(__file__).with_name("stress.py")), "--calls", "2000", "--seconds", "60")
 
 
-@pytest.mark.gpu4
+@pytest.mark.gpu2
 def test_a_loop_of_round_trips_under_graphs():
     """Calls of the same graph in a loop, each fed by the one before; the benchmark checks what the loop leaves
     behind.
     """
-    sizes = "--ranks 4 --tokens 256 --hidden 1024 --inner 50 --repeats 3"
+    sizes = "--ranks 2 --tokens 256 --hidden 1024 --inner 50 --repeats 3"
     run("-m", "xen_moe_jax.benchmark", "--backend", "cuda", "--peers", "none", *sizes.split())
+
+
+# -- the scenarios -----------------------------------------------------------------------------------------------------
+
+
+def launches(channel: int) -> int:
+    """By the host, of both operations on all local ranks."""
+    from xen_moe_jax import cuda
+
+    return sum(w["launches"] for w in cuda.workspaces() if w["channel"] == channel)
+
+
+def assert_in_a_graph(compiled, *names: str) -> None:
+    """The compiled program calls command buffers, and our custom calls are inside of them."""
+    text = compiled.as_text()
+    computations = [c for c in text.split("\n\n") if "command_buffer" in c.split("{")[0]]
+    assert computations, f"no command buffer in the program:\n{text[-3000:]}"
+    for name in names:
+        assert any(name in c for c in computations), f"{name} is not in a command buffer"
+
+
+def replays(mesh, config, calls: int) -> None:
+    """Fresh data in every replay, every result checked on the device; almost none of them launched by the host."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from tests.gpu import programs
+
+    x, idx, weights = programs.operands(mesh)
+
+    def body(x, idx, weights, wrong):
+        out = programs.round_trip(config)(x, idx, weights)
+        wrong = wrong + jnp.sum(out != x)
+        return jnp.roll(x, 1, axis=1) + 1 - 16 * (x > 6), jnp.roll(idx, 1, axis=0), weights, wrong
+
+    program = programs.over(mesh, body, num_operands=4)
+    wrong = jax.device_put(np.zeros(mesh.size, np.int32), x.sharding)
+    compiled = program.lower(x, idx, weights, wrong).compile()
+    assert_in_a_graph(compiled, "xen_moe_dispatch", "xen_moe_combine")
+    state = (x, idx, weights, wrong)
+    for _ in range(20):
+        state = compiled(*state)
+    jax.block_until_ready(state)
+    before = launches(config.channel)
+    for _ in range(calls):
+        state = compiled(*state)
+    assert int(np.asarray(state[3]).sum()) == 0
+    made = launches(config.channel) - before
+    print(f"{calls} replays of 2 operations on {mesh.size} ranks: {made} launches by the host")
+    assert made < calls // 10, "the host launches what a graph should replay"
+
+
+def failure_in_a_replay(mesh, config, calls: int) -> None:
+    """A rank leaves an operation out when the data say so, in a program that is long captured."""
+    import dataclasses
+
+    import jax
+    import numpy as np
+
+    import xen_moe_jax as xm
+    from tests.gpu import programs
+    from xen_moe_jax import cuda
+
+    config = dataclasses.replace(config, timeout_s=3.0)
+    x, idx, weights = programs.operands(mesh)
+    whole = programs.over(mesh, programs.round_trip(config)).lower(x, idx, weights).compile()
+    assert_in_a_graph(whole, "xen_moe_dispatch")
+
+    def alone(x, idx, weights):  # rank 1 takes no part
+        def operation():
+            return programs.dispatch(x, idx, weights, config).x
+
+        return programs.skipped_on(1, operation, programs.zeros_like_results(operation))
+
+    broken = programs.over(mesh, alone)
+    for _ in range(20):
+        jax.block_until_ready(whole(x, idx, weights))
+    for _ in range(3):
+        jax.block_until_ready(broken(x, idx, weights))
+        refused, poisoned = 0, 0
+        for _ in range(10):  # replays behind the failure
+            try:
+                programs.assert_poisoned(jax.block_until_ready(whole(x, idx, weights)))
+                poisoned += 1
+            except jax.errors.JaxRuntimeError as error:
+                assert "did not start it" in str(error), error
+                refused += 1
+        print(f"{poisoned} replays poisoned, {refused} refused")
+        try:
+            xm.check()
+        except xm.OperationFailed as error:
+            assert "rank 1 (GPU 1) did not start it" in str(error), error
+        else:
+            raise AssertionError("no failure is shown")
+        cuda.reset()
+        for _ in range(10):  # the executable is not spoilt
+            np.testing.assert_array_equal(np.asarray(whole(x, idx, weights)), np.asarray(x))
+        xm.check()
+
+
+def close_and_reopen(mesh, config, calls: int) -> None:
+    """A captured program while its Buffer is closed: an error; when it is open again: right results."""
+    import jax
+    import numpy as np
+
+    import xen_moe_jax as xm
+    from tests.gpu import programs
+    from xen_moe_jax import cuda
+
+    sizes = {"num_tokens": 64, "hidden": 256, "top_k": 4, "num_experts": 16, "dtype": "float32"}
+    x, idx, weights = programs.operands(mesh)
+    with xm.Buffer(mesh, "ep", channel=config.channel, **sizes):
+        program = programs.over(mesh, programs.round_trip(config)).lower(x, idx, weights).compile()
+        assert_in_a_graph(program, "xen_moe_dispatch")
+        for _ in range(20):
+            np.testing.assert_array_equal(np.asarray(program(x, idx, weights)), np.asarray(x))
+    for _ in range(3):
+        try:
+            out = np.asarray(jax.block_until_ready(program(x, idx, weights)))
+            if np.isnan(out).all():  # a replay
+                try:
+                    xm.check()
+                    raise AssertionError("a poisoned result without an error")
+                except xm.OperationFailed as error:
+                    assert "released its symmetric memory" in str(error), error
+            else:  # the host came by and made memory
+                np.testing.assert_array_equal(out, np.asarray(x))
+        except jax.errors.JaxRuntimeError as error:
+            assert "released its symmetric memory" in str(error), error
+    cuda.reset()
+    with xm.Buffer(mesh, "ep", channel=config.channel, **sizes):
+        for _ in range(20):
+            np.testing.assert_array_equal(np.asarray(program(x, idx, weights)), np.asarray(x))
+    xm.check()
+
+
+def recompile(mesh, config, calls: int) -> None:
+    """Other programs are compiled and need more memory between the replays of the first."""
+    import numpy as np
+
+    import xen_moe_jax as xm
+    from tests.gpu import programs
+
+    x, idx, weights = programs.operands(mesh)
+    program = programs.over(mesh, programs.round_trip(config)).lower(x, idx, weights).compile()
+    for round_number in range(6):
+        for _ in range(20):
+            np.testing.assert_array_equal(np.asarray(program(x, idx, weights)), np.asarray(x))
+        sizes = programs.Sizes(tokens=128 << round_number, hidden=256)
+        more = programs.operands(mesh, sizes)
+        other = programs.over(mesh, programs.round_trip(config, sizes))
+        np.testing.assert_array_equal(np.asarray(other(*more)), np.asarray(more[0]))
+    xm.check()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--calls", type=int, default=10_000)
+    options = parser.parse_args()
+
+    import jax
+    import numpy as np
+
+    import xen_moe_jax as xm
+
+    devices = jax.devices()[: 4 if len(jax.devices()) >= 4 else 2]
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    globals()[options.scenario](mesh, xm.KernelConfig(backend="cuda", channel=5, timeout_s=30.0), options.calls)
+    print("PASSED")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,7 @@
 import jax
-import other_process
 import pytest
+
+from tests.transfer import other_process
 
 
 @pytest.fixture

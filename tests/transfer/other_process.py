@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import pathlib
 import signal
+import time
 
-import transfer_sides
+from tests.transfer import transfer_sides
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["jax", "numpy", "xen_moe_jax.transfer", "transfer_sides"])
+CONTEXT.set_forkserver_preload(["jax", "numpy", "xen_moe_jax.transfer", "tests.transfer.transfer_sides"])
 LIMIT_S = 60
 
 
@@ -43,12 +45,16 @@ class Other:
 
     def pause(self):
         os.kill(self.process.pid, signal.SIGSTOP)
+        until = time.monotonic() + 5
+        while {path.read_text().rpartition(")")[2].split()[0] for path in self._threads()} != {"T"}:
+            assert time.monotonic() < until, "the process did not stop"
+
+    def _threads(self):
+        return pathlib.Path(f"/proc/{self.process.pid}/task").glob("*/stat")
 
     def resume(self):
         os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self):
-        if self.process.is_alive():
-            self.resume()
-            self.kill()
+        self.kill()
         self.connection.close()

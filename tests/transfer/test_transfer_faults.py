@@ -7,9 +7,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from transfer_sides import content, slow_source
 
 import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import content, slow_source
 from xen_moe_jax.transfer import _channel, _ucp
 
 

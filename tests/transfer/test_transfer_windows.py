@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transfer_sides import content
 
 import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import content
 
 SHAPE = (64, 1024)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from transfer_sides import content, sharding
 
 import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import content, sharding
 
 
 def aval(shape, dtype, spec=None):

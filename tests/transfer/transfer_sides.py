@@ -18,6 +18,10 @@ class State:
 
 
 def serve(connection, name, options):
+    if "adversary" in options:
+        from tests.transfer.adversary import AdversaryWire
+
+        options["wire"] = AdversaryWire(options.pop("adversary"))
     with xt.Engine(name=name, **options) as engine:
         state = State(engine)
         connection.send((True, engine.descriptor))
@@ -210,3 +214,121 @@ def close_engine(state):
 def leave(state):
     """Ends without closing anything, as a crash does."""
     os._exit(1)
+
+
+def weights(seed, scale=1):
+    """A small model's parameters, the same in every process."""
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": (scale * rng.standard_normal((64, 32))).astype(np.float32),
+        "layers": [
+            {
+                "up": (scale * rng.standard_normal((32, 64))).astype(np.float32),
+                "experts": (scale * rng.standard_normal((8, 32, 16))).astype(np.float32),
+            }
+            for _ in range(2)
+        ],
+        "norm": (scale * rng.standard_normal((32,))).astype(np.float32),
+    }
+
+
+FSDP = {
+    "embed": ("a",),
+    "layers": [{"up": (("a", "b"),), "experts": (None, "a")}] * 2,
+    "norm": (("a", "b"),),
+}
+"""Rows over everything: how the trainer holds `weights`."""
+
+SERVING = {"embed": (), "layers": [{"up": (None, "b"), "experts": (("a", "b"),)}] * 2, "norm": ()}
+"""Tensor and expert parallel: how the serving side holds them."""
+
+
+def place(tree, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, sharding(spec)), tree, specs_like(tree, specs))
+
+
+def specs_like(tree, specs):
+    """The specs as a tree of leaves: a spec is a tuple, which JAX would take for a container."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [Spec(spec) for spec in structure.flatten_up_to(specs)])
+
+
+class Spec(tuple):
+    """A partition spec that is a leaf."""
+
+
+def serving_avals(cast):
+    tree = weights(0)
+    dtypes = jax.tree.map(lambda x: jnp.dtype(cast or x.dtype), tree)
+    return jax.tree.map(
+        lambda x, dtype, spec: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(spec)),
+        tree,
+        dtypes,
+        specs_like(tree, SERVING),
+    )
+
+
+def push_weights(state, name, seed, cast=None):
+    params = place(weights(seed), FSDP)
+    plan = xt.plan(params, state.peer[name].layout, cast=cast)
+    xt.push(params, plan, [state.peer]).wait(30)
+    return dict(plan.arrivals), plan.nbytes
+
+
+def window_of_weights(state, name):
+    state.kept[name] = state.engine.window(serving_avals("bfloat16"), name=name)
+
+
+def commit_weights(state, name, expect):
+    state.kept[name].counter(expect).wait(10)
+    return jax.tree.map(np.asarray, state.kept[name].commit(10))
+
+
+def row(generation, index, width):
+    return content(generation * 1000 + index, (width,), np.uint8)
+
+
+def adversarial_writer(state, descriptor, seed, limit):
+    """Fills every generation that it sees with `row`s, whatever goes wrong, until it is told to stop; (writes,
+    failures, losses).
+    """
+    from tests.transfer.adversary import disturb
+
+    writes = failures = losses = seen = 0
+    peer = None
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        try:
+            if peer is None or peer.lost:
+                peer = state.engine.connect(descriptor, timeout=5)
+                flush = disturb(peer, seed + losses)
+            try:
+                state.engine.recv(peer, tag="stop", timeout=0)
+                return writes, failures, losses
+            except TimeoutError:
+                pass
+            rows = peer["rows"]
+            if rows.generation <= seen:
+                time.sleep(0.0005)
+                continue
+            pending = dict.fromkeys(np.random.default_rng(seed + rows.generation).permutation(rows.shape[0]).tolist())
+            while pending:
+                for index in pending:
+                    source = row(rows.generation, index, rows.shape[1])
+                    pending[index] = state.engine.write(source, rows[index], imm=f"rows{rows.generation}")
+                for index, transfer in list(pending.items()):
+                    try:
+                        transfer.wait(20)
+                        del pending[index]
+                        writes += 1
+                    except xt.TransferError as error:
+                        if type(error) is not xt.TransferError:
+                            raise
+                        failures += 1
+            seen = rows.generation
+            with state.engine._lock:
+                flush()
+        except (xt.PeerLost, xt.StaleWindow, xt.TransferRefused):
+            losses += 1
+            time.sleep(0.005)
+    raise AssertionError(f"nobody said stop within {limit} s: {writes} writes, {failures} failures, {losses} losses")

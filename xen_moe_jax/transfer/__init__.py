@@ -14,16 +14,22 @@ from xen_moe_jax.transfer.errors import (
     TransferTimeout,
     TransferUnavailable,
 )
+from xen_moe_jax.transfer.plan import Layout, Plan, plan
+from xen_moe_jax.transfer.push import Push, push
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
+from xen_moe_jax.transfer.tick import Watcher, tick
 from xen_moe_jax.transfer.transfer import Transfer
 from xen_moe_jax.transfer.window import Published, Window
 
 __all__ = [
     "Engine",
     "ImmCounter",
+    "Layout",
     "Peer",
     "PeerLost",
+    "Plan",
     "Published",
+    "Push",
     "RemoteArray",
     "RemoteTree",
     "StaleWindow",
@@ -33,5 +39,9 @@ __all__ = [
     "TransferRefused",
     "TransferTimeout",
     "TransferUnavailable",
+    "Watcher",
     "Window",
+    "plan",
+    "push",
+    "tick",
 ]

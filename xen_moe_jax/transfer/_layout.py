@@ -43,6 +43,11 @@ class Leaf:
     dtype: np.dtype
     shards: tuple[Shard, ...]
 
+    @classmethod
+    def of_boxes(cls, path: str, shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box]) -> Leaf:
+        """A leaf of which only the boxes are known."""
+        return cls(path, shape, dtype, tuple(Shard(box, 0, "host") for box in boxes))
+
     def to_json(self) -> dict:
         shards = [{"b": s.box, "a": s.pointer, "m": s.memory, "k": s.key.hex()} for s in self.shards]
         return {"p": self.path, "s": self.shape, "d": self.dtype.name, "h": shards}

@@ -93,9 +93,8 @@ def _on_revoked(engine: Engine, peer: Peer, head: dict) -> None:
 def _on_imm(engine: Engine, peer: Peer, head: dict) -> None:
     window, imm = engine._windows.get(head["w"]), check_imm(head["k"])
     # A number that was seen, or a generation that is not open, counts nothing.
-    if head["n"] <= peer.highest_number:
+    if not peer.arrivals_seen.add(head["n"]):
         return
-    peer.highest_number = head["n"]
     if window is not None and window.generation == head["g"] and peer in window._open.writers:
         if not engine._arrivals.add(imm, (peer.number, head["w"], head["g"])):
             engine._lose(peer, "it counts too many different numbers; close counters that have been waited for")

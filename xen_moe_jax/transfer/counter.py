@@ -28,6 +28,26 @@ def check_imm(imm: Imm) -> Imm:
     return imm
 
 
+class SeenNumbers:
+    """The numbers 0, 1, 2, ... that have been seen, in any order: each counts once."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._beyond: set[int] = set()
+
+    def add(self, number: int) -> bool:
+        """False for a number that was seen before."""
+        if number < self._below or number in self._beyond:
+            return False
+        if number - self._below > MAX_NUMBERS:
+            raise ValueError(f"arrival number {number} while {self._below} is missing")
+        self._beyond.add(number)
+        while self._below in self._beyond:
+            self._beyond.remove(self._below)
+            self._below += 1
+        return True
+
+
 class Arrivals:
     """All counters of an engine; under its lock."""
 

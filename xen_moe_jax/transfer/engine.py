@@ -384,7 +384,10 @@ class Engine:
             unsettled = [g for _, g in self._retired if g.writers or g.lost]
             for peer in list(self._peers_by_number.values()):
                 self._lose(peer, "this engine was closed")
-            _never_released.extend(g for g in unsettled if not all(self._gone(p) for p in [*g.writers, *g.lost]))
+            # With the wire closed below, only a living process with leave to write could still reach its memory.
+            _never_released.extend(
+                g for g in unsettled if not all(_process.has_ended(p.process) for p in [*g.writers, *g.lost])
+            )
             self._closed = True
             self._changed.notify_all()
         self._loop.stop()
@@ -481,33 +484,52 @@ class Engine:
             raise TransferRefused(
                 f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
             )
-        checked = None if pages is None else _check_pages(pages, given, targets, request)
-        for path, array in given.items():
-            dtype = _memory.check_dtype(array.dtype, f"{request}: {path or 'the source'}")
-            shape, wanted = tuple(array.shape), targets[path].shape
+        parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
+        checked = None if pages is None else _check_pages(pages, parts, request)
+        return self._parts_job(parts, checked, request, timeout)
+
+    def _parts_job(
+        self, parts: list[tuple[str, Any, RemoteArray]], pages: Pages | None, request: str, timeout: float
+    ) -> tuple[Job, list[object]]:
+        """One job for (label, array, target) of one generation of one window."""
+        for label, array, target in parts:
+            dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
+            shape, wanted = tuple(array.shape), target.shape
             if pages is not None:
                 shape, wanted = shape[1:], wanted[1:]
-            if dtype != targets[path].dtype or shape != wanted:
+            if dtype != target.dtype or shape != wanted:
                 raise TransferRefused(
-                    f"{request}: {path or 'the source'} is {dtype}{list(array.shape)}, the target {targets[path]!r}"
+                    f"{request}: {label} is {dtype}{list(array.shape)}, the target {target!r}"
                     f"{' (pages of equal shape)' if pages is not None else ''}",
                     peer=target.peer.name,
                     request=request,
                 )
             if self._device is None and isinstance(array, jax.Array):
                 self._device = _device.ordinal(array)
-        grant = target.target.grant(request, timeout)
+        window = parts[0][2].target
+        grant = window.grant(request, timeout)
 
         def plan():
             runs: KeyedRuns = []
             kept: list[object] = []
-            for path, array in given.items():
+            for _, array, target in parts:
                 shards, held = _memory.local_shards(array)
                 kept += held
-                runs += targets[path].runs(shards, grant.leaves[targets[path].leaf.path].shards, checked)
+                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages)
             return runs, kept
 
-        return Job(target.peer, grant, plan), list(given.values())
+        return Job(window.peer, grant, plan), [array for _, array, _ in parts]
+
+    def _write_parts(
+        self, parts: list[tuple[str, Any, RemoteArray]], request: str, imm: Imm, timeout: float, last: bool
+    ) -> Transfer:
+        """A write of several arrays; after the `last` one the leave to write is given back."""
+        job, sources = self._parts_job(parts, None, request, timeout)
+        transfer = self._start(Transfer(self, "put", request, [job], sources, imm))
+        if last and job.grant is not None:
+            with self._lock:
+                job.grant.finish()
+        return transfer
 
     def _call(self, peer: Peer, head: dict, timeout: float, request: str) -> dict:
         """A question to a peer, and its answer."""
@@ -654,7 +676,7 @@ class Engine:
         self._retired = kept
 
 
-def _check_pages(pages, given: dict, targets: dict, request: str) -> Pages:
+def _check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
     source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
     if len(source) != len(destination):
         raise TransferRefused(
@@ -662,14 +684,16 @@ def _check_pages(pages, given: dict, targets: dict, request: str) -> Pages:
         )
     if len(np.unique(destination)) != len(destination):
         raise TransferRefused(f"{request}: a destination page is named twice; transfers have no order", request=request)
-    for path, array in given.items():
+    for label, array, target in parts:
+        if not array.shape or not target.shape:
+            raise TransferRefused(f"{request}: {label} has no dimension to count pages along", request=request)
         for side, indices, extent in (
             ("source", source, array.shape[0]),
-            ("destination", destination, targets[path].shape[0]),
+            ("destination", destination, target.shape[0]),
         ):
             if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
                 raise TransferRefused(
-                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {path or 'the array'}, "
+                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {label}, "
                     f"which has {extent}",
                     request=request,
                 )

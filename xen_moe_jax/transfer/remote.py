@@ -8,7 +8,9 @@ import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
 from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
+from xen_moe_jax.transfer.plan import Layout
 from xen_moe_jax.transfer.transfer import KeyedRuns, Transfer, stale
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class Grant:
     def __init__(self, peer: Peer, name: str, window: int, generation: int, leaves: dict[str, Leaf]):
         self.peer, self.name, self.window, self.generation, self.leaves = peer, name, window, generation, leaves
         self.open = True
+        self._finishing = False
         self._transfers: set[Transfer] = set()
 
     def stale_error(self, request: str) -> StaleWindow:
@@ -34,7 +37,18 @@ class Grant:
 
     def drop(self, transfer: Transfer) -> None:
         self._transfers.discard(transfer)
+        if self._finishing:
+            self.finish()
         self._confirm()
+
+    def finish(self) -> None:
+        """Gives the leave back by itself, now or when the last transfer ends. What happens to this process afterwards
+        does not concern that generation.
+        """
+        self._finishing = True
+        if not self._transfers:
+            self.open = False
+            self._confirm()
 
     def revoke(self) -> None:
         """Stops what is on its way, and tells the owner when nothing can land any more."""
@@ -68,7 +82,7 @@ class Peer:
         self.lost: str | None = None
         self.left = False
         self.grants: dict[tuple[int, int], Grant] = {}
-        self.highest_number = -1
+        self.arrivals_seen = SeenNumbers()
         self._number = -1
 
     def __repr__(self) -> str:
@@ -158,6 +172,11 @@ class RemoteTree:
         }
 
     @property
+    def layout(self) -> Layout:
+        """Who holds which slice of it: a destination for `plan`."""
+        return Layout(self.peer.name, self.target.name, tuple(self.target.leaves.values()))
+
+    @property
     def generation(self) -> int:
         return self.target.generation
 
@@ -178,6 +197,11 @@ class RemoteArray:
         self.target, self.leaf = target, leaf
         self._box = box if box is not None else tuple((0, extent) for extent in leaf.shape)
         self._dropped = dropped
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which slice of it: a destination for `plan`."""
+        return Layout(self.peer.name, self.target.name, (self.leaf,))
 
     @property
     def shape(self) -> tuple[int, ...]:

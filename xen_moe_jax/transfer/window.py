@@ -17,6 +17,7 @@ from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._layout import Leaf, Shard, leaves_by_path
 from xen_moe_jax.transfer.counter import ImmCounter
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow
+from xen_moe_jax.transfer.plan import Layout
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
@@ -117,11 +118,9 @@ class Window:
         return self._open.number
 
     @property
-    def layout(self):
+    def layout(self) -> Layout:
         """Who holds which slice: what `plan` wants to know of a destination."""
-        from xen_moe_jax.transfer.plan import Layout
-
-        return Layout(self._engine.name, self._open.region.leaves)
+        return Layout(self._engine.name, self.name, tuple(self._open.region.leaves))
 
     def counter(self, expect: int) -> ImmCounter:
         """Counts the writes of `push` into the open generation."""

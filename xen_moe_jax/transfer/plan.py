@@ -1,0 +1,160 @@
+"""Who sends which slice of which array to whom: computed once, from shapes and shardings alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._layout import Box, Leaf, box_of, intersection, leaves_by_path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of one window and the boxes that its process holds: `window.layout`, or `peer["w"].layout` from
+    afar.
+    """
+
+    owner: str
+    window: str
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box (global coordinates) of the array at `path`, which `process` has in its shard `shard`, and `receiver`
+    needs.
+    """
+
+    path: str
+    process: int
+    shard: Box
+    box: Box
+    receiver: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Made by `plan`. `arrivals[receiver]` is how many writes a receiver must count; `windows[receiver]` is where they
+    go.
+    """
+
+    pieces: tuple[Piece, ...]
+    dtypes: Mapping[str, np.dtype]
+    windows: Mapping[str, str | None]
+    arrivals: Mapping[str, int]
+
+    def of(self, process: int) -> dict[tuple[str, str], list[Piece]]:
+        """What a process sends, by (receiver, path): one write each."""
+        writes: dict[tuple[str, str], list[Piece]] = {}
+        for piece in self.pieces:
+            if piece.process == process:
+                writes.setdefault((piece.receiver, piece.path), []).append(piece)
+        return writes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all processes send, a replica at a receiver not counted."""
+        return sum(piece.size * self.dtypes[piece.path].itemsize for piece in self.pieces)
+
+
+def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
+    """A static plan for `push`.
+
+    Args:
+        src: pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings: the sender's, over all of its processes.
+        dst: what the receivers hold: a `Layout`, several of them (each process of the serving side has one), or a
+        pytree with shardings
+            for a single receiver.
+        cast: {pattern of paths: dtype}, the first match counts; the sender casts before it sends, so that only the
+        result travels.
+
+    Where several processes of the sender hold the same slice, the one that has least to send so far sends it.
+
+    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds what a receiver needs.
+    """
+    sources = {path: _holders(path, leaf) for path, leaf in leaves_by_path(src).items()}
+    avals = leaves_by_path(src)
+    layouts = _layouts(dst)
+    dtypes = {path: _memory.check_dtype(aval.dtype, f"plan: {path or 'the array'}") for path, aval in avals.items()}
+    for path in dtypes:
+        for pattern, dtype in (cast or {}).items():
+            if fnmatch.fnmatchcase(path, pattern):
+                dtypes[path] = jax.numpy.dtype(dtype)
+                break
+    load: Counter[int] = Counter()
+    pieces: list[Piece] = []
+    for layout in layouts:
+        there = {leaf.path: leaf for leaf in layout.leaves}
+        if there.keys() != avals.keys():
+            only = sorted(there.keys() ^ avals.keys())
+            raise ValueError(f"plan: source and {layout.owner or 'destination'!r} differ in {only[:8]}")
+        for path, leaf in there.items():
+            if leaf.shape != tuple(avals[path].shape) or leaf.dtype != dtypes[path]:
+                raise ValueError(
+                    f"plan: {path or 'the array'} is {dtypes[path]}{list(avals[path].shape)} as sent (see cast=), "
+                    f"{leaf.dtype}{list(leaf.shape)} at {layout.owner!r}"
+                )
+            for box in dict.fromkeys(shard.box for shard in leaf.shards):
+                pieces += _cover(path, box, layout.owner, sources[path], load)
+    writes = {(piece.process, piece.receiver, piece.path) for piece in pieces}
+    arrivals = Counter(receiver for _, receiver, _ in writes)
+    return Plan(
+        tuple(pieces),
+        dtypes,
+        {layout.owner: layout.window or None for layout in layouts},
+        {layout.owner: arrivals[layout.owner] for layout in layouts},
+    )
+
+
+def _holders(path: str, leaf: Any) -> dict[Box, list[int]]:
+    """The distinct boxes of an array, and the processes that hold each."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return {tuple((0, extent) for extent in leaf.shape): [jax.process_index()]}
+    holders: dict[Box, list[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(leaf.shape)).items():
+        processes = holders.setdefault(box_of(index, leaf.shape), [])
+        if device.process_index not in processes:
+            processes.append(device.process_index)
+    return holders
+
+
+def _layouts(dst) -> list[Layout]:
+    if isinstance(dst, Layout):
+        return [dst]
+    if isinstance(dst, Sequence) and dst and all(isinstance(entry, Layout) for entry in dst):
+        owners = [layout.owner for layout in dst]
+        if len(set(owners)) != len(owners):
+            raise ValueError(f"plan: several layouts of one receiver: {owners}")
+        return list(dst)
+    leaves = []
+    for path, leaf in leaves_by_path(dst).items():
+        boxes = _holders(path, leaf)
+        leaves.append(Leaf.of_boxes(path, tuple(leaf.shape), np.dtype(leaf.dtype), list(boxes)))
+    return [Layout("", "", tuple(leaves))]
+
+
+def _cover(path: str, box: Box, receiver: str, holders: dict[Box, list[int]], load: Counter[int]) -> list[Piece]:
+    pieces = []
+    for held, processes in holders.items():
+        if any(stop == start for start, stop in box) or (common := intersection(held, box)) is None:
+            continue
+        process = min(processes, key=lambda p: (load[p], p))
+        pieces.append(Piece(path, process, held, common, receiver))
+        load[process] += pieces[-1].size
+    missing = math.prod(stop - start for start, stop in box) - sum(piece.size for piece in pieces)
+    if missing:
+        raise ValueError(f"plan: nobody holds {missing} elements of {path or 'the array'} that {receiver!r} needs")
+    return pieces

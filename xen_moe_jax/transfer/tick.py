@@ -1,0 +1,75 @@
+"""From inside a compiled program: the host is told that a value is there, while the program goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from xen_moe_jax.transfer.errors import TransferTimeout
+
+
+class Watcher:
+    """Receives ticks. `callback(index, data)` runs in a thread of the runtime, once for each tick, in any order: it
+    should start transfers, not wait for them. An exception in it is kept, and raised by `wait`; the program goes on.
+    """
+
+    def __init__(self, callback: Callable[[int, Any], object] | None = None):
+        self._callback = callback
+        self._changed = threading.Condition()
+        self._ticks = 0
+        self._error: BaseException | None = None
+
+    @property
+    def ticks(self) -> int:
+        """Ticks whose callback has ended."""
+        return self._ticks
+
+    def wait(self, ticks: int, timeout: float | None = None) -> None:
+        """Returns after so many ticks since this watcher was made. Raises the callback's first exception, or
+        `TransferTimeout`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while self._ticks < ticks and self._error is None:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise TransferTimeout(f"{self._ticks} of {ticks} ticks after {timeout} s", request="tick")
+                self._changed.wait(remaining)
+            if self._error is not None:
+                raise self._error
+
+    def _tick(self, index: np.ndarray, data: Any, _: Any) -> None:
+        try:
+            if self._callback is not None:
+                # The runtime takes its buffers back when this returns; what the callback sends must outlive it.
+                self._callback(int(index), jax.tree.map(np.array, data))
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+        finally:
+            with self._changed:
+                self._ticks += 1
+                self._changed.notify_all()
+
+
+def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
+    """Returns `y` as it is; when it has been computed, `watcher` is told, without waiting for the rest of the program.
+
+    Args:
+        y: pytree of arrays; use the result, or the tick alone remains.
+        index: passed to the callback: a layer's number, may be traced.
+        data: pytree of arrays that the callback gets as NumPy arrays (one copy to the host), computed by then, too.
+
+    Inside `shard_map` every device ticks. No gradient passes through `index` and `data`.
+    """
+    y, data = jax.lax.optimization_barrier((y, data))
+    done = [jnp.ravel(leaf)[:1] for leaf in jax.tree.leaves(y)]
+    io_callback(watcher._tick, None, jnp.asarray(index), jax.lax.stop_gradient(data), done, ordered=False)
+    return y
