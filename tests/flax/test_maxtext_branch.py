@@ -7,7 +7,6 @@ all-to-all, group again by local expert, grouped matmuls, and all of it back. `b
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import xen_moe_jax as xm
 from tests.support.layers import make_mesh
@@ -70,8 +69,7 @@ def by_calls(x, logits, w0, w1, wo):
     return xm.combine(y, routed.handle).reshape(x.shape)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])  # such layers turn the check off
-def test_outputs_and_gradients_agree(check_vma):
+def test_outputs_and_gradients_agree():
     mesh = make_mesh((4,), ("expert",))
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = ((B, S, H), (B, S, E), (E, H, F), (E, H, F), (E, F, H))
@@ -79,9 +77,8 @@ def test_outputs_and_gradients_agree(check_vma):
     target = jax.random.normal(keys[5], (B, S, H))
 
     def evaluate(branch):
-        layer = jax.shard_map(
-            branch, mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert"), check_vma=check_vma
-        )
+        # such layers turn the check of varying axes off
+        layer = jax.shard_map(branch, mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert"), check_vma=False)
 
         def loss(*inputs):
             y = layer(*inputs)
