@@ -1,8 +1,10 @@
-"""Disaggregated decoding: one process computes a prompt's KV cache and writes it, layer by layer, into the pages of another.
+"""Disaggregated decoding: one process computes a prompt's KV cache and writes it, layer by layer, into the pages of
+another.
 
-The decoder asks a prefill process for a prompt and names the pages that it has set aside. While the prefill program computes the next
-layer, `tick` hands the last one's keys and values to the host, which writes them into those pages. The decoder waits for one counter.
-The first prefill process is killed in the middle of its work: the decoder throws the half-filled window away and asks another.
+The decoder asks a prefill process for a prompt and names the pages that it has set aside. While the prefill program
+computes the next layer, `tick` hands the last one's keys and values to the host, which writes them into those pages.
+The decoder waits for one counter. The first prefill process is killed in the middle of its work: the decoder throws the
+half-filled window away and asks another.
 
     python examples/prefill_decode.py
 """
@@ -42,6 +44,10 @@ def embedded(params, tokens, positions):
     return params["embed"][tokens] + jnp.sin(angles + jnp.arange(HIDDEN))
 
 
+def output(params, x):
+    return x / jnp.sqrt(jnp.mean(x**2)) @ params["out"]
+
+
 def heads(x):
     return x.reshape(*x.shape[:-1], HEADS, HEAD)
 
@@ -52,7 +58,9 @@ def block(p, x, attended):
 
 
 def prefill(params, tokens, each_layer):
-    """Logits of the last of `tokens [T]`; `each_layer(x, layer, kv)` sees kv `[pages, 2, PAGE, HEADS, HEAD]` as soon as it is there."""
+    """Logits of the last of `tokens [T]`; `each_layer(x, layer, kv)` sees kv `[pages, 2, PAGE, HEADS, HEAD]` as soon
+    as it is there.
+    """
     x = embedded(params, tokens, jnp.arange(len(tokens)))
     causal = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
     for layer, p in enumerate(params["layers"]):
@@ -63,7 +71,7 @@ def prefill(params, tokens, each_layer):
         x = each_layer(x, layer, kv)
         scores = jnp.einsum("qhd,khd->hqk", q, k) / HEAD**0.5
         x = block(p, x, jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v))
-    return x[-1] @ params["out"]
+    return output(params, x[-1])
 
 
 def sample(logits, position):
@@ -73,7 +81,9 @@ def sample(logits, position):
 
 @jax.jit
 def decode_step(params, kv, table, token, length):
-    """One token: kv `[LAYERS, POOL, 2, PAGE, HEADS, HEAD]`, table `[pages]` of this request; (next token, kv with this one's)."""
+    """One token: kv `[LAYERS, POOL, 2, PAGE, HEADS, HEAD]`, table `[pages]` of this request; (next token, kv with this
+    one's).
+    """
     x = embedded(params, token, length)
     page, slot = table[length // PAGE], length % PAGE
     seen = jnp.arange(table.shape[0] * PAGE) <= length
@@ -83,7 +93,7 @@ def decode_step(params, kv, table, token, length):
         k, v = kv[layer, table].swapaxes(0, 1).reshape(2, -1, HEADS, HEAD)
         scores = jnp.where(seen, jnp.einsum("hd,khd->hk", q, k) / HEAD**0.5, -jnp.inf)
         x = block(p, x, jnp.einsum("hk,khd->hd", jax.nn.softmax(scores), v))
-    return sample(x @ params["out"], length), kv
+    return sample(output(params, x), length), kv
 
 
 def decode(params, kv, table, logits, length, steps):
