@@ -26,17 +26,17 @@ PAGE, POOL = 8, 32  # tokens of a page, pages of the decoder's cache
 
 
 def parameters():
-    keys = iter(jax.random.split(jax.random.key(0), 2 + 6 * LAYERS))
+    rng = np.random.default_rng(0)
 
     def dense(*shape):
-        return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+        return (rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32)
 
     names = {"q": HIDDEN, "k": HIDDEN, "v": HIDDEN, "o": HIDDEN, "up": 4 * HIDDEN}
     layers = [
         {name: dense(HIDDEN, width) for name, width in names.items()} | {"down": dense(4 * HIDDEN, HIDDEN)}
         for _ in range(LAYERS)
     ]
-    return {"embed": dense(VOCAB, HIDDEN), "layers": layers, "out": dense(HIDDEN, VOCAB)}
+    return jax.device_put({"embed": dense(VOCAB, HIDDEN), "layers": layers, "out": dense(HIDDEN, VOCAB)})
 
 
 def embedded(params, tokens, positions):
@@ -138,7 +138,7 @@ def start(name, descriptor, dies_after=-1):
 
 def main(steps=12):
     params = parameters()
-    prompt = jax.random.randint(jax.random.key(1), (27,), 0, VOCAB)
+    prompt = np.random.default_rng(1).integers(0, VOCAB, 27)
     pages = np.random.default_rng(0).permutation(POOL)[: -(-(len(prompt) + steps) // PAGE)]
     table = jnp.asarray(pages)
 
