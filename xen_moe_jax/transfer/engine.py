@@ -465,11 +465,12 @@ class Engine:
             for job in transfer._jobs:
                 if job.grant is not None:
                     job.grant.take(transfer)
-            self._active.append(transfer)
             transfer._advance()
-            if transfer._ended:
-                self._active = [t for t in self._active if t is not transfer]
-            else:
+            if not transfer._ended:  # Memory of this host takes no longer than this: the thread need not be woken.
+                self._wire.progress()
+                transfer._advance()
+            if not transfer._ended:
+                self._active.append(transfer)
                 self._loop.wake()
         return transfer
 
