@@ -63,6 +63,11 @@ def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) ->
     return 2 * block * (record.bytes + row)
 
 
+def smem_bytes(blocks: int, block: int) -> int:
+    """SMEM: which blocks are visited, and two blocks of each of two tables."""
+    return 4 * (blocks + 4 * block)
+
+
 def place(
     staged: jax.Array,
     source: jax.Array,
