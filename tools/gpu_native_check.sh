@@ -6,7 +6,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 OUT=${1:?usage: tools/gpu_native_check.sh OUT_DIRECTORY [CALLS]}
-CALLS=${2:-200000}
+CALLS=${2:-1000000}
 NVCC=${NVCC:-nvcc}
 BUILD=${BUILD:-build/native}
 LIMIT=235  # seconds in all
@@ -58,6 +58,9 @@ for scenario in normal wrap late absent skip shapes dead indices generations com
   run "native_$scenario" 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario $scenario --calls 10000 \
     --json "$OUT/native_$scenario.json"
 done
+if [ "$gpus" -gt 1 ]; then  # one rank per GPU
+  run native_late_apart 60 "$BUILD/harness" --ranks "$gpus" --gpus "$gpus" --scenario late --json "$OUT/native_late_apart.json"
+fi
 run native_random_two 60 "$BUILD/harness" --ranks 2 --gpus "$((gpus > 1 ? 2 : 1))" --scenario random --calls "$CALLS" --seed 2 \
   --json "$OUT/native_random_two.json"
 run native_random 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario random --calls "$((CALLS / 4))" \
