@@ -42,7 +42,8 @@ __device__ __forceinline__ void InitSignalBox(SignalBox& box) {  // a __syncthre
 // failed.
 static __device__ __noinline__ bool AwaitRoom(const SignalBox& box, const Running& run, uint32_t posted) {
   const uint32_t* sent = &box.sent[threadIdx.x / 32];
-  return WaitUntil([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks, run.rank);
+  return WaitUntil<4096>([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks,
+                         run.rank);
 }
 
 // A warp's way to have flags raised. `direct`: it fences and stores them itself, which is quicker for a single row.
