@@ -134,7 +134,7 @@ def _weights_tangent(weights: Any, topk_weights_dot: Any, topk_idx: Any, positio
 
 
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    _, _, topk_idx, _ = primals
+    topk_idx = _layout.sanitize(primals[2], params["spec"].num_experts)
     x_dot, scales_dot, _, weights_dot = tangents
     # what the tangent needs is named, so that a policy that saves the names does not dispatch again
     out = Dispatched(*dispatch_p.bind(*primals, **params)).named()

@@ -77,9 +77,9 @@ def dispatch_start(
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
         whole = _api.routed(primitives.Dispatched(*results), prepared.topk_idx, static.spec)
         return Flight(whole, "dispatch")
-    results = primitives.dispatch_start_p.bind(*prepared.operands, **static.params)
+    results = primitives.dispatch_start_p.bind(*prepared.start_operands, **static.params)
     known = 4 if static.spec.layout == "ranked" else 3
-    return Flight(DispatchInFlight(prepared.operands, results[:known], results[known:], static), "dispatch")
+    return Flight(DispatchInFlight(prepared.start_operands, results[:known], results[known:], static), "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")

@@ -32,17 +32,28 @@ class Static:
 
 
 class PreparedDispatch(NamedTuple):
-    """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`."""
+    """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`.
+
+    `given_topk_idx`: as the caller gave it, int32; the operand of a dispatch, which treats what is out of range itself.
+    So a kernel need not wait for the sanitised one, which goes into the handle.
+    """
 
     static: Static
     x: jax.Array
     scales: jax.Array
     topk_idx: jax.Array
     topk_weights: jax.Array
+    given_topk_idx: jax.Array
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
-        return self[1:]
+        """Of a dispatch in one piece."""
+        return self.x, self.scales, self.given_topk_idx, self.topk_weights
+
+    @property
+    def start_operands(self) -> tuple[jax.Array, ...]:
+        """Of the start of a dispatch in two halves, whose routing the second half reads again."""
+        return self.x, self.scales, self.topk_idx, self.topk_weights
 
 
 class PreparedCombine(NamedTuple):
@@ -116,7 +127,8 @@ def dispatch(
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:
         scales = jnp.zeros((num_tokens, 0), jnp.float32)
-    return PreparedDispatch(static, *vary_over([values, scales, idx, weights], spec.axis_name))
+    given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold what int32 cannot
+    return PreparedDispatch(static, *vary_over([values, scales, idx, weights, given], spec.axis_name))
 
 
 def combine(

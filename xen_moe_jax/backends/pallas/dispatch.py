@@ -36,6 +36,7 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
+    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent_scales = given_scales(x, scales)
     rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)

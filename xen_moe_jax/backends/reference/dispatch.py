@@ -29,6 +29,7 @@ def dispatch(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
+    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     rank = lax.axis_index(spec.axis_name)
     routing, weights, pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
