@@ -70,7 +70,7 @@ def kill_receivers(engine, others, kills, seed):
                     other.process.kill()
                 before, seen = seen, transfer_sides.fill_generation(engine, peer, seen)
                 sent += seen != before
-        other.process.join(10)
+        other.process.join(60)
         assert other.process.exitcode == -9, f"torn, or lost for another reason: {lost.value}"
         other.end()
     return sent
