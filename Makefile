@@ -13,6 +13,8 @@ JAX ?= $(OLDEST_JAX)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
+# test processes side by side; each has 8 virtual devices
+JOBS ?= 2
 DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
@@ -23,7 +25,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel clean
+.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -50,10 +52,10 @@ demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
 test: $(READY)  ## the test suite, but for the tests marked slow
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what make test leaves out: an hour or more
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
@@ -87,13 +89,22 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...
 
-wheel: $(READY)  ## the sdist and a wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
+wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
 	rm -rf dist
 	$(BIN)/python -m build --sdist --outdir dist .
-	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist/built dist/*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libnvshmem_host.so.*' --wheel-dir dist dist/built/*.whl
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/abi3audit --strict dist/*.whl
+	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
 	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/test_wheel.py
+
+release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
+	$(BIN)/check-wheel-contents dist/*.whl
 
 clean:  ## what the build and the tests leave behind
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,7 +84,8 @@ struct Signaller {
     const bool watches = lane < kSignalWarp;
     uint32_t sent = 0;
     for (;;) {
-      const bool last = LoadAcquireBlock(&box.finished) == kSignalWarp;  // read before `posted`
+      // Read before `posted`, and once for all lanes.
+      const bool last = __shfl_sync(0xFFFFFFFFu, LoadAcquireBlock(&box.finished), 0) == kSignalWarp;
       const uint32_t now = watches ? LoadAcquireBlock(&box.posted[lane]) : 0;
       if (__any_sync(0xFFFFFFFFu, now != sent)) {
         __threadfence_system();

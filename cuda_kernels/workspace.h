@@ -26,6 +26,7 @@
 // operation that needs more than that waits for the announcements of its own epoch first and takes their least.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -216,5 +217,8 @@ struct alignas(128) Control {
   uint32_t reported;                              // generation written to `error`
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
 };
+
+static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");
+static_assert(256 % kGenerations == 0, "the low byte of a generation tells its table");
 
 }  // namespace xen_moe

@@ -164,7 +164,7 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   // kernels find the failure, or that they have no memory.
   try {
     if (!workspace.Serves(needs) && !Capturing(stream)) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed
-    workspace.ReclaimIfStale();
+    if (workspace.stale() && !Capturing(stream)) workspace.ReclaimIfStale();
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }

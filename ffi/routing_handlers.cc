@@ -123,12 +123,13 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   CombineParams p = plan->params;
   const Routing& r = p.routing;
   ffi::Error error = CheckOnce(plan, [&] {
-    return std::vector<Expected>{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
-                                 {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
-                                 {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
-                                 {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
-                                 {"weights", weights, ffi::F32, WeightsShape(r)},
-                                 {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
+    std::vector<Expected> all{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
+                              {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
+                              {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                              {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                              {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
+    if (plan->weighted) all.push_back({"weights", weights, ffi::F32, WeightsShape(r)});
+    return all;
   });
   if (!error.success()) return error;
   p.y = y.untyped_data();

@@ -824,11 +824,14 @@ void Turns::Clear() {
 
 void FreeWhenIdle(Devices* gpus, std::vector<int> ordinals, std::vector<std::pair<int, char*>> memory, Pinned records) {
   std::thread([gpus, ordinals = std::move(ordinals), memory = std::move(memory), records] {
-    for (int ordinal : ordinals) {
-      while (!gpus->Idle(ordinal, 60.0)) std::this_thread::sleep_for(std::chrono::seconds(1));
+    try {
+      for (int ordinal : ordinals) {
+        while (!gpus->Idle(ordinal, 60.0)) std::this_thread::sleep_for(std::chrono::seconds(1));
+      }
+      for (const auto& [ordinal, block] : memory) gpus->Free(ordinal, block);
+      if (records.host != nullptr) gpus->FreePinned(records);
+    } catch (const MemoryError&) {  // the process is ending, and the driver has gone
     }
-    for (const auto& [ordinal, block] : memory) gpus->Free(ordinal, block);
-    if (records.host != nullptr) gpus->FreePinned(records);
   }).detach();
 }
 

@@ -95,6 +95,7 @@ class Workspace {
   int held() const { return held_.load(); }
   // Frees generations that nobody uses any more, if there may be any. Cheap.
   void ReclaimIfStale();
+  bool stale() const { return stale_.load(std::memory_order_relaxed); }
   bool across() const { return across_; }  // spans processes
   // Launches by the host: the replay of a captured graph is none.
   std::atomic<uint64_t> launches{0};

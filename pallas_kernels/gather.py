@@ -34,15 +34,6 @@ def rows_in(buffer: Any, first: Any, count: int) -> Callable[[int], jax.Array]:
     return lambda j: buffer[j, pl.ds(first, count), :]
 
 
-def put_into(buffer: Any, rows: Any) -> Callable[[int, jax.Array], None]:
-    """`put(j, words)`: block row `j` of the records `rows` (a slice) of a buffer."""
-
-    def put(j: int, words: jax.Array) -> None:
-        buffer[j, rows, :] = words
-
-    return put
-
-
 def start_rows(table: Any, staged: Any, buffer: Any, semaphore: Any, *, zero_others: bool) -> None:
     """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry]` -> record `n` of the buffer.
 
@@ -74,12 +65,12 @@ def await_rows(buffer: Any, count: Any, semaphore: Any) -> None:
 
 
 def double_buffered(
-    start: Callable[[Any, jax.Array], None], wait: Callable[[jax.Array], None], now: Any, following: Any
-) -> jax.Array:
+    start: Callable[[Any, Any, Any], None], wait: Callable[[Any], None], now: Any, following: Any
+) -> Any:
     """Fills the other buffer from table `following`, then waits for this step's; returns this step's buffer number.
 
     Args:
-      start: (table, buffer number) starts the DMAs.
+      start: (table, buffer number, step) starts the DMAs.
       wait: (buffer number) waits for this step's.
     """
     step, steps = pl.program_id(0), pl.num_programs(0)
@@ -87,11 +78,11 @@ def double_buffered(
 
     @pl.when(step == 0)
     def _() -> None:
-        start(now, slot)
+        start(now, slot, step)
 
     @pl.when(step + 1 < steps)
     def _() -> None:
-        start(following, 1 - slot)
+        start(following, 1 - slot, step + 1)
 
     wait(slot)
     return slot

@@ -36,14 +36,13 @@ class _Refs:
 
 
 def _body(refs: _Refs, *, record: Record) -> None:
-    step = pl.program_id(0)
     keep_scales = refs.scales is not None
 
-    def start(table: Any, slot: Any) -> None:
+    def start(table: Any, slot: Any, _: Any) -> None:
         gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=True)
 
     def wait(slot: Any) -> None:
-        gather.await_rows(refs.buffer.at[slot], refs.gathered[refs.blocks[step]], refs.semaphore.at[slot])
+        gather.await_rows(refs.buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
 
     slot = gather.double_buffered(start, wait, refs.now, refs.following)
 
@@ -62,6 +61,11 @@ def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) ->
     """VMEM that a block size needs: two record buffers and two output blocks (pipelined)."""
     row = record.hidden * jnp.dtype(out_dtype).itemsize + (4 * LANES * record.scale_rows if keep_scales else 0)
     return 2 * block * (record.bytes + row)
+
+
+def smem_bytes(blocks: int, block: int) -> int:
+    """SMEM: which blocks are visited, and two blocks of each of two tables."""
+    return 4 * (blocks + 4 * block)
 
 
 def place(
@@ -93,7 +97,7 @@ def place(
     wanted = jnp.any(jnp.pad(live, (0, pad)).reshape(steps, block), axis=1)
     blocks = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
     num_blocks = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1)
-    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+    gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
 
     def after(i: Any, blocks: Any, *_: Any) -> Any:
         return blocks[jnp.minimum(i + 1, steps - 1)], 0, 0
@@ -114,9 +118,10 @@ def place(
             remote=False,
             by_dma=False,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=1,
                 grid=(num_blocks,),
                 in_specs=[
+                    pl.BlockSpec((1, 1, 1), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
                     pl.BlockSpec((1, 1, block), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
                     pl.BlockSpec((1, 1, block), after, memory_space=pltpu.SMEM),
                     pl.BlockSpec(memory_space=pltpu.HBM),

@@ -44,8 +44,8 @@ def encode_sums(
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    gathered: Any
     zero: Any
+    gathered: Any
     now: Any
     following: Any
     sources: Any
@@ -57,14 +57,13 @@ class _Refs:
 
 
 def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str] | None, as_records: bool) -> None:
-    step = pl.program_id(0)
     buffer, out, total = refs.buffer, refs.out, refs.total
 
-    def start(table: Any, slot: Any) -> None:
+    def start(table: Any, slot: Any, _: Any) -> None:
         gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot], zero_others=False)
 
     def wait(slot: Any) -> None:
-        gather.await_rows(buffer.at[slot], refs.gathered[step], refs.semaphore.at[slot])
+        gather.await_rows(buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
 
     slot = gather.double_buffered(start, wait, refs.now, refs.following)
     tokens = refs.now.shape[2] // entries
@@ -132,7 +131,7 @@ def reduce_ranks(
     steps = -(-tokens // block)
     sources = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
     table = sources.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
-    gathered = jnp.sum(table[:, 0] >= 0, axis=1, dtype=jnp.int32)
+    gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     smem = functools.partial(pl.BlockSpec, (1, 1, entries * block), memory_space=pltpu.SMEM)
     if as_records:
         out_spec = pl.BlockSpec((block, *record.shape), lambda i, *_: (i, 0, 0))
@@ -143,14 +142,15 @@ def reduce_ranks(
     return launch.call(
         functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
         _Refs,
-        ["gathered", "zero", "now", "following", "sources", "staged", "out", "buffer", "semaphore", "total"],
+        ["zero", "gathered", "now", "following", "sources", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",
         remote=False,
         by_dma=False,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(steps,),
             in_specs=[
+                pl.BlockSpec((1, 1, 1), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
                 smem(lambda i, *_: (i, 0, 0)),
                 smem(lambda i, *_: (jnp.minimum(i + 1, steps - 1), 0, 0)),
                 pl.BlockSpec((block, entries), lambda i, *_: (i, 0)),
@@ -163,4 +163,4 @@ def reduce_ranks(
             ],
         ),
         out_shape=out_shape,
-    )(gathered, zero, table, table, sources, staged)
+    )(zero, gathered, table, table, sources, staged)

@@ -17,7 +17,7 @@ import pytest
 import xen_moe_jax as xm
 from tests.support import oracle
 from xen_moe_jax import autotune
-from xen_moe_jax.benchmark import accounting, options, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import accounting, modes, options, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
@@ -273,14 +273,118 @@ def test_low_latency_and_sweep_modes(tmp_path):
     ("arguments", "message"),
     [
         (("--top-k", "99"), "top_k=99"),
-        (("--operations", "sort"), "--operations 'sort'"),
         (("--peers", "mpi"), "mpi"),
         (("--backend", "cuda"), "cuda"),
+        (("--platform", "gpu"), "--platform gpu: JAX cannot start it here"),
+        (("--ranks", "999"), "ranks=999: JAX sees 64 cpu device(s); use at most that many"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_status_1(arguments, message):
+def test_what_cannot_be_measured_is_one_line_and_exit_status_1(arguments, message):
+    if "gpu" in arguments and pathlib.Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has an NVIDIA driver: JAX may well start the platform")
     done = run_command(*SIZES, *QUICK, *arguments)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == "" and done.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def checked(*arguments):
+    options.check(options.build_parser().parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--tokens", "--hidden", "--experts", "--top-k", "--ranks", "--num-sms", "--chunk-tokens", "--inner", "--unroll"]
+    + ["--repeats", "--num-processes", "--capacity-factor"],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_zero_means_zero_and_is_an_error(argument, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        checked(argument, value)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and argument in message and value in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--operations", "sort"), "--operations 'sort'"),
+        (("--tuned", "best.json"), "--tuned best.json: keeps what --tune finds; add --tune"),
+        (("--tune", "--operations", "round trip"), "--tune measures dispatch and combine"),
+        (("--tune", "--plot", "p.png"), "--tune draws nothing"),
+        (("--platform", "cpu", "--ranks", "65"), "--ranks 65: must be at most 64 virtual CPU devices"),
+        (("--num-sms", "8", "16"), "--num-sms 8 16: several need --mode sweep-sms"),
+        (("--num-processes", "2"), "--num-processes 2: needs --coordinator"),
+        (("--process-id", "1"), "--process-id 1: must be less than --num-processes 1"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, message):
+    with pytest.raises(ValueError) as error:
+        checked(*arguments)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["--json", "--plot", "--tuned"])
+def test_outputs_are_opened_before_the_work(argument, tmp_path):
+    tune = ["--tune"] if argument == "--tuned" else []
+    kept, new, inside = tmp_path / "kept", tmp_path / "folder" / "new", tmp_path / "kept" / "file"
+    kept.write_text("{}")
+    for good in (kept, new):
+        checked(*tune, argument, str(good))
+    assert kept.read_text() == "{}" and not new.exists(), "the check itself writes nothing"
+    for bad in (inside, tmp_path):
+        with pytest.raises(ValueError, match=f"{argument} .* cannot be written .*; name another file"):
+            checked(*tune, argument, str(bad))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "not json", "[1, 2]", "{}", '{"entries": []}', '{"entries": [{"row_bytes": 1}]}', '{"entries": [3]}']
+    + ['{"entries": [{"row_bytes": 1, "tokens": 1, "gb_per_s": 0}]}', '{"entries": [{"row_bytes": "a", "tokens": 1}]}'],
+)
+def test_a_foreign_link_ceiling_is_refused(content, tmp_path):
+    path = tmp_path / "link.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match="--link-ceiling .*link.json: .*make it with benchmarks/link_ceiling.cu"):
+        checked("--link-ceiling", str(path))
+
+
+def test_the_link_ceiling_of_the_results_is_accepted():
+    path = ROOT / "benchmarks" / "results" / "h200x4_link_ceiling.json"
+    if not path.exists():
+        pytest.skip("benchmarks/results is not beside the tests")
+    checked("--link-ceiling", str(path))
+
+
+def test_progress_is_told_after_every_repeat(problem):
+    told = []
+    (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("dispatch",))
+    timing.measure([timing.compile_program(program, problem, inner=1)], repeats=3, progress=told.append)
+    assert [line.split(",")[0].strip() for line in told] == [f"repeat {i} of 3" for i in (1, 2, 3)]
+    assert all(line.endswith("s left") for line in told)
+
+
+def document_of(sms=False):
+    rows = [
+        {"name": "ours", "operation": "dispatch", "us_median": us, "us_min": us - 1, "us_max": us + 1}
+        | ({"num_sms": n} if sms else {})
+        for n, us in ((8, 900.0), (16, 400.0))
+    ]
+    work = dataclasses.asdict(dataclasses.replace(SMALL, tokens=4096, hidden=7168))
+    return {"results": rows, "machine": {"devices": 4, "device_kind": "chip"}, "workload": work}
+
+
+@pytest.mark.parametrize("sms", [True, False], ids=["sweep", "bars"])
+def test_plots_start_at_zero_and_name_their_sizes(sms, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    report.write_plot(str(tmp_path / "plot.png"), document_of(sms))
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim()[0] == 0 and axes.get_xscale() == "linear" and (not sms or axes.get_ylim()[0] == 0)
+    for part in ("4 x chip", "4096 tokens per rank", "7168 hidden", "8 experts", "3 per token", "4 ranks", "grouped"):
+        assert part in axes.get_title()
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_link_ceiling_ratio():
@@ -341,10 +445,60 @@ def test_autotune_bad_input(tmp_path, problem):
         autotune.autotune(problem, configs=[])
     with pytest.raises(ValueError, match="ranks=4"):
         make_problem(SMALL, mesh=jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2]))
-    broken = tmp_path / "broken.json"
-    broken.write_text("[1, 2")
-    with pytest.raises(ValueError, match="autotune.save"):
-        autotune.load(broken, SMALL)
+    for count in ({"inner": 0}, {"repeats": 0}):
+        with pytest.raises(ValueError, match="=0: must be at least 1"):
+            autotune.autotune(problem, **count)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A file of tuned configs, as `save` writes it, and its content."""
+    config = xm.KernelConfig(chunk_tokens=8)
+    tuned = {"dispatch": autotune.Tuned("dispatch", (autotune.Measured(config, 2.0, 1.0, 3.0),))}
+    autotune.save(tmp_path / "tuned.json", SMALL, tuned)
+    assert autotune.load(tmp_path / "tuned.json", SMALL) == {"dispatch": config}
+    return tmp_path / "tuned.json", json.loads((tmp_path / "tuned.json").read_text())
+
+
+@pytest.mark.parametrize("field", ["device", "jax", "jaxlib"])
+def test_configs_tuned_elsewhere_are_refused_with_the_reason(profile, field):
+    path, content = profile
+    content["entries"][0]["machine"][field] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"tuned with .*{field} another.*; this is .*: tune again here"):
+        autotune.load(path, SMALL)
+    assert autotune.load(path, dataclasses.replace(SMALL, ranks=2)) == {}, "another shape was never tuned"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda c: "[1, 2",
+        lambda c: json.dumps([c]),
+        lambda c: json.dumps(c | {"format": "another"}),
+        lambda c: json.dumps(c | {"entries": [{"machine": {}}]}),
+        lambda c: json.dumps(c).replace('"chunk_tokens": 8', '"chunk_tokens": -8'),
+        lambda c: json.dumps(c).replace('"chunk_tokens"', '"unknown_field"'),
+        lambda c: json.dumps(c).replace('"dispatch"', '"sort"'),
+    ],
+)
+def test_damaged_and_foreign_profiles_are_refused(profile, damage):
+    path, content = profile
+    text = damage(content)
+    path.write_text(text)
+    for use in (lambda: autotune.load(path, SMALL), lambda: autotune.save(path, SMALL, {})):
+        with pytest.raises(ValueError, match=r"tuned.json: not a file of tuned configs \(.*\); make it with"):
+            use()
+    assert path.read_text() == text, "a file that is refused is not overwritten"
+
+
+def test_tune_refuses_a_foreign_file_before_it_measures(tmp_path, monkeypatch):
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    monkeypatch.setattr(timing, "compile_program", lambda *a: pytest.fail("measured first"))
+    parsed = options.build_parser().parse_args(["--tune", "--tuned", str(path), "--tokens", "8", "--ranks", "4"])
+    with pytest.raises(ValueError, match="not a file of tuned configs"):
+        modes.run(parsed, [])
 
 
 @pytest.mark.parametrize(("platform", "field"), [("gpu", "num_sms"), ("tpu", "block_tokens"), ("cpu", "chunk_tokens")])

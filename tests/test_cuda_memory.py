@@ -6,8 +6,9 @@
 import threading
 import time
 
-import memory_module
 import pytest
+
+from tests.support import memory_module
 
 RANKS = 2
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)

@@ -1,6 +1,6 @@
 """Processes that share symmetric memory: they agree, or all fail alike with the culprit's name; a death is noticed.
 
-Real processes over host memory; see tests/cuda_memory_worker.py. `make memory-test` builds what they need.
+Real processes over host memory; see tests/support/cuda_memory_worker.py. `make memory-test` builds what they need.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 
-import memory_module
 import pytest
 
+from tests.support import memory_module
 from xen_moe_jax.backends.cuda import agreement, liveness
 
-WORKER = pathlib.Path(__file__).with_name("cuda_memory_worker.py")
-ROOT = WORKER.parents[1]
+ROOT = pathlib.Path(__file__).parents[1]
+WORKER = "tests.support.cuda_memory_worker"
 COUNT = 3
 SMALL_STAGING, LARGE_STAGING = 2 * (1024 + 8192), 2 * (4096 + 65536)
 
@@ -30,10 +30,10 @@ class Job:
 
     def __init__(self, scenario: str, where: str) -> None:
         memory_module.load()
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(WORKER), scenario, where, str(p), str(COUNT)],
+                [sys.executable, "-m", WORKER, scenario, where, str(p), str(COUNT)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -150,13 +151,40 @@ def test_bad_arguments(tmp_path, capsys):
     assert "5 bytes; needs at least 100000" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         command.main(["--steps", "0"])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--output", str(tmp_path / "file" / "folder")])
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_too_short_to_learn_fails_and_says_so(tmp_path):
+def test_a_short_run_is_checked_but_not_judged_by_its_loss(tmp_path):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     done = run_demo("--steps", "2", "--output", str(tmp_path))
     assert "PASS  expert-parallel equals dense" in done.stdout, done.stdout + done.stderr
-    assert "FAIL  held-out loss" in done.stdout
-    assert done.returncode == 1
+    assert "----  held-out loss" in done.stdout and "not judged after 2 steps" in done.stdout
+    assert "FAIL" not in done.stdout and done.returncode == 0
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("steps", "loss", "equal", "status"),
+    [
+        (command.STEPS, -1.0, True, 0),
+        (command.STEPS, 99.0, True, 1),
+        (2, 99.0, True, 0),
+        (2, -1.0, False, 1),
+    ],
+)
+def test_verdicts(monkeypatch, tmp_path, capsys, steps, loss, equal, status):
+    """The whole command with its training and its models replaced: what it says of their results, and its status."""
+    comparison = Comparison(1e-6 if equal else 1.0, 0.97, loss, loss)
+    fake = types.SimpleNamespace(num_parameters=1, exact_graph=None, state=None)
+    monkeypatch.setattr("xen_moe_jax.demo.training.Trainer", lambda *a: fake)
+    monkeypatch.setattr(command, "_train", lambda *a: command._History())
+    monkeypatch.setattr(command, "_compare_with_dense", lambda *a: (comparison, np.ones((2, 16), int)))
+    monkeypatch.setattr("xen_moe_jax.demo.sampling.sample", lambda *a: ["text"])
+    monkeypatch.setattr(command, "_draw", lambda *a: None)
+    assert command.main(["--steps", str(steps), "--output", str(tmp_path)]) == status
+    out = capsys.readouterr().out
+    assert ("FAIL" in out) == bool(status) and ("not judged" in out) == (steps < command.STEPS)

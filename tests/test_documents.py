@@ -62,7 +62,7 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-@pytest.mark.parametrize("document", ["docs/concepts.md", "docs/flax.md", "docs/migrating.md", "docs/transfer.md"])
+@pytest.mark.parametrize("document", ["docs/concepts.md", "docs/flax.md", "docs/memory.md", "docs/migrating.md", "docs/transfer.md"])
 def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
     blocks = python_blocks(ROOT / document)
     assert blocks, f"{document} has no example"

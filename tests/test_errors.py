@@ -1,5 +1,6 @@
 """Bad input: one mistake for each row of the table in docs/errors.md, which says what must come of it."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax import cuda
 from xen_moe_jax._spec import Spec
 
 DOCUMENT = pathlib.Path(__file__).parent.parent / "docs" / "errors.md"
@@ -24,6 +26,11 @@ def good(x, idx, weights=None, **changes):
 def combined(x, idx, y=None, layout="grouped", **options):
     routed = good(x, idx, layout=layout)
     return xm.combine(routed.x if y is None else y, routed.handle, **options)
+
+
+def with_handle(x, idx, **arrays):
+    routed = good(x, idx)
+    return xm.combine(routed.x, dataclasses.replace(routed.handle, **arrays))
 
 
 def scaled(x, **changes):
@@ -78,6 +85,10 @@ INSIDE = {
     "weighted-ranked": lambda x, i, w: combined(x, i, layout="ranked", weighted=True),
     "weighted-type": lambda x, i, w: combined(x, i, weighted="yes"),
     "handle-type": lambda x, i, w: xm.combine(x, good(x, i)),
+    "handle-shape": lambda x, i, w: with_handle(x, i, positions=jnp.zeros((RANKS, T), jnp.int32)),
+    "handle-dtype": lambda x, i, w: with_handle(x, i, recv_counts=jnp.zeros((RANKS, E // RANKS))),
+    "handle-weights": lambda x, i, w: with_handle(x, i, weights=jnp.ones(3)),
+    "handle-not-an-array": lambda x, i, w: with_handle(x, i, topk_idx=None),
     "redispatch-tokens": lambda x, i, w: xm.redispatch(x[:3], good(x, i).handle),
     "redispatch-block-scaled": lambda x, i, w: xm.redispatch(scaled(x), good(x, i).handle),
     "done-of-another-flight": lambda x, i, w: xm.combine_done(xm.dispatch_start(x, i, num_experts=E, axis_name="ep")),
@@ -93,6 +104,10 @@ INSIDE = {
     "all-to-all-not-ranks": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0),
     "all-to-all-axis": lambda x, i, w: xm.all_to_all(x, "ep", 2, 0, tiled=True),
     "all-to-all-groups": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, axis_index_groups=[[0, 1], [2]], tiled=True),
+    "all-to-all-group-entry": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, axis_index_groups=[[0.5]], tiled=True),
+    "ragged-over-vmap": lambda x, i, w: jax.vmap(
+        lambda x: xm.ragged_all_to_all(x, x, *[jnp.zeros(2, jnp.int32)] * 4, axis_name="batch"), axis_name="batch"
+    )(jnp.stack([x, x])),
     "ragged-trailing-shape": lambda x, i, w: ragged(x, i, w, output=x[:, :5]),
     "ragged-dtype": lambda x, i, w: ragged(x, i, w, output=x.astype(jnp.bfloat16)),
     "ragged-sizes-shape": lambda x, i, w: ragged(x, i, w, send_sizes=jnp.zeros(3, jnp.int32)),
@@ -136,6 +151,9 @@ OUTSIDE = {
     "backend-unknown": lambda mesh: xm.KernelConfig(backend="triton"),
     "mode-unknown": lambda mesh: xm.KernelConfig(mode="fast"),
     "num-sms": lambda mesh: xm.KernelConfig(num_sms=0),
+    "num-sms-float": lambda mesh: xm.KernelConfig(num_sms=8.0),
+    "interpret": lambda mesh: xm.KernelConfig(interpret="yes"),
+    "collective-id": lambda mesh: xm.KernelConfig(collective_id=-1),
     "channel": lambda mesh: xm.KernelConfig(channel=99),
     "timeout": lambda mesh: xm.KernelConfig(timeout_s=-1.0),
     "quantize-dtype": lambda mesh: xm.quantize(jnp.ones((4, 128), jnp.int32)),
@@ -150,7 +168,15 @@ OUTSIDE = {
     "router-groups": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=3),
     "router-group-size": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 3, num_groups=4, topk_groups=1),
     "buffer-axis": lambda mesh: xm.Buffer(mesh, "expert", num_tokens=T, hidden=H),
+    "buffer-mesh": lambda mesh: xm.Buffer(None, "ep", num_tokens=T, hidden=H),
+    "buffer-size": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, size_bytes=-1),
+    "buffer-channel": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, channel=16),
+    "buffer-dtype": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, dtype="float7"),
+    "buffer-backend": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, backend="nccl"),
+    "hint-dtype": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, dtype="complex64"),
+    "hint-backend": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, backend="triton"),
     "buffer-size-hint": lambda mesh: xm.buffer_size_hint(num_tokens=0, hidden=H, num_ranks=4),
+    "reset-timeout": lambda mesh: cuda.reset(timeout_s=0),
 }
 
 

@@ -138,6 +138,18 @@ def stress_commands(context: Context, calls: int, seconds: float) -> list[list[s
     return [[*script, "--calls", str(calls), "--seconds", str(seconds), "--ranks", str(context.gpus), "--threads", "8"]]
 
 
+def random_calls_commands(context: Context, calls: int, seconds: float) -> list[list[str]]:
+    script = [sys.executable, str(ROOT / "tests" / "gpu" / "random_calls.py")]
+    limits = ["--calls", str(calls), "--seconds", str(seconds), "--ranks", str(context.gpus)]
+    return [[*script, *limits, "--json", str(context.out / "random-calls-figures.json")]]
+
+
+def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) -> list[list[str]]:
+    script = [sys.executable, str(ROOT / "tests" / "gpu" / "chaos.py"), "--ranks", str(context.gpus)]
+    limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds)]
+    return [[*script, *limits, "--json", str(context.out / "chaos-figures.json")]]
+
+
 ONE_GPU = ("info", "build", "sanitizer")
 """Steps that a machine with a single GPU can run."""
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
@@ -154,7 +166,16 @@ STEPS = (
          about="dp x ep, permuted devices, numbers of thread blocks"),
     Step("processes", 120, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", SOME_PROCESSES)],
          about="one process per GPU"),
-    Step("timeout", 45, lambda c: [gpu_tests("tests/gpu/test_gpu_timeout.py")], about="a peer that never arrives"),
+    Step("failure", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_failure.py")],
+         about="absent ranks, mismatches, bad handles, memory"),
+    Step("company", 300, lambda c: [gpu_tests("tests/gpu/test_gpu_company.py")], about="beside XLA's collectives"),
+    Step("concurrency", 240, lambda c: [gpu_tests("tests/gpu/test_gpu_concurrency.py")],
+         about="threads, meshes, graphs at once"),
+    Step("dead-process", 120, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", "late")],
+         about="a late and a killed process"),
+    Step("chaos", 300, lambda c: chaos_commands(c, 40, 200, 270), default=False, about="SIGKILL and SIGSTOP at random"),
+    Step("random-calls", 300, lambda c: random_calls_commands(c, 1_000_000, 270), default=False,
+         about="1,000,000 random operations in jitted loops"),
     Step("link", 40, link_commands, about="bare pushes over NVLink"),
     Step("bench", 170, lambda c: suite_commands(c, 140), about="figures, most important first"),
     Step("graphs", 60, lambda c: [gpu_tests("tests/gpu/test_gpu_graphs.py")], about="CUDA graphs forced on"),

@@ -69,5 +69,26 @@ def _ragged_transpose(cotangents: Any, operand: Any, output: Any, *offsets: Any,
     return [operand_ct if wanted[0] else None, output_ct if wanted[1] else None, None, None, None, None]
 
 
+def _ragged_batcher(operands: Any, dims: Any, **params: Any) -> Any:
+    """Where every entry of the batch has the same segments, the batch is part of a row; else one exchange after the
+    other."""
+    bind = functools.partial(ragged_all_to_all_p.bind, **params)
+    if all(dim is None for dim in dims[2:]):
+        size = next(a.shape[dim] for a, dim in zip(operands[:2], dims[:2], strict=True) if dim is not None)
+        rows = [
+            jnp.moveaxis(a, dim, 1) if dim is not None else jnp.repeat(a[:, None], size, axis=1)
+            for a, dim in zip(operands[:2], dims[:2], strict=True)
+        ]
+        return bind(*rows, *operands[2:]), [1]
+    batched = [jnp.moveaxis(a, dim, 0) for a, dim in zip(operands, dims, strict=True) if dim is not None]
+
+    def one(entries: Any) -> Any:
+        entry = iter(entries)
+        return bind(*(a if dim is None else next(entry) for a, dim in zip(operands, dims, strict=True)))
+
+    return jax.lax.map(one, batched), [0]
+
+
+batching.primitive_batchers[ragged_all_to_all_p] = _ragged_batcher
 ad.primitive_jvps[ragged_all_to_all_p] = _ragged_jvp
 ad.primitive_transposes[ragged_all_to_all_p] = _ragged_transpose

@@ -3,6 +3,7 @@ backends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ def all_to_all(
     """
     caller = "all_to_all"
     config = _validate.config(config, caller)
+    if _mesh.vmapped(axis_name):
+        return _inside_vmap(x, axis_name, split_axis, concat_axis, axis_index_groups, tiled)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
 
@@ -43,9 +46,10 @@ def all_to_all(
         leaf = jnp.asarray(leaf)
         size = _mesh.group_size(sizes, groups)
         split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
-        (leaf,) = _mesh.vary_over([leaf], names)
+        data, wrap = _key_data(leaf)
+        (data,) = _mesh.vary_over([data], names)
         (out,) = all_to_all_p.bind(
-            leaf,
+            data,
             axis_name=names,
             axis_sizes=sizes,
             split_axis=split,
@@ -54,9 +58,26 @@ def all_to_all(
             axis_index_groups=groups,
             config=config,
         )
-        return out
+        return wrap(out)
 
     return jax.tree.map(one, x)
+
+
+def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis_index_groups: Any, tiled: bool) -> Any:
+    """An axis that an enclosing `vmap` names: parts change places inside a device, which is JAX's own business."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    with _mesh.varying_unchecked(names):
+        return jax.lax.all_to_all(
+            x, axis_name, split_axis, concat_axis, axis_index_groups=axis_index_groups, tiled=tiled
+        )
+
+
+def _key_data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The numbers of an array of PRNG keys, behind its own dimensions, and what makes keys of them again."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x, lambda out: out
+    implementation = jax.random.key_impl(x)
+    return jax.random.key_data(x), lambda out: jax.random.wrap_key_data(out, impl=implementation)
 
 
 @jax.named_scope("xen_moe_ragged_all_to_all")
@@ -91,6 +112,11 @@ def ragged_all_to_all(
     """
     caller = "ragged_all_to_all"
     config = _validate.config(config, caller)
+    if _mesh.vmapped(axis_name):
+        raise NotImplementedError(
+            f"{caller}: axis_name={axis_name!r}: an axis of an enclosing vmap cannot be exchanged over; use a "
+            "mesh axis (jax.lax.ragged_all_to_all cannot either)"
+        )
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
@@ -100,6 +126,8 @@ def ragged_all_to_all(
             f"{output.dtype}{list(output.shape)}: they may "
             "differ in the first dimension only"
         )
+    for name, rows in (("operand", operand), ("output", output)):
+        _validate.known_shape(rows, caller, name)
     size = _mesh.group_size(sizes, groups)
     offsets = []
     for name, value in (
@@ -114,8 +142,10 @@ def ragged_all_to_all(
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
         offsets.append(value.astype(jnp.int32))
+    operand, wrap = _key_data(operand)
+    output, _ = _key_data(output)
     operands = _mesh.vary_over([operand, output, *offsets], names)
     (out,) = ragged_all_to_all_p.bind(
         *operands, axis_name=names, axis_sizes=sizes, axis_index_groups=groups, config=config
     )
-    return out
+    return wrap(out)

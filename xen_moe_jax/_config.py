@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from typing import Any
+
+import numpy as np
 
 BACKENDS = (None, "reference", "pallas", "cuda")
 MODES = ("auto", "throughput", "low_latency")
@@ -45,15 +49,39 @@ class KernelConfig:
         if self.mode not in MODES:
             raise ValueError(f"KernelConfig.mode={self.mode!r}: must be one of {MODES}")
         for name in ("num_sms", "chunk_tokens", "block_tokens", "vmem_limit_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
-                raise ValueError(f"KernelConfig.{name}={value!r}: must be None or a positive int")
-        if not isinstance(self.channel, int) or isinstance(self.channel, bool) or not 0 <= self.channel < 16:
-            raise ValueError(f"KernelConfig.channel={self.channel!r}: must be an int in [0, 16)")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or not self.timeout_s >= 0:
-            raise ValueError(f"KernelConfig.timeout_s={self.timeout_s!r}: must be seconds >= 0 (0 waits for ever)")
-        if self.collective_id is not None and (not isinstance(self.collective_id, int) or self.collective_id < 0):
-            raise ValueError(f"KernelConfig.collective_id={self.collective_id!r}: must be None or an int >= 0")
+            self._integer(name, "must be None or a positive int", least=1)
+        self._integer("channel", "must be an int in [0, 16)", least=0, below=16, optional=False)
+        self._integer("collective_id", "must be None or an int >= 0", least=0)
+        seconds: Any = self.timeout_s
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float | np.integer | np.floating)
+            or not seconds >= 0
+        ):
+            raise ValueError(f"KernelConfig.timeout_s={seconds!r}: must be seconds >= 0 (0 waits for ever)")
+        object.__setattr__(self, "timeout_s", float(seconds))
+        if not (self.interpret is None or isinstance(self.interpret, bool) or _is_interpret_params(self.interpret)):
+            raise ValueError(
+                f"KernelConfig.interpret={self.interpret!r}: must be None, True, False or a pltpu.InterpretParams"
+            )
+
+    def _integer(self, name: str, remedy: str, *, least: int, below: float = math.inf, optional: bool = True) -> None:
+        """Checks a field; a NumPy integer becomes an int, so that equal configs are equal and hashable alike."""
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or not least <= number < below:
+            raise ValueError(f"KernelConfig.{name}={value!r}: {remedy}")
+        object.__setattr__(self, name, number)
+
+
+def _is_interpret_params(value: Any) -> bool:
+    """By name: importing Pallas takes a second, and only its users pay for it."""
+    return type(value).__name__ == "InterpretParams" and type(value).__module__.startswith("jax.")
 
 
 DEFAULT_CONFIG = KernelConfig()

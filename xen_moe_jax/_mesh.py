@@ -18,6 +18,27 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def vmapped(axis_name: Any) -> bool:
+    """Whether one of the names is an axis of an enclosing `jax.vmap`."""
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    return any(_is_bound(name) for name in names if name not in manual_axes())
+
+
+def _is_bound(name: Any) -> bool:
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError, ValueError):
+        return False
+    return True
+
+
+def varying_unchecked(names: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """For collectives over vmapped axes alone: JAX's check of varying axes knows mesh axes only."""
+    if set(names) & set(manual_axes()):
+        return contextlib.nullcontext()
+    return _jax_internals.without_varying_checks()
+
+
 def axis_size(name: str) -> int:
     return jax.sharding.get_abstract_mesh().shape[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _mesh
-from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
@@ -50,6 +51,17 @@ def integer(value: Any, name: str, caller: str, *, minimum: int) -> int:
     return value
 
 
+def known_shape(x: jax.Array, caller: str, name: str) -> None:
+    """`jax.export` may leave sizes open. The size of every buffer follows from the number of rows; and XLA crashes on
+    an exported `shard_map` that broadcasts or reshapes to a size that is open.
+    """
+    if not all(isinstance(size, int) for size in x.shape):
+        raise ValueError(
+            f"{caller}: {name} has the symbolic shape ({', '.join(map(str, x.shape))}): every size must be known when "
+            "the call is traced; export one program for each shape"
+        )
+
+
 def config(value: Any, caller: str) -> KernelConfig:
     if value is None:
         return DEFAULT_CONFIG
@@ -77,6 +89,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
         return _block_scaled(x, caller, name)
     x = _array(x, caller, name)
     _rank(x, 2, "[T, H] (tokens of this rank, hidden)", caller, name)
+    known_shape(x, caller, name)
     _has_tokens(x, caller, name)
     if x.dtype.name not in FLOATS:
         raise TypeError(
@@ -88,6 +101,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
 def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array]:
     values, scales = _array(x.values, caller, f"{name}.values"), _array(x.scales, caller, f"{name}.scales")
     _rank(values, 2, "[T, H]", caller, f"{name}.values")
+    known_shape(values, caller, f"{name}.values")
     _has_tokens(values, caller, f"{name}.values")
     if values.dtype.name not in QMAX:
         raise TypeError(f"{caller}: {name}.values has dtype {values.dtype}: must be one of {tuple(QMAX)}")
@@ -106,6 +120,7 @@ def routing(
 ) -> tuple[jax.Array, jax.Array | None]:
     topk_idx = _array(topk_idx, caller, "topk_idx")
     _rank(topk_idx, 2, "[T, K] (tokens, slots)", caller, "topk_idx")
+    known_shape(topk_idx, caller, "topk_idx")
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(f"{caller}: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype (int32)")
     if num_tokens is not None and topk_idx.shape[0] != num_tokens:
@@ -131,6 +146,7 @@ def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
     if isinstance(y, BlockScaled):
         raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantise on the wire")
     y = _array(y, caller, "y")
+    known_shape(y, caller, "y")
     wanted = (*spec.row_dims, "H")
     if y.shape[:-1] != spec.row_dims or y.ndim != len(wanted):
         raise ValueError(
@@ -156,7 +172,28 @@ def handle(value: Any, caller: str) -> Handle:
             f"{sizes}: use a "
             "handle inside the mesh that made it"
         )
-    return value
+    return dataclasses.replace(value, **_handle_arrays(value, caller))
+
+
+def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
+    """The arrays of a handle in the shapes and dtypes that its spec gives them."""
+    spec = value.spec
+    wanted = {
+        "topk_idx": ((spec.num_tokens, spec.top_k), jnp.int32),
+        "positions": ((spec.num_ranks, spec.num_tokens, spec.slots), jnp.int32),
+        "recv_counts": ((spec.num_ranks, spec.local_experts), jnp.int32),
+        "weights": (spec.weights_shape, jnp.float32),
+    }
+    arrays = {}
+    for name, (shape, dtype) in wanted.items():
+        array = _array(getattr(value, name), caller, f"handle.{name}")
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{caller}: handle.{name} is {array.dtype}{list(array.shape)}: must be {jnp.dtype(dtype)}"
+                f"{list(shape)}, as dispatch returned it; a handle is passed on as a whole"
+            )
+        arrays[name] = array
+    return arrays
 
 
 def row_limit(count: int, name: str, caller: str) -> int:
@@ -192,7 +229,7 @@ def _axis(value: Any, ndim: int, name: str, caller: str) -> int:
 def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tuple[int, ...], ...] | None:
     if groups is None:
         return None
-    groups = tuple(tuple(int(i) for i in g) for g in groups)
+    groups = tuple(tuple(integer(i, "axis_index_groups", caller, minimum=0) for i in g) for g in groups)
     total = math.prod(sizes)
     if not groups or len({len(g) for g in groups}) != 1 or sorted(i for g in groups for i in g) != list(range(total)):
         raise ValueError(
@@ -200,6 +237,24 @@ def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tupl
             f"once"
         )
     return groups
+
+
+def dtype(value: Any, caller: str, *, name: str = "dtype") -> Any:
+    """A dtype whose rows can travel."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        found = None
+    allowed = (*FLOATS, *QMAX)
+    if found is None or found.name not in allowed:
+        raise ValueError(f"{caller}: {name}={value!r}: must be one of {allowed}")
+    return found
+
+
+def backend(value: Any, caller: str) -> str | None:
+    if value not in BACKENDS:
+        raise ValueError(f"{caller}: backend={value!r}: must be one of {BACKENDS}")
+    return value
 
 
 def _array(x: Any, caller: str, name: str) -> jax.Array:

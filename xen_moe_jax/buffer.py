@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xen_moe_jax import _mesh, _validate, backends
+from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 
 
@@ -45,10 +45,11 @@ def buffer_size_hint(
     experts = max(256, num_ranks) if num_experts is None else num_experts
     checked["num_experts"] = _validate.integer(experts, "num_experts", caller, minimum=1)
     parsed: Wire | None = _validate.wire(wire, caller)
-    name = backend or backends.for_platform(_mesh.platform())
+    name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
+    checked_dtype = _validate.dtype(dtype, caller)
     module = backends.load(name)
     size = getattr(module, "buffer_size_hint", None)
-    return 0 if size is None else size(**checked, dtype=jnp.dtype(dtype), wire=parsed)
+    return 0 if size is None else size(**checked, dtype=checked_dtype, wire=parsed)
 
 
 class Buffer:
@@ -79,32 +80,43 @@ class Buffer:
         Args:
           mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
           num_tokens, hidden, top_k, num_experts, dtype, wire: as in `buffer_size_hint`.
-          size_bytes: overrides the hint.
+          size_bytes: more than the hint, for operations of other shapes on the same channel; None takes the hint.
           channel: the `KernelConfig.channel` it serves.
 
         Raises:
-          ValueError: an axis is not in the mesh, or a size is not positive.
+          TypeError: `mesh` has no devices. ValueError: an axis is not in the mesh, a size is not positive, or
+            `size_bytes` is less than the hint.
         """
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(f"Buffer: mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, which has devices")
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         for name in names:
             if name not in mesh.axis_names:
                 raise ValueError(f"Buffer: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
         ranks = math.prod(mesh.shape[name] for name in names)
         platform = mesh.devices.flat[0].platform
-        self.mesh, self.axis_name, self.channel = mesh, names, channel
-        self.backend = backend or backends.for_platform("cuda" if platform == "gpu" else platform)
-        if size_bytes is None:
-            size_bytes = buffer_size_hint(
-                num_tokens=num_tokens,
-                hidden=hidden,
-                num_ranks=ranks,
-                top_k=top_k,
-                num_experts=num_experts,
-                dtype=dtype,
-                wire=wire,
-                backend=self.backend,
+        self.mesh, self.axis_name = mesh, names
+        self.channel = KernelConfig(channel=channel).channel
+        asked = _validate.backend(backend, "Buffer")
+        self.backend = asked or backends.for_platform("cuda" if platform == "gpu" else platform)
+        hint = buffer_size_hint(
+            num_tokens=num_tokens,
+            hidden=hidden,
+            num_ranks=ranks,
+            top_k=top_k,
+            num_experts=num_experts,
+            dtype=dtype,
+            wire=wire,
+            backend=self.backend,
+        )
+        self.size_bytes = (
+            hint if size_bytes is None else _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=1)
+        )
+        if self.size_bytes < hint:
+            raise ValueError(
+                f"Buffer: size_bytes={self.size_bytes}: operations of these shapes need {hint} bytes on every rank; "
+                "pass None or more"
             )
-        self.size_bytes = _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=0)
         open_buffer = getattr(backends.load(self.backend), "open_buffer", None)
         self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel)
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.flax import grouped_matmul
 
 PACKAGES = (
     "xen-moe-jax",
@@ -32,6 +33,7 @@ PACKAGES = (
     "flax",
     "optax",
     "orbax-checkpoint",
+    "tokamax",
     "libtpu",
     "jax-cuda13-plugin",
     "jax-cuda13-pjrt",
@@ -242,6 +244,12 @@ def _ready(name: str, backend: str) -> Finding:
     return Finding(f"on {name}", None, detail, f"pip install 'xen-moe-jax[{extra}]'")
 
 
+def grouped_matmul_of(name: str) -> Finding:
+    """What the experts of the Flax layers multiply with on a platform."""
+    found = grouped_matmul.describe(name)
+    return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
+
+
 def examine() -> dict[str, list[Finding]]:
     """The whole report, by section."""
     return {
@@ -250,6 +258,7 @@ def examine() -> dict[str, list[Finding]]:
         "Accelerators of this machine": accelerators(),
         "Compiled modules": [*native_modules(), nvshmem_library()],
         "Backend by platform": backends(),
+        "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SCORES = ("softmax", "sigmoid")
 
@@ -100,7 +101,7 @@ def _check(scores: jax.Array, k: int, caller: str, name: str) -> jax.Array:
         raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be [T, E]")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{caller}: {name} has dtype {scores.dtype}: must be a float dtype")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= scores.shape[1]:
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= scores.shape[1]:
         raise ValueError(f"{caller}: k={k!r}: must be an int in [1, E={scores.shape[1]}]")
     return scores.astype(jnp.float32)
 

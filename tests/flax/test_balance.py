@@ -87,3 +87,61 @@ def test_updated_bias():
 def test_max_load_of_nothing_is_zero():
     nothing = MoEMetrics(aux_loss=jnp.zeros(()), tokens_per_expert=jnp.zeros(4, jnp.int32), num_dropped=jnp.int32(0))
     assert float(nothing.max_load) == 0.0
+
+
+def numpy_scores(moe, x):
+    """Softmax scores and logits, float64 `[N, E]`."""
+    logits = np.asarray(x, np.float64).reshape(-1, H) @ np.asarray(moe.router[...], np.float64)
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True), logits
+
+
+def sequence_loss(scores, chosen):
+    """DeepSeek-V3's equations 17 to 20 for one sequence: `[S, E]` scores, `[S, K]` experts."""
+    length, experts = scores.shape
+    fraction = np.bincount(chosen.reshape(-1), minlength=experts) * experts / (chosen.shape[1] * length)
+    share = (scores / scores.sum(1, keepdims=True)).mean(0)
+    return (fraction * share).sum()
+
+
+@pytest.mark.parametrize("shape, mesh", [((4, 6), (4,)), ((3, 5), (4,)), ((10,), (4,)), ((2, 3, 4), None)], ids=str)
+def test_sequence_and_z_losses(shape, mesh):
+    """Whole sequences on a rank, sequences cut by the mesh, one sequence, one device; some tokens are left out."""
+    config = dataclasses.replace(CONFIG, balancing="none", sequence_loss_weight=0.5, z_loss_weight=0.25)
+    moe, x = layer(config), tokens(*shape)
+    mask = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.7, shape))
+    _, metrics = run(moe, x, mesh and make_mesh(mesh, ("ep",)), mask=jnp.asarray(mask))
+    scores, logits = numpy_scores(moe, x)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : config.top_k]
+    z = np.log(np.exp(logits).sum(1))[mask.reshape(-1)]
+    np.testing.assert_allclose(metrics.z_loss, 0.25 * (z**2).mean(), rtol=1e-5)
+    by_sequence = [a.reshape(-1, shape[-1], a.shape[-1]) for a in (scores, chosen)]
+    each = [
+        sequence_loss(s[m], c[m]) for s, c, m in zip(*by_sequence, mask.reshape(-1, shape[-1]), strict=True) if m.any()
+    ]
+    np.testing.assert_allclose(metrics.sequence_loss, 0.5 * np.mean(each), rtol=1e-5)
+    np.testing.assert_allclose(metrics.aux_loss, metrics.z_loss + metrics.sequence_loss, rtol=1e-6)
+
+
+def test_losses_have_gradients():
+    config = dataclasses.replace(CONFIG, balancing="none", sequence_loss_weight=0.5, z_loss_weight=0.25)
+    moe, x, mesh = layer(config), jnp.asarray(tokens(4, 6)), make_mesh((2,), ("ep",))
+    weights = {name: getattr(moe, name)[...] for name in moe.weight_names}
+
+    def loss(router):
+        return apply_moe(config, mesh, weights | {"router": router}, x)[1].aux_loss
+
+    direction = jax.random.normal(jax.random.key(5), weights["router"].shape)
+    slope = jnp.sum(jax.jit(jax.grad(loss))(weights["router"]) * direction)
+    step = 1e-3  # no choice of experts changes on the way
+    ahead, behind = (jax.jit(loss)(weights["router"] + s * direction) for s in (step, -step))
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=0.05)
+
+
+def test_a_nan_in_the_router_is_seen():
+    moe, x = layer(CONFIG), tokens(8).copy()
+    x[3, 0], x[5, 1] = np.nan, np.inf
+    _, metrics = run(moe, x, make_mesh((2,), ("ep",)))
+    assert metrics.num_nonfinite == 2
+    mask = jnp.asarray(np.arange(8) != 3)
+    assert run(moe, x, make_mesh((2,), ("ep",)), mask=mask)[1].num_nonfinite == 1

@@ -8,12 +8,13 @@ import dataclasses
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, processes, stress
+from tests.gpu import bodies, chaos, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
 from tests.support.cases import CASES
 
@@ -131,3 +132,38 @@ def test_a_failing_process_ends_the_others():
         seconds=60.0,
     )
     assert finished[0].returncode == 3 and finished[1].returncode is None and finished[1].seconds < 30
+
+
+def test_random_calls_agree_and_a_wrong_one_is_found():
+    steps = random_calls.STEPS
+    mesh = cpu_mesh((2,), ("ep",))
+    some = tuple(s for s in steps if s.name in ("grouped", "gradient", "ragged"))
+    result = random_calls.run(mesh, STAND_IN, calls=60, length=30, steps=some)
+    assert result.operations >= 60 and not result.wrong
+
+    def off_by_one(config, *args):
+        found = some[0].run(config, *args)
+        return found + (config == STAND_IN)
+
+    broken = (dataclasses.replace(some[0], run=off_by_one), *some[1:])
+    result = random_calls.run(mesh, STAND_IN, calls=60, length=30, steps=broken)
+    assert result.wrong and "grouped" in result.first
+
+
+def test_programs_of_the_failure_tests_give_back_what_they_got():
+    mesh = cpu_mesh((2,), ("ep",))
+    x, idx, weights = programs.operands(mesh)
+    out = programs.over(mesh, programs.round_trip(STAND_IN))(x, idx, weights)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
+    with pytest.raises(AssertionError, match="are not NaN"):
+        programs.assert_poisoned((out, jnp.full(3, jnp.nan)))
+    programs.assert_poisoned((jnp.full(3, jnp.nan), jnp.zeros(2, jnp.int32)))
+
+
+@pytest.mark.slow
+def test_chaos_on_cpu_stops_ranks_and_finds_a_death_that_nobody_names():
+    """The plain backend has no liveness: stalls pass, and the kill is reported as the fault that it is here."""
+    environment = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    extra = ("--cpu", "--backend", "reference")
+    tally = chaos.run(2, 1, 2, 60.0, *extra, environment=environment)
+    assert tally.kills == 1 and tally.stalls == 2 and tally.faults

@@ -90,7 +90,9 @@ def main() -> int:
         try:
             results = [program(*args) for _ in range(options.calls)]
             for out, other in results:
-                assert np.isfinite(np.asarray(other, np.float32)).all(), f"{name}: the collective is not finite"
+                assert np.isfinite(np.asarray(other, np.float32)).all(), (
+                    f"{name}: the collective's result is not finite"
+                )
                 wrong = int(np.sum(np.asarray(out).view(np.uint16) != expected))
                 assert not wrong or np.isnan(np.asarray(out, np.float32)).all(), f"{name}: {wrong} wrong elements"
             xm.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
 
 import pytest
@@ -38,7 +39,7 @@ def test_graphs(scenario):
 @pytest.mark.gpu2
 def test_stress_under_graphs():
     """Epochs and flags must advance at every replay: a graph with a frozen epoch gives old rows the second time."""
-    run(str(processes.HERE / "stress.py"), "--calls", "2000", "--seconds", "60")
+    run(str(pathlib.Path(__file__).with_name("stress.py")), "--calls", "2000", "--seconds", "60")
 
 
 @pytest.mark.gpu2

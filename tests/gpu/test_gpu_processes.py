@@ -3,9 +3,10 @@
 This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
+import jax
 import pytest
 
-from tests.gpu import processes
+from tests.gpu import chaos, processes
 
 SECONDS = 240.0
 """Of one multi-process run: start, compilation of every case for two backends, and the runs."""
@@ -50,3 +51,13 @@ def test_four_processes_stress():
 @pytest.mark.gpu8
 def test_eight_processes_every_case():
     run(8, "--cases", "all")
+
+
+@pytest.mark.gpu2
+def test_a_late_process_is_waited_for_and_a_killed_one_is_named():
+    """Stopped a few times for longer than a step takes, then killed: see chaos.py."""
+    environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.2")
+    count = min(4, jax.device_count())
+    tally = chaos.run(count, kills=2, stalls=6, seconds=100.0, environment=environment)
+    assert not tally.faults, tally.faults
+    assert tally.kills == 2 and tally.stalls >= 6 and tally.steps > 0

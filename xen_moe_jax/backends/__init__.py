@@ -55,7 +55,11 @@ def for_platform(platform: str | None) -> str:
 
 
 def load(name: str) -> ModuleType:
-    """A backend's module; `BackendUnavailable` if it says that it cannot run."""
+    """A backend's module.
+
+    Raises:
+      ValueError: there is none of that name. BackendUnavailable: it says that it cannot run.
+    """
     module = _module(name)
     check = getattr(module, "check_available", None)
     if check is not None:
@@ -78,9 +82,11 @@ def _module(name: str) -> ModuleType:
         from xen_moe_jax.backends import cuda
 
         return cuda
-    from xen_moe_jax.backends import reference
+    if name == "reference":
+        from xen_moe_jax.backends import reference
 
-    return reference
+        return reference
+    raise ValueError(f"backend {name!r}: must be 'reference', 'pallas' or 'cuda'")
 
 
 def _check_platform(name: str, platform: str | None, config: KernelConfig) -> None:

@@ -29,8 +29,8 @@ def start_jax(options: argparse.Namespace) -> None:
         )
     try:
         jax.devices()
-    except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a backend
+        reason = str(error).strip().split("\n")[0] or "it has no plugin for it"
         raise ValueError(
             f"--platform {options.platform or 'of JAX_PLATFORMS'}: JAX cannot start it here ({reason}); "
             "`xen-moe-jax doctor` shows what this machine has, --platform cpu always works"

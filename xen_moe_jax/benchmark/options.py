@@ -164,12 +164,17 @@ def link_ceiling(options: argparse.Namespace) -> dict[str, Any] | None:
         raise ValueError(f"--link-ceiling {options.link_ceiling}: cannot be read ({error}); {remedy}") from error
     fields = ("row_bytes", "tokens", "gb_per_s")
     entries = found.get("entries") if isinstance(found, dict) else None
-    if not entries or not all(isinstance(e, dict) and all(e.get(f, 0) > 0 for f in fields) for e in entries):
+    if not isinstance(entries, list) or not entries or not all(_positive(e, fields) for e in entries):
         raise ValueError(
             f"--link-ceiling {options.link_ceiling}: must hold 'entries', each with positive {', '.join(fields)}; "
             f"{remedy}"
         )
     return found
+
+
+def _positive(entry: Any, fields: tuple[str, ...]) -> bool:
+    values = [entry.get(field) for field in fields] if isinstance(entry, dict) else [None]
+    return all(isinstance(value, int | float) and value > 0 for value in values)
 
 
 def workload(options: argparse.Namespace, num_devices: int) -> Any:

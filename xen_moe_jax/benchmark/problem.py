@@ -68,10 +68,9 @@ def make_mesh(ranks: int) -> Mesh:
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if len(devices) < ranks:
-        raise ValueError(
-            f"ranks={ranks}: JAX sees {len(devices)} {devices[0].platform} device(s); "
-            "use --ranks with at most that many, or --platform cpu for virtual devices"
-        )
+        platform = devices[0].platform
+        virtual = "" if platform == "cpu" else ", or --platform cpu for virtual devices"
+        raise ValueError(f"ranks={ranks}: JAX sees {len(devices)} {platform} device(s); use at most that many{virtual}")
     return Mesh(np.array(devices[:ranks]), (AXIS,))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ BATCH = 32
 LEARNING_RATE = 3e-3
 EVALUATIONS = 8
 """Times that the held-out loss is taken, the last one after training."""
+STEPS = 280
+"""Steps by default, and the fewest after which the loss is judged: a shorter run cannot have learned enough."""
 MARGIN = 0.4
 """Nats per byte that the model must be under the bigram model."""
 PROMPTS = ("The ", "If a", "A cl", "This", "For ", "When", "Note", "Each")
@@ -37,7 +40,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", metavar="FILE", help="text to learn (default: the Python reference, pydoc_data.topics)"
     )
-    parser.add_argument("--steps", type=int, default=280, help="optimiser steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help="optimiser steps (default: %(default)s); fewer are not judged by their loss",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), metavar="DIR", help="(default: %(default)s)"
@@ -47,6 +55,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--steps {options.steps}: must be at least 1")
     if options.seed < 0:
         parser.error(f"--seed {options.seed}: must be at least 0")
+    try:  # before minutes of training, not after
+        options.output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.output):
+            pass
+    except OSError as error:
+        parser.error(f"--output {options.output}: cannot be written ({error.strerror}); name another folder")
     for package in ("flax", "optax"):
         if importlib.util.find_spec(package) is None:
             parser.error(f"the demo needs {package}: pip install 'xen-moe-jax[flax]'")
@@ -54,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; 0 if both checks passed."""
+    """Runs the demo; 0 if the checks passed."""
     options = parse(arguments)
     try:
         split = text.load(options.text)
@@ -121,20 +135,27 @@ def _run(options: argparse.Namespace, split: text.Split, mesh: jax.sharding.Mesh
     for number, written in enumerate(samples[:SAMPLES_SHOWN], 1):
         print(f"sample {number}\n{textwrap.indent(written, '  | ', lambda line: True)}")
 
+    judged = options.steps >= STEPS
     learned = comparison.loss < baseline - MARGIN
     print(
         f"\n{'PASS' if comparison.equal else 'FAIL'}  expert-parallel equals dense: logits differ by at most "
         f"{comparison.max_difference:.1e} on {comparison.compared:.0%} of the held-out text (the rest follows a router "
         f"near-tie), losses by {abs(comparison.loss - comparison.dense_loss):.1e}"
     )
-    print(
-        f"{'PASS' if learned else 'FAIL'}  held-out loss {comparison.loss:.3f} nats per byte: a byte bigram has "
-        f"{baseline:.3f}, and under {baseline - MARGIN:.3f} was needed"
-    )
+    if judged:
+        print(
+            f"{'PASS' if learned else 'FAIL'}  held-out loss {comparison.loss:.3f} nats per byte: a byte bigram has "
+            f"{baseline:.3f}, and under {baseline - MARGIN:.3f} was needed"
+        )
+    else:
+        print(
+            f"----  held-out loss {comparison.loss:.3f} nats per byte, not judged after {options.steps} steps: "
+            f"after {STEPS} it must be under {baseline - MARGIN:.3f}"
+        )
     history.held_out.append((options.steps, comparison.loss))
     _draw(options, config, history, baseline)
     print(f"{time.monotonic() - began:.0f} s in all")
-    return 0 if learned and comparison.equal else 1
+    return 0 if comparison.equal and (learned or not judged) else 1
 
 
 class _History:

@@ -37,7 +37,9 @@ class Chunk(NamedTuple):
     topk_weights: jax.Array
 
 
-def through_experts(config: MoEConfig, experts: RowExperts, weights: Any, tokens: Chunk) -> tuple[jax.Array, jax.Array]:
+def through_experts(
+    config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, tokens: Chunk
+) -> tuple[jax.Array, jax.Array]:
     """Dispatch, experts, combine.
 
     Args:
@@ -79,20 +81,22 @@ def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
 def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
     """`run` on each chunk alone, the next after the last: the barrier orders the backward pass too, in reverse."""
     outs: list[jax.Array] = []
-    dropped = None
+    dropped = jnp.zeros((), jnp.int32)
     for chunk in chunks:
         if outs:
             outs[-1], x = jax.lax.optimization_barrier((outs[-1], chunk.x))
             chunk = chunk._replace(x=x)
         (out,), lost = run(weights, [chunk])
         outs.append(out)
-        dropped = lost if dropped is None else dropped + lost
+        dropped = dropped + lost
     return outs, dropped
 
 
 def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-    outs, dropped = [], None
-    sending, returning = _start(config, chunks[0]), None
+    outs: list[jax.Array] = []
+    dropped = jnp.zeros((), jnp.int32)
+    sending = _start(config, chunks[0])
+    returning: xm.Flight | None = None
     for upcoming in [*chunks[1:], None]:
         splits = _under_way(sending)
         routed = xm.dispatch_done(sending)
@@ -107,7 +111,8 @@ def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> t
         returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
         if upcoming is not None:
             sending = _not_before(y, sending) if splits else _start(config, upcoming, after=returning.state)
-        dropped = routed.num_dropped if dropped is None else dropped + routed.num_dropped
+        dropped = dropped + routed.num_dropped
+    assert returning is not None  # there is a chunk
     return [*outs, xm.combine_done(returning)], dropped
 
 

@@ -65,7 +65,7 @@ def grouped_experts(config: MoEConfig, x: jax.Array, group_sizes: jax.Array, wei
 
     def project(rows: jax.Array, name: str) -> jax.Array:
         out = matmul(rows, weights[name], group_sizes)
-        if one_hot is None:
+        if one_hot is None or used is None:
             return out
         bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32).astype(out.dtype)
         # The mask keeps what is unspecified past the last group out of the bias' gradient.

@@ -85,8 +85,9 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
 
 def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
     """How the layer's own `shard_map` splits each parameter, the router bias included."""
-    axes = {"expert": config.axis_name, "intermediate": config.tensor_axis}
-    specs = {name: PartitionSpec(*map(axes.get, p.dims)) for name, p in parameter_table(config).items()}
+    axes: dict[str | None, Any] = {"expert": config.axis_name, "intermediate": config.tensor_axis}
+    table = parameter_table(config)
+    specs = {name: PartitionSpec(*(axes.get(dim) for dim in p.dims)) for name, p in table.items()}
     return specs | {ROUTER_BIAS: PartitionSpec()}
 
 

@@ -91,8 +91,7 @@ def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:
         drawn = _mixed(ids + jnp.uint32(0x9E3779B9 * (slot + 1) % 2**32)) % jnp.uint32(num_experts - slot)
         expert = drawn.astype(jnp.int32)
         # the drawn-th of those left: step over the chosen ones in ascending order
-        before = jnp.sort(jnp.stack(chosen), axis=0) if chosen else []
-        for taken in before:
+        for taken in jnp.sort(jnp.stack(chosen), axis=0) if chosen else ():
             expert = expert + (expert >= taken)
         chosen.append(expert)
     return jnp.stack(chosen, axis=-1)

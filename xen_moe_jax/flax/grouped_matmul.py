@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -74,9 +73,10 @@ def automatic(platform: str) -> str:
     return "ragged_dot"
 
 
-def describe(platform: str) -> dict[str, Any]:
+def describe(platform: str) -> dict[str, str]:
     """For `doctor`: the choice on a platform without its warning, what tokamax is here, and the remedy if any."""
     has = installed()
     name = "tokamax" if has and platform in TOKAMAX_PLATFORMS else "ragged_dot"
     slow = platform in ("gpu", "cuda") and not has
-    return {"choice": name, "remedy": "pip install 'xen-moe-jax[tokamax]'" if slow else ""}
+    choice = "tokamax" if name == "tokamax" else "jax.lax.ragged_dot"
+    return {"choice": choice, "remedy": "pip install 'xen-moe-jax[tokamax]'" if slow else ""}

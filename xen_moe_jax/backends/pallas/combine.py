@@ -47,7 +47,7 @@ def combine(
     if len(spec.axis_name) == 2:
         out = two_axes.combine(
             rows,
-            lambda pairs: row_weights(weights, pairs) if weighted else None,
+            weights.reshape(-1) if weighted else None,
             topk_idx,
             positions,
             zero,
@@ -64,7 +64,7 @@ def combine(
     staged = slots_kernel.reduce_slots(
         rows,
         todo.pairs,
-        row_weights(weights, todo.pairs.rows) if weighted else None,
+        weights.reshape(-1) if weighted else None,
         zero,
         record=record,
         quantise=quantise,
@@ -80,12 +80,6 @@ def combine(
         launch=ranks_launch(record, y.dtype, todo.source.shape[1], spec.num_tokens, config),
     )
     return out[:, :hidden]
-
-
-def row_weights(weights: jax.Array, rows: jax.Array) -> jax.Array:
-    """float32, the router weight of each entry of `rows`; 0 where there is none."""
-    flat = weights.reshape(-1)
-    return jnp.where(rows >= 0, flat.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0.0)
 
 
 def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:

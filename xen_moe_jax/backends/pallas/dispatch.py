@@ -14,7 +14,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
+from xen_moe_jax.backends.pallas import hardware, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
@@ -36,9 +36,10 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
-    positions, recv_counts, *rest = metadata(topk_idx, topk_weights, spec)
-    rows = send_rows(x, given_scales(x, scales), topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
-    return (*with_scales(rows), positions, recv_counts, *rest)
+    known, todo, source = routing(topk_idx, topk_weights, spec, config)
+    sent_scales = given_scales(x, scales)
+    rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
+    return (*with_scales(rows), *known)
 
 
 def is_quantised(x: Any) -> bool:
@@ -56,15 +57,33 @@ def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return rows if len(rows) == 2 else (*rows, jnp.zeros((*rows[0].shape[:-1], 0), jnp.float32))
 
 
-def metadata(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> tuple[jax.Array, ...]:
-    """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them."""
-    rank = lax.axis_index(spec.axis_name)
-    routing, weights, _pairs = gather_metadata(topk_idx, topk_weights, spec)
-    layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
-    results = (layout.positions, layout.recv_counts, place_weights(weights, layout, spec))
+def routing(
+    topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec, config: KernelConfig
+) -> tuple[tuple[jax.Array, ...], plan.SendPlan, jax.Array]:
+    """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them; the plan that follows;
+    and the staged record of each row, int32 `[rows]`, `-1` for none.
+    """
     if spec.layout == "ranked":
-        return (*results, place_slots(layout.local_idx, layout.positions, spec, fill=-1))
-    return results
+        return _ranked_routing(topk_idx, topk_weights, spec)
+    positions, recv_counts = tables.positions_of(topk_idx, spec)
+    todo = plan.dispatch_plan(topk_idx, positions, spec)
+    bits = lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)
+    bits = lax.all_gather(bits, spec.axis_name)
+    source, weights = tables.scattered(positions, [(todo.staged, -1), (bits, 0)], recv_counts, spec, config)
+    weights = lax.bitcast_convert_type(weights, jnp.float32).reshape(spec.row_dims)
+    return (positions, recv_counts, weights), todo, source
+
+
+def _ranked_routing(
+    topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec
+) -> tuple[tuple[jax.Array, ...], plan.SendPlan, jax.Array]:
+    rank = lax.axis_index(spec.axis_name)
+    sources, weights, _pairs = gather_metadata(topk_idx, topk_weights, spec)
+    layout = _layout.recv_layout(sources.topk_idx, sources.order, sources.counts, rank, spec)
+    local_idx = place_slots(layout.local_idx, layout.positions, spec, fill=-1)
+    known = layout.positions, layout.recv_counts, place_weights(weights, layout, spec), local_idx
+    todo = plan.dispatch_plan(topk_idx, layout.positions, spec)
+    return known, todo, place_slots(todo.staged[..., None], layout.positions, spec, fill=-1, flat=True)
 
 
 def redispatch(
@@ -79,7 +98,10 @@ def redispatch(
 ) -> jax.Array:
     """A new payload on a known routing."""
     padding.check("redispatch", x.dtype, spec)
-    (rows,) = send_rows(x, None, topk_idx, positions, recv_counts, spec=spec, wire=wire, config=config)
+    todo = plan.dispatch_plan(topk_idx, positions, spec)
+    (source,) = tables.scattered(positions, [(todo.staged, -1)], recv_counts, spec, config)
+    known = positions, recv_counts
+    (rows,) = send_rows(x, None, topk_idx, known, todo, source, spec=spec, wire=wire, config=config)
     return rows
 
 
@@ -116,13 +138,24 @@ def quantisation(wire: Wire | None) -> tuple[str, str] | None:
     return None if wire is None else (wire.dtype, wire.scale_format)
 
 
-def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: Wire | None, config: KernelConfig):
+def send_rows(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    known: tuple[jax.Array, ...],
+    todo: plan.SendPlan,
+    source: jax.Array,
+    *,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
     """Rows (and scales) of `routed.x`; those past the last group are unspecified."""
     if spec.capacity == 0 or spec.num_tokens == 0:
         return padding.empty_rows(x, scales, spec)
     rows = rows_of(x, wire)
     x = padding.pad_hidden(x)
-    todo = plan.dispatch_plan(topk_idx, positions, spec)
+    positions, recv_counts = known
     launch = push_launch(rows, spec, config)
     if len(spec.axis_name) == 2:
         staged = two_axes.push(
@@ -147,7 +180,7 @@ def send_rows(x, scales, topk_idx, positions, recv_counts, *, spec: Spec, wire: 
             axes=plan.kernel_axes(spec),
             launch=launch,
         )
-    return place_rows(staged, todo.staged, positions, recv_counts, rows, spec=spec, config=config)
+    return place_rows(staged, source, recv_counts, rows, spec=spec, config=config)
 
 
 def low_latency(spec: Spec, config: KernelConfig) -> bool:
@@ -171,8 +204,7 @@ def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
 
 def place_rows(
     staged: jax.Array,
-    staged_row: jax.Array,
-    positions: jax.Array,
+    source: jax.Array,
     recv_counts: jax.Array,
     like: Rows,
     *,
@@ -180,8 +212,16 @@ def place_rows(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Staged records -> rows of `routed.x`, in its shape."""
-    pairs = jnp.broadcast_to(staged_row[..., None], positions.shape)
-    source = place_slots(pairs, positions, spec, fill=-1, flat=True)
+    launch = hardware.launch(
+        "place",
+        functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
+        preferred=128,
+        smallest=tile_rows(like.dtype),
+        available=source.shape[0],
+        config=config,
+    )
+    blocks = -(-source.shape[0] // launch.block)
+    hardware.check_smem("place", place_kernel.smem_bytes(blocks, launch.block), "pass a smaller capacity")
     rows = place_kernel.place(
         staged,
         source,
@@ -189,13 +229,6 @@ def place_rows(
         record=like.record,
         out_dtype=like.dtype,
         keep_scales=like.scaled,
-        launch=hardware.launch(
-            "place",
-            functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
-            preferred=128,
-            smallest=tile_rows(like.dtype),
-            available=source.shape[0],
-            config=config,
-        ),
+        launch=launch,
     )
     return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))

@@ -14,6 +14,7 @@ What is odd about them:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,15 +28,15 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import hardware, padding, plan
-from xen_moe_jax.backends.pallas.combine import ranks_launch, row_weights, slots_launch
+from xen_moe_jax.backends.pallas.combine import ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
     given_scales,
     is_quantised,
-    metadata,
     place_rows,
     push_launch,
     quantisation,
     record_of,
+    routing,
     rows_of,
     with_scales,
 )
@@ -111,11 +112,10 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """The metadata of a dispatch, then `InFlight` and `staged [R, T]`."""
+    """The metadata of a dispatch, then `InFlight` and `source [rows]`."""
     padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
     sent_scales = given_scales(x, scales)
-    meta = metadata(topk_idx, topk_weights, spec)
-    todo = plan.dispatch_plan(topk_idx, meta[0], spec)
+    known, todo, source = routing(topk_idx, topk_weights, spec, config)
     rows = rows_of(x, wire)
     sizes = jnp.sum(todo.sent, axis=0, dtype=jnp.int32)
     place = _layout.exclusive_cumsum(sizes, axis=0) + _layout.exclusive_cumsum(todo.sent, axis=0)
@@ -133,7 +133,7 @@ def dispatch_start(
         launch=push_launch(rows, spec, config),
     )
     flight = _start(buffer, sizes, todo.remote_start, todo.routes, spec, config)
-    return (*meta, *flight, todo.staged)
+    return (*known, *flight, source)
 
 
 def dispatch_done(
@@ -148,12 +148,10 @@ def dispatch_done(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Rows and scales. `x` and `topk_idx` are here for derivatives; only the shape and dtype of `x` are read."""
-    del topk_idx
-    *flight, staged_row = under_way
+    del topk_idx, positions
+    *flight, source = under_way
     staged = _landed(InFlight(*flight), config)
-    return with_scales(
-        place_rows(staged, staged_row, positions, recv_counts, rows_of(x, wire), spec=spec, config=config)
-    )
+    return with_scales(place_rows(staged, source, recv_counts, rows_of(x, wire), spec=spec, config=config))
 
 
 def combine_start(
@@ -190,7 +188,7 @@ def combine_start(
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
-        row_weights(weights, pairs.rows) if weighted else None,
+        weights.reshape(-1) if weighted else None,
         zero,
         record=record,
         quantise=quantisation(wire),
@@ -240,7 +238,7 @@ def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) ->
     del scales
     record = rows_of(x, wire).record
     flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec)
-    return [*flight, ((spec.num_ranks, spec.num_tokens), jnp.int32)]
+    return [*flight, ((math.prod(spec.row_dims),), jnp.int32)]
 
 
 def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:

@@ -13,6 +13,7 @@ import numpy as np
 from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.pallas import barriers
+from xen_moe_jax.pallas_kernels import scatter
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 
@@ -43,6 +44,11 @@ GENERATIONS = {
 """By `device_kind`."""
 SMALLEST = Generation("unknown TPU", 16 * MIB)
 """Assumed where the generation cannot be told: every known generation has at least this."""
+
+SMEM_BYTES = 1 * MIB
+"""Of one TensorCore, on every generation here."""
+SMEM_BUDGET = SMEM_BYTES * 3 // 4
+"""What our tables may take of it: XLA and Mosaic keep some for themselves."""
 
 BLOCK_BUDGET = 10 * MIB
 """VMEM that default block sizes stay under: it fits every generation beside what the compiler itself needs."""
@@ -158,6 +164,23 @@ def launch(
         explicit = min(chip.vmem_bytes, need + need // 4 + 2 * MIB)
     collective_id = 0 if axes is None else barriers.collective_id(axes, groups, config)
     return Launch(block, explicit, collective_id, _interpret(config))
+
+
+def check_smem(kernel: str, need: int, remedy: str) -> None:
+    """Raises ValueError where tables that a kernel needs as a whole do not fit SMEM."""
+    if need > SMEM_BUDGET:
+        raise ValueError(
+            f"the {kernel} kernel needs {need} bytes of SMEM for its tables, of {SMEM_BYTES} they may take at most "
+            f"{SMEM_BUDGET}: {remedy}, or use KernelConfig(backend='reference')"
+        )
+
+
+def smem_window(count: int, preferred: int, block: int) -> int:
+    """Rows of `count` tables that fit SMEM at a time, at most `preferred`."""
+    window = preferred
+    while scatter.smem_bytes(count, window, block) > SMEM_BUDGET:
+        window //= 2
+    return window
 
 
 def _interpret(config: KernelConfig) -> Any:

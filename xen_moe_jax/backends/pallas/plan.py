@@ -165,7 +165,8 @@ def listed(pairs: Pairs, sparse: bool) -> Pairs:
 def first_used(positions: jax.Array) -> jax.Array:
     """`positions [R, T, slots]` with the rows in use first, in slot order, and `-1` after them."""
     used = positions >= 0
-    if positions.shape[-1] > 1:
-        order = jnp.argsort(~used, axis=-1, stable=True)
-        positions = jnp.take_along_axis(positions, order, axis=-1)
-    return jnp.where(positions >= 0, positions, -1)
+    place = _layout.exclusive_cumsum(used.astype(jnp.int32), axis=-1)
+    slots = range(positions.shape[-1])
+    # compared and added densely: a TPU gathers scalars slowly
+    columns = [jnp.max(jnp.where(used & (place == s), positions, -1), axis=-1) for s in slots]
+    return jnp.stack(columns, axis=-1)

@@ -138,7 +138,7 @@ def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) 
 
 def combine(
     rows: jax.Array,
-    weights_of,
+    weights: jax.Array | None,
     topk_idx: jax.Array,
     positions: jax.Array,
     zero: jax.Array,
@@ -151,7 +151,7 @@ def combine(
     slots_launch: Launch,
     ranks_launch,
 ) -> jax.Array:
-    """`[T, hidden]`; `weights_of(pair rows)` gives their router weights or None, `ranks_launch(entries, tokens)` a
+    """`[T, hidden]`; `ranks_launch(entries, tokens)` a
     launch.
     """
     slices, fast = spec.axis_sizes
@@ -184,7 +184,7 @@ def combine(
     staged = slots_kernel.reduce_slots(
         rows,
         pairs,
-        weights_of(pairs.rows),
+        weights,
         zero,
         record=record,
         quantise=quantise,

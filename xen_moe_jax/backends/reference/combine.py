@@ -39,6 +39,7 @@ def combine(
     flat_weights = weights.reshape(-1) if weighted else None
     block = rounds.block_rows(spec.num_tokens, config)
 
+    positions = jnp.where(positions < rows.shape[0], positions, -2)  # a row that does not exist counts as dropped
     came = positions != -1
     slots = jnp.sum(came, axis=-1, dtype=jnp.int32)
     order = rounds.pad_to_blocks(most_rows_first(slots), 1, block, fill=-1)

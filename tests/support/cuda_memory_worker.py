@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 
-import memory_module
-
+from tests.support import memory_module
 from xen_moe_jax.backends.cuda import agreement, liveness, processes
 
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)

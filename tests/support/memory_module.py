@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[1] / "build" / "memory"
+FOLDER = pathlib.Path(__file__).parents[2] / "build" / "memory"
 
 
 def find() -> pathlib.Path | None:

@@ -1,0 +1,194 @@
+"""Processes that are stopped and killed at random: a stopped rank is waited for, a killed one is named, by all.
+
+Each job is a process per GPU that repeats a checked step. Ranks are stopped for random times, a few times each job;
+then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and
+must never have seen a wrong row that was not poison.
+
+    python tests/gpu/chaos.py --kills 40 --stalls 200 --seconds 900
+
+Process 0 is not killed: it keeps `jax.distributed`'s service, and JAX ends every process that loses it. The ranks are
+in another order in each job, so that every rank is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from tests.gpu import processes
+
+START_S = 120.0
+NAMED_S = 10.0
+
+
+@dataclasses.dataclass
+class Tally:
+    jobs: int = 0
+    kills: int = 0
+    stalls: int = 0
+    steps: int = 0
+    slowest_s: float = 0.0
+    """From a kill to the last survivor's error."""
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+
+class Rank:
+    """A process of a job, and the lines that it prints."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith(("ready", "{")):  # libraries print too
+                self._lines.put(line.strip())
+        self._lines.put("")
+
+    def line(self, seconds: float) -> str:
+        """ "" when the process has ended, or said nothing in time."""
+        try:
+            return self._lines.get(timeout=max(0.1, seconds))
+        except queue.Empty:
+            return ""
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        self.process.stdin.write("stop\n")
+        self.process.stdin.flush()
+
+    def last_words(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()[-600:]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.errors.close()
+
+
+def start(count: int, order: list[int], *extra: str, environment: dict[str, str]) -> list[Rank]:
+    program = [
+        sys.executable,
+        str(pathlib.Path(__file__).with_name("chaos_rank.py")),
+        "--order",
+        ",".join(map(str, order)),
+    ]
+    program += ["--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", str(count), *extra]
+    return [Rank([*program, "--process-id", str(p)], environment) for p in range(count)]
+
+
+def one_job(
+    tally: Tally, rng: random.Random, count: int, stalls: int, kill: bool, *extra: str, environment: dict[str, str]
+) -> None:
+    order = list(range(count))
+    rng.shuffle(order)
+    running = start(count, order, *extra, environment=environment)
+    tally.jobs += 1
+    name = f"job {tally.jobs}, ranks on processes {order}"
+    try:
+        for p, rank in enumerate(running):
+            if rank.line(START_S) != "ready":
+                tally.faults.append(f"{name}: process {p} did not start: {rank.last_words()}")
+                return
+        for _ in range(stalls):
+            time.sleep(rng.uniform(0.0, 0.2))
+            victim = running[rng.randrange(count)]
+            victim.signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0.01, 0.6))
+            victim.signal(signal.SIGCONT)
+            tally.stalls += 1
+        time.sleep(rng.uniform(0.0, 0.5))
+        dead = rng.randrange(1, count) if kill else None
+        began = time.time()
+        if dead is None:
+            for rank in running:  # whoever stops first leaves the others without a rank: an error, not a hang
+                rank.stop()
+        else:
+            running[dead].signal(signal.SIGKILL)
+            tally.kills += 1
+        for p, rank in enumerate(running):
+            if p == dead:
+                continue
+            line = rank.line(NAMED_S + 5.0 - (time.time() - began) if dead is not None else 60.0)
+            if not line:
+                after = f"process {dead} died" if kill else "the end"
+                tally.faults.append(f"{name}: process {p} says nothing after {after}: {rank.last_words()}")
+                continue
+            result = json.loads(line)
+            tally.steps += result["steps"]
+            if result["wrong"]:
+                tally.faults.append(f"{name}: process {p}: {result['wrong']} wrong elements")
+            if dead is None:
+                continue
+            tally.slowest_s = max(tally.slowest_s, result["at"] - began)
+            wanted = f"rank {order.index(dead)} ("
+            if wanted not in result["failure"] or "has ended" not in result["failure"]:
+                tally.faults.append(f"{name}: process {p} should name {wanted}...): {result['failure'][:300]!r}")
+            if result["at"] - began > NAMED_S:
+                tally.faults.append(f"{name}: process {p} took {result['at'] - began:.1f} s")
+    finally:
+        for rank in running:
+            rank.end()
+
+
+def run(
+    count: int, kills: int, stalls: int, seconds: float, *extra: str, environment: dict[str, str], seed: int = 0
+) -> Tally:
+    """Jobs until there were so many kills and stalls, or `seconds` have passed."""
+    tally, rng, began = Tally(), random.Random(seed), time.monotonic()
+    each = -(-stalls // max(1, kills))
+    while (tally.kills < kills or tally.stalls < stalls) and time.monotonic() - began < seconds:
+        if len(tally.faults) > 5:
+            break
+        one_job(tally, rng, count, each, kills > 0, *extra, environment=environment)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--stalls", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=900.0, help="no further job is started after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.2")
+    tally = run(
+        options.ranks, options.kills, options.stalls, options.seconds, environment=environment, seed=options.seed
+    )
+    summary = dataclasses.asdict(tally) | {"ranks": options.ranks}
+    print(json.dumps(summary, indent=1))
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")
+    return int(bool(tally.faults) or not tally.kills)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Arguments that are right in an unusual way, and contents that no check at trace time can see."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support.checks import assert_bits
+from xen_moe_jax import backends
+
+RANKS, T, H, K, E = 4, 8, 128, 2, 8
+
+
+def place(mesh, *arrays):
+    return jax.device_put(arrays, jax.NamedSharding(mesh, P("ep")))
+
+
+def operands():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((RANKS * T, H)).astype(np.float32)
+    return x, rng.integers(0, E, (RANKS * T, K)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_numpy_integers_are_integers(mesh4, kind):
+    """And make the same program: a NumPy integer in a config or a spec would be compiled again."""
+    config = xm.KernelConfig(num_sms=kind(8), chunk_tokens=kind(4), channel=kind(1), timeout_s=np.float32(2))
+    assert config == xm.KernelConfig(num_sms=8, chunk_tokens=4, channel=1, timeout_s=2.0)
+    assert hash(config) == hash(dataclasses.replace(config, channel=1))
+    assert all(type(v) in (int, float, str, type(None)) for v in dataclasses.asdict(config).values())
+    idx, _ = xm.routing.top_k(jnp.ones((T, E)), kind(2))
+    assert idx.shape == (T, 2)
+    xm.routing.group_limited_top_k(jnp.ones((T, E)), kind(2), num_groups=kind(4), topk_groups=kind(2))
+    xm.get_dispatch_layout(idx, num_experts=kind(E), num_ranks=kind(4), ranks_per_node=kind(2))
+    assert xm.buffer_size_hint(num_tokens=kind(T), hidden=kind(H), num_ranks=kind(4)) == 0
+    xm.Buffer(mesh4, "ep", num_tokens=kind(T), hidden=kind(H), channel=kind(1)).close()
+
+    def body(x, idx):
+        routed = xm.dispatch(x, idx, num_experts=kind(E), axis_name="ep", capacity=kind(9), alignment=kind(1))
+        assert all(type(v) is int for v in (routed.handle.spec.num_experts, routed.handle.spec.capacity))
+        return xm.all_to_all(xm.combine(routed.x, routed.handle), "ep", kind(0), kind(0), tiled=True)
+
+    jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=P("ep"), out_specs=P("ep"))).lower(*place(mesh4, *operands()))
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_the_halves_have_the_signature_of_the_whole(operation):
+    whole, start = (inspect.signature(getattr(xm, name)) for name in (operation, f"{operation}_start"))
+    assert list(whole.parameters.values()) == list(start.parameters.values())
+    assert start.return_annotation == "Flight"
+
+
+def test_a_buffer_that_is_too_small_is_refused(mesh4, monkeypatch):
+    """On a backend that needs memory: here its answer is made up, its check is not."""
+    reference = backends.load("reference")
+    monkeypatch.setattr(reference, "buffer_size_hint", lambda **sizes: 1000, raising=False)
+    xm.Buffer(mesh4, "ep", num_tokens=T, hidden=H, size_bytes=1000).close()
+    assert xm.Buffer(mesh4, "ep", num_tokens=T, hidden=H).size_bytes == 1000
+    with pytest.raises(ValueError, match="size_bytes=1: operations of these shapes need 1000 bytes on every rank"):
+        xm.Buffer(mesh4, "ep", num_tokens=T, hidden=H, size_bytes=1)
+
+
+def test_an_unknown_backend_is_not_taken_for_plain_jax():
+    with pytest.raises(ValueError, match="backend 'triton': must be"):
+        backends.load("triton")
+
+
+def test_rows_that_do_not_exist_count_as_dropped(mesh4):
+    """A handle whose positions were overwritten: nothing is read out of bounds, other tokens keep their sum."""
+    x, idx = operands()
+
+    def body(x, idx, bad):
+        routed = xm.dispatch(x, idx, num_experts=E, axis_name="ep")
+        positions = routed.handle.positions
+        beyond = jnp.where(positions[:, 0] >= 0, 2**30, positions[:, 0])
+        damaged = jnp.where(bad.reshape(-1)[:1] > 0, positions.at[:, 0].set(beyond), positions)
+        handle = dataclasses.replace(routed.handle, positions=damaged)
+        return xm.combine(routed.x, routed.handle), xm.combine(routed.x, handle)
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=P("ep"), out_specs=P("ep")))
+    whole, damaged = (np.asarray(a) for a in program(*place(mesh4, x, idx, np.ones((RANKS, 1), np.int32))))
+    first = np.arange(RANKS * T) % T == 0
+    assert_bits(damaged[~first], whole[~first], "tokens whose rows exist")
+    assert not damaged[first].any()

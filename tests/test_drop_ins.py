@@ -1,0 +1,251 @@
+"""The drop-ins where `jax.lax` is subtle: vmap, axes of an enclosing vmap, PRNG keys, symbolic shapes.
+
+Neither jax's wheel nor its source distribution on PyPI holds jax's own tests of these collectives (they are in its
+repository only), so every case is held against `jax.lax` itself, or against a loop where `jax.lax` has no answer on
+this platform. What does not agree with `jax.lax` is listed in docs/migrating.md.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support import oracle
+from tests.support.checks import assert_bits
+from tests.support.conformance import ragged_operands
+
+RANKS, BATCH = 4, 3
+
+
+def on(mesh, body, **options):
+    """`body` on every rank; operands and results carry the rank in front."""
+
+    def each(*stacked):
+        return jax.tree.map(lambda a: a[None], body(*jax.tree.map(lambda a: a[0], stacked)))
+
+    program = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), **options))
+    return lambda *stacked: program(*jax.device_put(stacked, jax.NamedSharding(mesh, P("ep"))))
+
+
+def batches(shared_segments: bool):
+    """Operands of `ragged_all_to_all` `[R, B, ...]`; the segments `[R, ...]` are those of all, or each has its own."""
+    made = [ragged_operands(np.random.default_rng(seed), RANKS, "random", (5,), "float32") for seed in range(BATCH)]
+    stacked = [np.stack(parts, axis=1) for parts in zip(*made, strict=True)]
+    return [*stacked[:2], *made[0][2:]] if shared_segments else stacked
+
+
+# -- vmap of ragged_all_to_all -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shared", [True, False], ids=["shared segments", "own segments"])
+def test_vmap_of_ragged_all_to_all_is_a_loop(mesh4, shared):
+    operands = batches(shared)
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
+    mapped = jax.vmap(exchange, in_axes=(0, 0, *[None if shared else 0] * 4))
+
+    def loop(operand, output, *segments):
+        of = [segments if shared else [s[b] for s in segments] for b in range(BATCH)]
+        return jnp.stack([exchange(operand[b], output[b], *of[b]) for b in range(BATCH)])
+
+    assert_bits(on(mesh4, mapped)(*operands), on(mesh4, loop)(*operands), "vmap of ragged_all_to_all")
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (None, 2), (1, None)], ids=str)
+def test_vmap_of_one_operand_and_over_inner_axes(mesh4, axes):
+    operand, output, *segments = ragged_operands(np.random.default_rng(5), RANKS, "random", (5,), "float32")
+    batched = [
+        a if axis is None else np.stack([a + b for b in range(BATCH)], axis=axis + 1)
+        for a, axis in ((operand, axes[0]), (output, axes[1]))
+    ]
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
+
+    def mapped(operand, output, *segments):
+        return jax.vmap(exchange, in_axes=(*axes, None, None, None, None))(operand, output, *segments)
+
+    def loop(operand, output, *segments):
+        def entry(a, axis, b):
+            return a if axis is None else jax.lax.index_in_dim(a, b, axis, keepdims=False)
+
+        return jnp.stack(
+            [exchange(entry(operand, axes[0], b), entry(output, axes[1], b), *segments) for b in range(BATCH)]
+        )
+
+    assert_bits(on(mesh4, mapped)(*batched, *segments), on(mesh4, loop)(*batched, *segments), "vmap")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared segments", "own segments"])
+def test_gradient_of_a_vmapped_exchange_is_that_of_a_loop(mesh4, shared):
+    operand, output, *segments = batches(shared)
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
+
+    def mapped(operand, output, *segments):
+        return jax.vmap(exchange, in_axes=(0, 0, *[None if shared else 0] * 4))(operand, output, *segments)
+
+    def loop(operand, output, *segments):
+        of = [segments if shared else [s[b] for s in segments] for b in range(BATCH)]
+        return jnp.stack([exchange(operand[b], output[b], *of[b]) for b in range(BATCH)])
+
+    def gradient(f):
+        def run(operand, output, *segments):
+            return jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b, *segments))), (0, 1))(operand, output)
+
+        return on(mesh4, run)(operand, output, *segments)
+
+    for ours, theirs, name in zip(gradient(mapped), gradient(loop), ("operand", "output"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=name)
+
+
+# -- groups and gradients ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)), ((3, 1, 0, 2),)], ids=str)
+def test_groups_of_any_size_and_order(mesh4, groups):
+    """Rank `groups[g][p]` is peer `p` of its group; a group of one rank keeps its rows."""
+    size = len(groups[0])
+    parts = [ragged_operands(np.random.default_rng(g), size, "random", (3,), "float32") for g in range(len(groups))]
+    operands, expected = [], np.zeros((RANKS, *parts[0][1].shape[1:]), np.float32)
+    for i in range(6):
+        stacked = np.zeros((RANKS, *parts[0][i].shape[1:]), parts[0][i].dtype)
+        for group, part in zip(groups, parts, strict=True):
+            stacked[list(group)] = part[i]
+        operands.append(stacked)
+    for group, part in zip(groups, parts, strict=True):
+        expected[list(group)] = oracle.ragged_all_to_all(*part)
+
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep", axis_index_groups=groups)
+    assert_bits(on(mesh4, exchange)(*operands), expected, "ragged_all_to_all in groups")
+
+    def difference(operand, output, *segments):
+        """Of the gradient along a direction, and of the change of the loss along it: the exchange is linear."""
+
+        def loss(operand, output):
+            return jnp.sum(
+                jnp.cos(jnp.arange(output.size)).reshape(output.shape) * exchange(operand, output, *segments)
+            )
+
+        gradient = jax.grad(loss, (0, 1))(operand, output)
+        direction = jnp.sin(operand), jnp.cos(output)
+        along = sum(jnp.vdot(g, d) for g, d in zip(gradient, direction, strict=True))
+        total = jax.lax.psum(along, "ep"), jax.lax.psum(loss(*direction), "ep")
+        return jax.lax.pcast(jnp.stack(total), "ep", to="varying")
+
+    along, change = np.asarray(on(mesh4, difference)(*operands))[0]
+    assert abs(along) > 1e-3 and along == pytest.approx(change, rel=1e-4)
+
+
+# -- all_to_all --------------------------------------------------------------------------------------------------------
+def both_ways(body):
+    """What `body` gives with the drop-in, and with `jax.lax`."""
+    return lambda *operands: [body(f, *operands) for f in (xm.all_to_all, jax.lax.all_to_all)]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("split", "concat", "tiled"), [(0, 1, True), (1, 0, True), (1, 0, False), (1, 1, False)])
+def test_vmap_of_all_to_all(mesh4, axis, split, concat, tiled):
+    entries = np.random.default_rng(0).standard_normal((RANKS, BATCH, 2 * RANKS, RANKS)).astype(np.float32)
+
+    def body(f, x):
+        return jax.vmap(lambda x: f(x, "ep", split, concat, tiled=tiled), in_axes=axis)(x)
+
+    ours, theirs = on(mesh4, both_ways(body))(np.moveaxis(entries, 1, axis + 1))
+    assert_bits(ours, theirs, "vmap of all_to_all")
+
+
+def test_an_axis_of_an_enclosing_vmap():
+    """No mesh at all: parts change places between the entries of the batch."""
+    x = np.arange(3 * 6 * 2.0, dtype=np.float32).reshape(3, 6, 2)
+    for split, concat in ((0, 0), (0, 1)):
+
+        def body(f, x, split=split, concat=concat):
+            return jax.vmap(lambda x: f(x, "batch", split, concat, tiled=True), axis_name="batch")(x)
+
+        ours, theirs = both_ways(body)(x)
+        assert_bits(ours, theirs, "all_to_all over a vmapped axis")
+
+
+@pytest.mark.parametrize("names", ["batch", ("ep", "batch"), ("batch", "ep")], ids=str)
+def test_an_axis_of_an_enclosing_vmap_inside_shard_map(mesh4, names):
+    x = np.random.default_rng(0).standard_normal((RANKS, 2, 2 * RANKS, 3)).astype(np.float32)
+
+    def body(f, x):
+        return jax.vmap(lambda x: f(x, names, 0, 0, tiled=True), axis_name="batch")(x)
+
+    ours, theirs = on(mesh4, both_ways(body), check_vma=False)(x)
+    assert_bits(ours, theirs, "all_to_all over a vmapped axis")
+
+
+def test_a_vmapped_axis_with_checks_of_varying_axes(mesh4):
+    """`jax.lax.all_to_all` fails an assertion here."""
+    x = np.random.default_rng(0).standard_normal((RANKS, 2, 4, 3)).astype(np.float32)
+
+    def body(x):
+        return jax.vmap(lambda x: xm.all_to_all(x, "batch", 0, 0, tiled=True), axis_name="batch")(x)
+
+    expected = x.reshape(RANKS, 2, 2, 2, 3).swapaxes(1, 2).reshape(x.shape)
+    assert_bits(on(mesh4, body)(x), expected, "all_to_all over a vmapped axis")
+
+
+def test_a_ragged_exchange_over_a_vmapped_axis_is_refused():
+    x, sizes = jnp.ones((2, 4, 3)), jnp.ones(2, jnp.int32)
+    with pytest.raises(NotImplementedError, match="'batch': an axis of an enclosing vmap"):
+        jax.vmap(lambda x: xm.ragged_all_to_all(x, x, *[sizes] * 4, axis_name="batch"), axis_name="batch")(x)
+
+
+# -- PRNG keys ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_arrays_of_keys(mesh4, implementation):
+    keys = jax.random.split(jax.random.key(7, impl=implementation), (RANKS, 2 * RANKS, 3))
+    keys = jax.device_put(keys, jax.NamedSharding(mesh4, P("ep")))
+
+    def body(keys):
+        return tuple(f(keys, "ep", 0, 1, tiled=True) for f in (xm.all_to_all, jax.lax.all_to_all))
+
+    ours, theirs = on(mesh4, body)(keys)
+    assert ours.dtype == theirs.dtype == keys.dtype
+    assert_bits(jax.random.key_data(ours), jax.random.key_data(theirs), "keys")
+
+    def one_row_each(keys):
+        rank = jnp.arange(RANKS, dtype=jnp.int32)
+        one, landing = jnp.ones(RANKS, jnp.int32), jnp.full(RANKS, jax.lax.axis_index("ep"), jnp.int32)
+        return xm.ragged_all_to_all(keys, keys, rank, one, landing, one, axis_name="ep")
+
+    moved = jax.random.key_data(on(mesh4, one_row_each)(keys))
+    given = np.asarray(jax.random.key_data(keys))
+    expected = given.copy()
+    expected[:, :RANKS] = given[:, :RANKS].swapaxes(0, 1)
+    assert_bits(moved, expected, "keys by ragged_all_to_all")
+
+
+# -- symbolic shapes ---------------------------------------------------------------------------------------------------
+def exported(mesh, body, *shapes):
+    sharding = jax.NamedSharding(mesh, P("ep"))
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    return export.export(program)(*[jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in shapes])
+
+
+def dispatch_and_combine(x, idx):
+    routed = xm.dispatch(x, idx, num_experts=8, axis_name="ep")
+    return xm.combine(routed.x, routed.handle)
+
+
+def test_all_to_all_with_symbolic_sizes(mesh4):
+    b, h = export.symbolic_shape("b, h")
+    program = exported(mesh4, lambda x: xm.all_to_all(x, "ep", 0, 0, tiled=True), ((16 * b, h), jnp.float32))
+    program = export.deserialize(program.serialize())
+    x = np.random.default_rng(0).standard_normal((32, 3)).astype(np.float32)
+    ours = jax.jit(program.call)(jax.device_put(x, jax.NamedSharding(mesh4, P("ep"))))
+    assert_bits(ours, x.reshape(4, 4, 2, 3).swapaxes(0, 1).reshape(x.shape), "exported all_to_all")
+
+
+@pytest.mark.parametrize("what", ["tokens", "slots", "hidden", "rows"])
+def test_sizes_that_a_program_is_built_for_cannot_be_symbolic(mesh4, what):
+    """XLA would crash, for good, on an exported program that broadcasts to a size that is open."""
+    (b,) = export.symbolic_shape("b")
+    sizes = jnp.ones(RANKS, jnp.int32)
+    with pytest.raises(ValueError, match=r"has the symbolic shape \(.*b.*\): every size must be known"):
+        if what == "rows":
+            rows = (4 * b, 3), jnp.float32
+            exported(mesh4, lambda x: xm.ragged_all_to_all(x, x, *[sizes] * 4, axis_name="ep"), rows)
+        tokens, slots, hidden = {"tokens": (4 * b, 2, 8), "slots": (16, b, 8), "hidden": (16, 2, b)}[what]
+        exported(mesh4, dispatch_and_combine, ((tokens, hidden), jnp.float32), ((tokens, slots), jnp.int32))

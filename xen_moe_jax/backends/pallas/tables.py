@@ -1,0 +1,80 @@
+"""Routing arithmetic for TPU: dense comparisons and matrix products instead of scalar gathers, sorts and scatters.
+
+The same numbers as `_layout` and `backends.metadata` give; a test compares them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import hardware
+from xen_moe_jax.pallas_kernels import scatter as scatter_kernel
+
+ORDER_BLOCK = 256
+"""Entries that are ordered by one matrix product: counts up to this are exact in bfloat16."""
+WINDOW = 64 * 1024
+"""Rows that a scatter makes at a time, at most."""
+ENTRIES = 2048
+"""Entries that a step of a scatter looks at."""
+
+
+def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
+    """As `_layout.order_within_bins`: blocks of entries as one-hot rows, ordered by a triangular matrix product."""
+    n = bins.shape[0]
+    block = min(ORDER_BLOCK, n)
+    padded = jnp.pad(bins, (0, -n % block), constant_values=-1).reshape(-1, block, 1)
+    hot = padded == jnp.arange(num_bins, dtype=jnp.int32)
+    earlier = jnp.tril(jnp.ones((block, block), jnp.bfloat16), -1)
+    within = jnp.einsum("ij,bje->bie", earlier, hot.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    counts = jnp.sum(hot, axis=1, dtype=jnp.int32)
+    before = _layout.exclusive_cumsum(counts, axis=0)
+    order = jnp.sum(jnp.where(hot, within.astype(jnp.int32) + before[:, None], 0), axis=2, dtype=jnp.int32)
+    return order.reshape(-1)[:n], jnp.sum(counts, axis=0, dtype=jnp.int32)
+
+
+def positions_of(topk_idx: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Positions `[R, T, K]` and counts `[R, L]` of a grouped or padded dispatch (docs/internals.md)."""
+    local, ranks = spec.local_experts, spec.num_ranks
+    rank = lax.axis_index(spec.axis_name)
+    order, counts = order_within_bins(topk_idx.reshape(-1), spec.num_experts)
+    idx, order = (lax.all_gather(a.reshape(topk_idx.shape), spec.axis_name) for a in (topk_idx, order))
+    counts = jnp.pad(counts, (0, local * ranks - spec.num_experts)).reshape(ranks, local)
+    recv_counts = lax.all_to_all(counts, spec.axis_name, 0, 0, tiled=True)
+
+    mine = (idx >= 0) & (idx // local == rank)
+    expert = jnp.where(mine, idx - rank * local, -1)
+    hot = expert[..., None] == jnp.arange(local, dtype=jnp.int32)
+    bases = _layout.expert_bases(recv_counts, spec)
+    row = jnp.sum(jnp.where(hot, bases[:, None, None, :], 0), axis=-1, dtype=jnp.int32) + order
+    last = (expert + 1) * (ranks * spec.num_tokens) if spec.layout == "padded" else spec.capacity
+    return jnp.where(mine, jnp.where(row < last, row, -2), -1), recv_counts
+
+
+def scattered(
+    positions: jax.Array, values: list[tuple[jax.Array, int]], recv_counts: jax.Array, spec: Spec, config: KernelConfig
+) -> tuple[jax.Array, ...]:
+    """int32 `[rows]` for each of `values`: its entries, `[R, T]` or `[R, T, slots]`, at the rows that
+    `positions [R, T, slots]` names, and the given number elsewhere.
+    """
+    wide = [v if v.ndim == 3 else jnp.broadcast_to(v[..., None], positions.shape) for v, _ in values]
+    rows = math.prod(spec.row_dims)
+    limit = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(recv_counts, spec)
+    launch = hardware.launch(
+        "scatter", lambda block: 0, preferred=ENTRIES, smallest=ENTRIES, available=ENTRIES, config=config
+    )
+    return scatter_kernel.scatter(
+        positions.reshape(-1),
+        [v.reshape(-1) for v in wide],
+        [fill for _, fill in values],
+        size=rows,
+        limit=limit,
+        window=hardware.smem_window(len(values), WINDOW, ENTRIES),
+        launch=launch,
+    )
