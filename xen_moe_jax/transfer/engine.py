@@ -290,6 +290,7 @@ class Engine:
                         f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                     )
                 blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
+                self._learn_device(blocks[path].sharding)
 
             def plan():
                 runs = []
@@ -474,6 +475,12 @@ class Engine:
                 self._loop.wake()
         return transfer
 
+    def _learn_device(self, sharding: jax.sharding.Sharding) -> None:
+        """From the first array on a GPU on, this engine's calls of the library run with that GPU's context."""
+        if self._device is None:
+            self._device = _device.ordinal(sharding)
+        self._adopt_device()
+
     def _adopt_device(self) -> None:
         if self._device is not None:
             _device.make_current(self._device)
@@ -505,8 +512,8 @@ class Engine:
                     peer=target.peer.name,
                     request=request,
                 )
-            if self._device is None and isinstance(array, jax.Array):
-                self._device = _device.ordinal(array)
+            if isinstance(array, jax.Array):
+                self._learn_device(array.sharding)
         window = parts[0][2].target
         grant = window.grant(request, timeout)
 
