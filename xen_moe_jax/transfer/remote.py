@@ -283,3 +283,28 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
             f"window {target.name!r} of {target.peer.name!r} has no {path!r}; it has {sorted(target.leaves)}"
         )
     return RemoteTree(target, path)
+
+
+def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
+    """(source pages, destination pages) as arrays. Raises `TransferRefused`."""
+    source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
+    if len(source) != len(destination):
+        raise TransferRefused(
+            f"{request}: {len(source)} source pages for {len(destination)} destination pages", request=request
+        )
+    if len(np.unique(destination)) != len(destination):
+        raise TransferRefused(f"{request}: a destination page is named twice; transfers have no order", request=request)
+    for label, array, target in parts:
+        if not array.shape or not target.shape:
+            raise TransferRefused(f"{request}: {label} has no dimension to count pages along", request=request)
+        for side, indices, extent in (
+            ("source", source, array.shape[0]),
+            ("destination", destination, target.shape[0]),
+        ):
+            if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
+                raise TransferRefused(
+                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {label}, "
+                    f"which has {extent}",
+                    request=request,
+                )
+    return source, destination
