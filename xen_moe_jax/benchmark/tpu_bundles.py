@@ -87,16 +87,19 @@ def take_dump(folder: str) -> dict[str, Loop]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of a kernel: the largest one with `operation` (more often than `at_least`), inside the grid.
+    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid.
 
     Attributes:
       trips: of all steps together.
+      copies: where the loop shows in pieces, cut by conditions inside it: how often the program has it. All of its
+        pieces are counted then, also the branches that are not taken.
     """
 
     name: str
     operation: str
     trips: float
     at_least: int = 1
+    copies: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,8 @@ def count(kernel: Loop, work: Work) -> Count:
         chosen = [loop for loop in inner if loop.operations[part.operation] >= part.at_least]
         if not chosen:
             raise ValueError(f"no loop with {part.operation} for {part.name}: {[dict(x.operations) for x in inner]}")
-        turn[part.name] = max(loop.bundles for loop in chosen)
+        bundles = [loop.bundles for loop in chosen]
+        turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
         total += part.trips * turn[part.name]
     return Count(step, turn, total)
 
@@ -168,13 +172,13 @@ def works(routing: Routing, blocks: dict[str, int], tile: int = 16) -> dict[str,
         ),
         "xen_moe_place": Work(
             placing,
-            (Part("fetch", FETCH, routing.placed / 4),) + _groups("decode", place, tile, routing.placed),
+            (Part("fetch", FETCH, routing.placed / 4, copies=2),) + _groups("decode", place, tile, routing.placed),
         ),
         "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
         "xen_moe_reduce_slots": Work(
             visited / slots,
             (
-                Part("fetch", FETCH, visited * routing.depth / 4, 4),
+                Part("fetch", FETCH, visited * routing.depth / 4, copies=2),
                 Part("add", "vld", visited * routing.depth / slots, 16),
                 Part("send", SEND, visited),
             ),
@@ -182,7 +186,7 @@ def works(routing: Routing, blocks: dict[str, int], tile: int = 16) -> dict[str,
         "xen_moe_reduce_ranks": Work(
             routing.tokens / ranks,
             (
-                Part("fetch", FETCH, routing.tokens * destinations / 4),
+                Part("fetch", FETCH, routing.tokens * destinations / 4, copies=2),
                 Part("add", "vld", routing.tokens * destinations / min(tile, ranks), 16),
             ),
         ),

@@ -230,6 +230,7 @@ def place_rows(
         record=like.record,
         out_dtype=like.dtype,
         keep_scales=like.scaled,
+        padding_rows=spec.alignment > 1,
         launch=launch,
     )
     return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))
