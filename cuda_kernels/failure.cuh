@@ -5,7 +5,7 @@
 // A rank that gives up first puts its failure word into the mailbox of rank 0: whoever comes first there decides, so
 // that all ranks name the same root. Then the word goes to all mailboxes, and all waits of the group end. It stays
 // until the host clears it. Nothing here is on the way of an operation that goes well: the slow half of WaitUntil runs
-// after 64 polls.
+// after many polls.
 #pragma once
 
 #include "memory_order.cuh"
@@ -113,14 +113,15 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   return true;
 }
 
-// Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used.
-template <class Arrived>
+// Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used. The slow half
+// takes about a microsecond: `kPolls` of memory take tens of them, of shared memory it must be more.
+template <int kPolls = 64, class Arrived>
 __device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank) {
   if (arrived()) return true;
   Waiting waiting;
   do {
 #pragma unroll 1
-    for (int poll = 0; poll < 64; ++poll) {
+    for (int poll = 0; poll < kPolls; ++poll) {
       if (!arrived()) continue;
       if (waiting.shown) StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
       return true;

@@ -69,12 +69,25 @@ __device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, int ranks, i
   return oldest;
 }
 
-// Suffices() of workspace.h, of a table that the host or another block may just have written.
-__device__ __forceinline__ bool SufficesNow(const MemoryTable* table, const Needs& needs) {
-  const volatile MemoryTable& seen = *table;
-  return needs.flag_bytes <= seen.flag_bytes && needs.data_bytes <= seen.data_bytes &&
-         needs.scratch_bytes <= seen.scratch_bytes;
-}
+// What a lane needs of a memory table that the host or another block may just have written. All loads are under way
+// together.
+struct LaneMemory {
+  char *staging, *scratch;  // of rank `lane`; of this rank
+  uint64_t flag_bytes, data_bytes, scratch_bytes;
+  uint32_t generation;
+  __device__ __forceinline__ explicit LaneMemory(const MemoryTable* table) {
+    const volatile MemoryTable& seen = *table;
+    staging = seen.staging[threadIdx.x % kMaxRanks];
+    scratch = seen.scratch;
+    flag_bytes = seen.flag_bytes;
+    data_bytes = seen.data_bytes;
+    scratch_bytes = seen.scratch_bytes;
+    generation = seen.generation & 0xFF;
+  }
+  __device__ __forceinline__ bool Suffices(const Needs& needs) const {
+    return needs.flag_bytes <= flag_bytes && needs.data_bytes <= data_bytes && needs.scratch_bytes <= scratch_bytes;
+  }
+};
 
 // The first warp: memory for an operation that the current generation does not suffice for. All ranks see the same
 // words, hence take the same table or fail alike.
@@ -84,8 +97,8 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   int rank;
   const uint32_t oldest = OldestGeneration(word, run.ranks, &rank);
   const MemoryTable* table = &run.control->memory[oldest % kGenerations];
-  const uint32_t generation = LoadRelaxedSystem(&table->generation);
-  if ((generation & 0xFF) == oldest && SufficesNow(table, needs)) return table;
+  const LaneMemory memory(table);
+  if (memory.generation == oldest && memory.Suffices(needs)) return table;
   if ((threadIdx.x & 31) == 0) Fail(run, Cause::kMemory, Step::kArrival, rank, run.rank, 0);
   __syncwarp();
   return nullptr;
@@ -109,10 +122,10 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     }
     __syncwarp();
     const uint32_t epoch = run.epoch;
-    const MemoryTable* table = &call.control->current;
+    LaneMemory memory(&call.control->current);
+    const uint32_t current = memory.generation;
     const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
-    const uint32_t current = LoadRelaxedSystem(&table->generation);
-    const bool enough = SufficesNow(table, call.needs);
+    const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
     bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
@@ -127,20 +140,22 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
         }
         if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
       }
-      if (!enough) table = AwaitMemory(run, call.needs);
-      refused = table == nullptr;
+      if (!memory.Suffices(call.needs)) {
+        const MemoryTable* chosen = AwaitMemory(run, call.needs);
+        refused = chosen == nullptr;
+        if (chosen) memory = LaneMemory(chosen);
+      }
     }
     if (!refused && lane < ranks) {
-      const volatile MemoryTable& chosen = *table;
-      const uint64_t half_bytes = chosen.flag_bytes + chosen.data_bytes;
-      char* const half = chosen.staging[lane] + (epoch & 1) * half_bytes;
+      const uint64_t half_bytes = memory.flag_bytes + memory.data_bytes;
+      char* const half = memory.staging + (epoch & 1) * half_bytes;
       run.half[lane] = half;
       run.data[lane] = half + half_bytes - call.needs.data_bytes;
       if (lane == 0) {
-        run.scratch = chosen.scratch;
-        run.generation = chosen.generation & 0xFF;
-        run.current = current & 0xFF;
-        run.reported = LoadRelaxedSystem(&call.control->reported);
+        run.scratch = memory.scratch;
+        run.generation = memory.generation;
+        run.current = current;
+        run.reported = reported;
       }
     }
     if (lane == 0) run.refused = refused;
@@ -223,15 +238,20 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
     const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
     run.last = (now & 0xFFFF) == gridDim.x;
     run.all_refused = now >> 16 == gridDim.x;
-    __threadfence();
+    if (run.last) __threadfence();
   }
   __syncthreads();
   if (!run.last) return;
   bool fill = false;
   if (threadIdx.x < 32) {
     const bool all_refused = run.all_refused;
+    // What made a block of this rank give up is in the mailbox by now; the announcements come in beside it.
+    uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
     const uint64_t word = all_refused ? 0 : AwaitAnnouncement(run);
-    const uint64_t failure = __shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0);
+    const bool matches = static_cast<int>(threadIdx.x) >= run.ranks ||
+                         (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature);
+    if (!__all_sync(0xFFFFFFFFu, matches)) failure = LoadRelaxedSystem(&run.mailbox->failure);
+    failure = __shfl_sync(0xFFFFFFFFu, failure, 0);
     if (failure) {
       fill = !all_refused;
       if (threadIdx.x == 0) MirrorFailure(run, failure);

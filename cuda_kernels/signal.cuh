@@ -42,7 +42,8 @@ __device__ __forceinline__ void InitSignalBox(SignalBox& box) {  // a __syncthre
 // failed.
 static __device__ __noinline__ bool AwaitRoom(const SignalBox& box, const Running& run, uint32_t posted) {
   const uint32_t* sent = &box.sent[threadIdx.x / 32];
-  return WaitUntil([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks, run.rank);
+  return WaitUntil<4096>([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks,
+                         run.rank);
 }
 
 // A warp's way to have flags raised. `direct`: it fences and stores them itself, which is quicker for a single row.
@@ -84,7 +85,8 @@ struct Signaller {
     const bool watches = lane < kSignalWarp;
     uint32_t sent = 0;
     for (;;) {
-      const bool last = LoadAcquireBlock(&box.finished) == kSignalWarp;  // read before `posted`
+      // Read before `posted`, and once for all lanes.
+      const bool last = __shfl_sync(0xFFFFFFFFu, LoadAcquireBlock(&box.finished), 0) == kSignalWarp;
       const uint32_t now = watches ? LoadAcquireBlock(&box.posted[lane]) : 0;
       if (__any_sync(0xFFFFFFFFu, now != sent)) {
         __threadfence_system();

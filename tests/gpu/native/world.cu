@@ -1,3 +1,4 @@
+#include <cstdio>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
@@ -45,12 +46,22 @@ __global__ void SleepKernel(uint64_t ns) {
 __global__ void OccupyKernel(const volatile int* stop) {
   extern __shared__ char room[];
   room[threadIdx.x] = 0;
+  if (threadIdx.x > 0) return;  // one thread keeps the room, and does not drown the bus in polls
   uint64_t start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
   do {
     __nanosleep(2000);
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   } while (!*stop && now - start < 20000000000ull);
+}
+
+// Makes the driver set up a stream, with local memory: it does so at a first launch, and may wait for the GPU to be
+// idle.
+__global__ void WarmKernel(int* out, int n) {
+  int local[512];
+  for (int i = 0; i < 512; ++i) local[i] = i * n;
+  for (int i = 0; i < n; ++i) local[(i * 37 + threadIdx.x) % 512] += local[i % 512];
+  if (n < 0) *out = local[threadIdx.x];
 }
 
 // Counts vectors that differ from `expected` where `mask` (null: everywhere) says so, and writes `initial` back.
@@ -228,6 +239,11 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
     for (cudaStream_t& stream : state.stream) NATIVE_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     NATIVE_CHECK(cudaStreamCreateWithFlags(&state.side, cudaStreamNonBlocking));
+    for (cudaStream_t stream : {state.stream[0], state.stream[1], state.side}) {
+      WarmKernel<<<1, 64, 0, stream>>>(nullptr, 64);
+      NATIVE_CHECK(cudaGetLastError());
+    }
+    NATIVE_CHECK(cudaDeviceSynchronize());
     states.push_back(state);
   }
   for (const RankState& state : states) {
@@ -343,6 +359,26 @@ uint64_t World::Wrong() {
     sum += wrong;
   }
   return sum;
+}
+std::string World::Picture() {
+  std::string out;
+  for (const RankState& state : states) {
+    Control control{};
+    Mailbox mailbox{};
+    NATIVE_CHECK(cudaMemcpy(&control, state.control, sizeof(control), cudaMemcpyDeviceToHost));
+    NATIVE_CHECK(cudaMemcpy(&mailbox, state.mailbox, sizeof(mailbox), cudaMemcpyDeviceToHost));
+    char text[200];
+    std::snprintf(text, sizeof(text), " [rank %d: epoch %u owner %u shows %016llx failure %016llx hears", state.rank,
+                  control.epoch, control.owner, static_cast<unsigned long long>(mailbox.progress),
+                  static_cast<unsigned long long>(mailbox.failure));
+    out += text;
+    for (int r = 0; r < ranks(); ++r) {
+      out += " " + std::to_string(AnnouncedEpoch(mailbox.announcements[0][r])) + "/" +
+             std::to_string(AnnouncedEpoch(mailbox.announcements[1][r]));
+    }
+    out += "]";
+  }
+  return out;
 }
 void World::ClearWrong() {
   for (const RankState& state : states) NATIVE_CHECK(cudaMemset(state.wrong, 0, 4));

@@ -81,6 +81,8 @@ class World {
   void Synchronize();
   uint64_t Wrong();  // sum of `wrong`
   void ClearWrong();
+  // What each rank is doing, for the report of a scenario that went wrong.
+  std::string Picture();
   uint64_t FailureOf(int rank) const { return *reinterpret_cast<volatile uint64_t*>(&states[rank].error->failure); }
   Prepared* Add(const Problem& problem, const RankCase& c, int rank, uint32_t call_id, double timeout_s);
   // The same problem for every rank: [rank].
