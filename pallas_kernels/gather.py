@@ -34,15 +34,6 @@ def rows_in(buffer: Any, first: Any, count: int) -> Callable[[int], jax.Array]:
     return lambda j: buffer[j, pl.ds(first, count), :]
 
 
-def put_into(buffer: Any, rows: Any) -> Callable[[int, jax.Array], None]:
-    """`put(j, words)`: block row `j` of the records `rows` (a slice) of a buffer."""
-
-    def put(j: int, words: jax.Array) -> None:
-        buffer[j, rows, :] = words
-
-    return put
-
-
 def start_rows(table: Any, staged: Any, buffer: Any, semaphore: Any, *, zero_others: bool) -> None:
     """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry]` -> record `n` of the buffer.
 

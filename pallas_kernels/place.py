@@ -35,11 +35,11 @@ class _Refs:
     scales: Any = None
 
 
-def _body(refs: _Refs, *, record: Record) -> None:
+def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
     keep_scales = refs.scales is not None
 
     def start(table: Any, slot: Any, _: Any) -> None:
-        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=True)
+        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=padding_rows)
 
     def wait(slot: Any) -> None:
         gather.await_rows(refs.buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
@@ -63,6 +63,11 @@ def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) ->
     return 2 * block * (record.bytes + row)
 
 
+def smem_bytes(blocks: int, block: int) -> int:
+    """SMEM: which blocks are visited, and two blocks of each of two tables."""
+    return 4 * (blocks + 4 * block)
+
+
 def place(
     staged: jax.Array,
     source: jax.Array,
@@ -71,14 +76,16 @@ def place(
     record: Record,
     out_dtype: Any,
     keep_scales: bool,
+    padding_rows: bool,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Builds rows from staged records.
 
     Args:
       staged: int32 `[N, *record.shape]`.
-      source: int32 `[C]`, staged record of each row, `-1` for a row of zeros.
+      source: int32 `[C]`, staged record of each row, `-1` for none.
       live: bool `[C]`, rows that are specified; blocks of rows without any are left unwritten.
+      padding_rows: rows without a record are zero; otherwise they are unspecified.
       keep_scales: results are the values as they travelled and their scales, not their product.
 
     Returns:
@@ -104,7 +111,7 @@ def place(
         out_shape.append(((rows, record.chunks), jnp.float32))
     return tuple(
         launch.call(
-            functools.partial(_body, record=record),
+            functools.partial(_body, record=record, padding_rows=padding_rows),
             _Refs,
             ["blocks", "gathered", "now", "following", "staged", "out"]
             + (["scales"] if keep_scales else [])

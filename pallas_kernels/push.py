@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels import gather, peers
+from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, encode, quantize_chunk
-from xen_moe_jax.pallas_kernels.send import Link, scratch
+from xen_moe_jax.pallas_kernels.send import Link, Outgoing, scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _encode_rows(x: Any, scales: Any, out: Any, rows: Any, record: Record, quant
     def scale(c: int) -> jax.Array:
         return latest["scale"] if scales is None else scales[rows, c : c + 1]
 
-    encode(record, chunk, scale if record.scaled else None, gather.put_into(out, rows), rows.size)
+    encode(record, chunk, scale if record.scaled else None, out.put(rows), rows.size)
 
 
 def _body(
@@ -81,6 +81,10 @@ def _body(
 ) -> None:
     step, steps = pl.program_id(0), pl.num_programs(0)
     slot = lax.rem(step, 2)
+
+    def outgoing(slot: Any) -> Outgoing:
+        return Outgoing(refs.buffers.at[slot], spread=False)
+
     link = Link(axes, refs.target, refs.send, refs.recv, refs.credits)
 
     @pl.when(step == 0)
@@ -89,10 +93,10 @@ def _body(
 
     @pl.when(step >= 2)
     def _() -> None:
-        link.await_sent(refs.buffers.at[slot], refs.sent[slot], slot)
+        link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
     def encode_rows(rows: Any) -> None:
-        _encode_rows(refs.x, refs.scales, refs.buffers.at[slot], rows, record, quantise)
+        _encode_rows(refs.x, refs.scales, outgoing(slot), rows, record, quantise)
 
     for_row_groups(refs.x.shape[0], tile_rows(refs.x.dtype), encode_rows)
 
@@ -100,12 +104,12 @@ def _body(
     def _() -> None:
         link.await_peers()
 
-    link.start_block(refs.buffers.at[slot], refs.peer, refs.address, entries, slot)
+    link.start_block(outgoing(slot), refs.peer, refs.address, entries, slot)
     refs.sent[slot] = refs.counts[0, 0, 0]
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        link.drain_blocks(refs.buffers, refs.sent, refs.expected)
+        link.drain_blocks(outgoing, refs.sent, refs.expected)
 
 
 def vmem_bytes(record: Record, x_dtype: Any, has_scales: bool, block: int) -> int:
@@ -166,7 +170,7 @@ def push(
             in_specs=in_specs,
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
-                pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
+                Outgoing.scratch(record.shape, block, spread=False),
                 pltpu.SMEM((2,), jnp.int32),
                 *scratch(axes, axes.num_ranks if axes else 0, 2),
             ],

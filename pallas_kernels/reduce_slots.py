@@ -25,7 +25,7 @@ from xen_moe_jax.pallas_kernels import gather, peers
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
-from xen_moe_jax.pallas_kernels.send import Link, await_whole, scratch
+from xen_moe_jax.pallas_kernels.send import Link, Outgoing, await_whole, scratch
 
 GATHERED, DEEPEST, SENT, FACTS = 0, 1, 2, 8
 """What a step must know of its block: rows, most rows of a pair, pairs; `FACTS` numbers a block."""
@@ -156,7 +156,10 @@ def _add_up(refs: _Refs, static: _Static, slot: Any) -> None:
 def _body(refs: _Refs, *, static: _Static) -> None:
     step, steps = pl.program_id(0), pl.num_programs(0)
     pairs = refs.buffer.shape[2]
-    outgoing = refs.outgoing
+
+    def outgoing(slot: Any) -> Outgoing:
+        return Outgoing(refs.outgoing.at[slot], spread=True)
+
     link = Link(static.axes, refs.target, refs.send, refs.recv, refs.credits)
 
     @pl.when(step == 0)
@@ -168,14 +171,14 @@ def _body(refs: _Refs, *, static: _Static) -> None:
 
     @pl.when(step >= 2)
     def _() -> None:
-        link.await_sent(outgoing.at[slot], refs.sent[slot], slot)
+        link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
     encode_sums(
         static.record,
         lambda c: refs.acc[:, c * LANES : (c + 1) * LANES],
         static.quantise,
         refs.zero[0],
-        gather.put_into(outgoing.at[slot], pl.ds(0, pairs)),
+        outgoing(slot).put(pl.ds(0, pairs)),
         pairs,
     )
 
@@ -183,7 +186,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     def _() -> None:
         link.await_peers()
 
-    link.start_block(outgoing.at[slot], refs.peer, refs.address, 1, slot)
+    link.start_block(outgoing(slot), refs.peer, refs.address, 1, slot)
     refs.sent[slot] = refs.facts[0, 0, SENT]
 
     @pl.when(step == steps - 1)
@@ -258,7 +261,7 @@ def reduce_slots(
         pltpu.VMEM((2, slots, block, record.hidden), jnp.int32 if paired else y.dtype),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.VMEM((block, record.hidden), jnp.float32),
-        pltpu.VMEM((2, record.shape[0], block, LANES), jnp.int32),
+        Outgoing.scratch(record.shape, block, spread=True),
         pltpu.SMEM((2,), jnp.int32),
         *scratch(axes, axes.num_ranks if axes else 0, 2),
     ]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -34,6 +35,47 @@ def scratch(axes: peers.Axes | None, num_ranks: int, buffers: int) -> list[Any]:
     if axes is not None:
         shapes += [pltpu.SemaphoreType.DMA((recv_semaphores(num_ranks),)), pltpu.SemaphoreType.REGULAR]
     return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """Records of a block on their way out of VMEM.
+
+    Attributes:
+      buffer: int32 `[N, S, 128]`, each contiguous, or with `spread` `[S, N, 128]`: cheap to write, for a register then
+        holds one block row of eight records, but its DMAs cost more to start.
+    """
+
+    buffer: Any
+    spread: bool
+
+    @property
+    def count(self) -> int:
+        return self.buffer.shape[1 if self.spread else 0]
+
+    @staticmethod
+    def scratch(record_shape: tuple[int, int], count: int, spread: bool) -> Any:
+        """Two buffers."""
+        rows, lanes = record_shape
+        return pltpu.VMEM((2, rows, count, lanes) if spread else (2, count, rows, lanes), jnp.int32)
+
+    def put(self, rows: Any) -> Callable[[int, jax.Array], None]:
+        """Writes block row `j` of the records `rows` (a slice)."""
+
+        def put(j: int, words: jax.Array) -> None:
+            if self.spread:
+                self.buffer[j, rows, :] = words
+            else:
+                self.buffer[rows, j, :] = words
+
+        return put
+
+    def record(self, i: Any) -> Any:
+        return self.buffer.at[:, i] if self.spread else self.buffer.at[i]
+
+    def first(self, count: int) -> Any:
+        rows = pl.ds(0, count)
+        return self.buffer.at[:, rows] if self.spread else self.buffer.at[rows]
 
 
 def _everybody(i: Any) -> Any:
@@ -107,23 +149,25 @@ class Link:
             device_id=self.axes.device_id(self.ids(peer)),
         ).start()
 
-    def start_block(self, records: Any, peer: Any, address: Any, entries: int, buffer: Any) -> None:
-        """Starts one DMA per table entry `>= 0`: record `i` of a buffer `[S, N, 128]` to its `entries` destinations.
-        Tables `[1, 1, N]`.
-        """
+    def start_block(self, records: Outgoing, peer: Any, address: Any, entries: int, buffer: Any) -> None:
+        """Starts one DMA per table entry `>= 0`: record `i` to its `entries` destinations. Tables `[1, 1, N]`."""
 
-        @pl.loop(0, records.shape[1])
+        link = self
+        if self.axes is not None and self.place is None:  # asked for once, not for every record
+            link = dataclasses.replace(self, place=lax.axis_index(self.axes.names))
+
+        @pl.loop(0, records.count)
         def _(i: Any) -> None:
             for entry in range(entries):
                 to = peer[0, 0, i * entries + entry]
 
                 @pl.when(to >= 0)
                 def _(to: Any = to, entry: int = entry) -> None:
-                    self.start(records.at[:, i], address[0, 0, i * entries + entry], to, buffer)
+                    link.start(records.record(i), address[0, 0, i * entries + entry], to, buffer)
 
-    def await_sent(self, records: Any, count: Any, buffer: Any = 0) -> None:
-        """Waits until `count` records of a buffer `[S, N, 128]` have left by a semaphore."""
-        wait_rows(lambda n: records.at[:, pl.ds(0, n)], records.shape[1], count, self.send.at[buffer])
+    def await_sent(self, records: Outgoing, count: Any, buffer: Any = 0) -> None:
+        """Waits until `count` records have left by a semaphore."""
+        wait_rows(records.first, records.count, count, self.send.at[buffer])
 
     def await_records(self, expected: Any) -> None:
         """Waits for `expected[source]` rows from every source."""
@@ -134,7 +178,7 @@ class Link:
         def _(source: Any) -> None:
             await_whole(self.target, expected[source], self._arrivals(source))
 
-    def drain_blocks(self, records: Any, sent: Any, expected: Any) -> None:
+    def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any) -> None:
         """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come.
 
         `sent` holds what each buffer sent last.
@@ -144,9 +188,9 @@ class Link:
 
         @pl.when(step >= 1)
         def _() -> None:
-            self.await_sent(records.at[1 - buffer], sent[1 - buffer], 1 - buffer)
+            self.await_sent(records(1 - buffer), sent[1 - buffer], 1 - buffer)
 
-        self.await_sent(records.at[buffer], sent[buffer], buffer)
+        self.await_sent(records(buffer), sent[buffer], buffer)
         self.await_records(expected)
         self.leave()
 

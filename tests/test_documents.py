@@ -1,5 +1,6 @@
 """What the documents say is true: their examples run, links lead somewhere, every public name is described."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -62,7 +63,13 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-@pytest.mark.parametrize("document", ["docs/concepts.md", "docs/flax.md", "docs/migrating.md"])
+RUNNABLE = [f"docs/{name}.md" for name in ("concepts", "flax", "memory", "migrating")]
+no_transfer = pytest.mark.skipif(
+    importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
+)
+
+
+@pytest.mark.parametrize("document", [*RUNNABLE, pytest.param("docs/transfer.md", marks=no_transfer)])
 def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
     blocks = python_blocks(ROOT / document)
     assert blocks, f"{document} has no example"

@@ -15,6 +15,7 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import oracle
 from tests.support.checks import assert_bits
 from tests.support.conformance import ragged_operands
 
@@ -95,6 +96,42 @@ def test_gradient_of_a_vmapped_exchange_is_that_of_a_loop(mesh4, shared):
 
     for ours, theirs, name in zip(gradient(mapped), gradient(loop), ("operand", "output"), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=name)
+
+
+# -- groups and gradients ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,), (3,)), ((0, 2), (1, 3)), ((3, 1, 0, 2),)], ids=str)
+def test_groups_of_any_size_and_order(mesh4, groups):
+    """Rank `groups[g][p]` is peer `p` of its group; a group of one rank keeps its rows."""
+    size = len(groups[0])
+    parts = [ragged_operands(np.random.default_rng(g), size, "random", (3,), "float32") for g in range(len(groups))]
+    operands, expected = [], np.zeros((RANKS, *parts[0][1].shape[1:]), np.float32)
+    for i in range(6):
+        stacked = np.zeros((RANKS, *parts[0][i].shape[1:]), parts[0][i].dtype)
+        for group, part in zip(groups, parts, strict=True):
+            stacked[list(group)] = part[i]
+        operands.append(stacked)
+    for group, part in zip(groups, parts, strict=True):
+        expected[list(group)] = oracle.ragged_all_to_all(*part)
+
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep", axis_index_groups=groups)
+    assert_bits(on(mesh4, exchange)(*operands), expected, "ragged_all_to_all in groups")
+
+    def difference(operand, output, *segments):
+        """Of the gradient along a direction, and of the change of the loss along it: the exchange is linear."""
+
+        def loss(operand, output):
+            return jnp.sum(
+                jnp.cos(jnp.arange(output.size)).reshape(output.shape) * exchange(operand, output, *segments)
+            )
+
+        gradient = jax.grad(loss, (0, 1))(operand, output)
+        direction = jnp.sin(operand), jnp.cos(output)
+        along = sum(jnp.vdot(g, d) for g, d in zip(gradient, direction, strict=True))
+        total = jax.lax.psum(along, "ep"), jax.lax.psum(loss(*direction), "ep")
+        return jax.lax.pcast(jnp.stack(total), "ep", to="varying")
+
+    along, change = np.asarray(on(mesh4, difference)(*operands))[0]
+    assert abs(along) > 1e-3 and along == pytest.approx(change, rel=1e-4)
 
 
 # -- all_to_all --------------------------------------------------------------------------------------------------------

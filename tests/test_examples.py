@@ -8,6 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 CHECKED = {}
+TRANSFER = {"prefill_decode", "push_weights"}
 
 
 def checks(name):
@@ -42,13 +43,34 @@ def _fp8_costs_a_few_percent(errors):
     assert all(1e-4 < error < 0.08 for error in errors.values()), errors
 
 
+@checks("decode_hugging_face")
+def _the_cache_changes_nothing(relative_difference):
+    # float32, the same sums over other shapes
+    assert relative_difference < 1e-4
+
+
+@checks("prefill_decode")
+def _two_processes_say_what_one_says(result):
+    assert result["lost"] == ["prefill-0"]
+    assert result["tokens"] == result["expected"] and len(set(result["tokens"])) > 4
+
+
+@checks("push_weights")
+def _every_generation_is_whole(result):
+    assert result["lost"] == ["trainer-0"]
+    assert result["whole"] == [True] * 4
+
+
 def test_every_example_is_checked():
     assert {path.stem for path in FOLDER.glob("*.py")} == set(CHECKED)
 
 
 @pytest.mark.parametrize("name", sorted(CHECKED))
 def test_example(name, capsys):
-    pytest.importorskip("flax", reason="the Flax examples need xen-moe-jax[flax]")
+    needs, extra = ("libucx", "transfer") if name in TRANSFER else ("flax", "flax")
+    pytest.importorskip(needs, reason=f"this example needs xen-moe-jax[{extra}]")
+    if name == "decode_hugging_face":
+        pytest.importorskip("safetensors", reason="needs xen-moe-jax[hugging-face]")
     if 16 % jax.device_count():
         pytest.skip(f"the examples split 16 experts; {jax.device_count()} devices do not divide them")
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")

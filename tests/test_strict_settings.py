@@ -71,7 +71,7 @@ def test_options_with_gradients(mesh4, options):
     lower(gradients(body), mesh4)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), itertools.product(LAYOUTS, (jnp.float32, jnp.float16)))
+@pytest.mark.parametrize(("layout", "dtype"), list(itertools.product(LAYOUTS, (jnp.float32, jnp.float16))))
 def test_other_dtypes_without_weights(mesh4, layout, dtype):
     lower(gradients(lambda x, idx, weights: layer(x, idx, None, layout=layout)), mesh4, dtype=dtype)
 

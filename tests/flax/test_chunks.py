@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tests.support.layers import (
     run_with_gradients,
     tokens,
 )
+from xen_moe_jax.benchmark import tpu_topologies
 
 SPLIT = xm.KernelConfig(backend="pallas")
 """A backend with halves: its programs can be traced here, and are not run."""
@@ -214,3 +216,39 @@ def test_chunks_of_more_than_there_are_tokens():
     y, _ = moe(jnp.asarray(x))
     np.testing.assert_allclose(y, layer(CONFIG)(jnp.asarray(x))[0], rtol=1e-6, atol=1e-6)
     assert math.isfinite(float(y.sum()))
+
+
+@pytest.mark.tpu_aot
+def test_the_compiled_tpu_program_keeps_the_order():
+    """The scheduled program for a v5e: the wire works under the experts of both chunks."""
+    pytest.importorskip("libtpu", reason="needs libtpu, from xen-moe-jax[tpu]")
+    mesh = tpu_topologies.mesh("v5e")
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=128, num_chunks=2, dtype=jnp.bfloat16)
+    graph, state = nnx.split(layer(config))
+    specs = nnx.get_partition_spec(state)
+
+    def abstract(a, spec):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    given = jax.tree.map(abstract, nnx.to_pure_dict(state), nnx.to_pure_dict(specs))
+
+    def apply(weights, x):
+        nnx.replace_by_pure_dict(state, weights)
+        return nnx.merge(graph, state)(x)[0]
+
+    x = abstract(jnp.zeros((512, 256), jnp.bfloat16), jax.P("ep"))
+    with jax.set_mesh(mesh):
+        text = jax.jit(apply).lower(given, x).compile().as_text()
+    steps = {
+        "dispatch starts": r"xen_moe_dispatch_start/xen_moe_scatter",
+        "dispatch ends": r"xen_moe_dispatch_done/xen_moe_done",
+        "combine ends": r"xen_moe_combine_done/xen_moe_done",
+        "experts": r"shard_map/ragged_dot_general/ragged-dot-none",
+    }
+    order = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        called = re.search(r'custom-call\(.*op_name="([^"]*)"', line)
+        found = [step for step, pattern in steps.items() if called and re.search(pattern, called[1])]
+        order += [step for step in found if order[-1:] != [step]]
+    # the start of the first chunk hides in a fusion; from its end on:
+    assert order == ["dispatch ends", "dispatch starts", "experts", "dispatch ends", "experts", "combine ends"]

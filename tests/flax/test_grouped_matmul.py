@@ -1,6 +1,9 @@
 """The experts' matmul is a choice: by name, by a function, or with experts of your own."""
 
 import dataclasses
+import json
+import pathlib
+import subprocess
 import sys
 import types
 import warnings
@@ -48,12 +51,12 @@ def forget():
 def test_a_function_takes_the_place_of_ragged_dot():
     """One that leaves NaN past the last group: neither the outputs nor a gradient may meet them, biases included."""
     mesh, x, target = make_mesh((2,), ("ep",)), tokens(8), tokens(8, seed=9)
-    for config in (GPT_OSS, dataclasses.replace(CONFIG, capacity_factor=1.5)):
-        expected = run_with_gradients(biased(layer(config)), x, target, mesh)
-        mine = biased(layer(dataclasses.replace(config, grouped_matmul=dense_groups)))
-        y, _, gradients = run_with_gradients(mine, x, target, mesh)
-        np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
-        assert_same_gradients(gradients, expected[2])
+    config = dataclasses.replace(GPT_OSS, capacity_factor=1.5)
+    expected = run_with_gradients(biased(layer(config)), x, target, mesh)
+    mine = biased(layer(dataclasses.replace(config, grouped_matmul=dense_groups)))
+    y, _, gradients = run_with_gradients(mine, x, target, mesh)
+    np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients, expected[2])
 
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
@@ -153,3 +156,18 @@ def test_doctor_shows_the_choice(monkeypatch, has, platform, choice):
     assert choice in finding.detail and finding.ok is (True if has else None)
     assert ("xen-moe-jax[tokamax]" in finding.remedy) is not has
     assert "Experts' grouped matmul" in doctor.examine()
+
+
+def test_the_benchmark_checks_and_times(tmp_path):
+    """Tiny, on whatever runs here: what runs has times and small errors, what does not has its reason."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "grouped_matmul.py"
+    out = tmp_path / "out.json"
+    sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
+    only = ["--only", "padded einsum", "transformer_engine"]
+    command = [sys.executable, str(script), "--json", str(out), *sizes.split(), *only]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    report = json.loads(out.read_text())
+    runs, missing = (report["candidates"][name] for name in only[1:])
+    assert max(runs["errors"].values()) < 1e-5 and runs["times"]["experts with gradients"]["median_us"] > 0
+    assert "transformer_engine" in missing["error"]
+    assert report["shape"]["capacity"] == 128 and report["versions"]["jax"]

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from barrier_model import Kernel, explore
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.tpu.barrier_model import Kernel, explore
 from xen_moe_jax import _mesh
 from xen_moe_jax.backends.pallas import barriers
 from xen_moe_jax.pallas_kernels import exchange, peers, send

@@ -41,7 +41,7 @@ class Other:
 
     def kill(self):
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
 
     def pause(self):
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -180,3 +180,16 @@ def test_windows_that_cannot_be(engine, bad):
     else:
         with pytest.raises(xt.TransferRefused, match="key_data"):
             engine.publish("k", jax.random.key(0))
+
+
+def test_windows_of_one_peer_do_not_share_their_end(engine, other):
+    """On one host the keys of different memory may be equal bytes: taking one window away must not touch another's."""
+    first = engine.window(jax.ShapeDtypeStruct(SHAPE, np.uint8), name="first")
+    second = engine.window(jax.ShapeDtypeStruct(SHAPE, np.uint8), name="second")
+    for seed in range(5):
+        other.call("keep_target", "first")
+        other.call("keep_target", "second")
+        first.commit(10)
+        other.call("write_kept", "second", seed, seed)
+        engine.counter(seed, expect=1).wait(10)
+        np.testing.assert_array_equal(np.asarray(second.commit(10)), content(seed, SHAPE, np.uint8))

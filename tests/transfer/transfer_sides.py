@@ -332,3 +332,56 @@ def adversarial_writer(state, descriptor, seed, limit):
             losses += 1
             time.sleep(0.005)
     raise AssertionError(f"nobody said stop within {limit} s: {writes} writes, {failures} failures, {losses} losses")
+
+
+LEAVES, LEAF = 4, 1 << 20
+
+
+def leaf(generation, index):
+    """Every byte names its generation and leaf: a mixture would show."""
+    return np.full(LEAF, (generation * LEAVES + index) % 251, np.uint8)
+
+
+def leaves_window(engine):
+    return engine.window({str(i): jax.ShapeDtypeStruct((LEAF,), np.uint8) for i in range(LEAVES)}, name="model")
+
+
+def is_whole(tree, generation):
+    return all((np.asarray(tree[str(i)]) == leaf(generation, i)[0]).all() for i in range(LEAVES))
+
+
+def fill_generation(engine, peer, seen):
+    """Fills the open generation, if it is a new one; its number."""
+    target = peer["model"]
+    if target.generation == seen:
+        time.sleep(0.0002)
+        return seen
+    number = f"model{target.generation}"
+    transfers = [engine.write(leaf(target.generation, i), target[str(i)], imm=number) for i in range(LEAVES)]
+    for transfer in transfers:
+        transfer.wait(20)
+    return target.generation
+
+
+def fill_generations(state, descriptor):
+    peer, seen = state.engine.connect(descriptor), 0
+    while True:
+        seen = fill_generation(state.engine, peer, seen)
+
+
+def take_generations(state):
+    """Commits generation after generation; leaves with status 3 where one is torn."""
+    window = state.kept["model"]
+    previous = None
+    while True:
+        generation = window.generation
+        with state.engine.counter(f"model{generation}", expect=LEAVES) as counter:
+            counter.wait(60)
+        got = window.commit(20)
+        if not is_whole(got, generation) or (previous is not None and not is_whole(previous, generation - 1)):
+            os._exit(3)
+        previous = got
+
+
+def open_leaves_window(state):
+    state.kept["model"] = leaves_window(state.engine)

@@ -55,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from xen_moe_jax.benchmark import tpu_static
 
         return tpu_static.main(options) or 0
+    if options.mode == "transfer":
+        from xen_moe_jax.benchmark import transfer
+
+        try:
+            start_jax(options)
+            return transfer.main(options, arguments)
+        except (ValueError, ImportError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     from xen_moe_jax import BackendUnavailable
     from xen_moe_jax.benchmark import modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError

@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static")
+MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -50,13 +50,21 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
-        "tpu-static: what the compiled TPU programs say, no TPU needed")  # fmt: skip
+        "tpu-static: what the compiled TPU programs say, no TPU needed; "
+        "transfer: writes to another process (xen_moe_jax.transfer)")  # fmt: skip
     sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
     size = sizes.add_argument
     size("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
     size("--hidden", type=positive, help="elements of a token (default 1024)")
     size("--experts", type=positive, help="global number of experts (default 64)")
     size("--top-k", type=positive, help="experts per token (default 8)")
+    size(
+        "--sizes",
+        type=positive,
+        nargs="+",
+        metavar="BYTES",
+        help="--mode transfer: sizes of a piece (default: a table)",
+    )
     size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
     size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
     size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
@@ -116,6 +124,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
     if options.num_sms and len(options.num_sms) > 1 and options.mode != "sweep-sms":
         raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
+    if options.sizes and options.mode != "transfer":
+        raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     operations(options)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax.hugging_face import LoadedLayer, load_hugging_face
 
 if TYPE_CHECKING:
     from xen_moe_jax.flax import linen, nnx
 
-__all__ = ["MoEConfig", "MoEMetrics", "linen", "nnx", "updated_bias"]
+__all__ = ["LoadedLayer", "MoEConfig", "MoEMetrics", "linen", "load_hugging_face", "nnx", "updated_bias"]
 
 
 def __getattr__(name: str) -> Any:

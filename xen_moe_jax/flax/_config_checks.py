@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import parse_wire
 
 CHOICES = {
     "activation": ("swiglu", "geglu", "clipped_swiglu", "gelu", "relu2"),
@@ -36,6 +37,11 @@ def check(config: Any) -> None:
     _check_capacity(config)
     _check_axes(config)
     _check_callables(config)
+    for name in ("wire", "combine_wire"):
+        try:
+            parse_wire(getattr(config, name), name)
+        except ValueError as error:
+            raise ValueError(f"MoEConfig.{error}") from None
     for name in ("dtype", "param_dtype"):
         value = getattr(config, name)
         if value is not None or name == "param_dtype":
@@ -56,7 +62,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_float_dtype(value: Any) -> bool:
-    return jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    except TypeError:  # not a dtype at all
+        return False
 
 
 def _check_sizes(config: Any) -> None:

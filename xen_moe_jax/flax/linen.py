@@ -31,6 +31,13 @@ def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any
     return init
 
 
+def variables_of(weights: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
+    """Weights by name, the router bias included, as the variables of a `MoE`."""
+    params = {name: array for name, array in weights.items() if name != ROUTER_BIAS}
+    state = {ROUTER_STATE: {ROUTER_BIAS: weights[ROUTER_BIAS]}} if ROUTER_BIAS in weights else {}
+    return {"params": params, **state}
+
+
 class MoE(nn.Module):
     """A mixture of SwiGLU experts, spread over the mesh axis `config.axis_name`.
 

@@ -59,6 +59,23 @@ class MoE(nnx.Module):
         if config.balancing == "bias":
             self.router_bias = RouterBias(jnp.zeros(config.num_experts, jnp.float32))
 
+    @classmethod
+    def from_weights(cls, config: MoEConfig, weights: dict[str, jax.Array], *, mesh: Any = None) -> MoE:
+        """A layer around weights that exist, by name: those of `load_hugging_face`, for instance.
+
+        Raises ValueError if a name is missing or unknown, or a shape is another.
+        """
+        graph, state = nnx.split(nnx.eval_shape(lambda: cls(config, mesh=mesh, rngs=nnx.Rngs(0))))
+        wanted = {name: tuple(leaf.shape) for name, leaf in nnx.to_pure_dict(state).items()}
+        given = {name: tuple(array.shape) for name, array in weights.items()}
+        if wanted != given:
+            wrong = sorted(name for name in wanted | given if wanted.get(name) != given.get(name))
+            raise ValueError(
+                f"weights: {', '.join(f'{n} is {given.get(n)} and must be {wanted.get(n)}' for n in wrong)} by {config}"
+            )
+        nnx.replace_by_pure_dict(state, weights)
+        return nnx.merge(graph, state)
+
     def __call__(
         self, x: jax.Array, *, mask: jax.Array | None = None, token_ids: jax.Array | None = None
     ) -> tuple[jax.Array, MoEMetrics]:

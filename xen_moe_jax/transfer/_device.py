@@ -17,9 +17,9 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def ordinal(array: jax.Array) -> int | None:
-    """The CUDA device of an array that lies on GPUs (its first one), or None."""
-    devices: list[Any] = sorted(array.sharding.addressable_devices, key=lambda device: device.id)
+def ordinal(sharding: jax.sharding.Sharding) -> int | None:
+    """The CUDA device of arrays that lie on this process's GPUs (the first of them), or None."""
+    devices: list[Any] = sorted(sharding.addressable_devices, key=lambda device: device.id)
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
     return devices[0].local_hardware_id

@@ -6,6 +6,7 @@ row-major elements. Everything here is arithmetic on the host; nothing is copied
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,6 +133,14 @@ def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None 
         offsets = (offsets[:, None] + (coordinates - begins) * strides).reshape(-1, 2)
     runs = np.concatenate([offsets, np.full((len(offsets), 1), inner, np.int64)], axis=1) * itemsize
     return _joined(runs)
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_runs(source: Box, destination: Box, itemsize: int) -> np.ndarray:
+    """`copy_runs` without pages: the same few boxes come again and again. Not to be written to."""
+    runs = copy_runs(source, destination, itemsize)
+    runs.setflags(write=False)
+    return runs
 
 
 def _joined(runs: np.ndarray) -> np.ndarray:

@@ -19,17 +19,21 @@ from xen_moe_jax.transfer._layout import Box, Shard, box_of
 from xen_moe_jax.transfer.errors import TransferRefused
 
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_CHECKED: set[np.dtype] = set()
 _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 
 def check_dtype(dtype, what: str) -> np.dtype:
     """The NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
+    if isinstance(dtype, np.dtype) and dtype in _CHECKED:
+        return dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TransferRefused(f"{what} has dtype {dtype}: transfer its data instead (for keys: jax.random.key_data)")
     if np.dtype(dtype).name in _SUB_BYTE:
         raise TransferRefused(
             f"{what} has dtype {np.dtype(dtype).name}: elements below one byte are not transferred; bitcast to uint8"
         )
+    _CHECKED.add(np.dtype(dtype))
     return np.dtype(dtype)
 
 

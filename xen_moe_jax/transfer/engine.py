@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
@@ -24,7 +23,7 @@ from xen_moe_jax.transfer._service import HANDLERS, answer_look
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
+from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, check_pages
 from xen_moe_jax.transfer.transfer import Job, KeyedRuns, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
 from xen_moe_jax.transfer.wire import UcxWire, Wire
@@ -290,6 +289,7 @@ class Engine:
                         f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                     )
                 blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
+                self._learn_device(blocks[path].sharding)
 
             def plan():
                 runs = []
@@ -465,13 +465,20 @@ class Engine:
             for job in transfer._jobs:
                 if job.grant is not None:
                     job.grant.take(transfer)
-            self._active.append(transfer)
             transfer._advance()
-            if transfer._ended:
-                self._active = [t for t in self._active if t is not transfer]
-            else:
+            if not transfer._ended:  # Memory of this host takes no longer than this: the thread need not be woken.
+                self._wire.progress()
+                transfer._advance()
+            if not transfer._ended:
+                self._active.append(transfer)
                 self._loop.wake()
         return transfer
+
+    def _learn_device(self, sharding: jax.sharding.Sharding) -> None:
+        """From the first array on a GPU on, this engine's calls of the library run with that GPU's context."""
+        if self._device is None:
+            self._device = _device.ordinal(sharding)
+        self._adopt_device()
 
     def _adopt_device(self) -> None:
         if self._device is not None:
@@ -485,7 +492,7 @@ class Engine:
                 f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
             )
         parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
-        checked = None if pages is None else _check_pages(pages, parts, request)
+        checked = None if pages is None else check_pages(pages, parts, request)
         return self._parts_job(parts, checked, request, timeout)
 
     def _parts_job(
@@ -504,8 +511,8 @@ class Engine:
                     peer=target.peer.name,
                     request=request,
                 )
-            if self._device is None and isinstance(array, jax.Array):
-                self._device = _device.ordinal(array)
+            if isinstance(array, jax.Array):
+                self._learn_device(array.sharding)
         window = parts[0][2].target
         grant = window.grant(request, timeout)
 
@@ -674,27 +681,3 @@ class Engine:
             else:
                 generation.region.release()
         self._retired = kept
-
-
-def _check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
-    source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
-    if len(source) != len(destination):
-        raise TransferRefused(
-            f"{request}: {len(source)} source pages for {len(destination)} destination pages", request=request
-        )
-    if len(np.unique(destination)) != len(destination):
-        raise TransferRefused(f"{request}: a destination page is named twice; transfers have no order", request=request)
-    for label, array, target in parts:
-        if not array.shape or not target.shape:
-            raise TransferRefused(f"{request}: {label} has no dimension to count pages along", request=request)
-        for side, indices, extent in (
-            ("source", source, array.shape[0]),
-            ("destination", destination, target.shape[0]),
-        ):
-            if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
-                raise TransferRefused(
-                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {label}, "
-                    f"which has {extent}",
-                    request=request,
-                )
-    return source, destination

@@ -94,6 +94,8 @@ class Mailbox:
             for path, array in flat.items():
                 dtype = _memory.check_dtype(array.dtype, f"{request}: {path or 'the array'}")
                 shards, kept = _memory.local_shards(array)
+                if isinstance(array, jax.Array):
+                    engine._learn_device(array.sharding)
                 letter.held += kept
                 records.append((path, tuple(array.shape), dtype, shards))
                 letter.nbytes = (letter.nbytes or 0) + array.size * dtype.itemsize
@@ -138,6 +140,8 @@ class Mailbox:
             path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
             for path, leaf in leaves.items()
         }
+        for block in blocks.values():
+            engine._learn_device(block.sharding)
         target = RemoteWindow(sender, "message", 0, 0, False, leaves)
 
         def plan():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
-from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift, whole_runs
 from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer.plan import Layout
@@ -197,6 +197,7 @@ class RemoteArray:
         self.target, self.leaf = target, leaf
         self._box = box if box is not None else tuple((0, extent) for extent in leaf.shape)
         self._dropped = dropped
+        self._text: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -220,8 +221,10 @@ class RemoteArray:
         return self.target.peer
 
     def __repr__(self) -> str:
-        what = f"{self.target.name}/{self.leaf.path}" if self.leaf.path else self.target.name
-        return f"<{what} {self.dtype}{list(self.shape)} of {self.peer.name!r}, generation {self.generation}>"
+        if self._text is None:  # Every write names its target, should it fail.
+            what = f"{self.target.name}/{self.leaf.path}" if self.leaf.path else self.target.name
+            self._text = f"<{what} {self.dtype}{list(self.shape)} of {self.peer.name!r}, generation {self.generation}>"
+        return self._text
 
     def __getitem__(self, index) -> RemoteArray:
         index = index if isinstance(index, tuple) else (index,)
@@ -260,11 +263,13 @@ class RemoteArray:
                 full: list[tuple[int, int]] = [(0, 1)] * len(self._box)
                 for axis_here, axis_there in enumerate(axes):
                     full[axis_there] = here.box[axis_here]
-                runs = copy_runs(shift(tuple(full), offsets), there.box, self.dtype.itemsize, shifted_pages, axis)
-                runs[:, 0] += here.pointer
-                runs[:, 1] += there.pointer
-                pieces.append(runs)
-            joined = np.concatenate(pieces) if pieces else np.zeros((0, 3), np.int64)
+                source = shift(tuple(full), offsets)
+                if shifted_pages is None:
+                    runs = whole_runs(source, there.box, self.dtype.itemsize)
+                else:
+                    runs = copy_runs(source, there.box, self.dtype.itemsize, shifted_pages, axis)
+                pieces.append(runs + np.array([here.pointer, there.pointer, 0], np.int64))
+            joined = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros((0, 3), np.int64), *pieces])
             if len(joined):
                 result.append((there.key, joined))
         return result
@@ -278,3 +283,28 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
             f"window {target.name!r} of {target.peer.name!r} has no {path!r}; it has {sorted(target.leaves)}"
         )
     return RemoteTree(target, path)
+
+
+def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
+    """(source pages, destination pages) as arrays. Raises `TransferRefused`."""
+    source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
+    if len(source) != len(destination):
+        raise TransferRefused(
+            f"{request}: {len(source)} source pages for {len(destination)} destination pages", request=request
+        )
+    if len(np.unique(destination)) != len(destination):
+        raise TransferRefused(f"{request}: a destination page is named twice; transfers have no order", request=request)
+    for label, array, target in parts:
+        if not array.shape or not target.shape:
+            raise TransferRefused(f"{request}: {label} has no dimension to count pages along", request=request)
+        for side, indices, extent in (
+            ("source", source, array.shape[0]),
+            ("destination", destination, target.shape[0]),
+        ):
+            if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
+                raise TransferRefused(
+                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {label}, "
+                    f"which has {extent}",
+                    request=request,
+                )
+    return source, destination

@@ -45,7 +45,7 @@ class Link(Protocol):
         """
 
     def forget(self, key: bytes) -> None:
-        """The memory behind `key` will not be addressed any more; no posting on it is in flight."""
+        """No more postings on `key`, or not before it is given again; what is in flight may end."""
 
     def close(self, force: bool) -> None:
         """Drops the link. With `force` what is in flight ends in an error, else there is nothing in flight."""
@@ -77,14 +77,30 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
+class _Key:
+    """An unpacked key and the postings that use it. Different memory may have equal keys: on one host a key names no
+    address.
+    """
+
+    def __init__(self, handle: int):
+        self.handle, self.postings, self.forgotten = handle, 0, False
+
+    def release(self) -> None:
+        """Gives the handle back once nothing uses it and nobody will."""
+        if self.forgotten and not self.postings and self.handle:
+            _ucp.library().ucp_rkey_destroy(self.handle)
+            self.handle = 0
+
+
 class UcxPosting:
-    def __init__(self, link: UcxLink, kind: str, runs: np.ndarray, key: int):
+    def __init__(self, link: UcxLink, kind: str, runs: np.ndarray, key: _Key):
         self.nbytes = int(runs[:, 2].sum())
         self.bytes_posted = 0
         self.error: str | None = None
         self._link = link
         self._function = _ucp.library().ucp_put_nbx if kind == "put" else _ucp.library().ucp_get_nbx
         self._key = key
+        key.postings += 1
         self._runs: deque[tuple[int, int, int]] = deque(map(tuple, runs.tolist()))
         self._requests: list[int] = []
         self._flushing = False
@@ -111,6 +127,9 @@ class UcxPosting:
                 self._flushing = True
                 self._keep(_ucp.library().ucp_ep_flush_nbx(self._link.endpoint, self._link.parameters))
                 self._done = not self._requests
+        if self._done:
+            self._key.postings -= 1
+            self._key.release()
         return self._done
 
     def _hand_over(self) -> int:
@@ -118,7 +137,7 @@ class UcxPosting:
         part = min(nbytes, SLICE)
         if part < nbytes:
             self._runs.appendleft((local + part, remote + part, nbytes - part))
-        self._keep(self._function(self._link.endpoint, local, part, remote, self._key, self._link.parameters))
+        self._keep(self._function(self._link.endpoint, local, part, remote, self._key.handle, self._link.parameters))
         self.bytes_posted += part
         return part
 
@@ -153,7 +172,7 @@ class UcxLink:
         self.failed: str | None = None
         self.open = True
         self.parameters = _ucp.RequestParams()
-        self._keys: dict[bytes, int] = {}
+        self._keys: dict[bytes, _Key] = {}
         self._on_error = _ucp.ErrorHandler(self._lost)
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
@@ -163,12 +182,13 @@ class UcxLink:
 
     def post(self, kind: str, runs: np.ndarray, key: bytes) -> UcxPosting:
         if key not in self._keys:
-            self._keys[key] = _ucp.unpack_key(self.endpoint, key)
+            self._keys[key] = _Key(_ucp.unpack_key(self.endpoint, key))
         return UcxPosting(self, kind, runs, self._keys[key])
 
     def forget(self, key: bytes) -> None:
-        if handle := self._keys.pop(key, None):
-            _ucp.library().ucp_rkey_destroy(handle)
+        if known := self._keys.pop(key, None):
+            known.forgotten = True
+            known.release()
 
     def close(self, force: bool) -> None:
         if not self.open:

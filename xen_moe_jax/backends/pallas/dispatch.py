@@ -213,6 +213,16 @@ def place_rows(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Staged records -> rows of `routed.x`, in its shape."""
+    launch = hardware.launch(
+        "place",
+        functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
+        preferred=128,
+        smallest=tile_rows(like.dtype),
+        available=source.shape[0],
+        config=config,
+    )
+    blocks = -(-source.shape[0] // launch.block)
+    hardware.check_smem("place", place_kernel.smem_bytes(blocks, launch.block), "pass a smaller capacity")
     rows = place_kernel.place(
         staged,
         source,
@@ -220,13 +230,7 @@ def place_rows(
         record=like.record,
         out_dtype=like.dtype,
         keep_scales=like.scaled,
-        launch=hardware.launch(
-            "place",
-            functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
-            preferred=128,
-            smallest=tile_rows(like.dtype),
-            available=source.shape[0],
-            config=config,
-        ),
+        padding_rows=spec.alignment > 1,
+        launch=launch,
     )
     return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))

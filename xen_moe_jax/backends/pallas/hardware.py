@@ -166,6 +166,15 @@ def launch(
     return Launch(block, explicit, collective_id, _interpret(config))
 
 
+def check_smem(kernel: str, need: int, remedy: str) -> None:
+    """Raises ValueError where tables that a kernel needs as a whole do not fit SMEM."""
+    if need > SMEM_BUDGET:
+        raise ValueError(
+            f"the {kernel} kernel needs {need} bytes of SMEM for its tables, of {SMEM_BYTES} they may take at most "
+            f"{SMEM_BUDGET}: {remedy}, or use KernelConfig(backend='reference')"
+        )
+
+
 def smem_window(count: int, preferred: int, block: int) -> int:
     """Rows of `count` tables that fit SMEM at a time, at most `preferred`."""
     window = preferred

@@ -1,0 +1,371 @@
+"""Grouped matmuls for the experts of one rank, measured side by side on one GPU: forward, both gradients, all experts.
+
+    python benchmarks/grouped_matmul.py --json benchmarks/results/grouped_matmul_h200.json --seconds 480 \
+        [--path FOLDER_WITH_TOKAMAX] [--only ragged_dot tokamax]
+
+The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
+random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
+may take the process with it. A time is that of N calls inside one program, each depending on the last, divided by N.
+Before it is timed a candidate is checked against float32 products of some rows of every group, with NaN in the rows
+past the last group. What cannot run here is in the file with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CANDIDATES = {  # name: (what to build, XLA flags)
+    "ragged_dot": ("ragged_dot", ""),
+    "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
+    "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
+    "tokamax": ("tokamax", ""),
+    "tokamax triton": ("tokamax:triton", ""),
+    "tokamax mosaic": ("tokamax:mosaic", ""),
+    "tokamax autotuned": ("tokamax autotuned", ""),
+    "jax mosaic gpu": ("jax mosaic gpu", ""),
+    "transformer_engine": ("transformer_engine", ""),
+    "padded einsum": ("padded einsum", ""),
+}
+PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
+"""Dense bfloat16, from the data sheets."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--seconds", type=float, default=480, help="no candidate begins after this")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--path", help="folder with packages that are not installed")
+    parser.add_argument("--rows", type=int, default=32768, help="rows in groups")
+    parser.add_argument("--capacity", type=int, help="rows of the buffer; default: as many as are in groups")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--experts", type=int, default=16, help="of one rank")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--inner", type=int, default=10, help="calls in one program")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # set in the child processes
+    options = parser.parse_args(arguments)
+    options.capacity = options.capacity or options.rows
+    if min(options.rows, options.hidden, options.width, options.experts, options.inner, options.repeats) < 1:
+        parser.error("sizes and counts must be at least 1")
+    if options.capacity < options.rows:
+        parser.error(f"--capacity {options.capacity}: must be at least --rows {options.rows}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs every candidate in a child process and writes what all of them gave; 1 if none ran."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
+    if options.path:
+        sys.path.insert(0, options.path)
+    if options.candidate:
+        options.json.write_text(json.dumps(run_candidate(options)))
+        return 0
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"command": "python benchmarks/grouped_matmul.py " + " ".join(given), "candidates": {}}
+    began = time.monotonic()
+    for name in options.only:
+        left = options.seconds - (time.monotonic() - began)
+        result = {"error": "no time was left"} if left <= 0 else run_child(name, given, options, left)
+        report["candidates"][name] = result
+        report |= result.pop("machine", {})
+        options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
+        print(line(name, result), flush=True)
+    return int(all("error" in result for result in report["candidates"].values()))
+
+
+def run_child(name: str, given: list[str], options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    part = options.json.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {CANDIDATES[name][1]}".strip()
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, __file__, *given, "--candidate", name, "--json", str(part)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit + 120, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not end within {limit + 120:.0f} s"}
+    if not part.exists():
+        return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"}
+    result = json.loads(part.read_text())
+    part.unlink()
+    return result
+
+
+def line(name: str, result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{name:<30} {result['error'].splitlines()[-1][:140]}"
+    times = {
+        what: f"{entry['median_us']:.0f} us {entry['tflops']:.0f} TFLOP/s" for what, entry in result["times"].items()
+    }
+    return f"{name:<30} " + ", ".join(f"{what} {text}" for what, text in times.items())
+
+
+# -- in a child process: one candidate ---------------------------------------------------------------------------------
+
+
+def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
+    """Checks and times one candidate; `error` says why there are no times."""
+    import jax
+
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {p: version(p) for p in ("jax", "jaxlib", "tokamax", "transformer-engine-jax")},
+        "shape": {n: getattr(options, n) for n in ("rows", "capacity", "hidden", "width", "experts", "dtype")},
+    }
+    try:
+        matmul, context = build(CANDIDATES[options.candidate][0], options)
+        with context:
+            result = check(matmul, options)
+            result["times"] = timed(matmul, options)
+    except Exception as error:  # whatever a library raises is the candidate's result
+        return {"machine": machine, "error": f"{type(error).__name__}: {error}"[:1500]}
+    peak = PEAK_TFLOPS.get(machine["device"])
+    for entry in result["times"].values():
+        entry["share_of_peak"] = entry["tflops"] / peak if peak else None
+    return {"machine": machine, **result}
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def build(kind: str, options: argparse.Namespace) -> tuple[Callable[..., Any], contextlib.AbstractContextManager]:
+    """The candidate's `(rows, weights, group_sizes) -> rows`, and a context to compile and run it in."""
+    import jax
+
+    nothing = contextlib.nullcontext()
+    if kind == "ragged_dot":
+        return jax.lax.ragged_dot, nothing
+    if kind == "padded einsum":
+        return functools.partial(padded_einsum, room(options)), nothing
+    if kind == "jax mosaic gpu":
+        return mosaic_gpu(), nothing
+    if kind == "transformer_engine":
+        return transformer_engine(), nothing
+    import tokamax
+
+    _, _, implementation = kind.partition(":")
+    if kind != "tokamax autotuned":
+        return functools.partial(tokamax.ragged_dot, implementation=implementation or None), nothing
+    rows, gate, down, sizes = operands(options)
+    result = tokamax.autotune(
+        jax.jit(jax.grad(loss_of(tokamax.ragged_dot), argnums=(0, 1))).lower(rows, (gate, gate, down), sizes)
+    )
+    return tokamax.ragged_dot, result
+
+
+def group_sizes(options: argparse.Namespace) -> Any:
+    """Rows of each expert when tokens choose evenly at random."""
+    import numpy as np
+
+    return np.random.default_rng(0).multinomial(options.rows, [1 / options.experts] * options.experts).astype(np.int32)
+
+
+def room(options: argparse.Namespace) -> int:
+    """Rows that every expert of the padded einsum gets: those of the busiest one, up to a multiple of 128."""
+    return -(-int(group_sizes(options).max()) // 128) * 128
+
+
+def operands(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
+    """Rows `[capacity, H]` with NaN past the last group, gate `[L, H, F]`, down `[L, F, H]`, group sizes."""
+    import jax
+    import jax.numpy as jnp
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    dtype, hidden, width = options.dtype, options.hidden, options.width
+    rows = jax.random.normal(keys[0], (options.capacity, hidden), jnp.float32).astype(dtype)
+    rows = jnp.where(jnp.arange(options.capacity)[:, None] < options.rows, rows, jnp.nan).astype(dtype)
+    gate = (jax.random.normal(keys[1], (options.experts, hidden, width)) / hidden**0.5).astype(dtype)
+    down = (jax.random.normal(keys[2], (options.experts, width, hidden)) / width**0.5).astype(dtype)
+    return rows, gate, down, jnp.asarray(group_sizes(options))
+
+
+def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
+    """SwiGLU, as the layer has it."""
+    import jax
+
+    gate, up, down = weights
+    return matmul(jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes), down, sizes)
+
+
+def loss_of(matmul: Callable[..., Any]) -> Callable[..., Any]:
+    import jax.numpy as jnp
+
+    def loss(rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
+        y = experts(matmul, rows, weights, sizes)
+        used = jnp.arange(y.shape[0])[:, None] < sizes.sum()
+        return jnp.sum(jnp.where(used, y, 0).astype(jnp.float32))
+
+    return loss
+
+
+def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
+    """Every group in `places` rows, one batched matmul, and back."""
+    import jax.numpy as jnp
+
+    starts = jnp.cumsum(sizes) - sizes
+    at = starts[:, None] + jnp.arange(places)[None, :]
+    used = jnp.arange(places)[None, :] < sizes[:, None]
+    packed = jnp.where(used[..., None], rows[jnp.minimum(at, rows.shape[0] - 1)], 0)
+    out = jnp.einsum("lma,lab->lmb", packed, weights)
+    empty = jnp.zeros((rows.shape[0], out.shape[-1]), out.dtype)
+    return empty.at[jnp.where(used, at, rows.shape[0])].set(out, mode="drop", unique_indices=False)
+
+
+def mosaic_gpu() -> Callable[..., Any]:
+    """The Hopper kernels that jax ships as examples, with the derivative that they leave to the caller."""
+    import jax
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
+
+    @jax.custom_vjp
+    def matmul(rows: Any, weights: Any, sizes: Any) -> Any:
+        return ragged_dot(rows, weights, group_sizes=sizes, **blocks)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        rows, weights, sizes = kept
+        by_rows = ragged_dot(cotangent, weights, group_sizes=sizes, transpose_rhs=True, **blocks)
+        by_weights = transposed_ragged_dot(rows, cotangent, group_sizes=sizes, **blocks)
+        return by_rows.astype(rows.dtype), by_weights.astype(weights.dtype), None
+
+    matmul.defvjp(lambda *given: (matmul(*given), given), backward)
+    return matmul
+
+
+def transformer_engine() -> Callable[..., Any]:
+    from transformer_engine.jax.dense import grouped_dense
+
+    def matmul(rows: Any, weights: Any, sizes: Any) -> Any:
+        return grouped_dense(rows, weights, sizes, contracting_dims=((1,), (1,)))
+
+    return matmul
+
+
+def check(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Largest relative errors of outputs and gradients; raises ValueError where they are wrong."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    rows, gate, _, sizes = operands(options)
+    cotangent = jax.random.normal(jax.random.key(5), (options.capacity, options.width)).astype(rows.dtype)
+    # what comes back past the last group is unspecified too
+    cotangent = jnp.where(jnp.arange(options.capacity)[:, None] < options.rows, cotangent, 0)
+
+    def both(rows: Any, gate: Any) -> Any:
+        out, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), rows, gate)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    out, by_rows, by_gate = jax.jit(both)(rows, gate)
+    starts = np.cumsum(np.asarray(sizes)) - np.asarray(sizes)
+    errors = {"forward": 0.0, "gradient of rows": 0.0, "gradient of weights": 0.0}
+    exact = functools.partial(jnp.matmul, precision="highest")
+    for expert, (start, size) in enumerate(zip(starts.tolist(), np.asarray(sizes).tolist(), strict=True)):
+        if size == 0:
+            continue
+        some = np.unique(np.linspace(start, start + size - 1, 4).astype(int))
+        r, c, w = (a.astype(jnp.float32) for a in (rows[some], cotangent[some], gate[expert]))
+        columns = slice(0, 64)
+        part = exact(
+            rows[start : start + size].astype(jnp.float32).T,
+            cotangent[start : start + size, columns].astype(jnp.float32),
+        )
+        for what, got, expected in (
+            ("forward", out[some], exact(r, w)),
+            ("gradient of rows", by_rows[some], exact(c, w.T)),
+            ("gradient of weights", by_gate[expert][:, columns], part),
+        ):
+            error = float(jnp.linalg.norm(got.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+            errors[what] = float(np.fmax(errors[what], error)) if np.isfinite(error) else float("nan")
+    wrong = {what: error for what, error in errors.items() if not error < 0.02}
+    if wrong:
+        raise ValueError(f"wrong results, relative errors {wrong}: it must not be used")
+    return {"errors": errors}
+
+
+def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Median and spread of each program."""
+    import jax
+    import jax.numpy as jnp
+
+    rows, gate, down, sizes = operands(options)
+    rows = jnp.nan_to_num(rows)
+    flops = 2 * options.rows * options.hidden * options.width
+    weights = (gate, gate[:, ::-1], down)
+    hidden = jnp.ones((options.capacity, options.width), rows.dtype)
+
+    def gradient_of(which: int) -> Callable[..., Any]:
+        def run(rows: Any) -> Any:
+            _, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), rows, gate)
+            return pull(hidden)[which]
+
+        return run
+
+    def forward_and_backward(rows: Any) -> Any:
+        return jax.grad(lambda r, w: loss_of(matmul)(r, w, sizes), argnums=(0, 1))(rows, weights)
+
+    programs: dict[str, tuple[Callable[..., Any], int]] = {
+        "gate": (lambda rows: matmul(rows, gate, sizes), flops),
+        "gradient of rows": (gradient_of(0), flops),
+        "gradient of weights": (gradient_of(1), flops),
+        "experts": (lambda rows: experts(matmul, rows, weights, sizes), 3 * flops),
+        "experts with gradients": (forward_and_backward, 9 * flops),
+    }
+    times = {}
+    for name, (program, work) in programs.items():
+        loop, memory = compiled_loop(program, rows, options.inner)
+        jax.block_until_ready(loop(rows))
+        taken = []
+        for _ in range(options.repeats):
+            began = time.perf_counter()
+            jax.block_until_ready(loop(rows))
+            taken.append((time.perf_counter() - began) / options.inner * 1e6)
+        median = statistics.median(taken)
+        times[name] = {
+            "median_us": median,
+            "min_us": min(taken),
+            "max_us": max(taken),
+            "tflops": work / median / 1e6,
+            "temporary_bytes": memory,
+        }
+    return times
+
+
+def compiled_loop(program: Callable[..., Any], rows: Any, inner: int) -> tuple[Callable[..., Any], int | None]:
+    """`inner` calls, each on rows of which one element comes from the last call's result; temporary bytes."""
+    import jax
+
+    def body(_: Any, rows: Any) -> Any:
+        # the barrier: of a result that is read in one place only, XLA would compute that place only
+        first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(rows)))
+        return rows.at[0, 0].add((first.reshape(-1)[0] * 0).astype(rows.dtype))
+
+    compiled = jax.jit(lambda rows: jax.lax.fori_loop(0, inner, body, rows)).lower(rows).compile()
+    analysis = compiled.memory_analysis()
+    return compiled, None if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

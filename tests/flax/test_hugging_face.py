@@ -1,0 +1,105 @@
+"""Layers out of checkpoints of four families against an independent float64 evaluation of each."""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+pytest.importorskip("safetensors", reason="needs xen-moe-jax[hugging-face]")
+
+from tests.support import hugging_face
+from tests.support.hugging_face import E, F, H
+from tests.support.layers import make_mesh
+from xen_moe_jax.flax import linen, load_hugging_face
+from xen_moe_jax.flax.nnx import MoE
+
+FAMILIES = {
+    "Mixtral": hugging_face.mixtral,
+    "Qwen3-MoE": hugging_face.qwen3_moe,
+    "DeepSeek-V3": hugging_face.deepseek_v3,
+    "DeepSeek-V3, fp8": functools.partial(hugging_face.deepseek_v3, fp8=True),
+    "gpt-oss": hugging_face.gpt_oss,
+    "gpt-oss, MXFP4": functools.partial(hugging_face.gpt_oss, mxfp4=True),
+}
+X = np.random.default_rng(7).normal(size=(16, H))
+
+
+def assert_close(y, expected):
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)  # float32 against float64
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_the_family(name, tmp_path):
+    layer, forward = FAMILIES[name](tmp_path / "model")
+    mesh = make_mesh((2, 2), ("ep", "tp"))
+    with jax.set_mesh(mesh):
+        config, weights = load_hugging_face(tmp_path / "model", layer, dtype=jnp.float32, tensor_axis="tp")
+        assert {s.data.shape for s in weights["gate"].addressable_shards} == {(E // 2, H, F // 2)}
+        moe = MoE.from_weights(config, weights)
+        y, _ = jax.jit(lambda x: moe(x))(jnp.asarray(X, jnp.float32))
+    assert_close(y, forward(X))
+
+
+def test_one_device_linen_and_the_default_dtype(tmp_path):
+    layer, forward = hugging_face.deepseek_v3(tmp_path)
+    config, weights = load_hugging_face(tmp_path, layer)
+    assert (
+        weights["gate"].dtype == jnp.bfloat16 and weights["router"].dtype == weights["router_bias"].dtype == jnp.float32
+    )
+    y, _ = linen.MoE(config).apply(linen.variables_of(weights), jnp.asarray(X, jnp.bfloat16))
+    error = np.linalg.norm(np.asarray(y, np.float64) - forward(X)) / np.linalg.norm(forward(X))
+    assert error < 0.03, "bfloat16 weights and tokens; a flipped choice of experts would cost more"
+
+
+@pytest.mark.parametrize("axes", [("ep",), ("node", "gpu")])
+def test_any_mesh(axes, tmp_path):
+    """Every device holds what it should, read from the file by itself."""
+    layer, _ = hugging_face.gpt_oss(tmp_path, mxfp4=True)
+    whole = load_hugging_face(tmp_path, layer, dtype=jnp.float32).weights
+    mesh = make_mesh((4,) if len(axes) == 1 else (2, 2), axes)
+    axis_name = axes[0] if len(axes) == 1 else axes
+    split = load_hugging_face(tmp_path, layer, mesh=mesh, dtype=jnp.float32, axis_name=axis_name).weights
+    assert {s.data.shape for s in split["up_bias"].addressable_shards} == {(E // 4, F)}
+    jax.tree.map(np.testing.assert_array_equal, split, whole)
+
+
+def changed(tmp_path, **config):
+    layer, _ = hugging_face.mixtral(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return functools.partial(load_hugging_face, tmp_path, layer)
+
+
+def test_errors(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*has no config.json; give the folder"):
+        load_hugging_face(tmp_path / "nowhere", 0)
+    with pytest.raises(ValueError, match=r"model_type='bert': must be one of \('mixtral'"):
+        changed(tmp_path, model_type="bert")()
+    with pytest.raises(ValueError, match=r"hidden_act='gelu': only 'silu'"):
+        changed(tmp_path, hidden_act="gelu")()
+    with pytest.raises(ValueError, match=r"gate: the checkpoint's part is .* and config.json says"):
+        changed(tmp_path, intermediate_size=F + 1)()
+    with pytest.raises(KeyError, match=r"no tensor 'model.layers.4.block_sparse_moe.gate.weight'.*no such layer"):
+        changed(tmp_path, num_hidden_layers=6)
+        load_hugging_face(tmp_path, 4)
+    changed(tmp_path)
+    with pytest.raises(ValueError, match=r"layer=5: the checkpoint has 2 layers"):
+        load_hugging_face(tmp_path, 5)
+    with pytest.raises(ValueError, match=r"a mixtral checkpoint has no weights for \['shared_down'"):
+        changed(tmp_path)(num_shared_experts=1)
+    layer, _ = hugging_face.qwen3_moe(tmp_path / "qwen")
+    for dense in (0, 1, 2):
+        with pytest.raises(ValueError, match=rf"layer={dense}: .* not one with experts"):
+            load_hugging_face(tmp_path / "qwen", dense)
+    config, weights = load_hugging_face(tmp_path / "qwen", layer)
+    with pytest.raises(ValueError, match=r"weights: router_bias is \(8,\) and must be None"):
+        MoE.from_weights(config, weights | {"router_bias": jnp.zeros(8)})
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'xen-moe-jax\[hugging-face\]'"):
+        load_hugging_face(tmp_path, 0)

@@ -1,0 +1,67 @@
+"""The memory table: its bytes are those of the traced layer, and the page quotes what the command prints."""
+
+import dataclasses
+import pathlib
+
+import jax
+import pytest
+
+pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+
+from tests.support.layers import CONFIG
+from xen_moe_jax import cli
+from xen_moe_jax.flax import memory
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "memory.md"
+T, R, K, H, F = 64, 4, 2, 256, 32
+WIDE = dataclasses.replace(CONFIG, hidden_size=H, intermediate_size=F, capacity_factor=1.25)
+
+
+def kept(**changes):
+    buffers = memory.kept_buffers(dataclasses.replace(WIDE, **changes), T, R, "float32")
+    return {(b.shape, b.dtype): b.count for b in buffers}
+
+
+def test_what_the_backward_pass_keeps():
+    rows = 160  # 1.25 * 64 * 2
+    assert kept()[(rows, H), "float32"] == 2, "rows that came, rows that go back"
+    assert kept()[(rows, F), "float32"] >= 3, "gate, up, and what is between"
+    experts = kept(remat="experts")
+    assert experts[(rows, H), "float32"] == 1 and ((rows, F), "float32") not in experts
+    assert experts[(R, T, K), "int32"] >= 1, "the handle is kept: no routing again"
+    everything = kept(remat="all", num_chunks=4)
+    assert set(everything) == {((T // 4, H), "float32"), ((T // 4, K), "int32"), ((T // 4, K), "float32")}
+
+
+def test_forward_buffers_shrink_by_the_chunks():
+    whole, quarter = (
+        memory.forward_buffers(dataclasses.replace(WIDE, capacity_factor=None, num_chunks=c), T, R) for c in (1, 4)
+    )
+    assert memory.chunk_rows(dataclasses.replace(WIDE, capacity_factor=None), T, R) == R * T * K
+    by_name = {b.name: b for b in whole}
+    assert by_name["rows that came"].shape == (R * T * K, H) and by_name["rows that came"].nbytes == R * T * K * H * 2
+    assert 0.24 < memory.total(quarter) / memory.total(whole) < 0.27
+
+
+def test_rows_are_those_of_the_layer():
+    """The shape that the table counts is the shape that the layer dispatches."""
+    for changes in ({}, {"capacity_factor": None}, {"capacity_factor": None, "num_chunks": 4, "alignment": 8}):
+        config = dataclasses.replace(WIDE, **changes)
+        rows = memory.chunk_rows(config, T, R)
+        shapes = [b.shape for b in memory.kept_buffers(config, T, R, "float32")]
+        assert (rows, H) in shapes
+
+
+def test_the_page_quotes_the_command(capsys):
+    assert cli.main(["memory"]) == 0
+    printed = capsys.readouterr().out
+    assert "| no capacity | 131072 |" in printed
+    if jax.__version__ == "0.11.2":  # what jax.vjp keeps beside the rows differs between versions
+        assert printed.strip() in PAGE.read_text()
+
+
+def test_wrong_sizes(capsys):
+    for arguments, message in ((["--tokens", "0"], "--tokens 0: must be at least 1"), (["--top-k", "99"], "top_k=99")):
+        with pytest.raises(SystemExit):
+            cli.main(["memory", *arguments])
+        assert message in capsys.readouterr().err

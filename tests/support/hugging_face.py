@@ -1,0 +1,192 @@
+"""Small seeded checkpoints with each family's own names, shapes and quirks, and what their MoE layer computes.
+
+Written from the models' published definitions, in float64 NumPy, and not from the library.
+"""
+
+import json
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+H, F, E, K = 128, 64, 8, 3
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def best(scores, k):
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+
+
+class Model:
+    """Random tensors by the family's names, as they stand in the file, and as float64 for the evaluation."""
+
+    def __init__(self, seed, dtype):
+        self.rng, self.dtype = np.random.default_rng(seed), dtype
+        self.file, self.exact = {}, {}
+
+    def add(self, name, *shape, scale=None):
+        value = self.rng.normal(size=shape) * (shape[-1] ** -0.5 if scale is None else scale)
+        self.keep(name, value.astype(self.dtype))
+        return name
+
+    def keep(self, name, array, exact=None):
+        self.file[name] = array
+        self.exact[name] = array.astype(np.float64) if exact is None else exact
+
+    def write(self, folder, config, parts=1):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        for part in range(parts):
+            tensors = {n: np.ascontiguousarray(a) for i, (n, a) in enumerate(self.file.items()) if i % parts == part}
+            save_file(tensors, folder / f"model-{part + 1:05}-of-{parts:05}.safetensors")
+
+
+def add_experts(model, template, names=("gate_proj", "up_proj", "down_proj")):
+    for e in range(E):
+        for name, shape in zip(names, ((F, H), (F, H), (H, F)), strict=True):
+            model.add(template.format(e, name), *shape)
+
+
+def run_experts(w, template, names, x, chosen, weights):
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for e, share in zip(chosen[t], weights[t], strict=True):
+            gate, up, down = (w[template.format(e, name)] for name in names)
+            y[t] += share * (down @ (silu(gate @ x[t]) * (up @ x[t])))
+    return y
+
+
+def mixtral(folder, layer=1):
+    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(1, ml_dtypes.bfloat16)
+    model.add(f"{prefix}.gate.weight", E, H)
+    add_experts(model, template, names)
+    config = {"model_type": "mixtral", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
+    model.write(folder, config | {"num_experts_per_tok": K, "num_hidden_layers": 2, "hidden_act": "silu"})
+
+    def forward(x):
+        w = model.exact
+        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        chosen = best(scores, K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        return run_experts(w, template, names, x, chosen, weights / weights.sum(1, keepdims=True))
+
+    return layer, forward
+
+
+def qwen3_moe(folder, layer=3, normalize=False):
+    """Layers 1, 3, ... have experts, and in some models the weights are not normalised."""
+    prefix, names = f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(2, np.float32)
+    model.add(f"{prefix}.gate.weight", E, H)
+    add_experts(model, template)
+    config = {"model_type": "qwen3_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
+    config |= {"num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": normalize, "decoder_sparse_step": 2}
+    model.write(folder, config | {"mlp_only_layers": [1], "num_hidden_layers": 4, "hidden_act": "silu"}, parts=3)
+
+    def forward(x):
+        scores = softmax(x @ model.exact[f"{prefix}.gate.weight"].T)
+        chosen = best(scores, K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        return run_experts(model.exact, template, names, x, chosen, weights)
+
+    return layer, forward
+
+
+def deepseek_v3(folder, layer=3, fp8=False):
+    """Sigmoid scores, a bias for the choice, two of four groups, shared experts; fp8 with a scale per 128 x 128."""
+    prefix, names = f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+    template, block = prefix + ".experts.{}.{}.weight", (48, 32)
+    model = Model(3, np.float32)
+    model.add(f"{prefix}.gate.weight", E, H)
+    model.add(f"{prefix}.gate.e_score_correction_bias", E, scale=0.3)
+    add_experts(model, template)
+    for name, shape in zip(names, ((2 * F, H), (2 * F, H), (H, 2 * F)), strict=True):
+        model.add(f"{prefix}.shared_experts.{name}.weight", *shape)
+    if fp8:
+        for name in [n for n in model.file if "experts" in n]:
+            values = (model.file[name] * 64).astype(ml_dtypes.float8_e4m3fn)
+            rows, columns = (-(-n // b) for n, b in zip(values.shape, block, strict=True))
+            scales = model.rng.uniform(0.5, 2, (rows, columns)).astype(np.float32) / 64
+            exact = values.astype(np.float64)
+            for i in range(values.shape[0]):
+                for j in range(values.shape[1]):
+                    exact[i, j] *= scales[i // block[0], j // block[1]]
+            model.keep(name, values, exact)
+            model.keep(f"{name}_scale_inv", scales)
+    config = {"model_type": "deepseek_v3", "hidden_size": H, "moe_intermediate_size": F, "intermediate_size": 999}
+    config |= {"n_routed_experts": E, "num_experts_per_tok": K, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    config |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3, "moe_layer_freq": 1}
+    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_hidden_layers": 4, "hidden_act": "silu"}
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    model.write(folder, config, parts=2)
+
+    def forward(x):
+        w = model.exact
+        scores = 1 / (1 + np.exp(-(x @ w[f"{prefix}.gate.weight"].T)))
+        biased = scores + w[f"{prefix}.gate.e_score_correction_bias"]
+        groups = np.sort(biased.reshape(len(x), 4, E // 4), axis=-1)[..., -2:].sum(-1)
+        allowed = np.zeros_like(groups, bool)
+        np.put_along_axis(allowed, best(groups, 2), True, 1)
+        chosen = best(np.where(np.repeat(allowed, E // 4, 1), biased, -np.inf), K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        weights = 2.5 * weights / weights.sum(1, keepdims=True)
+        gate, up, down = (w[f"{prefix}.shared_experts.{name}.weight"] for name in names)
+        return run_experts(w, template, names, x, chosen, weights) + (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    return layer, forward
+
+
+def gpt_oss(folder, layer=0, mxfp4=False):
+    """All experts in one tensor, gate and up interleaved, biases everywhere, clipping; MXFP4 as published."""
+    prefix = f"model.layers.{layer}.mlp"
+    model = Model(4, ml_dtypes.bfloat16)
+    model.add(f"{prefix}.router.weight", E, H)
+    model.add(f"{prefix}.router.bias", E, scale=0.3)
+    for name, (rows, columns) in (("gate_up_proj", (H, 2 * F)), ("down_proj", (F, H))):
+        model.add(f"{prefix}.experts.{name}_bias", E, columns, scale=0.3)
+        full = f"{prefix}.experts.{name}"
+        if not mxfp4:
+            model.add(full, E, rows, columns, scale=rows**-0.5)
+            continue
+        codes = model.rng.integers(0, 16, (E, columns, rows))
+        exponents = model.rng.integers(122, 125, (E, columns, rows // 32)).astype(np.uint8)
+        exact = np.empty((E, rows, columns))
+        for e, o, i in np.ndindex(codes.shape):
+            code = codes[e, o, i]
+            sign = -1 if code >= 8 else 1
+            exact[e, i, o] = sign * FP4[code % 8] * 2.0 ** (int(exponents[e, o, i // 32]) - 127)
+        packed = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+        model.exact[full] = exact
+        model.file[f"{full}_blocks"] = packed.reshape(E, columns, rows // 32, 16)
+        model.file[f"{full}_scales"] = exponents
+    config = {"model_type": "gpt_oss", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
+    model.write(folder, config | {"num_experts_per_tok": K, "swiglu_limit": 0.9, "num_hidden_layers": 1})
+
+    def forward(x):
+        w = {name.removeprefix(f"{prefix}."): array for name, array in model.exact.items()}
+        logits = x @ w["router.weight"].T + w["router.bias"]
+        chosen = best(logits, K)
+        weights = softmax(np.take_along_axis(logits, chosen, 1))
+        y = np.zeros_like(x)
+        for t in range(len(x)):
+            for e, share in zip(chosen[t], weights[t], strict=True):
+                both = x[t] @ w["experts.gate_up_proj"][e] + w["experts.gate_up_proj_bias"][e]
+                gate, up = np.minimum(both[0::2], 0.9), np.clip(both[1::2], -0.9, 0.9)
+                hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+                y[t] += share * (hidden @ w["experts.down_proj"][e] + w["experts.down_proj_bias"][e])
+        return y
+
+    return layer, forward

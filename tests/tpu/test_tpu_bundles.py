@@ -1,0 +1,109 @@
+"""Bundles of compiled kernels stay within budgets, so that a slower kernel fails; what counts them is checked first."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from xen_moe_jax.benchmark import tpu_bundles, tpu_topologies
+from xen_moe_jax.benchmark.tpu_bundles import Part, Work
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+DUMP = """\
+   0x0   :  { %1 = sld [smem:x] }
+   0x1 LB: > { %2 = vld [vmem:y] }
+   0x2   : > { %3 = dma.done.wait %s }
+   0x3 LB: >> { %4 = dma.hbm_to_vmem [thread:z] }
+   0x4   : >> { %5 = sld [smem:x]  ;;  %6 = vst [vmem:y] }
+   0x5 LB: >> { %7 = vld [vmem:y]  ;;  %8 = vld [vmem:y] }
+   0x6   : > { %9 = vst [vmem:y] }
+   0x7   :  { %10 = sst [smem:x] }
+"""
+
+
+def test_loops_of_a_dump():
+    top = tpu_bundles.loops(DUMP)
+    (grid,) = top.inner
+    assert (top.bundles, grid.bundles, [loop.bundles for loop in grid.inner]) == (2, 3, [2, 1])
+    assert grid.inner[0].operations == {"dma.hbm_to_vmem": 1, "sld": 1, "vst": 1}
+    assert grid.inner[1].operations == {"vld": 2}
+
+
+def test_count_of_a_dump():
+    work = Work(10, (Part("fetch", tpu_bundles.FETCH, 100), Part("add", "vld", 1000, at_least=2)))
+    counted = tpu_bundles.count(tpu_bundles.loops(DUMP), work)
+    assert (counted.step, counted.turn) == (3, {"fetch": 2, "add": 1})
+    assert counted.total == 2 + 10 * 3 + 100 * 2 + 1000 * 1
+    pieces = tpu_bundles.count(
+        tpu_bundles.loops(DUMP), Work(1, (Part("all", "vst", 1, copies=1), Part("sld", "sld", 1)))
+    )
+    assert pieces.turn == {"all": 2, "sld": 2}
+    with pytest.raises(ValueError, match="no loop with vperm for rotate"):
+        tpu_bundles.count(tpu_bundles.loops(DUMP), Work(1, (Part("rotate", "vperm", 1),)))
+
+
+def test_scalar_operations_of_a_program():
+    text = "  %a = s32[8,4096]{1,0} gather(%x, %y)\n  %b = (s32[320]{0}, s32[320]{0}) sort(%c, %d)\n"
+    assert tpu_bundles.scalar_operations(text) == {"gather": 8 * 4096, "sort": 320}
+
+
+def test_random_routing_counts_what_it_says():
+    routing = tpu_bundles.random_routing(256, 8, 64, 8, 16, seed=0)
+    assert 256 * 8 * 0.9 < routing.placed < 256 * 8 * 1.1
+    assert routing.sent < routing.placed and 1 < routing.depth <= 8
+
+
+@pytest.mark.parametrize(
+    ("generation", "gb_per_s"), [("v4", 87.5), ("v5e", 43.75), ("v5p", 175.0), ("v6e", 87.5), ("tpu7x", 87.5)]
+)
+def test_all_to_all_bandwidth_of_a_torus(generation, gb_per_s):
+    assert np.isclose(1e9 / tpu_topologies.TOPOLOGIES[generation].all_to_all_us(1e9) / 1e3, gb_per_s)
+
+
+BUDGETS = {  # bundles of one turn of a loop; a few percent over what jax 0.11.2 with libtpu 0.0.48 gives
+    "v5p": {
+        "xen_moe_push": {"encode": 1790, "send": 120},
+        "xen_moe_place": {"fetch": 26, "decode": 470},
+        "xen_moe_scatter": {"entries": 105},
+        "xen_moe_reduce_slots": {"fetch": 105, "add": 260, "send": 40},
+        "xen_moe_reduce_ranks": {"fetch": 26, "add": 180},
+    },
+}
+LARGEST_SCALAR_OPERATION = 4096
+"""Elements of a gather, scatter or sort that XLA may keep: lists of blocks, not of tokens."""
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", BUDGETS)
+def test_kernels_stay_within_their_budgets(generation, tmp_path):
+    """In a process of its own: libtpu takes the request for a dump when it is loaded."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    out = tmp_path / "bundles.json"
+    command = [
+        sys.executable,
+        "-m",
+        "xen_moe_jax.benchmark.tpu_bundles",
+        "--generation",
+        generation,
+        "--json",
+        str(out),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    operations = json.loads(out.read_text())["operations"]
+    turns = {kernel: turn for o in operations.values() for kernel, turn in o["turn"].items()}
+    assert set(turns) == set(BUDGETS[generation])
+    for kernel, budget in BUDGETS[generation].items():
+        for loop, most in budget.items():
+            assert turns[kernel][loop] <= most, (kernel, loop, turns[kernel])
+    for name, o in operations.items():
+        assert all(n <= LARGEST_SCALAR_OPERATION for n in o["scalar_operations"].values()), (name, o)

@@ -1,0 +1,332 @@
+"""Issue cycles of compiled TPU kernels, counted from libtpu's final VLIW bundles.
+
+libtpu writes one file for every kernel, in which a loop shows as a deeper row of `>`. A bundle takes a cycle at least:
+the sum over loops of (bundles of the body x trips) is a floor of what the core needs, stalls not included. Trips follow
+from the shapes and a routing. Both branches of a condition are counted, so that the sum is a little over the floor.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
+OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
+KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+FETCH, SEND = "dma.hbm_to_vmem", "dma.general"
+"""What a DMA is called: within the chip, and to another one."""
+
+
+@dataclasses.dataclass
+class Loop:
+    """A loop's own bundles, what they do, and the loops inside it."""
+
+    depth: int
+    bundles: int = 0
+    operations: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    inner: list[Loop] = dataclasses.field(default_factory=list)
+
+    def all_inner(self) -> Iterator[Loop]:
+        for loop in self.inner:
+            yield loop
+            yield from loop.all_inner()
+
+
+def loops(text: str) -> Loop:
+    """The loops of a kernel; the grid is the first of them."""
+    top = Loop(0)
+    stack = [top]
+    for line in text.splitlines():
+        match = BUNDLE.match(line)
+        if not match:
+            continue
+        tag, depth = match[1], len(match[2])
+        while stack[-1].depth > depth or (tag == "LB" and stack[-1].depth >= depth > 0):
+            stack.pop()
+        if stack[-1].depth < depth:
+            stack[-1].inner.append(Loop(depth))
+            stack.append(stack[-1].inner[-1])
+        stack[-1].bundles += 1
+        stack[-1].operations.update(OPERATION.findall(match[3]))
+    return top
+
+
+def request_dump(folder: str) -> None:
+    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices."""
+    arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, [os.environ.get("LIBTPU_INIT_ARGS"), arguments]))
+
+
+def take_dump(folder: str) -> dict[str, Loop]:
+    """Our kernels in the dump of one compilation, by name; the dump is removed.
+
+    Raises:
+      RuntimeError: there is none: libtpu was loaded before `request_dump`.
+    """
+    found = {}
+    files = list(pathlib.Path(folder).iterdir())
+    for path in files:
+        match = KERNEL.search(path.name)
+        if match and "analysis" not in path.name:
+            found[match[1]] = loops(path.read_text(errors="replace"))
+        path.unlink()
+    if not files:
+        raise RuntimeError(f"libtpu wrote no bundles to {folder}: request_dump must come before JAX makes its devices")
+    return found
+
+
+# -- trips ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid.
+
+    Attributes:
+      trips: of all steps together.
+      copies: where the loop shows in pieces, cut by conditions inside it: how often the program has it. All of its
+        pieces are counted then, also the branches that are not taken.
+    """
+
+    name: str
+    operation: str
+    trips: float
+    at_least: int = 1
+    copies: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one kernel does on the busiest rank: steps of its grid, and loops inside them."""
+
+    steps: float
+    parts: tuple[Part, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together."""
+
+    step: int
+    turn: dict[str, int]
+    total: float
+
+
+def count(kernel: Loop, work: Work) -> Count:
+    """Bundles of a kernel; what `work` does not name is counted once a step.
+
+    Raises:
+      ValueError: the kernel has no such loop: it is not the kernel that `work` was written for.
+    """
+    found = list(kernel.all_inner())
+    grid = min((loop.depth for loop in found), default=0)
+    step = sum(loop.bundles for loop in found if loop.depth == grid)  # it shows in pieces, cut by the loops inside
+    inner = [loop for loop in found if loop.depth > grid]
+    turn, total = {}, kernel.bundles + work.steps * step
+    for part in work.parts:
+        chosen = [loop for loop in inner if loop.operations[part.operation] >= part.at_least]
+        if not chosen:
+            raise ValueError(f"no loop with {part.operation} for {part.name}: {[dict(x.operations) for x in inner]}")
+        bundles = [loop.bundles for loop in chosen]
+        turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
+        total += part.trips * turn[part.name]
+    return Count(step, turn, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What a random routing makes of one rank.
+
+    Attributes:
+      tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
+      depth: mean over blocks of 16 pairs of the most rows that a pair of the block has.
+    """
+
+    tokens: int
+    top_k: int
+    ranks: int
+    sent: int
+    placed: int
+    depth: float
+
+
+def works(routing: Routing, blocks: dict[str, int], tile: int = 16) -> dict[str, Work]:
+    """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
+    entries = routing.ranks * routing.tokens * routing.top_k
+    pairs = routing.ranks * routing.tokens
+    destinations = min(routing.ranks, routing.top_k)
+    push, place, slots, ranks = (blocks[name] for name in ("push", "place", "reduce_slots", "reduce_ranks"))
+    placing = routing.placed / place
+    visited = min(pairs, routing.sent + slots) if routing.ranks > routing.top_k else pairs
+    return {
+        "xen_moe_push": Work(
+            routing.tokens / push,
+            (Part("send", SEND, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
+        ),
+        "xen_moe_place": Work(
+            placing,
+            (Part("fetch", FETCH, routing.placed / 4, copies=2),) + _groups("decode", place, tile, routing.placed),
+        ),
+        "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
+        "xen_moe_reduce_slots": Work(
+            visited / slots,
+            (
+                Part("fetch", FETCH, visited * routing.depth / 4, copies=2),
+                Part("add", "vld", visited * routing.depth / slots, 16),
+                Part("send", SEND, visited),
+            ),
+        ),
+        "xen_moe_reduce_ranks": Work(
+            routing.tokens / ranks,
+            (
+                Part("fetch", FETCH, routing.tokens * destinations / 4, copies=2),
+                Part("add", "vld", routing.tokens * destinations / min(tile, ranks), 16),
+            ),
+        ),
+    }
+
+
+def _groups(name: str, block: int, tile: int, rows: int) -> tuple[Part, ...]:
+    """The loop over groups of rows of a block; a block of one group has none, and is counted with the step."""
+    return (Part(name, "vld", rows / tile, 16),) if block > tile else ()
+
+
+# -- XLA --------------------------------------------------------------------------------------------------------------
+
+
+def xla_cycles(text: str) -> int:
+    """XLA's own estimate of the cycles of its operations in a compiled program; scalar gathers and sorts have none."""
+    return sum(int(n) for n in CYCLES.findall(text))
+
+
+def scalar_operations(text: str) -> dict[str, int]:
+    """Gathers, scatters and sorts that XLA left in a program: most elements of one, by kind."""
+    found: dict[str, int] = {}
+    for shape, kind in re.findall(r"= \(?\w+\[([\d,]*)\][^=]*? (gather|scatter|sort)\(", text):
+        elements = 1
+        for n in filter(None, shape.split(",")):
+            elements *= int(n)
+        found[kind] = max(found.get(kind, 0), elements)
+    return found
+
+
+# -- a program ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled operation. `blocks`: rows or tokens of a step of each kernel, as the policy chose them."""
+
+    text: str
+    kernels: dict[str, Loop]
+    blocks: dict[str, int]
+
+
+def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
+    """Compiles, and takes the dump out of `folder`."""
+    from xen_moe_jax.backends.pallas import hardware
+
+    blocks = {}
+    launch = hardware.launch
+
+    def recorded(kernel: str, *args: Any, **kwargs: Any) -> Any:
+        chosen = launch(kernel, *args, **kwargs)
+        blocks[kernel] = chosen.block
+        return chosen
+
+    hardware.launch = recorded  # type: ignore[assignment]
+    try:
+        compiled = compile_program()
+    finally:
+        hardware.launch = launch
+    return Program(compiled.as_text(), take_dump(folder), blocks)
+
+
+def counts(program: Program, routing: Routing) -> dict[str, Count]:
+    """Bundles of every kernel of a program that `works` knows."""
+    known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks)
+    return {name: count(loop, known[name]) for name, loop in program.kernels.items() if name in known}
+
+
+def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_block: int, seed: int) -> Routing:
+    """Uniform routing with distinct experts: what the busiest rank of it does."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    idx = np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
+    owner = idx // -(-experts // ranks)
+    rows = np.stack([(owner == r).sum(2) for r in range(ranks)])  # [destination, source, token]
+    busiest = int(rows.sum((1, 2)).argmax())
+    depths = rows[busiest].reshape(-1)
+    if ranks > top_k:
+        depths = depths[depths > 0]
+    blocks = np.pad(depths, (0, -len(depths) % pair_block)).reshape(-1, pair_block)
+    return Routing(
+        tokens, top_k, ranks, int((rows[busiest] > 0).sum()), int(rows[busiest].sum()), float(blocks.max(1).mean())
+    )
+
+
+def main() -> int:
+    """`python -m xen_moe_jax.benchmark.tpu_bundles`: where the cycles of a dispatch and a combine go."""
+    import argparse
+    import json
+    import tempfile
+
+    from xen_moe_jax.benchmark import tpu_static, tpu_topologies
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generation", choices=list(tpu_topologies.TOPOLOGIES), default="v5p")
+    parser.add_argument("--case", choices=[case.name for case in tpu_static.CASES], default="throughput")
+    parser.add_argument("--operations", nargs="+", choices=["dispatch", "combine"], default=["dispatch", "combine"])
+    parser.add_argument("--json", help="write the counts here")
+    options = parser.parse_args()
+
+    folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
+    tpu_topologies.prepare_environment()
+    request_dump(folder)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
+    topology = tpu_topologies.TOPOLOGIES[options.generation]
+    case = next(case for case in tpu_static.CASES if case.name == options.case)
+    routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], 16, seed=0)
+    moved = tpu_static.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
+    document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
+    print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
+    total = 0.0
+    for operation in options.operations:
+        compile_one = functools.partial(tpu_static.compile_own, options.generation, case, operation, sizes)
+        program = compile_counted(compile_one, folder)
+        found = counts(program, routing)
+        cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
+        wire = tpu_static.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
+        wire_us = topology.all_to_all_us(wire)
+        print(f"\n{operation}: wire {wire_us:.0f} us")
+        for name, n in cycles.items():
+            print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")
+            print(f"  {found[name].step} a step, {found[name].turn}" if name in found else "")
+        total += sum(cycles.values())
+        document["operations"][operation] = {
+            "wire_us": wire_us,
+            "cycles": cycles,
+            "step": {name: c.step for name, c in found.items()},
+            "turn": {name: c.turn for name, c in found.items()},
+            "scalar_operations": scalar_operations(program.text),
+            "collective_bytes": tpu_static.collectives(program.text),
+        }
+    print(f"\nall: {total:.0f} cycles, {total / topology.clock_hz * 1e6:.0f} us at {topology.clock_hz / 1e9:.2f} GHz")
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

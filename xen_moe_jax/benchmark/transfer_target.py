@@ -1,0 +1,90 @@
+"""The other process of `benchmark --mode transfer`: it holds windows, pulls what JAX's own transfer offers, and says
+what arrived.
+
+Reads one JSON command a line, answers with one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Target:
+    def __init__(self) -> None:
+        import jax
+        import numpy as np
+
+        import xen_moe_jax.transfer as xt
+
+        self.jax, self.np = jax, np
+        self.engine = xt.Engine(name="target")
+        self.windows: dict[str, Any] = {}
+        self.kept: list[Any] = []
+        self.server: Any = None
+
+    def describe(self) -> dict:
+        return {"descriptor": self.engine.descriptor.hex(), "device": str(self.jax.local_devices()[0])}
+
+    def window(self, name: str, pages: int, page_bytes: int) -> dict:
+        aval = self.jax.ShapeDtypeStruct((pages, page_bytes), self.np.uint8)
+        self.windows[name] = self.engine.window(aval, name=name)
+        return {}
+
+    def take(self, name: str, writes: int) -> dict:
+        """Waits for the writes, closes the window, and hashes what is in it."""
+        with self.engine.counter(name, expect=writes) as counter:
+            counter.wait(60)
+        array = self.windows.pop(name).commit(60, last=True)
+        return {"hash": hashlib.blake2b(self.np.asarray(array).tobytes()).hexdigest()}
+
+    def nixl(self, nbytes: int) -> dict:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
+        array = self.jax.block_until_ready(self.jax.numpy.zeros((nbytes,), self.np.uint8))
+        memory = "VRAM" if array.device.platform == "gpu" else "DRAM"
+        pointer, device = array.unsafe_buffer_pointer(), getattr(array.device, "local_hardware_id", 0) or 0
+        agent.register_memory([(pointer, nbytes, device, "")], memory)
+        self.kept += [agent, array]
+        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
+        return {"metadata": metadata, "pointer": pointer, "device": device, "memory": memory}
+
+    def pull(self, address: str, first: int, count: int, batch: int, nbytes: int) -> dict:
+        """Seconds of each pull of `batch` arrays by `jax.experimental.transfer`."""
+        from jax.experimental import transfer
+
+        device = self.jax.local_devices()[0]
+        if self.server is None:
+            self.server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
+            self.connection = self.server.connect(address)
+        sharding = self.jax.sharding.SingleDeviceSharding(device)
+        avals = [self.jax.ShapeDtypeStruct((nbytes,), self.np.uint8, sharding=sharding)] * batch
+        seconds = []
+        for number in range(first, first + count):
+            begun = time.perf_counter()
+            self.jax.block_until_ready(self.connection.pull(number, avals))
+            seconds.append(time.perf_counter() - begun)
+        return {"seconds": seconds}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What libraries print is no answer.
+    target = Target()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = getattr(target, command.pop("do"))(**command)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A folder of safetensors files: which tensors there are, and parts of them as NumPy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+"""Types that safetensors' NumPy interface cannot make an array of: they are mapped from the file here."""
+
+Index = tuple[slice, ...]
+
+
+class Checkpoint:
+    """Tensors of all `*.safetensors` files of a folder by name, and its `config.json`. A context manager.
+
+    Raises:
+      FileNotFoundError: no such folder, no config.json or no safetensors file in it.
+      ModuleNotFoundError: safetensors is not installed.
+    """
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self.folder = pathlib.Path(folder)
+        try:
+            from safetensors import safe_open
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "load_hugging_face needs safetensors: pip install 'xen-moe-jax[hugging-face]'", name="safetensors"
+            ) from error
+        files = sorted(self.folder.glob("*.safetensors"))
+        for what, there in (("config.json", (self.folder / "config.json").exists()), ("*.safetensors", bool(files))):
+            if not there:
+                raise FileNotFoundError(f"folder={str(folder)!r}: has no {what}; give the folder of a checkpoint")
+        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        self._close = contextlib.ExitStack()
+        self._file_of: dict[str, tuple[pathlib.Path, Any]] = {}
+        for file in files:
+            opened = self._close.enter_context(safe_open(file, framework="np"))
+            self._file_of |= dict.fromkeys(opened.keys(), (file, opened))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises KeyError, with names that are like it, if there is no such tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """The part `index` of a tensor, in the type of the file; nothing else of it is read."""
+        part = self._slice(name)
+        index = (*index, *[slice(None)] * (len(part.get_shape()) - len(index)))
+        if part.get_dtype() in FLOAT8:
+            return self._mapped(name, FLOAT8[part.get_dtype()])[index]
+        return part[index]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            like = [other for other in self._file_of if other.split(".")[:3] == name.split(".")[:3]][:8]
+            raise KeyError(
+                f"{self.folder}: no tensor {name!r} in its safetensors files; it has {like or 'no such layer'}"
+            )
+        return self._file_of[name][1].get_slice(name)
+
+    def _mapped(self, name: str, dtype: Any) -> np.ndarray:
+        """By the file's header: 8 bytes of length, JSON with offsets, data."""
+        file, _ = self._file_of[name]
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            entry = json.loads(data.read(length))[name]
+        begin, end = entry["data_offsets"]
+        assert end - begin == math.prod(entry["shape"])
+        return np.memmap(file, dtype, "r", 8 + length + begin, tuple(entry["shape"]))

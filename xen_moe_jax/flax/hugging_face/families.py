@@ -1,0 +1,223 @@
+"""Each family's names and shapes: how its `config.json` becomes a `MoEConfig`, and where a parameter's parts are.
+
+torch keeps matrices as `[out, in]`; this library multiplies by `[in, out]`. A reader is given the part wanted, in the
+layer's own shape, and reads that part of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from xen_moe_jax.flax.hugging_face import quantised
+from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint, Index
+
+Reader = Callable[[Index], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one model type needs.
+
+    Attributes:
+      is_moe: `(config.json, layer) -> bool`: whether the layer has experts.
+      fields: `config.json` to arguments of `MoEConfig`.
+      readers: `(checkpoint, prefix of the layer)` to a reader of each parameter.
+    """
+
+    is_moe: Callable[[dict[str, Any], int], bool]
+    fields: Callable[[dict[str, Any]], dict[str, Any]]
+    readers: Callable[[Checkpoint, str], Iterator[tuple[str, Reader]]]
+
+
+def _transposed(checkpoint: Checkpoint, name: str) -> Reader:
+    """`[out, in]` read as `[in, out]`, whatever type it is kept in."""
+
+    def read(index: Index) -> np.ndarray:
+        rows, columns = index
+        return matrix(checkpoint, name, (columns, rows)).T
+
+    return read
+
+
+def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
+    """A part of a matrix as it is kept; fp8 with a `_scale_inv` beside it comes out in float32."""
+    scale = f"{name}_scale_inv"
+    if scale not in checkpoint:
+        return checkpoint.read(name, index)
+    block = tuple(checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128)))
+    return quantised.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
+
+
+def _vector(checkpoint: Checkpoint, name: str) -> Reader:
+    return lambda index: checkpoint.read(name, index)
+
+
+def _each_expert(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
+    """One `[out, in]` matrix an expert, read as `[E, in, out]`."""
+
+    def read(index: Index) -> np.ndarray:
+        which, rows, columns = index
+        numbers = range(*which.indices(num_experts))
+        return np.stack([matrix(checkpoint, template.format(e), (columns, rows)).T for e in numbers])
+
+    return read
+
+
+def _silu(config: dict[str, Any]) -> None:
+    name = config.get("hidden_act", "silu")
+    if name != "silu":
+        raise ValueError(f"config.json has hidden_act={name!r}: only 'silu' is known for {config['model_type']}")
+
+
+# -- Mixtral -----------------------------------------------------------------------------------------------------------
+
+
+def _mixtral_fields(config: dict[str, Any]) -> dict[str, Any]:
+    _silu(config)
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "balancing": "none",
+    }
+
+
+def _mixtral_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+    moe = f"{prefix}.block_sparse_moe"
+    yield "router", _transposed(checkpoint, f"{moe}.gate.weight")
+    for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        template = f"{moe}.experts.{{}}.{theirs}.weight"
+        yield name, _each_expert(checkpoint, template, checkpoint.config["num_local_experts"])
+
+
+# -- Qwen3-MoE ---------------------------------------------------------------------------------------------------------
+
+
+def _qwen3_is_moe(config: dict[str, Any], layer: int) -> bool:
+    dense = layer in config.get("mlp_only_layers", ())
+    return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _qwen3_fields(config: dict[str, Any]) -> dict[str, Any]:
+    _silu(config)
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_experts": config["num_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "normalize_weights": bool(config.get("norm_topk_prob", False)),
+        "balancing": "none",
+    }
+
+
+def _mlp_readers(checkpoint: Checkpoint, prefix: str, num_experts: int) -> Iterator[tuple[str, Reader]]:
+    yield "router", _transposed(checkpoint, f"{prefix}.mlp.gate.weight")
+    for name in ("gate", "up", "down"):
+        yield name, _each_expert(checkpoint, f"{prefix}.mlp.experts.{{}}.{name}_proj.weight", num_experts)
+
+
+def _qwen3_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+    yield from _mlp_readers(checkpoint, prefix, checkpoint.config["num_experts"])
+
+
+# -- DeepSeek-V3 -------------------------------------------------------------------------------------------------------
+
+
+def _deepseek_is_moe(config: dict[str, Any], layer: int) -> bool:
+    return layer >= config.get("first_k_dense_replace", 0) and layer % config.get("moe_layer_freq", 1) == 0
+
+
+def _deepseek_fields(config: dict[str, Any]) -> dict[str, Any]:
+    _silu(config)
+    for name, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(name, known) != known:
+            raise ValueError(f"config.json has {name}={config[name]!r}: only {known!r} is DeepSeek-V3's")
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_experts": config["n_routed_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "score": "sigmoid",
+        "balancing": "bias",
+        "num_groups": config["n_group"],
+        "topk_groups": config["topk_group"],
+        "weight_scale": float(config["routed_scaling_factor"]),
+        "normalize_weights": bool(config.get("norm_topk_prob", True)),
+        "num_shared_experts": config.get("n_shared_experts") or 0,
+    }
+
+
+def _deepseek_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+    yield from _mlp_readers(checkpoint, prefix, checkpoint.config["n_routed_experts"])
+    yield "router_bias", _vector(checkpoint, f"{prefix}.mlp.gate.e_score_correction_bias")
+    if checkpoint.config.get("n_shared_experts"):
+        for name in ("gate", "up", "down"):
+            yield f"shared_{name}", _transposed(checkpoint, f"{prefix}.mlp.shared_experts.{name}_proj.weight")
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+
+
+def _gpt_oss_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "activation": "clipped_swiglu",
+        "activation_limit": float(config.get("swiglu_limit", 7.0)),
+        "activation_alpha": 1.702,
+        "expert_bias": True,
+        "logits_bias": True,
+        "balancing": "none",
+    }
+
+
+def _gpt_oss_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+    """All experts in one tensor, `[E, in, out]` already; gate and up take turns in its last dimension."""
+    router, experts = f"{prefix}.mlp.router", f"{prefix}.mlp.experts"
+    yield "router", _transposed(checkpoint, f"{router}.weight")
+    yield "logits_bias", _vector(checkpoint, f"{router}.bias")
+    for offset, name in enumerate(("gate", "up")):
+        yield name, _every_other(checkpoint, f"{experts}.gate_up_proj", offset)
+        yield f"{name}_bias", _every_other(checkpoint, f"{experts}.gate_up_proj_bias", offset)
+    yield "down", lambda index: _stacked(checkpoint, f"{experts}.down_proj", index)
+    yield "down_bias", _vector(checkpoint, f"{experts}.down_proj_bias")
+
+
+def _every_other(checkpoint: Checkpoint, name: str, offset: int) -> Reader:
+    def read(index: Index) -> np.ndarray:
+        *before, last = index
+        begin, end, _ = last.indices(1 << 62)
+        both = slice(2 * begin, None if last.stop is None else 2 * end)
+        return _stacked(checkpoint, name, (*before, both))[..., offset::2]
+
+    return read
+
+
+def _stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
+    """A part of `[E, in, out]`, or of what MXFP4 keeps as `[E, out, in]` in blocks of 32 along `in`."""
+    if f"{name}_blocks" not in checkpoint:
+        return checkpoint.read(name, index)
+    which, rows, columns = index
+    part = (which, columns)
+    whole = quantised.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
+    return whole[:, :, rows].swapaxes(1, 2)
+
+
+def _always(config: dict[str, Any], layer: int) -> bool:
+    return True
+
+
+FAMILIES = {
+    "mixtral": Family(_always, _mixtral_fields, _mixtral_readers),
+    "qwen3_moe": Family(_qwen3_is_moe, _qwen3_fields, _qwen3_readers),
+    "deepseek_v3": Family(_deepseek_is_moe, _deepseek_fields, _deepseek_readers),
+    "gpt_oss": Family(_always, _gpt_oss_fields, _gpt_oss_readers),
+}
+"""By `model_type` of `config.json`."""

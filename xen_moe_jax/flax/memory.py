@@ -1,0 +1,180 @@
+"""`xen-moe-jax memory`: bytes of the buffers that one rank needs for one MoE layer, by capacity, chunks and remat.
+
+Nothing runs and no accelerator is needed: shapes come from the layer itself, traced for as many ranks as asked for.
+What the backward pass keeps is what `jax.vjp` of the layer holds; weights, tokens and gradients are the caller's and
+are left out. XLA may keep less, by fusing, and needs work space of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from xen_moe_jax._spec import worst_case_capacity
+from xen_moe_jax.flax._chunks import Chunk, through_experts
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._experts import built_in
+from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One array: what it is, its shape and dtype, how many of it live at a time."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize * self.count
+
+
+def chunk_rows(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
+    """Rows of the buffers of one chunk, with `num_tokens` tokens a rank."""
+    tokens = -(-num_tokens // config.num_chunks)
+    asked = config.chunk_capacity(tokens, num_ranks)
+    if asked is not None:
+        return asked
+    return worst_case_capacity(
+        layout=config.layout,
+        num_ranks=num_ranks,
+        num_tokens=tokens,
+        top_k=config.top_k,
+        num_experts=config.num_experts,
+        alignment=config.alignment,
+    )
+
+
+def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[Buffer]:
+    """Arrays of one chunk on one rank, from the dispatch to the combine; those of the next chunk take their place."""
+    tokens = -(-num_tokens // config.num_chunks)
+    rows, name = chunk_rows(config, num_tokens, num_ranks), jnp.dtype(config.dtype or dtype).name
+    local = -(-config.num_experts // num_ranks)
+    hidden, width = config.hidden_size, config.intermediate_size
+    return [
+        Buffer("rows that came", (rows, hidden), name),
+        Buffer("expert projections", (rows, width), name, 2 if config.gated else 1),
+        Buffer("expert activation", (rows, width), name),
+        Buffer("rows that go back", (rows, hidden), name),
+        Buffer("combined tokens", (tokens, hidden), name),
+        Buffer("handle: positions", (num_ranks, tokens, config.top_k), "int32"),
+        Buffer("handle: counts", (num_ranks, local), "int32"),
+        Buffer("handle: weights", (rows,), "float32"),
+        Buffer("handle: experts", (tokens, config.top_k), "int32"),
+    ]
+
+
+def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[Buffer]:
+    """Arrays that one rank keeps from the forward to the backward pass: residuals of dispatch, experts and combine."""
+    config = dataclasses.replace(config, tensor_axis=None, expert_sharding=None)
+    dtype = jnp.dtype(config.dtype or dtype)
+    sizes = (num_ranks,) if len(config.expert_axes) == 1 else (1, num_ranks)
+    mesh = AbstractMesh(sizes, config.expert_axes, axis_types=(AxisType.Auto,) * len(sizes))
+    table = {n: p for n, p in parameter_table(config).items() if n not in ROUTER_PARAMETERS}
+    local = -(-config.num_experts // num_ranks)
+    weights = {
+        n: jax.ShapeDtypeStruct((num_ranks * local, *p.shape[1:]), dtype)
+        for n, p in table.items()
+        if not n.startswith("shared_")
+    }
+    slots = (num_ranks * num_tokens, config.top_k)
+    tokens = (
+        jax.ShapeDtypeStruct((num_ranks * num_tokens, config.hidden_size), dtype),
+        jax.ShapeDtypeStruct(slots, jnp.int32),
+        jax.ShapeDtypeStruct(slots, jnp.float32),
+    )
+    kept: list[Any] = []
+
+    def on_rank(weights: Any, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
+        def layer(weights: Any, x: jax.Array, topk_weights: jax.Array) -> jax.Array:
+            return through_experts(config, built_in(config), weights, Chunk(x, topk_idx, topk_weights))[0]
+
+        out, pull_back = jax.vjp(layer, weights, x, topk_weights)
+        given = {id(a) for a in jax.tree.leaves((weights, x, topk_idx, topk_weights))}
+        by_identity = {id(a): a for a in jax.tree.leaves(pull_back) if isinstance(a, jax.Array)}
+        kept.extend(jax.typeof(a) for key, a in by_identity.items() if key not in given)
+        return out
+
+    split = PartitionSpec(config.axis_name)
+    jax.eval_shape(jax.shard_map(on_rank, mesh=mesh, in_specs=split, out_specs=split), weights, *tokens)
+    counts: dict[tuple[tuple[int, ...], str], int] = {}
+    for aval in kept:
+        counts[aval.shape, aval.dtype.name] = counts.get((aval.shape, aval.dtype.name), 0) + 1
+    return [Buffer("kept", shape, name, count) for (shape, name), count in sorted(counts.items(), key=str)]
+
+
+def total(buffers: Iterable[Buffer]) -> int:
+    """Bytes of all."""
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "no capacity": {},
+    "no capacity, 4 chunks": {"num_chunks": 4},
+    "no capacity, remat experts": {"remat": "experts"},
+    "no capacity, 4 chunks, remat experts": {"num_chunks": 4, "remat": "experts"},
+    "no capacity, 4 chunks, remat all": {"num_chunks": 4, "remat": "all"},
+    "capacity 1.25": {"capacity_factor": 1.25},
+    "capacity 1.25, remat experts": {"capacity_factor": 1.25, "remat": "experts"},
+    "capacity 1.25, 4 chunks, remat all": {"capacity_factor": 1.25, "num_chunks": 4, "remat": "all"},
+}
+"""Rows of the table: changes of a `MoEConfig`."""
+
+
+def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> str:
+    """The table, in Markdown: a rank's MiB for one layer, and below it every buffer of the first plan."""
+    lines = [
+        "| plan | rows of a chunk | forward, MiB | kept for the backward pass, MiB |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, changes in PLANS.items():
+        plan = dataclasses.replace(config, **changes)
+        forward = total(forward_buffers(plan, num_tokens, num_ranks, dtype)) / 2**20
+        kept = total(kept_buffers(plan, num_tokens, num_ranks, dtype)) / 2**20
+        lines.append(f"| {name} | {chunk_rows(plan, num_tokens, num_ranks)} | {forward:.1f} | {kept:.1f} |")
+    lines += ["", "| buffer, forward, no capacity | shape | MiB |", "|---|---|---:|"]
+    for buffer in forward_buffers(config, num_tokens, num_ranks, dtype):
+        times = f"{buffer.count} x " if buffer.count > 1 else ""
+        lines.append(f"| {buffer.name} | {times}{buffer.dtype}{list(buffer.shape)} | {buffer.nbytes / 2**20:.2f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table for the sizes asked for."""
+    parser = argparse.ArgumentParser(prog="xen-moe-jax memory", description=__doc__)
+    sizes = {"tokens": 4096, "ranks": 4, "hidden": 4096, "width": 1536, "experts": 64, "top-k": 8}
+    for name, default in sizes.items():
+        what = " of one rank" if name == "tokens" else ""
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name}{what} (default: %(default)s)")
+    parser.add_argument("--activation", default="swiglu", help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    options = parser.parse_args(arguments)
+    for name in sizes:
+        value = getattr(options, name.replace("-", "_"))
+        if value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+    try:
+        config = MoEConfig(
+            hidden_size=options.hidden,
+            intermediate_size=options.width,
+            num_experts=options.experts,
+            top_k=options.top_k,
+            activation=options.activation,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    print(render(config, options.tokens, options.ranks, options.dtype))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
