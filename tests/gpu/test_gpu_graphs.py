@@ -1,7 +1,7 @@
 """CUDA graphs: XLA's command buffers forced on, in a process of its own because the flag is read at start.
 
-That a graph exists is shown twice: our handlers were called on streams that were capturing, for every operation on every
-rank, and the device then completes thousands of operations that no host code has launched.
+That a graph exists is shown twice: our handlers were called on streams that were capturing, for every operation on
+every rank, and the device then completes thousands of operations that no host code has launched.
 """
 
 from __future__ import annotations
