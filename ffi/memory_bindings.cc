@@ -88,6 +88,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       d["generation"] = workspace->generation();
       d["generations_held"] = workspace->held();
       d["launches"] = workspace->launches.load();
+      d["captured"] = workspace->captured.load();
       out.append(d);
     }
     return out;

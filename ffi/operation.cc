@@ -162,17 +162,19 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   }
   // While a graph is captured nothing is refused: it would spoil the executable. What is wrong shows when it runs: the
   // kernels find the failure, or that they have no memory.
+  const bool capturing = Capturing(stream);
   try {
-    if (!workspace.Serves(needs) && !Capturing(stream)) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed
-    if (workspace.stale() && !Capturing(stream)) workspace.ReclaimIfStale();
+    if (!workspace.Serves(needs) && !capturing) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed
+    if (workspace.stale() && !capturing) workspace.ReclaimIfStale();
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }
   const std::string failure = workspace.Admit(run);
-  if (!failure.empty() && !Capturing(stream)) {
+  if (!failure.empty() && !capturing) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kAborted, failure));
   }
   workspace.launches.fetch_add(1, std::memory_order_relaxed);
+  if (capturing) workspace.captured.fetch_add(1, std::memory_order_relaxed);
   *launching = std::shared_lock<std::shared_mutex>(workspace.launching());
   return member;
 }

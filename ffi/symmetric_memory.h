@@ -97,8 +97,8 @@ class Workspace {
   void ReclaimIfStale();
   bool stale() const { return stale_.load(std::memory_order_relaxed); }
   bool across() const { return across_; }  // spans processes
-  // Launches by the host: the replay of a captured graph is none.
-  std::atomic<uint64_t> launches{0};
+  // Launches by the host, and how many of them into a graph that was captured. A replay is neither.
+  std::atomic<uint64_t> launches{0}, captured{0};
   // Held shared while a kernel is launched, exclusively while what running kernels rely on changes.
   std::shared_mutex& launching() { return launching_; }
 

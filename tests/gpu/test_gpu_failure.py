@@ -229,10 +229,17 @@ def test_every_queued_program_ends_at_once(mesh):
 
 
 def test_gradients_of_a_failed_step_are_poisoned(mesh):
-    """The backward pass runs operations too: none of them may look good, and a loss is NaN."""
+    """The backward pass runs operations too: none of them may look good, on any rank, and a loss is NaN.
+
+    `x` goes through a round trip before the operation that rank 1 leaves out. So its gradient there, too, comes out of
+    operations of the backward pass; without that it would be zero, and rightly: what a rank leaves out does not depend
+    on its `x`.
+    """
 
     def body(x, idx, weights):
         def loss(x, weights):
+            x = round_trip(CONFIG)(x, idx, weights)
+
             def operation():
                 return dispatch(x, idx, weights, CONFIG)
 
@@ -459,15 +466,16 @@ def test_memory_goes_with_its_last_user(mesh):
 def test_reset_never_blocks(mesh):
     """A GPU that is busy with something else: an error in time, and everything as it was."""
 
-    def busy(x, idx, weights):
-        seed = jnp.full((4096, 4096), 0.01) + x[0, 0] * 0
-        return jax.lax.fori_loop(0, 8000, lambda i, a: jnp.tanh(a @ a) * 0.5, seed)[:64]
+    def busy(x, idx, weights):  # few kernels of tens of milliseconds, so that seconds of work are queued at once
+        seed = jnp.full((16384, 16384), 0.01) + x[0, 0] * 0
+        return jax.lax.fori_loop(0, 200, lambda i, a: jnp.tanh(a @ a) * 0.5, seed)[:64]
 
     program = over(mesh, busy)
     args = operands(mesh)
     assert_round_trip(mesh, PATIENT)
     finish(program(*args))
     running = program(*args)
+    time.sleep(0.3)  # until it is queued
     began = time.monotonic()
     try:
         cuda.reset(timeout_s=0.2)
