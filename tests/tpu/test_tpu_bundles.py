@@ -58,6 +58,8 @@ def test_random_routing_counts_what_it_says():
     routing = tpu_bundles.random_routing(256, 8, 64, 8, 16, seed=0)
     assert 256 * 8 * 0.9 < routing.placed < 256 * 8 * 1.1
     assert routing.sent < routing.placed and 1 < routing.depth <= 8
+    assert len(routing.experts) == 8 and sum(routing.experts) == routing.placed
+    assert routing.placed <= routing.visited(32, padded=False) <= routing.visited(32, padded=True)
 
 
 @pytest.mark.parametrize(

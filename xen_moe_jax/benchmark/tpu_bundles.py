@@ -146,7 +146,8 @@ class Routing:
 
     Attributes:
       tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
-      depth: mean over blocks of 16 pairs of the most rows that a pair of the block has.
+      depth: mean over blocks of 16 pairs of the most rows that a pair of the block has. experts: rows of each local
+        expert.
     """
 
     tokens: int
@@ -155,15 +156,20 @@ class Routing:
     sent: int
     placed: int
     depth: float
+    experts: tuple[int, ...]
+
+    def visited(self, block: int, padded: bool) -> int:
+        """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
+        return sum(-(-n // block) for n in (self.experts if padded else [self.placed])) * block
 
 
-def works(routing: Routing, blocks: dict[str, int], tile: int = 16) -> dict[str, Work]:
+def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
     entries = routing.ranks * routing.tokens * routing.top_k
     pairs = routing.ranks * routing.tokens
     destinations = min(routing.ranks, routing.top_k)
     push, place, slots, ranks = (blocks[name] for name in ("push", "place", "reduce_slots", "reduce_ranks"))
-    placing = routing.placed / place
+    placing = routing.visited(place, padded)
     visited = min(pairs, routing.sent + slots) if routing.ranks > routing.top_k else pairs
     return {
         "xen_moe_push": Work(
@@ -171,8 +177,8 @@ def works(routing: Routing, blocks: dict[str, int], tile: int = 16) -> dict[str,
             (Part("send", SEND, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
         "xen_moe_place": Work(
-            placing,
-            (Part("fetch", FETCH, routing.placed / 4, copies=2),) + _groups("decode", place, tile, routing.placed),
+            placing / place,
+            (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
         ),
         "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
         "xen_moe_reduce_slots": Work(
@@ -249,9 +255,9 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
     return Program(compiled.as_text(), take_dump(folder), blocks)
 
 
-def counts(program: Program, routing: Routing) -> dict[str, Count]:
+def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
     """Bundles of every kernel of a program that `works` knows."""
-    known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks)
+    known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, padded)
     return {name: count(loop, known[name]) for name, loop in program.kernels.items() if name in known}
 
 
@@ -269,7 +275,13 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_block
         depths = depths[depths > 0]
     blocks = np.pad(depths, (0, -len(depths) % pair_block)).reshape(-1, pair_block)
     return Routing(
-        tokens, top_k, ranks, int((rows[busiest] > 0).sum()), int(rows[busiest].sum()), float(blocks.max(1).mean())
+        tokens,
+        top_k,
+        ranks,
+        int((rows[busiest] > 0).sum()),
+        int(rows[busiest].sum()),
+        float(blocks.max(1).mean()),
+        tuple(np.bincount(idx[owner == busiest], minlength=experts)[np.unique(idx[owner == busiest])].tolist()),
     )
 
 
@@ -305,7 +317,7 @@ def main() -> int:
     for operation in options.operations:
         compile_one = functools.partial(tpu_static.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
-        found = counts(program, routing)
+        found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_static.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
         wire_us = topology.all_to_all_us(wire)

@@ -216,7 +216,7 @@ def place_rows(
     launch = hardware.launch(
         "place",
         functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
-        preferred=128,
+        preferred=32 if low_latency(spec, config) else 128,  # an expert's few rows are decoded with their whole block
         smallest=tile_rows(like.dtype),
         available=source.shape[0],
         config=config,
