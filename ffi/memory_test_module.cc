@@ -133,6 +133,18 @@ NB_MODULE(_memory_test, m) {
     }
   });
   m.def("reclaim", [](Workspace& w) { w.ReclaimIfStale(); });
+  // Flag words that are not zero, in the memory that operations of these needs use.
+  m.def("flags_up", [](Workspace& w, uint64_t flags) {
+    size_t up = 0;
+    for (const Member& member : w.members()) {
+      const MemoryTable& table = member.control->current;
+      for (int half = 0; half < 2; ++half) {
+        const char* at = table.staging[member.rank] + half * (table.flag_bytes + table.data_bytes);
+        for (uint64_t i = 0; i < flags / 4; ++i) up += reinterpret_cast<const uint32_t*>(at)[i] != 0;
+      }
+    }
+    return up;
+  });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,6 +42,9 @@ struct Job {
   const MemoryProvider* provider = nullptr;  // null: no groups across processes
   Agree agree;
 };
+
+constexpr int64_t kNoRun = std::numeric_limits<int64_t>::min();
+inline uint64_t Half(uint64_t flag_bytes, uint64_t data_bytes) { return flag_bytes + data_bytes; }
 
 struct Member {
   int rank = -1;

@@ -300,8 +300,14 @@ def test_a_failure_is_sticky_until_reset(memory):
 
 @pytest.mark.parametrize("epoch", [1, 2, 17, 0xFFFF0000, 0xFFFF0001, 0xFFFFFFFE])
 def test_reset_gives_all_ranks_one_number_ahead_of_every_flag(memory, epoch):
-    workspace = failed(memory, epoch)
+    workspace = failed(memory, 1)
     memory.reset(1.0)
+    assert run(memory, workspace, times=2) and memory.flags_up(workspace, SMALL[0]) == 4
+    for member in range(2):
+        memory.set_epoch(workspace, member, epoch - member)
+        memory.fail(workspace, member, TIMEOUT | {"epoch": epoch})
+    memory.reset(1.0)
+    assert memory.flags_up(workspace, SMALL[0]) == 0
     numbers = [memory.epoch(workspace, member) for member in range(2)]
     assert numbers[0] == numbers[1]
     assert numbers[0] == (epoch + 2 if epoch <= 0xFFFF0000 else 2)

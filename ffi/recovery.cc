@@ -1,0 +1,194 @@
+// Workspaces when something ends: a buffer is closed, an operation fails, a process dies, everything begins again.
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <sstream>
+
+#include "ffi/failure_text.h"
+#include "ffi/symmetric_memory.h"
+
+namespace xen_moe {
+namespace {
+
+uint64_t LoadVolatile(const uint64_t* p) { return *reinterpret_cast<const volatile uint64_t*>(p); }
+
+}  // namespace
+
+void Workspace::Release(double seconds) {
+  const auto lock = Change(seconds);
+  if (reserved_ == 0 && generations_.empty()) return;
+  reserved_ = 0;
+  needs_ = Needs{};
+  for (auto& served : serves_) served = 0;
+  const bool idle = WaitIdle(seconds);
+  std::deque<Generation> old;
+  {
+    std::unique_lock<std::shared_mutex> launching(launching_);
+    old.swap(generations_);
+    staging_bytes_ = scratch_bytes_ = 0;
+    held_ = 0;
+    stale_ = false;
+    if (!homes_.empty()) WriteTables(true);
+  }
+  if (across_) {
+    for (Generation& generation : old) Drop(&generation);
+    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds);
+    Turns::Get().Begin(agreed.ticket, seconds);
+    std::vector<std::string> offers;
+    for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");
+    ReleaseRetired(offers);
+    Turns::Get().End(agreed.ticket);
+    return;
+  }
+  if (idle) {
+    for (Generation& generation : old) Drop(&generation);
+    return;
+  }
+  std::vector<std::pair<int, char*>> memory;
+  std::vector<int> ordinals;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    ordinals.push_back(members_[i].ordinal);
+    for (const Generation& generation : old) {
+      memory.emplace_back(members_[i].ordinal, generation.blocks[i].staging);
+      memory.emplace_back(members_[i].ordinal, generation.blocks[i].scratch);
+    }
+  }
+  FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory), Pinned{});
+}
+
+void Workspace::Tell(size_t i, uint64_t failure) {
+  uint64_t before = 0;
+  job_.gpus->Read(members_[i].ordinal, &before, &members_[i].mailbox->failure, sizeof(before));
+  if (before != 0) return;  // the first one stays
+  job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->failure, &failure, sizeof(failure));
+}
+
+uint32_t Workspace::NewestEpoch() {
+  uint32_t newest = 0;
+  for (const Member& member : members_) {
+    uint32_t epoch = 0;
+    job_.gpus->Read(member.ordinal, &epoch, &member.control->epoch, sizeof(epoch));
+    newest = std::max(newest, epoch);
+  }
+  return newest;
+}
+
+void Workspace::Reset(double seconds) {
+  const auto lock = Change(seconds);
+  if (homes_.empty()) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Tell(i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
+  }
+  if (!WaitIdle(seconds)) {
+    Refuse("reset: a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
+           " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
+           "call xen_moe_jax.cuda.reset() again");
+  }
+  uint32_t epoch = NewestEpoch();
+  if (across_) {
+    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds);
+    Turns::Get().End(agreed.ticket);
+    for (const std::string& said : agreed.said) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+  }
+  // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
+  Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
+  if (across_) {
+    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds);
+    Turns::Get().End(agreed.ticket);
+  }
+}
+
+void Workspace::Renumber(uint32_t epoch) {
+  const auto lock = Change(10.0);
+  if (!homes_.empty() && WaitIdle(10.0)) Restart(epoch);
+}
+
+void Workspace::Restart(uint32_t epoch) {
+  std::unique_lock<std::shared_mutex> launching(launching_);
+  Forget(newest_.load());
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const int ordinal = members_[i].ordinal;
+    for (const Generation& generation : generations_) {
+      char* staging = generation.blocks[i].staging;
+      if (staging == nullptr || generation.flag_bytes == 0) continue;
+      job_.gpus->Zero(ordinal, staging, generation.flag_bytes);
+      job_.gpus->Zero(ordinal, staging + Half(generation.flag_bytes, generation.data_bytes), generation.flag_bytes);
+    }
+    job_.gpus->Zero(ordinal, members_[i].mailbox, sizeof(Mailbox));
+    char* const state = reinterpret_cast<char*>(members_[i].control) + offsetof(Control, owner);
+    job_.gpus->Zero(ordinal, state, sizeof(Control) - offsetof(Control, owner));
+    job_.gpus->Write(ordinal, &members_[i].control->epoch, &epoch, sizeof(epoch));
+  }
+  WriteTables(true);
+  for (Member& member : members_) {
+    member.record->failure = 0;
+    member.record->waited_ns = 0;
+    member.record->of_rank = member.record->of_other = Descriptor{};
+  }
+  std::lock_guard<std::mutex> lock(runs_mutex_);
+  runs_.fill(kNoRun);
+}
+
+void Workspace::MarkDead(int process, bool clean) {
+  if (!settled_) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Group& group = groups_[group_of_[i]];
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (ProcessOf(group.devices[rank]) != process) continue;
+      const uint64_t word =
+          PackFailure({Cause::kDead, Operation::kDispatch, Step::kArrival, rank, members_[i].rank, 0});
+      if (!clean && LoadVolatile(&members_[i].record->failure) == 0) members_[i].record->failure = word;
+      Tell(i, word);
+      break;
+    }
+  }
+}
+
+bool Workspace::Failed() const {
+  if (!settled_.load(std::memory_order_acquire)) return false;
+  for (const Member& member : members_) {
+    if (LoadVolatile(&member.record->failure) != 0) return true;
+  }
+  return false;
+}
+
+std::string Workspace::Failure() const {
+  if (!Failed()) return "";
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    if (LoadVolatile(&member.record->failure) == 0) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const Group& group = groups_[group_of_[i]];
+    return FailureText(*member.record, channel_, across_, [&](int rank) { return WhereIs(group, rank); });
+  }
+  return "";
+}
+
+std::string Workspace::Admit(int64_t run) {
+  std::lock_guard<std::mutex> lock(runs_mutex_);
+  int64_t& slot = runs_[static_cast<uint64_t>(run) % runs_.size()];
+  if (slot == run) return "";
+  if (!Failed()) {
+    slot = run;
+    return "";
+  }
+  return Failure();
+}
+
+std::string Workspace::WhereIs(const Group& group, int rank) const {
+  if (rank < 0 || rank >= ranks_) return "unknown";
+  const DeviceKey key = group.devices[rank];
+  const std::string gpu = "GPU " + std::to_string(OrdinalOf(key));
+  return job_.num_processes == 1 ? gpu : gpu + " of process " + std::to_string(ProcessOf(key));
+}
+
+// The same in every process, and used once.
+std::string Workspace::KeyOf(const char* what) {
+  uint64_t hash = 1469598103934665603ull;
+  for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(key)) * 1099511628211ull;
+  std::ostringstream out;
+  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << "/" << what << "/" << ++changes_;
+  return out.str();
+}
+
+}  // namespace xen_moe
