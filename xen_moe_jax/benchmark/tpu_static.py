@@ -279,7 +279,17 @@ def kernels(text: str) -> list[str]:
 def collectives(text: str) -> dict[str, int]:
     """Bytes of the results of XLA's own collectives, by kind: metadata only, in our programs."""
     found: collections.Counter[str] = collections.Counter()
-    for shapes, kind in COLLECTIVE.findall(text):
+    channels = set()
+    for line in text.splitlines():
+        match = COLLECTIVE.search(line)
+        if match is None:
+            continue
+        shapes, kind = match.groups()
+        channel = re.search(r"channel_id=(\d+)", line)
+        if channel is not None:
+            if channel[1] in channels:  # start, steps and end of one asynchronous collective
+                continue
+            channels.add(channel[1])
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             elements = int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
             found[kind] += elements * BITS.get(dtype, 32) // 8
