@@ -102,7 +102,5 @@ NB_MODULE(_cuda, m) {
     return d;
   });
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
-  m.def("combine_staging_bytes", &StagingBytes<CombinePlan>);
-  m.def("exchange_staging_bytes", &StagingBytes<ExchangePlan>);
   BindMemory(m, &CudaDevices());
 }

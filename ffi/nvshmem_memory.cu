@@ -37,8 +37,6 @@ int NvshmemInit(int process, int num_processes, const void* unique_id) {
   return rc;
 }
 
-void NvshmemFinalize() { nvshmem_finalize(); }
-
 void NvshmemVersions(int out[6]) {
   out[0] = NVSHMEM_VENDOR_MAJOR_VERSION;
   out[1] = NVSHMEM_VENDOR_MINOR_VERSION;

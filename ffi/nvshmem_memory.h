@@ -10,7 +10,6 @@ namespace xen_moe {
 constexpr int kUniqueIdBytes = 128;
 int NvshmemUniqueId(void* out);                                          // 0 or NVSHMEM's code
 int NvshmemInit(int process, int num_processes, const void* unique_id);  // on the current CUDA device; collective
-void NvshmemFinalize();
 void NvshmemVersions(int out[6]);  // built against (major, minor, patch), running with
 const MemoryProvider* NvshmemProvider();
 

@@ -31,10 +31,6 @@ NB_MODULE(_nvshmem, m) {
     Check(cudaFree(nullptr), "creating the CUDA context");
     Check(NvshmemInit(process, num_processes, id.data()), "nvshmemx_init_attr");
   });
-  m.def("finalize", [] {
-    nb::gil_scoped_release nogil;
-    NvshmemFinalize();
-  });
   m.def("versions", [] {
     int v[6];
     NvshmemVersions(v);
