@@ -19,13 +19,15 @@ DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
 
+CORE_TESTS = $(addprefix tests/,reference $(addprefix test_,contract.py derivatives.py drop_ins.py errors.py examples.py \
+  gradients.py properties.py routing.py strict_settings.py))
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
+.PHONY: help versions setup demo test test-core test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -53,6 +55,9 @@ demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 
 test: $(READY)  ## the test suite, but for the tests marked slow
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-core: $(READY)  ## what another version of JAX could break: contract, conformance, derivatives, drop-ins, errors
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(CORE_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what make test leaves out: an hour or more
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
