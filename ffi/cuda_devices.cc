@@ -156,7 +156,7 @@ class Cuda final : public Devices {
     return memory;
   }
 
-  void Free(int ordinal, char* memory) override {
+  void Free(int, char* memory) override {
     Block block;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -165,7 +165,6 @@ class Cuda final : public Devices {
       block = found->second;
       blocks_.erase(found);
     }
-    DeviceGuard guard(ordinal);
     const Driver& driver = Driver::Get();
     driver.unmap(block.address, block.bytes);
     driver.unreserve(block.address, block.bytes);

@@ -18,6 +18,8 @@ void Workspace::Release(double seconds) {
   const auto lock = Change(seconds);
   if (reserved_ == 0 && generations_.empty()) return;
   reserved_ = 0;
+  known_ = {std::max(known_.flag_bytes, needs_.flag_bytes), std::max(known_.data_bytes, needs_.data_bytes),
+            std::max(known_.scratch_bytes, needs_.scratch_bytes)};
   needs_ = Needs{};
   for (auto& served : serves_) served = 0;
   const bool idle = WaitIdle(seconds);

@@ -1,4 +1,8 @@
 // All workspaces of this process.
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
@@ -43,7 +47,9 @@ std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ra
   std::weak_ptr<Workspace>& slot = workspaces_[{devices, {ranks, channel}}];
   std::shared_ptr<Workspace> found = slot.lock();
   if (!found) {
-    found = std::make_shared<Workspace>(job_, std::move(devices), ranks, channel);
+    found = std::shared_ptr<Workspace>(new Workspace(job_, std::move(devices), ranks, channel), [](Workspace* last) {
+      Registry::Get().Leave(std::shared_ptr<Workspace>(last));
+    });
     slot = found;
     if (found->across()) kept_.push_back(found);
   }
@@ -71,6 +77,41 @@ void Registry::ResetAll(double seconds) {
     }
   }
   if (!failed.empty()) throw MemoryError{false, failed};
+  std::vector<std::shared_ptr<Workspace>> failed_ones;
+  {
+    std::lock_guard<std::mutex> lock(leaving_mutex_);
+    for (const auto& workspace : leaving_) {
+      if (workspace->Failed()) failed_ones.push_back(workspace);
+    }
+  }
+  for (const auto& workspace : failed_ones) {
+    if (workspace->WaitIdle(seconds)) Forget(workspace.get());
+  }
+}
+
+void Registry::Forget(const Workspace* gone) {
+  std::shared_ptr<Workspace> last;  // goes without the lock
+  std::lock_guard<std::mutex> lock(leaving_mutex_);
+  const auto found =
+      std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& workspace) { return workspace.get() == gone; });
+  if (found == leaving_.end()) return;
+  last = std::move(*found);
+  leaving_.erase(found);
+}
+
+void Registry::Leave(std::shared_ptr<Workspace> workspace) {
+  {
+    std::lock_guard<std::mutex> lock(leaving_mutex_);
+    leaving_.push_back(workspace);
+  }
+  // This may be a callback of the driver's, where nobody may ask it anything.
+  std::thread([this, workspace = std::move(workspace)] {
+    try {
+      while (!workspace->WaitIdle(1.0)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      if (!workspace->Failed()) Forget(workspace.get());
+    } catch (const MemoryError&) {  // the process is ending, and the driver has gone
+    }
+  }).detach();
 }
 
 void Registry::MarkDead(int process, bool clean) {
@@ -85,6 +126,11 @@ std::string Registry::Failure() {
     std::string text = workspace->Failure();
     if (!text.empty()) return text;
   }
+  std::lock_guard<std::mutex> leaving_lock(leaving_mutex_);
+  for (const auto& workspace : leaving_) {
+    std::string text = workspace->Failure();
+    if (!text.empty()) return text;
+  }
   return "";
 }
 
@@ -92,6 +138,8 @@ void Registry::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   kept_.clear();
   workspaces_.clear();
+  std::lock_guard<std::mutex> leaving_lock(leaving_mutex_);
+  leaving_.clear();
   job_ = Job{};
   configured_ = false;
 }

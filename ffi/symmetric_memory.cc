@@ -103,20 +103,13 @@ void Workspace::MakeGroups() {
 }
 
 Workspace::~Workspace() {
-  std::vector<std::pair<int, char*>> memory;
-  std::vector<int> ordinals;
-  for (size_t i = 0; i < members_.size(); ++i) {
-    const int ordinal = members_[i].ordinal;
-    ordinals.push_back(ordinal);
-    for (const Generation& generation : generations_) {
-      if (!across_) memory.emplace_back(ordinal, generation.blocks[i].staging);
-      memory.emplace_back(ordinal, generation.blocks[i].scratch);
-    }
-    if (i >= homes_.size()) continue;
-    if (!across_) memory.emplace_back(ordinal, homes_[i].mailbox);
-    memory.emplace_back(ordinal, homes_[i].control);
+  if (across_ || homes_.empty()) return;  // between processes it lives as long as the process
+  for (Generation& generation : generations_) Drop(&generation);
+  for (size_t i = 0; i < homes_.size(); ++i) {
+    job_.gpus->Free(members_[i].ordinal, homes_[i].mailbox);
+    job_.gpus->Free(members_[i].ordinal, homes_[i].control);
   }
-  if (!homes_.empty()) FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory), records_);
+  job_.gpus->FreePinned(records_);
 }
 
 const Member* Workspace::Find(int ordinal) const {
@@ -178,9 +171,11 @@ void Workspace::Reserve(uint64_t staging_bytes, double seconds) {
   reserved_ = std::max({asked, has, Half(needs_.flag_bytes, needs_.data_bytes)});
   if (has >= reserved_) return;
   try {
-    if (needs_.flag_bytes != 0) {
-      Grow(needs_, Wanted(needs_), seconds);
-    } else {  // divided when the first operation says how
+    const Needs known{std::max(needs_.flag_bytes, known_.flag_bytes), std::max(needs_.data_bytes, known_.data_bytes),
+                      std::max(needs_.scratch_bytes, known_.scratch_bytes)};
+    if (known.flag_bytes != 0 && Half(known.flag_bytes, known.data_bytes) <= reserved_) {
+      Grow(needs_, Wanted(known), seconds);  // a captured program finds it without coming by
+    } else {                                 // divided when the first operation says how
       Generation next;
       next.data_bytes = reserved_;
       Grow(needs_, std::move(next), seconds);

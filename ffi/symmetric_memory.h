@@ -58,7 +58,7 @@ struct Member {
 class Workspace {
  public:
   Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel);
-  // Hands its memory over to the registry's janitor: nobody may wait here.
+  // Nothing may use its memory any more: Registry::Leave sees to that.
   ~Workspace();
   Workspace(const Workspace&) = delete;
 
@@ -84,6 +84,9 @@ class Workspace {
   // Empty, or why this run of a program must stop before it launches anything. A run that some device has begun goes on
   // on all of them, poisoned: the devices of a run must agree on what they launch, XLA's own collectives included.
   std::string Admit(int64_t run);
+  // Whether everything that its GPUs were given has ended.
+  bool WaitIdle(double seconds);
+  bool Failed() const;
   // Empty, or the failure of one of its groups.
   std::string Failure() const;
 
@@ -140,7 +143,6 @@ class Workspace {
   void Drop(Generation* generation);
   bool Undivided() const;  // nothing can have run in the newest generation
   bool HasRoom() const;    // in the ring of memory tables
-  bool WaitIdle(double seconds);
   // True: there is room. False: no operation has run since the ring filled up, and none runs: all generations may be
   // replaced at once.
   bool WaitForRoom(double seconds);
@@ -152,7 +154,6 @@ class Workspace {
   uint32_t NewestEpoch();
   MemoryTable TableOf(const Generation* generation, size_t member) const;
   uint32_t OldestInUse() const;
-  bool Failed() const;
   void Tell(size_t member, uint64_t failure);
   std::unique_lock<std::timed_mutex> Change(double seconds);
   std::string KeyOf(const char* what);
@@ -173,6 +174,7 @@ class Workspace {
 
   std::timed_mutex changing_;  // one growth, release or reset at a time
   Needs needs_;                // largest so far
+  Needs known_;                // of programs that are older than the open xm.Buffer
   uint64_t reserved_ = 0;      // bytes of a half of an open xm.Buffer
   std::deque<Generation> generations_;
   std::vector<Generation> retired_;  // between processes: to be released by all together
@@ -220,6 +222,9 @@ class Registry {
   void MarkDead(int process, bool clean);
   // Empty, or the first failure of a group.
   std::string Failure();
+  // The last user of `workspace` has gone. It is deleted when its GPUs have finished what they were given; if it has
+  // failed by then, it stays until ResetAll, so that nobody misses the failure.
+  void Leave(std::shared_ptr<Workspace> workspace);
   // For tests: forgets everything.
   void Clear();
 
@@ -229,6 +234,9 @@ class Registry {
   Job job_;
   std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::weak_ptr<Workspace>> workspaces_;
   std::vector<std::shared_ptr<Workspace>> kept_;
+  std::mutex leaving_mutex_;
+  std::vector<std::shared_ptr<Workspace>> leaving_;
+  void Forget(const Workspace* gone);
 };
 
 // Frees memory that may still be in use, when its GPU is idle: on a thread of its own.

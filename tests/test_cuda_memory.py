@@ -257,7 +257,6 @@ def test_a_captured_operation_fails_while_the_buffer_is_closed_and_runs_when_it_
     assert "released its symmetric memory" in memory.failure()
     memory.reset(1.0)
     workspace.reserve(2 * half(LARGE), 1.0)
-    memory.serve(workspace, *SMALL, 1.0)
     assert run(memory, workspace, times=3)
 
 
@@ -296,6 +295,26 @@ def test_a_failure_is_sticky_until_reset(memory):
     memory.reset(1.0)
     assert memory.failure() == ""
     assert run(memory, workspace, times=4)
+
+
+def test_a_failure_outlives_the_program_that_failed(memory):
+    """Its workspace goes with its last user, perhaps before anybody has asked."""
+    workspace = memory.workspace([0, 1], 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.set_busy(True)
+    memory.fail(workspace, 0, TIMEOUT)
+    del workspace
+    assert "did not send its rows" in memory.failure()
+    memory.set_busy(False)
+    time.sleep(0.1)
+    assert "did not send its rows" in memory.failure() and memory.held() > 0
+    another = memory.workspace([0, 1], 2, 0)
+    memory.serve(another, *SMALL, 1.0)
+    assert run(memory, another, times=2) and "did not send its rows" in memory.failure()
+    memory.reset(1.0)
+    assert memory.failure() == ""
+    del another
+    wait_until(lambda: memory.held() == 0)
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 17, 0xFFFF0000, 0xFFFF0001, 0xFFFFFFFE])
