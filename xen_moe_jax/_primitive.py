@@ -43,7 +43,7 @@ def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]
     primitive = _primitive(operation, shapes)
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        return _lower(ctx, operands, functools.partial(function, **params))
+        return _lower(ctx, operands, _plain_avals(ctx), functools.partial(function, **params))
 
     mlir.register_lowering(primitive, rule)
     return primitive
@@ -96,23 +96,20 @@ def _lowering(operation: str, platform: str | None) -> Callable:
         backend = backends.for_lowering(platform, params["config"])
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run = functools.partial(getattr(backend, operation), **known)
-        return _lower(ctx, operands, run, functools.partial(getattr(backend, "operand_avals", _unchanged), operation))
+        avals = _plain_avals(ctx)
+        if hasattr(backend, "operand_avals"):
+            avals = backend.operand_avals(operation, avals)
+        return _lower(ctx, operands, avals, run)
 
     return rule
 
 
-def _unchanged(operation: str, avals: Sequence[Any]) -> Sequence[Any]:
-    return avals
+def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
+    """Varying axes were checked when the primitive was traced; inside its implementation they only get in the way."""
+    return [_jax_internals.without_varying(aval) for aval in ctx.avals_in]
 
 
-def _lower(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    run: Callable,
-    operand_avals: Callable[[Sequence[Any]], Sequence[Any]] = lambda avals: avals,
-) -> Any:
-    # varying axes were checked when the primitive was traced; inside its implementation they only get in the way
-    avals = operand_avals([_jax_internals.without_varying(aval) for aval in ctx.avals_in])
+def _lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], avals: Sequence[Any], run: Callable) -> Any:
     plain = ctx.replace(avals_in=avals)
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks(), _usual_promotion():
