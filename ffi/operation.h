@@ -80,6 +80,9 @@ ffi::Error ToError(const MemoryError& e);
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
                                             const Needs& needs, int blocks, double seconds, bool masked);
 uint32_t NextCallId();
+// Descriptor::site and what follows from it. Devices of one process share the plan, so its own number tells it from
+// every other; between processes it is the number that Python gave the call.
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call);
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
 inline int RanksOf(const CombineParams& p) { return p.routing.ranks; }
@@ -102,6 +105,7 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     plan->workspace =
         PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
                          plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->masked);
+    NameSite(attributes, *plan->workspace, RanksOf(plan->params), &plan->params.call);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }

@@ -27,6 +27,7 @@ struct Problem {
   bool solo = false;
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
+  uint32_t site = 0;  // Descriptor::site
 
   int slots() const { return layout == Layout::kRanked ? 1 : top_k; }
   int local_experts() const { return (experts + ranks - 1) / ranks; }

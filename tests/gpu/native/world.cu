@@ -158,14 +158,14 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     e.operand = inputs_[0], e.output = out(0);
     if (p.ragged) e.input_offsets = Input(1), e.send_sizes = Input(2), e.output_offsets = Input(3);
     PlanExchange(&e, p.ragged);
-    Describe(&e, p.ragged, static_cast<uint32_t>(p.element), 0);
+    Describe(&e, p.ragged, static_cast<uint32_t>(p.element), p.site);
   } else if (p.operation == Operation::kCombine) {
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
     k.staging = PlanStaging(r, s, p.element, WireType::kNative, false);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
     k.out = out(0);
-    Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), 0);
+    Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
   } else {
     DispatchParams& d = dispatch;
     d.call = call, d.routing = r, d.schedule = s, d.element = p.element;
@@ -181,7 +181,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
       d.weights = reinterpret_cast<float*>(out(4)), d.local_idx = reinterpret_cast<int*>(out(5));
       d.clean_topk_idx = reinterpret_cast<int*>(out(6));
     }
-    Describe(&d, p.scaled, static_cast<uint32_t>(p.element), 0);
+    Describe(&d, p.scaled, static_cast<uint32_t>(p.element), p.site);
   }
 }
 
