@@ -135,6 +135,26 @@ static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, 
   return Signature(descriptor);
 }
 
+// The first warp of block 0, before it announces the operation: sets the flags of this rank's other half to 0. Nobody
+// writes there: the operation before this one has ended here, so its flags are no longer awaited, and the next one
+// begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay begun.
+static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t other = (run.epoch & 1) ^ 1;
+  char* const own =
+      reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(memory.staging), run.rank));
+  if (own == nullptr) return;
+  uint32_t* const flags = reinterpret_cast<uint32_t*>(own + other * (memory.flag_bytes + memory.data_bytes));
+  for (uint64_t i = lane; i < memory.flag_bytes / 4; i += 32) flags[i] = 0;
+  for (int i = lane; i < 2 * kMaxBlocks; i += 32) {
+    const uint32_t begun = LoadRelaxedGpu(&run.control->started[i]);
+    if (begun != run.epoch) atomicCAS(&run.control->started[i], begun, 0u);
+  }
+  if (lane == 0) run.control->cleared[other] = run.epoch;
+  __syncwarp();
+  __threadfence_system();
+}
+
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
@@ -167,6 +187,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     const uint32_t before = LoadRelaxedSystem(&call.control->members);
     const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
     const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
+    const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
     bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
@@ -180,6 +201,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
         }
         if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
         if (joins) refused = !Join(run);
+        if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
         // Every rank gets the same word, this one too.
         const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
         if (!refused && (active >> lane & 1)) {

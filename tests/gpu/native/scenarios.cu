@@ -148,13 +148,14 @@ std::string EpochWrap(const Options& o) {
   World world(o.ranks, o.gpus, 0xFFFFFFF0u);
   const auto pool = Pool(world, o, 24, 5);
   world.Start(Largest(pool));
+  world.LeaveOldFlags(40);
   RunRandom(world, pool, o, 200, true);
   ExpectNoFailure(world);
   ExpectRight(world, "calls over the wrap");
   uint32_t epoch = 0;
   NATIVE_CHECK(cudaMemcpy(&epoch, &world.states[0].control->epoch, 4, cudaMemcpyDeviceToHost));
   Expect(epoch == 0xFFFFFFF0u + 200 + 2, Text("the epoch is %u after 200 calls", epoch));  // 0 and 1 are left out
-  return Text("200 calls from epoch 0xFFFFFFF0 to %u", epoch);
+  return Text("200 calls from epoch 0xFFFFFFF0 to %u, flags of the round before left up", epoch);
 }
 
 std::string Late(const Options& o) {

@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -344,6 +345,26 @@ void World::Reset() {
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
   }
   Synchronize();
+}
+
+void World::LeaveOldFlags(int count) {
+  for (const RankState& state : states) {
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    const MemoryTable& table = generations_.back()[state.rank];
+    Control control{};
+    NATIVE_CHECK(cudaMemcpy(&control, state.control, sizeof(control), cudaMemcpyDeviceToHost));
+    std::vector<uint32_t> old[2];  // by half
+    uint32_t epoch = NextEpoch(NextEpoch(control.epoch));
+    for (int i = 0; i < 2 * count; ++i) epoch = NextEpoch(epoch), old[epoch & 1].push_back(epoch);
+    for (int half = 0; half < 2; ++half) {
+      std::vector<uint32_t> flags(table.flag_bytes / 4);
+      for (size_t i = 0; i < flags.size(); ++i) flags[i] = old[half][i % count];
+      char* const to = table.staging[state.rank] + half * (table.flag_bytes + table.data_bytes);
+      NATIVE_CHECK(cudaMemcpy(to, flags.data(), table.flag_bytes, cudaMemcpyHostToDevice));
+    }
+    for (size_t i = 0; i < std::size(control.started); ++i) control.started[i] = old[i & 1][i / 2 % count];
+    NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
+  }
 }
 
 void World::Synchronize() {
