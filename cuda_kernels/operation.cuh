@@ -243,11 +243,12 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead || (dead >> rank & 1)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
-    // A descriptor is stored without a fence; in a mismatch its signature, which was announced, says when it is whole.
-    const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+    // A descriptor is stored without a fence; in a mismatch its signature, which is announced, says when it is whole.
     for (int attempt = 0; attempt < 1000; ++attempt) {
+      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      if (AnnouncedEpoch(announced) != failure.epoch || Signature(seen) == AnnouncedSignature(announced)) break;
+      const bool told = AnnouncedEpoch(announced) == failure.epoch;
+      if (told ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
     }
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);
