@@ -17,7 +17,7 @@ import pytest
 import xen_moe_jax as xm
 from tests.support import oracle
 from xen_moe_jax import autotune
-from xen_moe_jax.benchmark import accounting, modes, options, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import accounting, decode_step, modes, options, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
@@ -506,3 +506,85 @@ def test_candidates_start_with_the_default_and_differ(platform, field):
     found = autotune.candidates(xm.KernelConfig(channel=2), platform, 64)
     assert found[0] == xm.KernelConfig(channel=2) and len(set(found)) == len(found) > 3
     assert all(c.channel == 2 for c in found) and len({getattr(c, field) for c in found}) > 3
+
+
+# ----------------------------------------------------------------------------------------------------- decode step
+STEP = ("--mode", "decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
+
+
+def test_a_decode_step_end_to_end(tmp_path):
+    out = tmp_path / "step.json"
+    sizes = ("--top-k", "2", "--ranks", "2", "--batches", "1", "5", "--replays", "9", "--peer-replays", "6")
+    done = run_command(*STEP, *sizes, "--platform", "cpu", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert document["layers"] == 3 and document["weight_bytes_per_layer_and_rank"] == 3 * 3 * 128 * 16 * 2
+    assert {row["tokens"] for row in document["results"]} == {1, 5}
+    for row in document["results"]:
+        own = row["name"] == "xen_moe_jax"
+        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.05
+        assert (row["relative_error"] == 0.0) or not own
+    assert "9, 0 wrong" in done.stdout and "us a layer" in done.stdout
+
+
+def test_a_decode_step_takes_batches():
+    done = run_command(*STEP, "--tokens", "4", "--platform", "cpu")
+    assert done.returncode == 1 and "--mode decode-step takes --batches" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def small_step():
+    problem = make_problem(dataclasses.replace(SMALL, experts=7, tokens=3))
+    weights = decode_step.make_weights(problem.work, problem.mesh, layers=2, width=8)
+    own = programs.own_round_trip(problem.work, problem.caps, REFERENCE)
+    return decode_step.compile_step("own", own, problem, weights), weights
+
+
+def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
+    step, weights = small_step
+    truth, _ = decode_step.first_results(step, weights)
+    assert decode_step.measure(step, weights, truth, 8)["wrong"] == 0
+    genuine = decode_step.first_results
+
+    def one_bit_off(step, weights):
+        found, state = genuine(step, weights)
+        return found, state._replace(hashes=state.hashes ^ (jnp.arange(state.hashes.size, dtype=jnp.uint32) == 1))
+
+    monkeypatch.setattr(decode_step, "first_results", one_bit_off)
+    with pytest.raises(verify.WrongResultError, match="2 results of 8 replays"):
+        decode_step.measure(step, weights, truth, 8)
+
+
+def test_a_wrong_first_result_is_an_error(small_step):
+    step, weights = small_step
+    truth, _ = decode_step.first_results(step, weights)
+    with pytest.raises(verify.WrongResultError, match="relative error .* against plain JAX"):
+        decode_step.measure(step, weights, [t + 1 for t in truth], 4)
+
+
+def test_the_digest_sees_every_bit_and_its_place():
+    values = jnp.arange(32, dtype=jnp.bfloat16).reshape(4, 8)
+    digests = {int(decode_step.digest(values))}
+    for flip in (values.at[0, 0].set(-0.0), values.at[3, 7].add(1), values[::-1], values[:, ::-1]):
+        digests.add(int(decode_step.digest(flip)))
+    assert len(digests) == 5
+
+
+def test_experts_are_the_same_in_every_layout_of_rows():
+    """By expert, in blocks, and as the padded exchange brings them: against a loop over the rows."""
+    rng = np.random.default_rng(0)
+    up, down = rng.standard_normal((3, 8, 10)).astype(np.float32), rng.standard_normal((3, 5, 8)).astype(np.float32)
+    experts = decode_step.grouped_matmuls((jnp.asarray(up), jnp.asarray(down)), 4)
+    rows = rng.standard_normal((7, 8)).astype(np.float32)
+    local = np.array([0, 0, 2, 2, 2, 3, 3])  # none for 1; two rows past the last group
+
+    def one(row, expert):
+        gate, value = np.split(row @ up[expert], 2)
+        return (gate / (1 + np.exp(-gate)) * value) @ down[expert]
+
+    want = np.stack([one(rows[i], local[i]) for i in range(5)])
+    np.testing.assert_allclose(experts(jnp.asarray(rows), jnp.asarray(local))[:5], want, rtol=1e-4, atol=1e-4)
+    blocks = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
+    want = np.stack([[[one(row, e) for row in blocks[r, e]] for e in range(3)] for r in range(2)])
+    np.testing.assert_allclose(experts(jnp.asarray(blocks), None), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(experts(jnp.asarray(blocks[0]), None), want[0], rtol=1e-4, atol=1e-4)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from xen_moe_jax.benchmark import options as command_options
 
+GRAPH_FLAGS = ("--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL", "--xla_gpu_graph_min_graph_size=1")
+
 
 def start_jax(options: argparse.Namespace) -> None:
     """Chooses the platform and, on CPU, the number of virtual devices: must run before JAX makes its devices.
@@ -35,6 +37,13 @@ def start_jax(options: argparse.Namespace) -> None:
             f"--platform {options.platform or 'of JAX_PLATFORMS'}: JAX cannot start it here ({reason}); "
             "`xen-moe-jax doctor` shows what this machine has, --platform cpu always works"
         ) from error
+
+
+def force_graphs() -> None:
+    """CUDA graphs for every program, as a server has them; what the user has set stays."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in GRAPH_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 
 def gpu_of_process(options: argparse.Namespace) -> list[int] | None:
@@ -65,18 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     from xen_moe_jax import BackendUnavailable
-    from xen_moe_jax.benchmark import modes, report
+    from xen_moe_jax.benchmark import decode_step, modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError
 
+    steps = options.mode == "decode-step"
     try:
+        if steps:
+            force_graphs()
         start_jax(options)
-        document = modes.run(options, arguments)
+        document = (decode_step.main if steps else modes.run)(options, arguments)
     except (ValueError, BackendUnavailable, WrongResultError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if document["machine"]["processes"] > 1 and options.process_id != 0:
         return 0
-    print(modes.describe_results(document))
+    print((decode_step.describe if steps else modes.describe_results)(document))
     if options.json:
         report.write_json(options.json, document)
     if options.plot:

@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer")
+MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer", "decode-step")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -51,7 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
-        "transfer: writes to another process (xen_moe_jax.transfer)")  # fmt: skip
+        "transfer: writes to another process (xen_moe_jax.transfer); "
+        "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
     sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
     size = sizes.add_argument
     size("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
@@ -90,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     run("--num-processes", type=positive, default=1)
     run("--process-id", type=not_negative, default=0)
     run("--tune", action="store_true", help="measure candidate KernelConfigs and report them, best first")
+    steps = parser.add_argument_group("--mode decode-step").add_argument
+    steps("--layers", type=positive, default=60, help="MoE layers of the step")
+    steps("--intermediate", type=positive, default=128, help="width of an expert")
+    steps("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
+    steps("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
+    steps("--peer-replays", type=positive, default=200, help="of the others, at the most")
     out = parser.add_argument_group("output").add_argument
     out("--json", metavar="FILE")
     out("--plot", metavar="FILE")
@@ -126,6 +133,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
+    if options.mode == "decode-step" and options.tokens:
+        raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
     operations(options)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
