@@ -109,7 +109,7 @@ def _body(
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        link.drain_blocks(outgoing, refs.sent, refs.expected)
+        link.drain_blocks(outgoing, refs.sent, refs.expected, step)
 
 
 def vmem_bytes(record: Record, x_dtype: Any, has_scales: bool, block: int) -> int:

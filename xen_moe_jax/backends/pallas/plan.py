@@ -9,7 +9,6 @@ each while there are at most `K` ranks, else packed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -146,27 +145,5 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     came = jnp.any(positions != -1, axis=-1)
     address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
-    rows = first_used(positions).reshape(num_ranks * tokens, -1)
-    all_pairs = Pairs(rows, peer, address, jnp.int32(peer.shape[0]), counts, combine_staging_rows(spec))
-    pairs = listed(all_pairs, not few_ranks)
+    pairs = Pairs(positions.reshape(num_ranks * tokens, -1), peer, address, counts, combine_staging_rows(spec))
     return CombinePlan(came, remote_start, pairs, source)
-
-
-def listed(pairs: Pairs, sparse: bool) -> Pairs:
-    """All pairs, or with `sparse` (most do not exist) those that do first, in order, and how many they are."""
-    if not sparse:
-        return pairs
-    order = jnp.argsort(pairs.peer < 0, stable=True)
-    count = jnp.sum(pairs.peer >= 0, dtype=jnp.int32)
-    rows, peer, address = (a[order] for a in (pairs.rows, pairs.peer, pairs.address))
-    return dataclasses.replace(pairs, rows=rows, peer=peer, address=address, count=count)
-
-
-def first_used(positions: jax.Array) -> jax.Array:
-    """`positions [R, T, slots]` with the rows in use first, in slot order, and `-1` after them."""
-    used = positions >= 0
-    place = _layout.exclusive_cumsum(used.astype(jnp.int32), axis=-1)
-    slots = range(positions.shape[-1])
-    # compared and added densely: a TPU gathers scalars slowly
-    columns = [jnp.max(jnp.where(used & (place == s), positions, -1), axis=-1) for s in slots]
-    return jnp.stack(columns, axis=-1)
