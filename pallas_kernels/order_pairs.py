@@ -69,17 +69,22 @@ class _Refs:
     columns: Any
 
 
-def _first_used(rows: jax.Array) -> jax.Array:
-    """`[slots, N]` with what is `>= 0` first, in order, and `-1` after it."""
-    slots = rows.shape[0]
-    place, count = [], jnp.zeros((1, rows.shape[1]), jnp.int32)
+def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Each of int32 `tables [slots, N]` with the rows that are `used` first, in order, and `-1` after them; and how
+    many they are, int32 `[1, N]`.
+    """
+    slots = used.shape[0]
+    place, count = [], jnp.zeros((1, used.shape[1]), jnp.int32)
     for s in range(slots):
-        used = rows[s : s + 1] >= 0
-        place.append(jnp.where(used, count, -1))
-        count = count + used.astype(jnp.int32)
+        place.append(jnp.where(used[s : s + 1], count, -1))
+        count = count + used[s : s + 1].astype(jnp.int32)
     at = jnp.concatenate(place, axis=0)
-    found = [jnp.max(jnp.where(at == s, rows, -1), axis=0, keepdims=True) for s in range(slots)]
-    return jnp.concatenate([*found, count], axis=0)
+    lowest = jnp.iinfo(jnp.int32).min
+    out = []
+    for table in tables:
+        found = [jnp.max(jnp.where(at == s, table, lowest), axis=0, keepdims=True) for s in range(slots)]
+        out.append(jnp.concatenate([jnp.where(count > s, f, -1) for s, f in enumerate(found)], axis=0))
+    return out, count
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -87,37 +92,40 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
 
 
-def _body(refs: _Refs, *, slots: int, block: int) -> None:
-    columns = Columns(slots, block)
-    given = refs.given[...]
-    used = _first_used(given[:slots])
-    depth, peer = used[slots:], given[slots : slots + 1]
-
-    # where each pair goes: pairs with more rows before it, and earlier ones with as many
-    bins = slots + 1
-    key = jnp.where(peer >= 0, slots - depth, bins)
-    number = lax.broadcasted_iota(jnp.int32, (columns.rows, block), 0)
+def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
+    """Columns of int32 `table [V, N]` in ascending order of int32 `key [1, N]`, in `[0, bins)`; stable. `V` is a
+    multiple of 8, `N` at most `BLOCK`.
+    """
+    count = key.shape[1]
+    number = lax.broadcasted_iota(jnp.int32, (-(-bins // SUBLANES) * SUBLANES, count), 0)
     hot = (number == key).astype(jnp.float32)
-    row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
+    row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
     earlier = _dot(hot, (row < column).astype(jnp.float32), (1, 0))
-    behind = jnp.zeros((1, 1), jnp.float32)
-    to = jnp.zeros((1, block), jnp.float32)
-    for b in range(bins + 1):
+    behind, to = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, count), jnp.float32)
+    for b in range(bins):
         to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
         behind = behind + jnp.sum(hot[b : b + 1], axis=1, keepdims=True)
 
-    # row `j` of this has a one for the pair that goes to place `j`
-    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)
-    none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
-    table = jnp.concatenate([used[:slots], given[slots : slots + 2], depth, none], axis=0)
-    ordered = jnp.zeros(table.shape, jnp.int32)
+    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for what goes to place `j`
+    out = jnp.zeros(table.shape, jnp.int32)
     for byte in range(4):
         part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
-        ordered = ordered | (_dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
+        out = out | (_dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
+    return out
+
+
+def _body(refs: _Refs, *, slots: int, block: int) -> None:
+    columns = Columns(slots, block)
+    given = refs.given[...]
+    rows, peer = given[:slots], given[slots : slots + 1]
+    (rows,), depth = packed(rows >= 0, rows)
+    key = jnp.where(peer >= 0, slots - depth, slots + 1)
+    none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
+    table = ordered(key, slots + 2, jnp.concatenate([rows, given[slots : slots + 2], depth, none], axis=0))
     for n in range(columns.rows):
-        line = refs.facts[0] if n == columns.facts else ordered[n : n + 1]
+        line = refs.facts[0] if n == columns.facts else table[n : n + 1]
         refs.table[0, :, n * block : (n + 1) * block] = line
-    refs.columns[0] = jnp.transpose(ordered)[:, :slots]
+    refs.columns[0] = jnp.transpose(table)[:, :slots]
 
 
 def order_pairs(

@@ -62,6 +62,7 @@ def test_random_routing_counts_what_it_says():
     assert pairs.blocks == 8 and 8 * pairs.tiles + pairs.singles == routing.placed
     assert routing.sent / 16 <= pairs.groups <= routing.sent / 16 + pairs.blocks
     assert routing.placed / 16 <= pairs.turns <= 8 * pairs.groups
+    assert len(routing.sources) == 8 and sum(routing.sources) == routing.sent
     assert len(routing.experts) == 8 and sum(routing.experts) == routing.placed
     assert routing.placed <= routing.visited(32, padded=False) <= routing.visited(32, padded=True)
 
@@ -84,7 +85,7 @@ BUDGETS = {  # bundles of one turn of a loop; a few percent over what jax 0.11.2
     "v5p": {
         "xen_moe_push": {"encode": 1790, "send": 120},
         "xen_moe_place": {"fetch": 26, "decode": 470},
-        "xen_moe_scatter": {"entries": 105},
+        "xen_moe_index_rows": {"table": 870, "slots": 90},
         "xen_moe_order_pairs": {},
         "xen_moe_reduce_slots": {"group": 540, "turn": 60, "fetch": 120, "fetch one": 30, "add": 215, "send": 25},
         "xen_moe_reduce_ranks": {"fetch": 26, "add": 180},

@@ -192,7 +192,7 @@ class Routing:
 
     Attributes:
       tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
-      pairs: what a combine visits. experts: rows of each local expert.
+      pairs: what a combine visits. experts: rows of each local expert. sources: records from each rank.
     """
 
     tokens: int
@@ -202,6 +202,7 @@ class Routing:
     placed: int
     pairs: Visited
     experts: tuple[int, ...]
+    sources: tuple[int, ...]
 
     def visited(self, block: int, padded: bool) -> int:
         """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
@@ -210,11 +211,14 @@ class Routing:
 
 def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
+    from xen_moe_jax.pallas_kernels import index_rows
+
     entries = routing.ranks * routing.tokens * routing.top_k
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
     placing = routing.visited(place, padded)
+    records = index_rows.records_at_once(routing.tokens)
     return {
         "xen_moe_push": Work(
             routing.tokens / push,
@@ -223,6 +227,13 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
         "xen_moe_place": Work(
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
+        ),
+        "xen_moe_index_rows": Work(
+            routing.ranks,
+            (
+                Part("table", "", sum(-(-n // records) for n in routing.sources), copies=1, depth=2),
+                Part("slots", "sst", routing.placed / 8, 8, depth=4),
+            ),
         ),
         "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
         "xen_moe_order_pairs": Work(pairs.blocks),
@@ -327,6 +338,7 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group
         int(rows[busiest].sum()),
         visited_pairs(rows[busiest].reshape(-1), pair_group),
         tuple(np.bincount(idx[owner == busiest], minlength=experts)[np.unique(idx[owner == busiest])].tolist()),
+        tuple((rows[busiest] > 0).sum(1).tolist()),
     )
 
 
