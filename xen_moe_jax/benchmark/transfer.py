@@ -165,11 +165,11 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
 
     grant = place.target.grant("benchmark", 30)
     shards, kept = _memory.local_shards(piece)
-    ((key, runs),) = place.runs(shards, grant.leaves[place.leaf.path].shards, pages)
+    (runs,) = place.runs(shards, grant.leaves[place.leaf.path].shards, pages)
 
     def operation(count: int, kept=kept) -> None:
         with engine._lock:  # noqa: SLF001
-            postings = [place.peer.link.post("put", runs, key) for _ in range(count)]
+            postings = [place.peer.link.post("put", *runs) for _ in range(count)]
             while not all(posting.advance() for posting in postings):
                 engine._wire.progress()  # noqa: SLF001
         if failed := [posting.error for posting in postings if posting.error]:

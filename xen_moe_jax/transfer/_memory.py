@@ -41,6 +41,20 @@ def is_ready(array: Any) -> bool:
     return not hasattr(array, "is_ready") or array.is_ready()
 
 
+def staged(array: Any, memory: str) -> Any:
+    """A source for a target in `memory`: UCX has no way of its own from host memory into another process's GPU, so what
+    lies on the host is copied to this process's GPU first, where there is one.
+    """
+    if memory != "cuda" or (isinstance(array, jax.Array) and _is_on_gpu(array)):
+        return array
+    device = jax.local_devices()[0]
+    return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
+
+
+def _is_on_gpu(array: jax.Array) -> bool:
+    return all(_IN_PLACE.get(device.platform) == "cuda" for device in array.sharding.addressable_devices)
+
+
 def local_shards(array) -> tuple[list[Shard], list[object]]:
     """(this process's shards of a finished array, each box once; what must be kept alive while their addresses are
     used).

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
 from xen_moe_jax.transfer._loop import BUSY_S, Loop
@@ -24,7 +22,7 @@ from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, check_pages
-from xen_moe_jax.transfer.transfer import Job, KeyedRuns, Transfer
+from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
 from xen_moe_jax.transfer.wire import UcxWire, Wire
 
@@ -77,6 +75,9 @@ class Engine:
         self._changed = threading.Condition(self._lock)
         self._closed = self._closing = False
         self._failure: BaseException | None = None
+        # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
+        self._device = _device.first_ordinal()
+        self._adopt_device()
         self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}))
         self._active: list[Transfer] = []
         self._peers_by_number: dict[int, Peer] = {}
@@ -92,7 +93,6 @@ class Engine:
         self._calls: dict[int, dict | TransferError | None] = {}
         self._call_numbers = itertools.count(1)
         self._mailbox = Mailbox(self)
-        self._device: int | None = None
         self._loop = Loop(self, host, port)
         self._loop.start()
 
@@ -289,10 +289,9 @@ class Engine:
                         f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                     )
                 blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
-                self._learn_device(blocks[path].sharding)
 
             def plan():
-                runs = []
+                runs: list[Runs] = []
                 for path, array in targets.items():
                     runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
                 return runs, list(blocks.values())
@@ -474,12 +473,6 @@ class Engine:
                 self._loop.wake()
         return transfer
 
-    def _learn_device(self, sharding: jax.sharding.Sharding) -> None:
-        """From the first array on a GPU on, this engine's calls of the library run with that GPU's context."""
-        if self._device is None:
-            self._device = _device.ordinal(sharding)
-        self._adopt_device()
-
     def _adopt_device(self) -> None:
         if self._device is not None:
             _device.make_current(self._device)
@@ -511,13 +504,16 @@ class Engine:
                     peer=target.peer.name,
                     request=request,
                 )
-            if isinstance(array, jax.Array):
-                self._learn_device(array.sharding)
         window = parts[0][2].target
         grant = window.grant(request, timeout)
+        memory = {path: leaf.shards[0].memory for path, leaf in grant.leaves.items() if leaf.shards}
+        parts = [
+            (label, _memory.staged(array, memory.get(target.leaf.path, "host")), target)
+            for label, array, target in parts
+        ]
 
         def plan():
-            runs: KeyedRuns = []
+            runs: list[Runs] = []
             kept: list[object] = []
             for _, array, target in parts:
                 shards, held = _memory.local_shards(array)

@@ -11,7 +11,7 @@ from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shi
 from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer.plan import Layout
-from xen_moe_jax.transfer.transfer import KeyedRuns, Transfer, stale
+from xen_moe_jax.transfer.transfer import Runs, Transfer, stale
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
@@ -247,8 +247,8 @@ class RemoteArray:
                 dropped.add(axis)
         return RemoteArray(self.target, self.leaf, tuple(box), tuple(sorted(dropped)))
 
-    def runs(self, local: list[Shard], shards: tuple[Shard, ...], pages: Pages | None = None) -> KeyedRuns:
-        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`, by remote key.
+    def runs(self, local: list[Shard], shards: tuple[Shard, ...], pages: Pages | None = None) -> list[Runs]:
+        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`.
 
         With `pages`, the first dimension is the paged one.
         """
@@ -256,9 +256,9 @@ class RemoteArray:
         offsets = [start for start, _ in self._box]
         axis = axes[0] if axes else 0
         shifted_pages = None if pages is None else (pages[0] + offsets[axis], pages[1] + offsets[axis])
-        result: KeyedRuns = []
+        result: list[Runs] = []
         for there in shards:
-            pieces = []
+            pieces: dict[str, list[np.ndarray]] = {}
             for here in local:
                 full: list[tuple[int, int]] = [(0, 1)] * len(self._box)
                 for axis_here, axis_there in enumerate(axes):
@@ -268,10 +268,11 @@ class RemoteArray:
                     runs = whole_runs(source, there.box, self.dtype.itemsize)
                 else:
                     runs = copy_runs(source, there.box, self.dtype.itemsize, shifted_pages, axis)
-                pieces.append(runs + np.array([here.pointer, there.pointer, 0], np.int64))
-            joined = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros((0, 3), np.int64), *pieces])
-            if len(joined):
-                result.append((there.key, joined))
+                if len(runs):
+                    placed = runs + np.array([here.pointer, there.pointer, 0], np.int64)
+                    pieces.setdefault(here.memory, []).append(placed)
+            for memory, found in pieces.items():
+                result.append(Runs(there.key, memory, found[0] if len(found) == 1 else np.concatenate(found)))
         return result
 
 

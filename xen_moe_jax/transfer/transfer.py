@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from xen_moe_jax.transfer.remote import Grant, Peer
     from xen_moe_jax.transfer.wire import Posting
 
-KeyedRuns = list[tuple[bytes, np.ndarray]]
-"""(remote key, int64 [n, 3] of local address, remote address, bytes), one entry per remote piece of memory."""
+
+class Runs(NamedTuple):
+    """Runs between local memory of one kind ("host" or "cuda") and one remote piece of memory."""
+
+    key: bytes
+    memory: str
+    addresses: np.ndarray
+    """int64 [n, 3]: local address, remote address, bytes."""
 
 
 class Job:
@@ -26,14 +32,14 @@ class Job:
     keep alive.
     """
 
-    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[KeyedRuns, list[object]]]):
+    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[list[Runs], list[object]]]):
         self.peer, self.grant, self.plan = peer, grant, plan
         self.postings: list[Posting] = []
         self.ended = False
 
     def post(self, kind: str) -> list[object]:
         runs, kept = self.plan()
-        self.postings = [self.peer.link.post(kind, piece, key) for key, piece in runs]
+        self.postings = [self.peer.link.post(kind, *piece) for piece in runs]
         return kept
 
     def advance(self) -> tuple[bool, bool]:

@@ -12,12 +12,15 @@ from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _ucp
+from xen_moe_jax.transfer import _device, _ucp
+from xen_moe_jax.transfer.errors import TransferRefused
 
-SLICE = 4 << 20
+SLICE = {"host": 4 << 20, "cuda": 1 << 30}
 """Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB
-write.
+write. Host memory is copied in the call; a GPU's is copied later, by the GPU.
 """
+PIECES = 256
+"""The same limit for runs."""
 
 
 class Posting(Protocol):
@@ -39,9 +42,9 @@ class Link(Protocol):
 
     failed: str | None
 
-    def post(self, kind: str, runs: np.ndarray, key: bytes) -> Posting:
+    def post(self, kind: str, key: bytes, memory: str, runs: np.ndarray) -> Posting:
         """Starts `kind` ("put" or "get") of `runs`, int64 `[n, 3]`: local address, remote address, bytes; no order
-        among them.
+        among them. `memory` is where the local ones lie, "host" or "cuda".
         """
 
     def forget(self, key: bytes) -> None:
@@ -93,13 +96,14 @@ class _Key:
 
 
 class UcxPosting:
-    def __init__(self, link: UcxLink, kind: str, runs: np.ndarray, key: _Key):
+    def __init__(self, link: UcxLink, kind: str, key: _Key, memory: str, runs: np.ndarray):
         self.nbytes = int(runs[:, 2].sum())
         self.bytes_posted = 0
         self.error: str | None = None
         self._link = link
         self._function = _ucp.library().ucp_put_nbx if kind == "put" else _ucp.library().ucp_get_nbx
         self._key = key
+        self._slice, self._parameters = SLICE[memory], _ucp.parameters(memory)
         key.postings += 1
         self._runs: deque[tuple[int, int, int]] = deque(map(tuple, runs.tolist()))
         self._requests: list[int] = []
@@ -115,9 +119,10 @@ class UcxPosting:
         if self._link.failed:
             self._runs.clear()
             self.error = self.error or self._link.failed
-        budget = SLICE
-        while self._runs and budget > 0:
+        budget, pieces = self._slice, PIECES
+        while self._runs and budget > 0 and pieces > 0:
             budget -= self._hand_over()
+            pieces -= 1
         self._collect()
         if not self._runs and not self._requests:
             if self._flushing or self.error and not self._link.open:
@@ -134,10 +139,10 @@ class UcxPosting:
 
     def _hand_over(self) -> int:
         local, remote, nbytes = self._runs.popleft()
-        part = min(nbytes, SLICE)
+        part = min(nbytes, self._slice)
         if part < nbytes:
             self._runs.appendleft((local + part, remote + part, nbytes - part))
-        self._keep(self._function(self._link.endpoint, local, part, remote, self._key.handle, self._link.parameters))
+        self._keep(self._function(self._link.endpoint, local, part, remote, self._key.handle, self._parameters))
         self.bytes_posted += part
         return part
 
@@ -180,10 +185,10 @@ class UcxLink:
     def _lost(self, _argument: int | None, _endpoint: int | None, status: int) -> None:
         self.failed = _ucp.status_text(status)
 
-    def post(self, kind: str, runs: np.ndarray, key: bytes) -> UcxPosting:
+    def post(self, kind: str, key: bytes, memory: str, runs: np.ndarray) -> UcxPosting:
         if key not in self._keys:
             self._keys[key] = _Key(_ucp.unpack_key(self.endpoint, key))
-        return UcxPosting(self, kind, runs, self._keys[key])
+        return UcxPosting(self, kind, self._keys[key], memory, runs)
 
     def forget(self, key: bytes) -> None:
         if known := self._keys.pop(key, None):
@@ -241,6 +246,11 @@ class UcxWire:
         self.event_fd = _ucp.worker_event_fd(self._worker)
 
     def register(self, pointer: int, nbytes: int, memory: str) -> UcxMemory:
+        if memory == "cuda" and not _device.is_shareable(pointer):
+            raise TransferRefused(
+                f"GPU memory at {pointer:#x} cannot be mapped by another process: JAX's allocator gave it in a form "
+                "without IPC handles; set XLA_PYTHON_CLIENT_ALLOCATOR=bfc before JAX starts"
+            )
         return UcxMemory(self._context, pointer, nbytes, memory)
 
     def connect(self, address: bytes) -> UcxLink:
