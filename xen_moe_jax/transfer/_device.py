@@ -15,7 +15,7 @@ _FABRIC = 8  # CUmemAllocationHandleType
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -30,9 +30,9 @@ def first_ordinal() -> int | None:
 def is_shareable(pointer: int) -> bool:
     """Whether another process can map this GPU memory: `cudaMalloc`ed, or created with a fabric handle."""
     legacy, handles = ctypes.c_int(), ctypes.c_uint64()
-    driver, address = _driver(), ctypes.c_uint64(pointer)
+    address = ctypes.c_uint64(pointer)
     for found, attribute in ((legacy, _LEGACY_IPC_CAPABLE), (handles, _ALLOWED_HANDLE_TYPES)):
-        if status := driver.cuPointerGetAttribute(ctypes.byref(found), attribute, address):
+        if status := driver().cuPointerGetAttribute(ctypes.byref(found), attribute, address):
             raise RuntimeError(f"cuPointerGetAttribute({attribute}) failed with CUDA error {status} for {pointer:#x}")
     return bool(legacy.value) or bool(handles.value & _FABRIC)
 
@@ -41,11 +41,11 @@ def make_current(device: int) -> None:
     """Makes the device's primary context, which is JAX's, current in this thread."""
     if getattr(_current, "device", None) == device:
         return
-    driver, context = _driver(), ctypes.c_void_p()
+    cuda, context = driver(), ctypes.c_void_p()
     for name, status in (
-        ("cuInit", driver.cuInit(0)),
-        ("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device))),
-        ("cuCtxSetCurrent", driver.cuCtxSetCurrent(context)),
+        ("cuInit", cuda.cuInit(0)),
+        ("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device))),
+        ("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context)),
     ):
         if status:
             raise RuntimeError(f"{name} failed with CUDA error {status} for device {device}")

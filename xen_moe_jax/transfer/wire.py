@@ -190,6 +190,10 @@ class UcxLink:
             self._keys[key] = _Key(_ucp.unpack_key(self.endpoint, key))
         return UcxPosting(self, kind, self._keys[key], memory, runs)
 
+    def key(self, key: bytes) -> int:
+        """The library's handle of a key that was used before."""
+        return self._keys[key].handle
+
     def forget(self, key: bytes) -> None:
         if known := self._keys.pop(key, None):
             known.forgotten = True
