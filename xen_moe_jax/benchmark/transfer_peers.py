@@ -170,10 +170,18 @@ def copies(target: Any, table: list[Cell]) -> Measured:
         if kind == "sizes" and batch == concurrency == 1:
             host = np.zeros((2, size), np.uint8)
             if on_cpu:
-                yield cell, lambda count, host=host: [np.copyto(host[1], host[0]) for _ in range(count)] and None
+                yield cell, _host_copy(host)
             else:
                 arrays = [jax.block_until_ready(jax.device_put(host[0], device)) for device in devices[:2]]
                 yield cell, _driver_copy(*arrays)
+
+
+def _host_copy(host: np.ndarray) -> Operation:
+    def operation(count: int) -> None:
+        for _ in range(count):
+            np.copyto(host[1], host[0])
+
+    return operation
 
 
 def _driver_copy(source: Any, destination: Any) -> Operation:

@@ -51,17 +51,26 @@ def staged(array: Any, memory: str) -> Any:
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
 
 
-def _is_on_gpu(array: jax.Array) -> bool:
+def _is_on_gpu(array: Any) -> bool:
     return all(_IN_PLACE.get(device.platform) == "cuda" for device in array.sharding.addressable_devices)
 
 
-def local_shards(array) -> tuple[list[Shard], list[object]]:
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, extent) for extent in shape)
+
+
+def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
     """(this process's shards of a finished array, each box once; what must be kept alive while their addresses are
     used).
     """
     if not isinstance(array, jax.Array):
         host = np.asarray(array, order="C")
         return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
+    if isinstance(array.sharding, jax.sharding.SingleDeviceSharding) and array.size:  # What small writes mostly are.
+        device: Any = array.device
+        if memory := _IN_PLACE.get(device.platform):
+            return [Shard(_whole(array.shape), array.unsafe_buffer_pointer(), memory)], [array]
     shards: dict[Box, Shard] = {}
     kept: list[object] = [array]
     for shard in array.addressable_shards:

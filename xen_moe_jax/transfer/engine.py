@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
 from xen_moe_jax.transfer._loop import BUSY_S, Loop
@@ -22,6 +24,7 @@ from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, check_pages
+from xen_moe_jax.transfer.repeat import Repeat
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
 from xen_moe_jax.transfer.wire import UcxWire, Wire
@@ -245,9 +248,13 @@ class Engine:
         Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout` here; what comes later is raised by
         `Transfer.wait`.
         """
+        imm = None if imm is None else check_imm(imm)
+        if pages is None and isinstance(target, RemoteArray) and target.repeat is not None:
+            if isinstance(src, jax.Array) and (again := target.repeat.write(self, src, imm)):
+                return again
         request = self._request("write", target)
         job, sources = self._write_job(src, target, pages, request, timeout)
-        return self._start(Transfer(self, "put", request, [job], sources, None if imm is None else check_imm(imm)))
+        return self._start(Transfer(self, "put", request, [job], sources, imm))
 
     def scatter(
         self, src, pieces: Sequence[tuple[Any, RemoteArray]], *, imm: Imm | None = None, timeout: float = 30.0
@@ -409,7 +416,7 @@ class Engine:
 
     def _request(self, kind: str, target) -> str:
         self._check_open(kind)
-        if not isinstance(target, RemoteArray | RemoteTree):
+        if not isinstance(target, (RemoteArray, RemoteTree)):
             raise TransferRefused(
                 f"{kind}: the target is a {type(target).__name__}, not a peer's window: peer[name]", request=kind
             )
@@ -426,7 +433,8 @@ class Engine:
         bytes_done: Callable[[], int] = lambda: 0,
     ) -> None:
         """Drives the engine until `state()`; the one place where a caller waits."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = None if timeout is None else begun + timeout
         self._adopt_device()
         with self._changed:
             while True:
@@ -465,10 +473,7 @@ class Engine:
                 if job.grant is not None:
                     job.grant.take(transfer)
             transfer._advance()
-            if not transfer._ended:  # Memory of this host takes no longer than this: the thread need not be woken.
-                self._wire.progress()
-                transfer._advance()
-            if not transfer._ended:
+            if not transfer._ended:  # Small writes between processes of one host have: the thread need not be woken.
                 self._active.append(transfer)
                 self._loop.wake()
         return transfer
@@ -493,11 +498,11 @@ class Engine:
     ) -> tuple[Job, list[object]]:
         """One job for (label, array, target) of one generation of one window."""
         for label, array, target in parts:
-            dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
-            shape, wanted = tuple(array.shape), target.shape
+            shape, wanted = array.shape, target.shape
             if pages is not None:
                 shape, wanted = shape[1:], wanted[1:]
-            if dtype != target.dtype or shape != wanted:
+            if array.dtype != target.dtype or shape != wanted:
+                dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
                 raise TransferRefused(
                     f"{request}: {label} is {dtype}{list(array.shape)}, the target {target!r}"
                     f"{' (pages of equal shape)' if pages is not None else ''}",
@@ -506,11 +511,10 @@ class Engine:
                 )
         window = parts[0][2].target
         grant = window.grant(request, timeout)
-        memory = {path: leaf.shards[0].memory for path, leaf in grant.leaves.items() if leaf.shards}
-        parts = [
-            (label, _memory.staged(array, memory.get(target.leaf.path, "host")), target)
-            for label, array, target in parts
-        ]
+        if self._device is not None:
+            parts = [
+                (label, _memory.staged(array, grant.memory[target.leaf.path]), target) for label, array, target in parts
+            ]
 
         def plan():
             runs: list[Runs] = []
@@ -518,7 +522,9 @@ class Engine:
             for _, array, target in parts:
                 shards, held = _memory.local_shards(array)
                 kept += held
-                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages)
+                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
+            if pages is None and len(parts) == len(shards) == len(runs) == len(runs[0].addresses) == 1:
+                target.repeat = Repeat(grant, request, array, runs[0]) if isinstance(array, jax.Array) else None
             return runs, kept
 
         return Job(window.peer, grant, plan), [array for _, array, _ in parts]
