@@ -53,8 +53,8 @@ class Key:
 class PythonPosting:
     """A posting whose loop is in Python."""
 
-    def __init__(self, link: UcxLink, kind: str, key: Key, memory: str, runs: np.ndarray):
-        self.nbytes = int(runs[:, 2].sum())
+    def __init__(self, link: UcxLink, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray):
+        self.nbytes = nbytes
         self.bytes_posted = 0
         self.error: str | None = None
         self._link = link
@@ -232,13 +232,15 @@ class PythonStarter:
     def __init__(self, link: UcxLink):
         self._link = link
 
-    def post(self, kind: str, key: Key, memory: str, runs: np.ndarray) -> PythonPosting | NativePosting | None:
-        return PythonPosting(self._link, kind, key, memory, runs)
+    def post(
+        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
+    ) -> PythonPosting | NativePosting | None:
+        return PythonPosting(self._link, kind, key, memory, nbytes, runs)
 
     def post_one(
         self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int
     ) -> PythonPosting | NativePosting | None:
-        return self.post(kind, key, memory, np.array([[local, remote, nbytes]], np.int64))
+        return self.post(kind, key, memory, nbytes, np.array([[local, remote, nbytes]], np.int64))
 
 
 class NativeStarter(PythonStarter):
@@ -257,11 +259,12 @@ class NativeStarter(PythonStarter):
         )
         self._address = ctypes.addressof(self._fields)
 
-    def post(self, kind: str, key: Key, memory: str, runs: np.ndarray) -> PythonPosting | NativePosting | None:
+    def post(
+        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
+    ) -> PythonPosting | NativePosting | None:
         if self._link.failed:
-            return PythonPosting(self._link, kind, key, memory, runs)
+            return super().post(kind, key, memory, nbytes, runs)
         runs = np.ascontiguousarray(runs, np.int64)
-        nbytes = int(runs[:, 2].sum())
         start = self._loop.start_short if nbytes <= SHORT else self._loop.start
         place = runs.ctypes.data, len(runs)
         handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, POLLS)

@@ -18,12 +18,12 @@ import jax
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
-from xen_moe_jax.transfer._loop import BUSY_S, Loop
+from xen_moe_jax.transfer._loop import BUSY_S, SPIN_S, Loop
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, check_pages
+from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Peer, RemoteArray, RemoteTree, check_pages, pages_key
 from xen_moe_jax.transfer.repeat import Repeat
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
@@ -77,6 +77,7 @@ class Engine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = self._closing = False
+        self._spinning = 0  # Callers that drive the engine at this moment.
         self._failure: BaseException | None = None
         # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
         self._device = _device.first_ordinal()
@@ -249,8 +250,9 @@ class Engine:
         `Transfer.wait`.
         """
         imm = None if imm is None else check_imm(imm)
-        if pages is None and isinstance(target, RemoteArray) and target.repeat is not None:
-            if isinstance(src, jax.Array) and (again := target.repeat.write(self, src, imm)):
+        if isinstance(target, RemoteArray) and target.repeats and isinstance(src, jax.Array):
+            known = target.repeats.get(None if pages is None else pages_key(pages))
+            if known is not None and (again := known.write(self, src, imm)):
                 return again
         request = self._request("write", target)
         job, sources = self._write_job(src, target, pages, request, timeout)
@@ -435,20 +437,34 @@ class Engine:
         """Drives the engine until `state()`; the one place where a caller waits."""
         begun = time.monotonic()
         deadline = None if timeout is None else begun + timeout
+        spins = False
         self._adopt_device()
         with self._changed:
-            while True:
-                moved = self._progress()
-                if state():
-                    return
-                if self._failure is not None:
-                    raise TransferError(f"{describe()}: the engine's thread failed", request=request) from self._failure
-                if self._closed:
-                    raise TransferRefused(f"{describe()}: the engine {self.name!r} was closed", request=request)
-                remaining = 3600.0 if deadline is None else deadline - time.monotonic()
-                if remaining <= 0:
-                    raise TransferTimeout(f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done())
-                self._changed.wait(0 if moved else min(remaining, BUSY_S if self._active else 1.0))
+            try:
+                while True:
+                    moved = self._progress()
+                    if state():
+                        return
+                    if self._failure is not None:
+                        raise TransferError(
+                            f"{describe()}: the engine's thread failed", request=request
+                        ) from self._failure
+                    if self._closed:
+                        raise TransferRefused(f"{describe()}: the engine {self.name!r} was closed", request=request)
+                    now = time.monotonic()
+                    remaining = 3600.0 if deadline is None else deadline - now
+                    if remaining <= 0:
+                        raise TransferTimeout(
+                            f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done()
+                        )
+                    if spins != (now - begun < SPIN_S):  # Meanwhile the thread stays out of the way.
+                        spins = not spins
+                        self._spinning += 1 if spins else -1
+                    if spins:
+                        self._loop.poll()
+                    self._changed.wait(0 if moved or spins else min(remaining, BUSY_S if self._active else 1.0))
+            finally:
+                self._spinning -= spins
 
     def _progress(self) -> bool:
         """Drives the wire and every transfer; whether something was done."""
@@ -523,8 +539,11 @@ class Engine:
                 shards, held = _memory.local_shards(array)
                 kept += held
                 runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
-            if pages is None and len(parts) == len(shards) == len(runs) == len(runs[0].addresses) == 1:
-                target.repeat = Repeat(grant, request, array, runs[0]) if isinstance(array, jax.Array) else None
+            in_place = isinstance(array, jax.Array) and len(held) == 1 and held[0] is array  # On one device.
+            if in_place and len(parts) == len(runs) == 1:
+                if len(target.repeats) >= MAX_TEMPLATES:
+                    target.repeats.clear()
+                target.repeats[None if pages is None else pages_key(pages)] = Repeat(grant, request, array, runs[0])
             return runs, kept
 
         return Job(window.peer, grant, plan), [array for _, array, _ in parts]

@@ -26,6 +26,7 @@ ERRORS: dict[str, type[TransferError]] = {"StaleWindow": StaleWindow, "TransferR
 Template = tuple[int, bytes, str, np.ndarray]
 """(number of a local shard, remote key, local memory, runs whose local addresses count from the shard's first byte)."""
 MAX_TEMPLATES = 1024
+PagesKey = tuple[bytes, bytes]
 
 
 class Grant:
@@ -215,7 +216,7 @@ class RemoteArray:
         self._dropped = dropped
         self.shape = tuple(stop - start for axis, (start, stop) in enumerate(self._box) if axis not in dropped)
         self.dtype = leaf.dtype
-        self.repeat: Repeat | None = None
+        self.repeats: dict[PagesKey | None, Repeat] = {}
         self._text: str | None = None
 
     @property
@@ -284,10 +285,11 @@ class RemoteArray:
             found = known
         placed: dict[tuple[bytes, str], list[np.ndarray]] = {}
         for number, remote_key, memory, template in found:
-            addresses = template.copy()
-            addresses[:, 0] += local[number].pointer
-            placed.setdefault((remote_key, memory), []).append(addresses)
-        return [Runs(*where, runs[0] if len(runs) == 1 else np.concatenate(runs)) for where, runs in placed.items()]
+            placed.setdefault((remote_key, memory), []).append(at_address(template, local[number].pointer))
+        return [
+            Runs(*where, sum(int(piece[:, 2].sum()) for piece in runs), np.concatenate(runs))
+            for where, runs in placed.items()
+        ]
 
     def _templates(self, local: Sequence[Shard], shards: Sequence[Shard], pages: Pages | None) -> list[Template]:
         axes = [axis for axis in range(len(self._box)) if axis not in self._dropped]
@@ -307,6 +309,13 @@ class RemoteArray:
         return result
 
 
+def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
+    """The runs of a template for a source that begins there."""
+    runs = template.copy()
+    runs[:, 0] += pointer
+    return runs
+
+
 def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
     if path in target.leaves:
         return RemoteArray(target, target.leaves[path])
@@ -315,6 +324,11 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
             f"window {target.name!r} of {target.peer.name!r} has no {path!r}; it has {sorted(target.leaves)}"
         )
     return RemoteTree(target, path)
+
+
+def pages_key(pages: Any) -> PagesKey:
+    source, destination = pages
+    return np.asarray(source, np.int64).tobytes(), np.asarray(destination, np.int64).tobytes()
 
 
 def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from xen_moe_jax.transfer.counter import Imm
+from xen_moe_jax.transfer.remote import at_address
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 
 if TYPE_CHECKING:
@@ -15,17 +14,19 @@ if TYPE_CHECKING:
 
 
 class Repeat:
-    """A write that was planned before: a whole array on one device, into one run of a peer's memory.
+    """A write that was planned before: an array on one device, or pages of it, into one piece of a peer's memory.
 
     Planning it anew says what is wrong with a write; this says only whether it is the same again.
     """
 
-    __slots__ = ("_dtype", "_grant", "_nbytes", "_request", "_runs", "_shape", "_sharding", "_target")
+    __slots__ = ("_dtype", "_grant", "_request", "_runs", "_shape", "_sharding", "_target")
 
-    def __init__(self, grant: Grant, request: str, source: jax.Array, runs: Runs):
-        self._grant, self._request, self._runs = grant, request, runs
+    def __init__(self, grant: Grant, request: str, source: Any, runs: Runs):
+        template = at_address(runs.addresses, -source.unsafe_buffer_pointer())
+        self._grant, self._request, self._runs = grant, request, runs._replace(addresses=template)
         self._sharding, self._shape, self._dtype = source.sharding, source.shape, source.dtype
-        self._target, self._nbytes = runs.addresses[0, 1:].tolist()
+        # A single run from the source's first byte on needs no arithmetic.
+        self._target = int(template[0, 1]) if len(template) == 1 and not template[0, 0] else None
 
     def write(self, engine: Engine, source: Any, imm: Imm | None) -> Transfer | None:
         """The transfer, or None where the source differs or is not ready, or the window was closed."""
@@ -40,13 +41,17 @@ class Repeat:
                 return None
             engine._adopt_device()
             pointer = source.unsafe_buffer_pointer()
-            posting = peer.link.post_one("put", *self._runs[:2], pointer, self._target, self._nbytes)
+            key, memory, nbytes, template = self._runs
+            if self._target is None:
+                posting = peer.link.post("put", key, memory, nbytes, at_address(template, pointer))
+            else:
+                posting = peer.link.post_one("put", key, memory, pointer, self._target, nbytes)
             transfer = Transfer(engine, "put", self._request, [], [source], imm)
             if posting is None and imm is None and not source.is_deleted():
-                transfer._arrived(self._nbytes)
+                transfer._arrived(nbytes)
                 return transfer
             job = Job(peer, grant, None)
-            job.add(posting, self._nbytes)
+            job.add(posting, nbytes)
             grant.take(transfer)
             transfer._begun(job)
             if not transfer._ended:

@@ -23,6 +23,7 @@ class Runs(NamedTuple):
 
     key: bytes
     memory: str
+    nbytes: int
     addresses: np.ndarray
     """int64 [n, 3]: local address, remote address, bytes."""
 
@@ -44,8 +45,7 @@ class Job:
         runs, held = self.plan()
         kept += held
         for piece in runs:
-            nbytes = int(piece.addresses[:, 2].sum())
-            self.add(self.peer.link.post(kind, *piece), nbytes)
+            self.add(self.peer.link.post(kind, *piece), piece.nbytes)
 
     def add(self, posting: Posting | None, nbytes: int) -> None:
         """A posting of so many bytes, or None where they have arrived."""

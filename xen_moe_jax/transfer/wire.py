@@ -34,9 +34,10 @@ class Link(Protocol):
 
     failed: str | None
 
-    def post(self, kind: str, key: bytes, memory: str, runs: np.ndarray) -> Posting | None:
-        """Starts `kind` ("put" or "get") of `runs`, int64 `[n, 3]`: local address, remote address, bytes; no order
-        among them. `memory` is where the local ones lie, "host" or "cuda". None where all has ended well already.
+    def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        """Starts `kind` ("put" or "get") of `runs`, int64 `[n, 3]`: local address, remote address, bytes (`nbytes` in
+        all); no order among them. `memory` is where the local ones lie, "host" or "cuda". None where all has ended well
+        already.
         """
 
     def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
@@ -88,8 +89,8 @@ class UcxLink:
     def _lost(self, _argument: int | None, _endpoint: int | None, status: int) -> None:
         self.failed = _ucp.status_text(status)
 
-    def post(self, kind: str, key: bytes, memory: str, runs: np.ndarray) -> Posting | None:
-        return self._starter.post(kind, self._keys.get(key) or self._unpack(key), memory, runs)
+    def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        return self._starter.post(kind, self._keys.get(key) or self._unpack(key), memory, nbytes, runs)
 
     def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
         known = self._keys.get(key) or self._unpack(key)
