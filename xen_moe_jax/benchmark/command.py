@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, ImportError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    if options.mode == "jax-best":
+        from xen_moe_jax.benchmark import jax_best
+
+        return jax_best.main(options, arguments)
     from xen_moe_jax import BackendUnavailable
     from xen_moe_jax.benchmark import modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError

@@ -77,7 +77,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         results = sweep(problem, config, operations, options, checks)
     else:
         chosen = programs.own_programs(work, problem.caps, config, operations)
-        chosen += peers.peer_programs(work, problem.caps, problem.platform, command_options.peer_names(options))
+        names = command_options.peer_names(options)
+        theirs = command_options.operations(options, "peer_operations")
+        chosen += peers.peer_programs(work, problem.caps, problem.platform, names, theirs)
         if options.mode == "low-latency":
             chosen.append(programs.empty_loop())
         results = measure_programs(problem, chosen, options, checks)

@@ -72,7 +72,9 @@ def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(pool, jax.lax.rem(i, jnp.int32(pool.shape[0])), keepdims=False)
 
 
-def compile_program(program: Program, problem: Problem, inner: int, unroll: int = 1) -> Timed:
+def compile_program(
+    program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = True
+) -> Timed:
     """Prepares operands, compiles the loop and, for its memory, a single call."""
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
@@ -95,6 +97,8 @@ def compile_program(program: Program, problem: Problem, inner: int, unroll: int 
         return program.step(prepared, carry, topk_idx, topk_weights)
 
     compiled = on_ranks(loop, mesh, SPECS).lower(*operands).compile()
+    if not with_memory:
+        return Timed(program, inner, compiled, operands, {})
     one = (operands[0], *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands[1:]))
     memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
     return Timed(program, inner, compiled, operands, memory)
