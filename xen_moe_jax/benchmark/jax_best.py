@@ -40,7 +40,7 @@ FEW_TOKENS = 512
 
 # ------------------------------------------------------------------------------- the parent: a process for each setting
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Runs the settings, writes what they gave after each, prints the comparison; 1 when our own figures are missing."""
+    """Runs the settings, writes what they gave after each, prints the comparison; 1 when our own figures lack."""
     if options.setting:
         return run_setting(options)
     names = options.settings or list(SETTINGS)

@@ -1,8 +1,8 @@
 """The same MoE round trip as JAX users write it today: what the library is compared with, in the same run.
 
 Every peer presents its rows to the experts grouped or batched by expert, brings them back and reduces them with the
-router's weights; none drops a row at the capacities that the benchmark gives. Quantised tokens travel with their scales,
-as two arrays.
+router's weights; none drops a row at the capacities that the benchmark gives. Quantised tokens travel with their
+scales, as two arrays.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def peer_programs(
     unknown = set(names or ()) - set(PEERS)
     if unknown:
         raise ValueError(f"peers {sorted(unknown)}: must be among {tuple(PEERS)}")
-    found = []
-    for name, entry in PEERS.items():
-        if platform not in entry.platforms or not (entry.usual if names is None else name in names):
-            continue
-        peer = entry.make(work, caps)
-        makers: dict[str, Callable[[], Program]] = {
-            "dispatch": lambda peer=peer, name=name, cost=entry.cost: peer_dispatch(work, peer, name, cost),
-            "combine": lambda peer=peer, name=name, cost=entry.cost: peer_combine(work, peer, name, cost),
-            "round trip": lambda peer=peer, name=name, cost=entry.cost: round_trip_program(
-                name, peer_round_trip(work, peer), cost
-            ),
-        }
-        found += [makers[operation]() for operation in operations]
-    return found
+    return [
+        one_program(work, entry.make(work, caps), name, operation, entry.cost)
+        for name, entry in PEERS.items()
+        if platform in entry.platforms and (entry.usual if names is None else name in names)
+        for operation in operations
+    ]
+
+
+def one_program(work: Workload, peer: Peer, name: str, operation: str, cost: int) -> Program:
+    if operation == "dispatch":
+        return peer_dispatch(work, peer, name, cost)
+    if operation == "combine":
+        return peer_combine(work, peer, name, cost)
+    return round_trip_program(name, peer_round_trip(work, peer), cost)

@@ -32,11 +32,18 @@ def cut(offsets: jax.Array, sizes: jax.Array, pieces: int) -> tuple[jax.Array, j
 
 
 def exchange(
-    ragged: Callable[..., jax.Array], rows: Any, capacity: int, sent: Any, landing: Any, arriving: Any, pieces: int
+    ragged: Callable[..., jax.Array],
+    rows: Any,
+    capacity: int,
+    sent: tuple[jax.Array, jax.Array],
+    landing: jax.Array,
+    arriving: jax.Array,
+    pieces: int,
 ) -> Any:
     """The exchange of segments `sent` = (offsets, sizes) at `landing` offsets, `arriving` sizes, in `pieces` each."""
-    starts, sizes = cut(*sent, pieces)
-    landings, _ = cut(landing, sent[1], pieces)
+    offsets, whole = sent
+    starts, sizes = cut(offsets, whole, pieces)
+    landings, _ = cut(landing, whole, pieces)
     _, received = cut(jnp.zeros_like(arriving), arriving, pieces)
 
     def one(leaf):
@@ -47,7 +54,7 @@ def exchange(
 
 
 def sort_by_expert(work: Workload, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slots in the order of their experts int32 `[T*K]`, and everyone's counts `[source, destination, local expert]`."""
+    """Slots by expert int32 `[T*K]`, and everyone's counts int32 `[source, destination, local expert]`."""
     flat = topk_idx.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.bincount(flat, length=work.ranks * work.local_experts).astype(jnp.int32)
