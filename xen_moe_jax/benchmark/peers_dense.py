@@ -127,7 +127,8 @@ def one_hot_einsum(work: Workload, caps: Capacities) -> Peer:
 
     def combine(y, route, topk_weights):
         weighted = jnp.zeros((work.tokens, padded_experts, cap), jnp.float32)
-        for slot, chosen in enumerate(masks(*route, y.dtype)):
+        topk_idx, place = route
+        for slot, chosen in enumerate(masks(topk_idx, place, y.dtype)):
             weighted += topk_weights[:, slot, None, None] * chosen.astype(jnp.float32)
         back = from_experts(y, work)
         out = jnp.einsum("tec,ech->th", weighted.astype(y.dtype), back, preferred_element_type=jnp.float32)
