@@ -20,6 +20,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
+from xen_moe_jax import _profiles
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.flax import grouped_matmul
@@ -250,6 +251,19 @@ def grouped_matmul_of(name: str) -> Finding:
     return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
+def profiles() -> list[Finding]:
+    """Profiles of tuned configs that the package holds, and which of them serve this machine's first device."""
+    found = []
+    for path, holds, reason in _profiles.survey():
+        damaged = not holds
+        remedy = "reinstall xen-moe-jax, or report this" if damaged else "xen-moe-jax autotune --output FILE makes one"
+        detail = reason if damaged else f"not used: {reason}" if reason else f"in use: {holds}"
+        found.append(
+            Finding(path.name, False if damaged else None if reason else True, detail, remedy if reason else "")
+        )
+    return found or [Finding("profiles", None, "none: operations run with their defaults")]
+
+
 def examine() -> dict[str, list[Finding]]:
     """The whole report, by section."""
     return {
@@ -258,6 +272,7 @@ def examine() -> dict[str, list[Finding]]:
         "Accelerators of this machine": accelerators(),
         "Compiled modules": [*native_modules(), nvshmem_library()],
         "Backend by platform": backends(),
+        "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],
     }
 

@@ -67,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mode == "jax-best":
         from xen_moe_jax.benchmark import jax_best
 
-        return jax_best.main(options, arguments)
+        if not options.setting:
+            return jax_best.main(options, arguments)
+        start_jax(options)
+        return jax_best.run_setting(options)
     from xen_moe_jax import BackendUnavailable
     from xen_moe_jax.benchmark import modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError

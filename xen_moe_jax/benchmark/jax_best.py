@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
-from xen_moe_jax.benchmark import jax_settings, report
+from xen_moe_jax.benchmark import report
 from xen_moe_jax.benchmark.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Setting
 
 TOKENS = (4096, 128)
@@ -41,8 +41,6 @@ FEW_TOKENS = 512
 # ------------------------------------------------------------------------------- the parent: a process for each setting
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """Runs the settings, writes what they gave after each, prints the comparison; 1 when our own figures lack."""
-    if options.setting:
-        return run_setting(options)
     names = options.settings or list(SETTINGS)
     document: dict[str, Any] = {
         "command": report.command_line(arguments),
@@ -155,10 +153,7 @@ def visible_devices() -> int:
 
 # ------------------------------------------------------------------------------------------ the child: one setting
 def run_setting(options: argparse.Namespace) -> int:
-    """Measures one setting in this process, which XLA's flags were given to; writes the file after every step."""
-    from xen_moe_jax.benchmark.command import start_jax
-
-    start_jax(options)
+    """Measures one setting in this process, where JAX has started with its flags; writes the file after every step."""
     content: dict[str, Any] = {"head": {}, "results": []}
     for rows in figures(options, SETTINGS[options.setting]):
         content["head"] = {k: v for k, v in report.header([], None).items() if k != "command"}
@@ -315,10 +310,3 @@ def describe(document: dict[str, Any]) -> str:
     if document["left_out"]:
         parts.append("left out, no time: " + "; ".join(document["left_out"]))
     return "\n".join([*parts, goal_line(document)])
-
-
-def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for settings that do not exist."""
-    unknown = set(options.settings or ()) - set(jax_settings.SETTINGS)
-    if unknown:
-        raise ValueError(f"--settings {sorted(unknown)}: must be among {list(jax_settings.SETTINGS)}")

@@ -6,6 +6,7 @@ XLA reads its flags once, when it starts, so every setting is a process of its o
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 ALL_TO_ALL = ("padded all_to_all",)
@@ -60,3 +61,10 @@ SETTINGS: dict[str, Setting] = {
     ),
 }
 """In the order in which they are run: what says most comes first."""
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for settings that do not exist."""
+    unknown = set(options.settings or ()) - set(SETTINGS)
+    if unknown:
+        raise ValueError(f"--settings {sorted(unknown)}: must be among {list(SETTINGS)}")

@@ -8,6 +8,8 @@ import json
 import pathlib
 from typing import Any
 
+from xen_moe_jax.benchmark import jax_settings
+
 MODES = ("normal", "low-latency", "sweep-sms", "jax-best", "tpu-static", "transfer")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
@@ -135,9 +137,7 @@ def check(options: argparse.Namespace) -> None:
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     if options.mode == "jax-best":
-        from xen_moe_jax.benchmark import jax_best
-
-        jax_best.check(options)
+        jax_settings.check(options)
         for name in ("plot", "tune", "link_ceiling"):
             if getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
