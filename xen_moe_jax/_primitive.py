@@ -99,7 +99,7 @@ def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence
         backend = backends.for_lowering(platform, params["config"])
         params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
-        run = functools.partial(getattr(backend, operation), **known)
+        run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
         if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
             run = _masked(run, mask, params["spec"])
         avals = _plain_avals(ctx)

@@ -204,18 +204,17 @@ def measure(
         chosen = programs.own_programs(work, problem.caps, config, operations)
     inner = options.inner or (4 if problem.platform == "cpu" else 1000 if few else 100)
 
-    def compile_one(program: programs.Program) -> tuple[timing.Timed, Any]:
-        timed = timing.compile_program(program, problem, inner, unroll=4 if few else 1, with_memory=False)
-        return timed, verify.compile_check(program, problem) if program.round_trip else None
+    def compile_one(program: programs.Program) -> tuple[Any, Any]:
+        start = timing.compile_only(program, problem, inner, unroll=4 if few else 1)
+        return start, verify.compile_check(program, problem) if program.round_trip else None
 
     report.progress(f"{tokens} tokens, {dtype}: compiling {len(chosen)} programs")
     with futures.ThreadPoolExecutor(8 if names else 1) as pool:
         compiled = list(pool.map(compile_one, chosen))
-    errors = [
-        {"max error": verify.check_round_trip(timed.program, problem, check)} if check else {}
-        for timed, check in compiled
-    ]
-    timed = [entry for entry, _ in compiled]
+    timed, errors = [], []
+    for program, (start, check) in zip(chosen, compiled, strict=True):
+        timed.append(start())
+        errors.append({"max error": verify.check_round_trip(program, problem, check)} if check else {})
     timing.measure(timed, options.repeats)
     rows = accounting.off_rank_rows(work, problem.topk_idx)
     results = []
