@@ -23,8 +23,9 @@ from xen_moe_jax.benchmark import jax_best  # noqa: E402
 
 HEAD = """# Benchmark tables
 
-This page is generated: `python benchmarks/table.py` writes it from the files in `benchmarks/results/`, and a test compares the two.
-[How it is measured](benchmarks.md) explains the columns. Every table names the command that prints its figures again.
+This page is generated: `python benchmarks/table.py` writes it from the files in `benchmarks/results/`, and a test
+compares the two. [How it is measured](benchmarks.md) explains the columns. Every table names the command that prints
+its figures again.
 """
 
 

@@ -45,7 +45,7 @@ def site_path(path: str) -> str:
 
 def outside_links(page: str, text: str) -> set[str]:
     """Existing files and folders outside docs/ that a page links to."""
-    targets = {match["target"] for match in LINK.finditer(text) if "://" not in match["target"]}
+    targets = {match["target"] for match in LINK.finditer(text) if ":" not in match["target"]}
     found = {repository_path(page, target) for target in targets}
     return {path for path in found if not path.startswith(("docs/", "..")) and (ROOT / path).exists()}
 
@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def rewrite(match: re.Match) -> str:
         target = match["target"]
-        if "://" in target or target.startswith("mailto:") or here.startswith("reference/"):
+        if ":" in target or here.startswith("reference/"):
             return match[0]
         path = repository_path(here, target)
         if not (ROOT / path).exists():
