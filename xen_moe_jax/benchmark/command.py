@@ -73,6 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, ImportError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    if options.mode == "jax-best":
+        from xen_moe_jax.benchmark import jax_best
+
+        if not options.setting:
+            return jax_best.main(options, arguments)
+        start_jax(options)
+        return jax_best.run_setting(options)
     from xen_moe_jax import BackendUnavailable
     from xen_moe_jax.benchmark import decode_step, modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError

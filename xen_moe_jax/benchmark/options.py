@@ -8,7 +8,9 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer", "decode-step")
+from xen_moe_jax.benchmark import jax_settings
+
+MODES = ("normal", "low-latency", "sweep-sms", "jax-best", "tpu-static", "transfer", "decode-step")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -50,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
+        "jax-best: beside JAX's own collectives tuned, a process for each setting of XLA; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
         "transfer: writes to another process (xen_moe_jax.transfer); "
         "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
@@ -87,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
     run("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
+    run("--peer-operations", default="round trip", help="comma-separated, of the peers")
     run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
     run("--num-processes", type=positive, default=1)
     run("--process-id", type=not_negative, default=0)
@@ -97,6 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
     steps("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
     steps("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
     steps("--peer-replays", type=positive, default=200, help="of the others, at the most")
+    tuned_jax = parser.add_argument_group("--mode jax-best").add_argument
+    tuned_jax("--settings", nargs="+", metavar="NAME", help="settings of XLA to run (default: all)")
+    tuned_jax("--seconds", type=factor, default=600.0, help="for all settings; the last are left out")
+    tuned_jax("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
+    tuned_jax("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
+    tuned_jax("--part", help=argparse.SUPPRESS)
     out = parser.add_argument_group("output").add_argument
     out("--json", metavar="FILE")
     out("--plot", metavar="FILE")
@@ -135,7 +145,15 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     if options.mode == "decode-step" and options.tokens:
         raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
+    if options.mode == "jax-best":
+        jax_settings.check(options)
+        for name in ("plot", "tune", "link_ceiling"):
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
+    elif options.settings:
+        raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
     operations(options)
+    operations(options, "peer_operations")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
     for name in ("json", "plot", "tuned"):
@@ -217,10 +235,12 @@ def kernel_config(options: argparse.Namespace) -> Any:
     return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
 
 
-def operations(options: argparse.Namespace) -> tuple[str, ...]:
-    chosen = tuple(name.strip() for name in options.operations.split(","))
+def operations(options: argparse.Namespace, argument: str = "operations") -> tuple[str, ...]:
+    """Of the library's own programs, or of the peers where `argument` is "peer_operations"."""
+    given = getattr(options, argument)
+    chosen = tuple(name.strip() for name in given.split(","))
     if not set(chosen) <= set(OPERATIONS):
-        raise ValueError(f"--operations {options.operations!r}: must be among {OPERATIONS}")
+        raise ValueError(f"--{argument.replace('_', '-')} {given!r}: must be among {OPERATIONS}")
     return chosen
 
 
