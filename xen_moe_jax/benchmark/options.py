@@ -8,7 +8,8 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer")
+MODES = ("normal", "low-latency", "sweep-sms", "layer", "model", "tpu-static", "transfer")
+LAYER_MODES = ("layer", "model")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
+        "layer: a whole MoE layer, forward and backward; model: a stack of four; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
         "transfer: writes to another process (xen_moe_jax.transfer)")  # fmt: skip
     sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
@@ -65,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="--mode transfer: sizes of a piece (default: a table)",
     )
+    size("--width", type=positive, help="--mode layer, model: features inside an expert (default 3/8 of hidden)")
     size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
     size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
     size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
@@ -82,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
+    run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
@@ -126,6 +130,11 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
+    if options.mode not in LAYER_MODES and (options.width or options.grouped_matmul != "auto"):
+        name, value = ("width", options.width) if options.width else ("grouped-matmul", options.grouped_matmul)
+        raise ValueError(f"--{name} {value}: needs --mode layer or --mode model")
+    if options.mode in LAYER_MODES and options.tune:
+        raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     operations(options)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
