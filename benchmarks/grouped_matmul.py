@@ -348,7 +348,9 @@ def tune_hopper(options: argparse.Namespace) -> dict[str, Any]:
     """TFLOP/s of each tiling of this library's kernels, by kernel and contracted width: compiled side by side."""
     import concurrent.futures
 
-    from xen_moe_jax.pallas_kernels.hopper_grouped_matmul import Tiles, rows_by_rows, rows_by_weights
+    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+    from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
     rows, gate, down, sizes = operands(options)
     wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)

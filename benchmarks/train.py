@@ -1,4 +1,4 @@
-"""Trains the demo's language model at a billion parameters on the GPUs of one host, and reports the share of their peak.
+"""Trains the demo's language model at a billion parameters on the GPUs of a host, and reports the share of their peak.
 
     python benchmarks/train.py --json benchmarks/results/train_h200x4.json
 

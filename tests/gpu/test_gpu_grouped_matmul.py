@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xen_moe_jax.flax import hopper
-from xen_moe_jax.pallas_kernels.hopper_grouped_matmul import Tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not hopper.on_hopper(), reason="needs a Hopper GPU (compute capability 9.0)"

@@ -95,9 +95,7 @@ def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float
     return difference
 
 
-def compiled(
-    given: LayerProblem, operation: str, program: Any, operands: Operands, inner: int
-) -> tuple[Any, Any]:
+def compiled(given: LayerProblem, operation: str, program: Any, operands: Operands, inner: int) -> tuple[Any, Any]:
     """One call, and a loop of `inner` calls of which each has one element of the tokens from the last result."""
     specs = layer_programs.operand_specs(given)
     mesh = given.problem.mesh
@@ -109,7 +107,9 @@ def compiled(
 
         return jax.lax.fori_loop(0, inner, body, x)
 
-    mapped = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=layer_programs.result_specs(given, operation), check_vma=False)
+    mapped = jax.shard_map(
+        program, mesh=mesh, in_specs=specs, out_specs=layer_programs.result_specs(given, operation), check_vma=False
+    )
     looped = jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=RANK_SPEC, check_vma=False)
     return jax.jit(mapped).lower(*operands).compile(), jax.jit(looped).lower(*operands).compile()
 
@@ -175,9 +175,9 @@ def describe_results(document: dict[str, Any]) -> str:
 
 
 FOOTNOTE = (
-    "us: median per call, dependent calls inside one program. matmuls: the time of the experts alone, on as many rows\n"
-    "in equal groups, over the layer's. temp MiB: the compiler's temporaries of one call, per device. difference: from\n"
-    "the library's plain layer, of the largest element."
+    "us: median per call, dependent calls inside one program. matmuls: the time of the experts alone, on as many\n"
+    "rows in equal groups, over the layer's. temp MiB: the compiler's temporaries of a call, per device. difference:\n"
+    "from the library's plain layer, of the largest element."
 )
 
 

@@ -66,7 +66,7 @@ class MoEConfig:
       experts: in place of the built-in experts: `experts(rows, group_sizes, weights) -> rows`, with this rank's
         `weights` by name. Grouped: `rows [C, H]`, int32 `group_sizes [L]`; padded: `rows [L, M, H]` of which expert `l`
         uses the first `group_sizes[l]`. Rows outside the groups are unspecified, and what comes out of them is ignored.
-      grouped_matmul: "auto" (the best that is installed), "ragged_dot", "tokamax", or a callable
+      grouped_matmul: "auto" (the fastest that is here), "ragged_dot", "tokamax", "hopper", or a callable
         `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.flax.grouped_matmul`).
       wire: what dispatch sends: None, "float8_e4m3fn" or "int8".
       combine_wire: what combine sends.

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
-from xen_moe_jax.pallas_kernels import hopper_grouped_matmul as kernels
-from xen_moe_jax.pallas_kernels.hopper_grouped_matmul import Tiles
+from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
 
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
@@ -87,7 +88,7 @@ def grouped_matmul(
         )
     axes = frozenset().union(*(varying_axes(operand) for operand in (rows, weights, group_sizes)))
     rows, weights, group_sizes = (_vary(operand, axes) for operand in (rows, weights, group_sizes))
-    extra = -rows.shape[0] % kernels.ROW_ALIGNMENT
+    extra = -rows.shape[0] % ROW_ALIGNMENT
     out = _multiply(chosen, jnp.pad(rows, ((0, extra), (0, 0))) if extra else rows, weights, group_sizes)
     return out[: rows.shape[0]] if extra else out
 
@@ -100,7 +101,7 @@ def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> Any:
-    out = kernels.rows_by_weights(rows, weights, group_sizes, transposed=False, tiles=chosen.forward)
+    out = rows_by_weights(rows, weights, group_sizes, transposed=False, tiles=chosen.forward)
     return _vary(out, varying_axes(rows))
 
 
@@ -110,8 +111,8 @@ def _forward(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> tuple[A
 
 def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
     rows, weights, group_sizes = kept
-    by_rows = kernels.rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
-    by_weights = kernels.rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
+    by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
+    by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
     return _vary(by_rows, varying_axes(rows)), _vary(by_weights, varying_axes(weights)), None
 
 
