@@ -22,6 +22,11 @@ def rows_by_rows(
     """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group."""
     dtype = rows.dtype
     num_groups, (height, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
+    if height % tiles.cluster_m or width % tiles.cluster_n or rows.shape[0] % ROW_ALIGNMENT:
+        raise ValueError(
+            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of "
+            f"{tiles.cluster_m} and {tiles.cluster_n}, and the rows of {ROW_ALIGNMENT}"
+        )
     m_tiles, n_tiles = height // tiles.cluster_m, width // tiles.cluster_n
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = jnp.cumsum(sizes)

@@ -32,6 +32,11 @@ def rows_by_weights(
     capacity, depth = rows.shape
     columns = weights.shape[1 if transposed else 2]
     dtype = rows.dtype
+    if columns % tiles.cluster_n or depth % tiles.k or capacity % ROW_ALIGNMENT:
+        raise ValueError(
+            f"rows {list(rows.shape)}, weights {list(weights.shape)}, {tiles}: columns must be a multiple of "
+            f"{tiles.cluster_n}, the contracted dimension of {tiles.k}, and the rows of {ROW_ALIGNMENT}"
+        )
     n_tiles, k_steps = columns // tiles.cluster_n, depth // tiles.k
     meta = row_tiles(group_sizes, capacity, tiles.cluster_m)
 
