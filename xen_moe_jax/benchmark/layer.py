@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import statistics
 import time
 from typing import Any
@@ -11,13 +12,15 @@ import jax
 
 from xen_moe_jax.benchmark import layer_programs, report, timing
 from xen_moe_jax.benchmark import options as command_options
-from xen_moe_jax.benchmark.layer_programs import MATMULS, MODEL_LAYERS, OPERATIONS, LayerProblem, Operands
-from xen_moe_jax.benchmark.problem import RANK_SPEC, make_problem
+from xen_moe_jax.benchmark.layer_programs import MATMULS, MODEL_LAYERS, OPERATIONS, PLAIN, LayerProblem, Operands
+from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.flax import grouped_matmul
 
 TOLERANCE = {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
 """Largest difference from the library's plain layer, relative to the largest element."""
+COMPILING = 8
+"""Programs at a time."""
 FP8_TOLERANCE = 0.3
 """With an fp8 wire: three bits of mantissa, there and back."""
 
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         if options.grouped_matmul == "auto"
         else options.grouped_matmul,
     }
-    chosen = layer_programs.layers_of(given, command_options.peer_names(options))
+    chosen = layer_programs.layers_of(given, options.ways)
     results = measure(given, operands, chosen, options)
     add_shares(results)
     return head | {"results": results}
@@ -49,36 +52,35 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
 def measure(
     given: LayerProblem, operands: Operands, chosen: dict[str, Any], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each way and operation; a way that fails to compile, or gives other results, says so in its row."""
-    inner = options.inner or (2 if given.problem.platform == "cpu" else 10)
-    began = time.monotonic()
-    results = []
-    for operation, make in OPERATIONS.items():
-        expected = None
-        for name in ("xen_moe_jax", *(other for other in chosen if other != "xen_moe_jax")):
-            row: dict[str, Any] = {"name": name, "operation": operation}
-            results.append(row)
-            if time.monotonic() - began > options.seconds:
-                row["error"] = "no time was left"
-                continue
-            report.progress(f"{name}: {operation}")
-            program = make(layer_programs.stacked(chosen[name], given.layers))
-            try:
-                single, loop = compiled(given, operation, program, operands, inner)
-            except Exception as error:  # a way that XLA cannot compile or fit here is a result
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
-                continue
-            row["memory_bytes"] = timing.memory_bytes(single)
-            try:
-                result = jax.block_until_ready(single(*operands))
-                if name == "xen_moe_jax":
-                    expected = result
-                elif name != MATMULS:
-                    row["max difference"] = compare(given, name, result, expected)
-                del result
-                row |= times(loop, operands, inner, options.repeats, given)
-            except jax.errors.JaxRuntimeError as error:  # out of memory
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
+    """One row for each way and operation; a way that does not compile or fit says so in its row.
+
+    Raises:
+      WrongResultError: a way's results are not those of the library's plain layer.
+    """
+    calls = options.inner or (2 if given.problem.platform == "cpu" else 20)
+    pairs = [(operation, name) for operation in OPERATIONS for name in chosen]
+    report.progress(f"compiling {len(pairs)} programs")
+    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
+        programs = list(pool.map(lambda pair: compiled(given, pair[0], chosen[pair[1]], operands), pairs))
+    results, expected = [], {}
+    for (operation, name), program in zip(pairs, programs, strict=True):
+        row: dict[str, Any] = {"name": name, "operation": operation}
+        results.append(row)
+        report.progress(f"{name}: {operation}")
+        if isinstance(program, str):
+            row["error"] = program
+            continue
+        row["memory_bytes"] = timing.memory_bytes(program)
+        try:
+            result = jax.block_until_ready(program(*operands))
+            if name == PLAIN:
+                expected[operation] = result
+            elif name != MATMULS:
+                row["max difference"] = compare(given, name, result, expected[operation])
+            del result
+            row |= times(program, operands, calls, options.repeats, given)
+        except jax.errors.JaxRuntimeError as error:  # out of memory
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
     return results
 
 
@@ -95,39 +97,38 @@ def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float
     return difference
 
 
-def compiled(given: LayerProblem, operation: str, program: Any, operands: Operands, inner: int) -> tuple[Any, Any]:
-    """One call, and a loop of `inner` calls of which each has one element of the tokens from the last result."""
-    specs = layer_programs.operand_specs(given)
-    mesh = given.problem.mesh
-
-    def loop(weights: Any, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
-        def body(_: Any, x: jax.Array) -> jax.Array:
-            first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(weights, x, topk_idx)))
-            return x.at[0, 0].add((first.reshape(-1)[0] * 0).astype(x.dtype))
-
-        return jax.lax.fori_loop(0, inner, body, x)
-
+def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
+    """The executable, or why there is none."""
+    program = OPERATIONS[operation](layer_programs.stacked(layer, given.layers))
     mapped = jax.shard_map(
-        program, mesh=mesh, in_specs=specs, out_specs=layer_programs.result_specs(given, operation), check_vma=False
+        program,
+        mesh=given.problem.mesh,
+        in_specs=layer_programs.operand_specs(given),
+        out_specs=layer_programs.result_specs(given, operation),
+        check_vma=False,
     )
-    looped = jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=RANK_SPEC, check_vma=False)
-    return jax.jit(mapped).lower(*operands).compile(), jax.jit(looped).lower(*operands).compile()
+    try:
+        return jax.jit(mapped).lower(*operands).compile()
+    except Exception as error:  # whatever XLA or a kernel cannot do here is a result
+        return f"{type(error).__name__}: {error}"[:300]
 
 
-def times(loop: Any, operands: Operands, inner: int, repeats: int, given: LayerProblem) -> dict[str, Any]:
-    jax.block_until_ready(loop(*operands))
+def times(program: Any, operands: Operands, calls: int, repeats: int, given: LayerProblem) -> dict[str, Any]:
+    """Microseconds a call, of `calls` that are queued at once and run one after the other."""
     taken = []
     for _ in range(repeats):
         began = time.perf_counter()
-        jax.block_until_ready(loop(*operands))
-        taken.append(timing.slowest_process((time.perf_counter() - began) / inner * 1e6))
+        for _ in range(calls):
+            result = program(*operands)
+        jax.block_until_ready(result)
+        taken.append(timing.slowest_process((time.perf_counter() - began) / calls * 1e6))
     median = statistics.median(taken)
     return {
         "us_median": median,
         "us_min": min(taken),
         "us_max": max(taken),
         "us_repeats": taken,
-        "calls_per_repeat": inner,
+        "calls_per_repeat": calls,
         "tokens_per_second_per_rank": given.work.tokens / median * 1e6,
     }
 
@@ -140,8 +141,8 @@ def add_shares(results: list[dict[str, Any]]) -> None:
             continue
         if MATMULS in same:
             row["matmul_share"] = same[MATMULS] / row["us_median"]
-        if "xen_moe_jax" in same:
-            row["times_own"] = row["us_median"] / same["xen_moe_jax"]
+        if PLAIN in same:
+            row["times_own"] = row["us_median"] / same[PLAIN]
 
 
 def results_table(results: list[dict[str, Any]]) -> str:
@@ -175,7 +176,7 @@ def describe_results(document: dict[str, Any]) -> str:
 
 
 FOOTNOTE = (
-    "us: median per call, dependent calls inside one program. matmuls: the time of the experts alone, on as many\n"
+    "us: median per call, of calls queued at once. matmuls: the time of the experts alone, on as many\n"
     "rows in equal groups, over the layer's. temp MiB: the compiler's temporaries of a call, per device. difference:\n"
     "from the library's plain layer, of the largest element."
 )

@@ -23,8 +23,10 @@ from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
 
 MODEL_LAYERS = 4
-OWN = {
-    "xen_moe_jax": {},
+PLAIN = "xen_moe_jax"
+"""What the results of the others are compared with."""
+OWN: dict[str, dict[str, Any]] = {
+    PLAIN: {},
     "xen_moe_jax, 2 chunks": {"num_chunks": 2},
     "xen_moe_jax, 4 chunks": {"num_chunks": 4},
     "xen_moe_jax, alignment 128": {"alignment": 128},
@@ -157,15 +159,29 @@ def matmuls_alone(config: MoEConfig, work: Workload, copies: int) -> Layer:
     return layer
 
 
-def layers_of(given: LayerProblem, names: tuple[str, ...] | None) -> dict[str, Layer]:
-    """All ways to run the layer on this platform, by name; `names` chooses among the peers."""
-    work, config = given.work, given.config
-    found = {MATMULS: matmuls_alone(config, work, work.top_k)}
-    for name, fields in OWN.items():
-        found[name] = own_layer(dataclasses.replace(config, **fields), work)
-    caps = peer_capacities(given)
-    for name in PEERS if names is None else names:
-        if given.problem.platform in peers.PEERS[name].platforms:
+def layers_of(given: LayerProblem, names: list[str] | None) -> dict[str, Layer]:
+    """The ways to run the layer that this platform has, by name, the library's plain one first.
+
+    Args:
+      names: which; None is all.
+
+    Raises:
+      ValueError: a name is of none.
+    """
+    known = (PLAIN, MATMULS, *(name for name in OWN if name != PLAIN), *PEERS)
+    unknown = set(names or ()) - set(known)
+    if unknown:
+        raise ValueError(f"--ways {' '.join(map(repr, sorted(unknown)))}: must be among {known}")
+    work, config, caps = given.work, given.config, peer_capacities(given)
+    found: dict[str, Layer] = {}
+    for name in known:
+        if names is not None and name not in (PLAIN, MATMULS, *names):
+            continue
+        if name == MATMULS:
+            found[name] = matmuls_alone(config, work, work.top_k)
+        elif name in OWN:
+            found[name] = own_layer(dataclasses.replace(config, **OWN[name]), work)
+        elif given.problem.platform in peers.PEERS[name].platforms:
             found[name] = peer_layer(config, work, caps, name)
     return found
 
