@@ -10,7 +10,18 @@ from typing import Any
 
 from xen_moe_jax.benchmark import jax_settings
 
-MODES = ("normal", "low-latency", "sweep-sms", "jax-best", "tpu-static", "transfer", "decode-step")
+MODES = (
+    "normal",
+    "low-latency",
+    "sweep-sms",
+    "jax-best",
+    "layer",
+    "model",
+    "decode-step",
+    "tpu-static",
+    "transfer",
+)
+LAYER_MODES = ("layer", "model")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -53,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
         "jax-best: beside JAX's own collectives tuned, a process for each setting of XLA; "
+        "layer: a whole MoE layer, forward and backward; model: a stack of four; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
         "transfer: writes to another process (xen_moe_jax.transfer); "
         "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
@@ -69,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="--mode transfer: sizes of a piece (default: a table)",
     )
+    size("--width", type=positive, help="--mode layer, model: features inside an expert (default 3/8 of hidden)")
     size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
     size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
     size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
@@ -86,6 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
+    run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
+    run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
@@ -152,6 +167,12 @@ def check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
     elif options.settings:
         raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
+    if options.mode not in LAYER_MODES and (options.width or options.ways or options.grouped_matmul != "auto"):
+        given = {"width": options.width, "ways": options.ways, "grouped-matmul": options.grouped_matmul}
+        name = next(name for name, value in given.items() if value)
+        raise ValueError(f"--{name} {given[name]}: needs --mode layer or --mode model")
+    if options.mode in LAYER_MODES and options.tune:
+        raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     operations(options)
     operations(options, "peer_operations")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
