@@ -82,6 +82,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       nb::dict d;
       d["ranks"] = workspace->ranks();
       d["channel"] = workspace->channel();
+      d["flights"] = workspace->for_flights();
       d["devices"] = workspace->devices();
       d["staging_bytes"] = workspace->staging_bytes();
       d["scratch_bytes"] = workspace->scratch_bytes();

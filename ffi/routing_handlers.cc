@@ -82,11 +82,11 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.positions = positions->typed_data();
   p.recv_counts = recv_counts->typed_data();
   p.weights = static_cast<float*>(weights->untyped_data());
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
@@ -108,11 +108,11 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   p.positions = positions.typed_data();
   p.recv_counts = recv_counts.typed_data();
   p.rows = rows->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
@@ -137,12 +137,79 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   p.positions = positions.typed_data();
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.out, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchCombine(p, stream);
+    return LaunchCombine(p, on);
   });
+}
+
+// Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
+// A copy that XLA has made in between was made too early.
+ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flight, ffi::RemainingRets landed) {
+  bool in_place = landed.size() > 0 && in_flight.size() >= landed.size();
+  for (size_t i = 0; in_place && i < landed.size(); ++i) {
+    const ffi::AnyBuffer from = *in_flight.get<ffi::AnyBuffer>(i);
+    in_place = from.size_bytes() == 0 || from.untyped_data() == (*landed.get<ffi::AnyBuffer>(i))->untyped_data();
+  }
+  try {
+    if (in_place &&
+        Flights::Get().Land(&CudaDevices(), ordinal, (*landed.get<ffi::AnyBuffer>(0))->untyped_data(), stream)) {
+      return ffi::Error::Success();
+    }
+  } catch (const MemoryError& e) {
+    return ToError(e);
+  }
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      "xen_moe_jax: no flight lands in the buffers that its done half was given: XLA has copied them since "
+      "the start half, or the start was in another program, or before xen_moe_jax.cuda.reset(). Start and "
+      "finish a flight in one program and in the same turn of a loop; do not carry it through scan, "
+      "while_loop or cond");
+}
+
+auto DispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Floats2>()
+      .Arg<Ints2>()
+      .Arg<Floats2>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::BufferR3<ffi::S32>>()
+      .Ret<ffi::BufferR2<ffi::S32>>()
+      .Ret<ffi::AnyBuffer>()
+      .RemainingRets();
+}
+auto RedispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
+      .Ret<ffi::AnyBuffer>();
+}
+auto CombineArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<CombinePlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
+      .Arg<ffi::Buffer<ffi::F32>>()
+      .Ret<ffi::AnyBuffer>();
 }
 
 }  // namespace
@@ -150,49 +217,19 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchInstantiate, MakePlan<DispatchPlan>, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineInstantiate, MakePlan<CombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats2>()
-                                  .Arg<Ints2>()
-                                  .Arg<Floats2>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR3<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch, DispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch, RedispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch,
+// The halves of an operation are not for CUDA graphs: a graph may end between the two.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatchStart, Redispatch, RedispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineStart, Combine, CombineArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDone, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<CombinePlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 }  // namespace xen_moe
