@@ -1,4 +1,4 @@
-"""Dispatch, combine, redispatch and their halves as primitives, with their derivatives.
+"""Dispatch, combine and redispatch as primitives, with their derivatives.
 
 Both directions are linear in the rows that they carry. The tangent of a dispatch is a redispatch of the tangent, the
 transpose of a redispatch is an unweighted combine, and that of a combine a redispatch; the rest is JAX's. A quantised
@@ -14,12 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from xen_moe_jax import _layout, _shapes, backends
+from xen_moe_jax import _layout, _shapes
 from xen_moe_jax._collective_primitives import all_to_all_p
-from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._mesh import platform
 from xen_moe_jax._primitive import declare, declare_composite
-from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 
 ROWS, HANDLE, OUT = "xen_moe_rows", "xen_moe_handle", "xen_moe_out"
@@ -45,36 +42,9 @@ class Dispatched(NamedTuple):
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-def _halves_backend(spec: Spec, config: KernelConfig) -> Any:
-    return backends.for_halves(platform(), spec, config)
-
-
-def splits(spec: Spec, config: KernelConfig) -> bool:
-    """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
-    return spec.capacity > 0 and _halves_backend(spec, config) is not None
-
-
-def _dispatch_start_shapes(*operands: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> list[ShapeDtype]:
-    backend = _halves_backend(spec, config)
-    whole = _shapes.dispatch(*operands, spec=spec)
-    return [*whole[2:], *backend.dispatch_in_flight(*operands[:2], spec=spec, wire=wire)]
-
-
-def _dispatch_done_shapes(*operands: Any, spec: Spec, **_: Any) -> list[ShapeDtype]:
-    return _shapes.dispatch(*operands, spec=spec)[:2]
-
-
-def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> list[ShapeDtype]:
-    return _halves_backend(spec, config).combine_in_flight(y, spec=spec, wire=wire)
-
-
 dispatch_p = declare("dispatch", _shapes.dispatch)
 combine_p = declare("combine", _shapes.combine)
 redispatch_p = declare("redispatch", _shapes.redispatch)
-dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes)
-dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes)
-combine_start_p = declare("combine_start", _combine_start_shapes)
-combine_done_p = declare("combine_done", _shapes.combine)
 
 
 # -- derivatives of a dispatch -----------------------------------------------------------------------------------------
@@ -92,14 +62,19 @@ def _rows_tangent(rows: Any, x_dot: Any, scales_dot: Any, handle: Any, params: A
     """Tangent of the rows that a dispatch of `x` gave."""
     if _is_zero(x_dot, scales_dot):
         return _zero(rows)
-    if rows.dtype.itemsize == 1:
+    check_carries_gradient(rows)
+    (rows_dot,) = redispatch_p.bind(x_dot, *handle, **_for_gradients(params))
+    return rows_dot
+
+
+def check_carries_gradient(x: Any) -> None:
+    """Raises TypeError for values of one byte."""
+    if x.dtype.itemsize == 1:
         raise TypeError(
             "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float "
             "array and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients "
             "straight through."
         )
-    (rows_dot,) = redispatch_p.bind(x_dot, *handle, **_for_gradients(params))
-    return rows_dot
 
 
 def _for_gradients(params: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +181,14 @@ def _cotangents(cotangent: Any, y: Any, weights: Any, wanted: tuple[bool, bool],
     topk_idx, positions, recv_counts = handle
     moved = {name: value for name, value in _for_gradients(params).items() if name != "weighted"}
     (rows,) = redispatch_p.bind(cotangent, topk_idx, positions, recv_counts, **moved)
-    used = _layout.used_rows(recv_counts, params["spec"])
+    return row_cotangents(rows, y, weights, wanted, handle, params)
+
+
+def row_cotangents(
+    rows: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: dict[str, Any]
+) -> list[Any]:
+    """`_cotangents` from the cotangent's rows, where the experts' rows are."""
+    used = _layout.used_rows(handle[2], params["spec"])
     y_ct = weights_ct = None
     if wanted[0] and params["weighted"]:
         product = weights[..., None] * rows.astype(jnp.float32)
@@ -261,40 +243,3 @@ ad.primitive_jvps[combine_p] = _combine_jvp
 ad.primitive_transposes[combine_p] = _combine_transpose
 ad.primitive_jvps[combine_tangent_p] = _combine_tangent_jvp
 ad.primitive_transposes[combine_tangent_p] = _combine_tangent_transpose
-
-
-# -- halves: the done half knows the float operands of the start, and carries their derivatives ------------------------
-
-
-def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx = primals[2]
-    results = list(dispatch_start_p.bind(*primals, **params))
-    known = 4 if params["spec"].layout == "ranked" else 3
-    results[:known] = [checkpoint_name(a, HANDLE) for a in results[:known]]
-    dots = [_zero(a) for a in results]
-    dots[2] = _weights_tangent(results[2], tangents[3], topk_idx, results[0], params)
-    return results, dots
-
-
-def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    rows, row_scales = (checkpoint_name(a, ROWS) for a in dispatch_done_p.bind(*primals, **params))
-    rows_dot = _rows_tangent(rows, tangents[0], tangents[1], primals[2:5], params)
-    return [rows, row_scales], [rows_dot, _zero(row_scales)]
-
-
-def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results = combine_start_p.bind(*primals, **params)
-    return results, [_zero(a) for a in results]
-
-
-def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    y, topk_idx, positions, recv_counts, weights = primals[:5]
-    out = combine_done_p.bind(*primals, **params)
-    out_dot = _tangent(tangents[0], tangents[4], y, weights, (topk_idx, positions, recv_counts), params)
-    return out, [_zero(out[0]) if out_dot is None else out_dot]
-
-
-ad.primitive_jvps[dispatch_start_p] = _dispatch_start_jvp
-ad.primitive_jvps[dispatch_done_p] = _dispatch_done_jvp
-ad.primitive_jvps[combine_start_p] = _combine_start_jvp
-ad.primitive_jvps[combine_done_p] = _combine_done_jvp
