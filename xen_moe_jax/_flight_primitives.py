@@ -21,8 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
+from xen_moe_jax import _active, _shapes, backends
 from xen_moe_jax import _moe_primitives as whole
-from xen_moe_jax import _shapes, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import Dispatched
@@ -69,16 +69,27 @@ def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, *
     return backend.combine_in_flight(y, spec=spec, wire=wire)
 
 
-dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes)
+def _mask_done(operands: Any, spec: Spec) -> list[Any]:
+    return [*_active.mask_dispatch(operands[:5], spec), *operands[5:]]
+
+
+def _mask_combine(operands: Any, spec: Spec) -> list[Any]:
+    """Positions and counts of a backward pass come as the bits of float32."""
+    y, topk_idx, *handle = operands
+    handle[:2] = [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in handle[:2]]
+    return _active.mask_handle([y, topk_idx, *handle], spec)
+
+
+dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
 """Operands of a dispatch -> what is under way. Landing in results: those, two that are held, `x`."""
-dispatch_done_p = declare("dispatch_done", _shapes.dispatch)
+dispatch_done_p = declare("dispatch_done", _shapes.dispatch, mask=_mask_done)
 """Operands of the start, then what is under way -> results of a dispatch."""
-combine_start_p = declare("combine_start", _combine_start_shapes)
+combine_start_p = declare("combine_start", _combine_start_shapes, mask=_mask_combine)
 """Operands of a combine -> what is under way. Landing in results: `out`, `y`."""
-combine_done_p = declare("combine_done", _shapes.combine)
-redispatch_start_p = declare("redispatch_start", _shapes.redispatch)
+combine_done_p = declare("combine_done", _shapes.combine, mask=_mask_combine)
+redispatch_start_p = declare("redispatch_start", _shapes.redispatch, mask=_active.mask_handle)
 """Only where flights land in results, and only in the backward pass of a combine in halves."""
-redispatch_done_p = declare("redispatch_done", _shapes.redispatch)
+redispatch_done_p = declare("redispatch_done", _shapes.redispatch, mask=_active.mask_handle)
 
 
 # -- order: XLA goes by data alone -------------------------------------------------------------------------------------
@@ -189,29 +200,29 @@ def _dispatch_link_done_shapes(rows: Any, *_: Any, **__: Any) -> list[ShapeDtype
 
 
 dispatch_link_start_p = declare_composite("dispatch_link_start", _dispatch_link_start_shapes, _dispatch_link_start)
-"""`x, topk_idx` -> `rows, positions, counts, x`."""
+"""`x, topk_idx, active` -> `rows, positions, counts, x`."""
 dispatch_link_done_p = declare_composite("dispatch_link_done", _dispatch_link_done_shapes, _dispatch_link_done)
-"""`rows, positions, counts, x, topk_idx, positions, recv_counts` -> `rows`."""
+"""`rows, positions, counts, x, topk_idx, positions, recv_counts, active` -> `rows`."""
 
 
 def _dispatch_link_done_transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
     (rows,) = cotangents
     if type(rows) is ad.Zero or not ad.is_undefined_primal(operands[3]):
         return _cotangents(operands, [])
-    topk_idx, positions, recv_counts = operands[4:]
+    topk_idx, positions, recv_counts, active = operands[4:]
     held = lax.bitcast_convert_type(positions, jnp.float32)
     counts = lax.bitcast_convert_type(recv_counts, jnp.float32)
-    out, rows = combine_start_p.bind(rows, topk_idx, held, counts, _no_weights(params), **_of_combine(params))
+    out, rows = combine_start_p.bind(rows, topk_idx, held, counts, active, _no_weights(params), **_of_combine(params))
     return _cotangents(operands, [rows, held, counts, out])
 
 
-def _dispatch_link_start_transpose(cotangents: Any, x: Any, topk_idx: Any, **params: Any) -> list[Any]:
+def _dispatch_link_start_transpose(cotangents: Any, x: Any, topk_idx: Any, active: Any, **params: Any) -> list[Any]:
     rows, held, counts, out = cotangents
     if type(out) is ad.Zero:
-        return [ad.Zero(x.aval), None]
-    handle = (topk_idx, held, counts, _no_weights(params))
+        return [ad.Zero(x.aval), None, None]
+    handle = (topk_idx, held, counts, active, _no_weights(params))
     (x_ct,) = combine_done_p.bind(rows, *handle, out, rows, **_of_combine(params))
-    return [x_ct, None]
+    return [x_ct, None, None]
 
 
 _linear(dispatch_link_start_p, 1)
@@ -221,13 +232,13 @@ ad.primitive_transposes[dispatch_link_done_p] = _dispatch_link_done_transpose
 
 
 def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    x, _, topk_idx, *_ = primals
+    x, _, topk_idx, _, active = primals
     results = dispatch_start_p.bind(*primals, **params)
-    dots = [whole._zero(a) for a in results]
+    dots = [whole.zero(a) for a in results]
     if _lands_in_results(params) and type(tangents[0]) is not ad.Zero:
         whole.check_carries_gradient(x)
         dots[0], dots[-3], dots[-2], dots[-1] = dispatch_link_start_p.bind(
-            tangents[0], topk_idx, **_link_params(params)
+            tangents[0], topk_idx, active, **_link_params(params)
         )
     return results, dots
 
@@ -237,21 +248,21 @@ def _link_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx = primals[2]
+    topk_idx, _, active = primals[2:5]
     out = Dispatched(*dispatch_done_p.bind(*primals, **params)).named()
-    handle = (topk_idx, out.positions, out.recv_counts)
+    handle = (topk_idx, out.positions, out.recv_counts, active)
     if not _lands_in_results(params):
-        rows_dot = whole._rows_tangent(out.rows, tangents[0], tangents[1], handle, params)
+        rows_dot = whole.rows_tangent(out.rows, tangents[0], tangents[1], handle, params)
     elif type(tangents[-1]) is ad.Zero:
-        rows_dot = whole._zero(out.rows)
+        rows_dot = whole.zero(out.rows)
     else:
         first = len(primals) - len(_dispatch_start_shapes(*primals, **params))
         link = [ad.instantiate_zeros(tangents[i]) for i in (first, -3, -2, -1)]
         (rows_dot,) = dispatch_link_done_p.bind(*link, *handle, **_link_params(params))
     results = [a for a in out if a is not None]
-    dots = [whole._zero(a) for a in results]
+    dots = [whole.zero(a) for a in results]
     dots[0] = rows_dot
-    dots[4] = whole._weights_tangent(out.weights, tangents[3], topk_idx, out.positions, params)
+    dots[4] = whole.weights_tangent(results[2:], tangents[3], topk_idx, active, params)
     return results, dots
 
 
@@ -298,9 +309,9 @@ def _combine_link_start_transpose(
     wanted = ad.is_undefined_primal(y_dot), ad.is_undefined_primal(weights_dot)
     rest = [None] * (2 + len(handle))
     if type(out) is ad.Zero:
-        return [whole._zero_if(wanted[0], y_dot), whole._zero_if(wanted[1], weights_dot), *rest]
+        return [whole.zero_if(wanted[0], y_dot), whole.zero_if(wanted[1], weights_dot), *rest]
     if type(rows) is ad.Zero:
-        return [*whole._cotangents(out, y, weights, wanted, handle, params), *rest]
+        return [*whole.combine_cotangents(out, y, weights, wanted, handle, params), *rest]
     moved = {name: value for name, value in params.items() if name != "weighted"}
     (rows,) = redispatch_done_p.bind(out, *handle, rows, **moved)
     return [*whole.row_cotangents(rows, y, weights, wanted, handle, params), *rest]
@@ -310,17 +321,17 @@ def _combine_link_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     y_dot, weights_dot, y, weights, *handle = primals
     out, link = combine_link_start_p.bind(*primals, **params)
     parts = (
-        whole._tangent(tangents[0], tangents[1], y, weights, handle, params),
-        whole._tangent(tangents[2], tangents[3], y_dot, weights_dot, handle, params),
+        whole.combine_tangent(tangents[0], tangents[1], y, weights, handle, params),
+        whole.combine_tangent(tangents[2], tangents[3], y_dot, weights_dot, handle, params),
     )
     moving = [part for part in parts if part is not None]
-    return [out, link], [sum(moving[1:], moving[0]) if moving else whole._zero(out), whole._zero(link)]
+    return [out, link], [sum(moving[1:], moving[0]) if moving else whole.zero(out), whole.zero(link)]
 
 
 def _combine_link_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     out = combine_link_done_p.bind(*primals, **params)
     if type(tangents[0]) is ad.Zero and type(tangents[1]) is ad.Zero:
-        return out, [whole._zero(out[0])]
+        return out, [whole.zero(out[0])]
     moving = [ad.instantiate_zeros(t) for t in tangents[:2]]
     return out, combine_link_done_p.bind(*moving, *primals[2:], **params)
 
@@ -334,9 +345,9 @@ ad.primitive_transposes[combine_link_done_p] = _combine_link_done_transpose
 def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     y, *handle, weights = primals
     results = combine_start_p.bind(*primals, **params)
-    dots = [whole._zero(a) for a in results]
+    dots = [whole.zero(a) for a in results]
     given = tangents[0], tangents[-1] if params["weighted"] else ad.Zero(weights.to_tangent_aval())
-    if _lands_in_results(params) and not whole._is_zero(*given):
+    if _lands_in_results(params) and not whole.are_zero(*given):
         moving = [ad.instantiate_zeros(t) for t in given]
         dots = combine_link_start_p.bind(*moving, y, weights, *handle, **_link_params(params))
     return results, dots
@@ -347,10 +358,10 @@ def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     y, *handle, weights = primals[:count]
     out = combine_done_p.bind(*primals, **params)
     if not _lands_in_results(params):
-        out_dot = whole._tangent(tangents[0], tangents[count - 1], y, weights, handle, params)
-        return out, [whole._zero(out[0]) if out_dot is None else out_dot]
-    if whole._is_zero(*tangents[count:]):
-        return out, [whole._zero(out[0])]
+        out_dot = whole.combine_tangent(tangents[0], tangents[count - 1], y, weights, handle, params)
+        return out, [whole.zero(out[0]) if out_dot is None else out_dot]
+    if whole.are_zero(*tangents[count:]):
+        return out, [whole.zero(out[0])]
     link = [ad.instantiate_zeros(t) for t in tangents[count:]]
     return out, combine_link_done_p.bind(*link, *handle, **_link_params(params))
 
@@ -364,12 +375,12 @@ ad.primitive_jvps[combine_done_p] = _combine_done_jvp
 
 def _redispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     results = redispatch_start_p.bind(*primals, **params)
-    return results, [whole._zero(a) for a in results]
+    return results, [whole.zero(a) for a in results]
 
 
 def _redispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     (rows,) = redispatch_done_p.bind(*primals, **params)
-    return [rows], [whole._rows_tangent(rows, tangents[0], tangents[0], primals[1:-1], params)]
+    return [rows], [whole.rows_tangent(rows, tangents[0], tangents[0], primals[1:-1], params)]
 
 
 ad.primitive_jvps[redispatch_start_p] = _redispatch_start_jvp

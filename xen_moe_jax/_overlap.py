@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _api, _prepare
+from xen_moe_jax import _active, _api, _prepare
 from xen_moe_jax import _flight_primitives as halves
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
@@ -23,9 +23,11 @@ from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
 
 @pytree(static=("static",))
 class DispatchInFlight:
-    """Operands, which the done half is given again, and what the backend left under way."""
+    """Operands, which the done half is given again; rows that `active` keeps from leaving; what the backend left under
+    way."""
 
     operands: Any
+    withheld: Any
     in_flight: Any
     static: _prepare.Static
 
@@ -53,6 +55,7 @@ def dispatch_start(
     alignment: int = 1,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
@@ -71,15 +74,22 @@ def dispatch_start(
         alignment=alignment,
         wire=wire,
         gradient_wire=gradient_wire,
+        active=active,
         config=config,
     )
     static = prepared.static
     if not halves.splits(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
-        whole = _api.routed(primitives.Dispatched(*results), prepared.topk_idx, static.spec)
+        whole = _api.routed(
+            primitives.Dispatched(*results),
+            prepared.topk_idx,
+            static.spec,
+            active=prepared.handle_active,
+            withheld=prepared.withheld,
+        )
         return Flight(whole, "dispatch")
     in_flight = halves.dispatch_start_p.bind(*prepared.start_operands, **static.params)
-    return Flight(DispatchInFlight(prepared.start_operands, in_flight, static), "dispatch")
+    return Flight(DispatchInFlight(prepared.start_operands, prepared.withheld, in_flight, static), "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")
@@ -93,7 +103,14 @@ def dispatch_done(flight: Flight) -> Routed:
     if not isinstance(state, DispatchInFlight):
         return state
     results = halves.dispatch_done_p.bind(*state.operands, *state.in_flight, **state.static.params)
-    return _api.routed(primitives.Dispatched(*results), state.operands[2], state.static.spec)
+    _, _, topk_idx, _, active = state.operands
+    return _api.routed(
+        primitives.Dispatched(*results),
+        topk_idx,
+        state.static.spec,
+        active=active if _active.given(active) else None,
+        withheld=state.withheld,
+    )
 
 
 @jax.named_scope("xen_moe_combine_start")
@@ -104,11 +121,19 @@ def combine_start(
     weighted: bool | None = None,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `combine`, same arguments. Finish with `combine_done`."""
     prepared = _prepare.combine(
-        "combine_start", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, config=config
+        "combine_start",
+        y,
+        handle,
+        weighted=weighted,
+        wire=wire,
+        gradient_wire=gradient_wire,
+        active=active,
+        config=config,
     )
     static = prepared.static
     if not halves.splits(static.spec, static.config):

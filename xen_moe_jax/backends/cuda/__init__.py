@@ -20,8 +20,11 @@ from xen_moe_jax.backends.cuda.halves import (
 from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer
 from xen_moe_jax.backends.cuda.module import compiled
 
+TAKES_ACTIVE = True
+
 __all__ = [
     "LANDS_IN_RESULTS",
+    "TAKES_ACTIVE",
     "all_to_all",
     "buffer_size_hint",
     "can_split",

@@ -28,6 +28,7 @@ def attributes(
     weighted: bool = False,
     known_positions: bool = False,
     flight: bool = False,
+    masked: bool = False,
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
@@ -49,6 +50,7 @@ def attributes(
         "weighted": int(weighted),
         "known_positions": int(known_positions),
         "flight": int(flight),
+        "masked": int(masked),
         "blocks": cut.blocks,
         "push_blocks": cut.push_blocks,
         "layout_blocks": cut.layout_blocks,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _mesh, _shapes
+from xen_moe_jax import _active, _mesh, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -32,6 +32,7 @@ def dispatch(
     scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
@@ -45,8 +46,10 @@ def dispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, flight=flight)
-    operands = (x, scales, topk_idx, topk_weights)
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
+    )
+    operands = (x, scales, topk_idx, topk_weights, active)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
     if flight:
         results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
@@ -61,6 +64,7 @@ def redispatch(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
@@ -73,8 +77,10 @@ def redispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, flight=flight)
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
+    )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
-    operands = (x, topk_idx, positions, recv_counts)
+    operands = (x, topk_idx, positions, recv_counts, active)
     (rows,) = call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return rows if original is None else lax.bitcast_convert_type(rows, original)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xen_moe_jax.backends.reference.combine import combine
 from xen_moe_jax.backends.reference.dispatch import dispatch, redispatch
@@ -26,12 +25,9 @@ def dispatch_done(*operands: jax.Array, spec: Any, **_: Any) -> tuple[jax.Array,
     return operands[-count:-3]
 
 
-def combine_start(
-    y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, *rest: jax.Array, **params: Any
-) -> tuple[jax.Array, jax.Array]:
-    """`out`, `y`. Positions and counts may come as the bits of float32."""
-    handle = (topk_idx, _as_integers(positions), _as_integers(recv_counts))
-    return combine(y, *handle, *rest, **params), y
+def combine_start(y: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
+    """`out`, `y`."""
+    return combine(y, *operands, **params), y
 
 
 def combine_done(*operands: jax.Array, **_: Any) -> jax.Array:
@@ -44,7 +40,3 @@ def redispatch_start(*operands: jax.Array, **params: Any) -> jax.Array:
 
 def redispatch_done(*operands: jax.Array, **_: Any) -> jax.Array:
     return operands[-1]
-
-
-def _as_integers(array: jax.Array) -> jax.Array:
-    return array if array.dtype == jnp.int32 else lax.bitcast_convert_type(array, jnp.int32)
