@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -154,11 +154,8 @@ def combine_done(flight: Flight) -> jax.Array:
     return checkpoint_name(out, primitives.OUT)
 
 
-T = TypeVar("T")
-
-
 @jax.named_scope("xen_moe_overlap")
-def overlap(flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any]:
+def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any]:
     """Runs `work(*args)` while flights are under way: after their starts and before they are finished.
 
     XLA orders operations by their data alone, and would else put a done half right behind its start. Here the

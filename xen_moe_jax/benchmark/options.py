@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer")
+MODES = ("normal", "low-latency", "sweep-sms", "overlap", "tpu-static", "transfer")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
+        "overlap: dispatch and combine in halves, with matmuls between them; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
         "transfer: writes to another process (xen_moe_jax.transfer)")  # fmt: skip
     sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
@@ -78,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = runs.add_argument
     run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
     run("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
-    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms")
+    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms or overlap")
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
@@ -122,8 +123,10 @@ def check(options: argparse.Namespace) -> None:
         )
     if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
-    if options.num_sms and len(options.num_sms) > 1 and options.mode != "sweep-sms":
-        raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
+    if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
+        raise ValueError(
+            f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms or overlap; give one"
+        )
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     operations(options)
@@ -204,7 +207,7 @@ def kernel_config(options: argparse.Namespace) -> Any:
     from xen_moe_jax import KernelConfig
 
     mode = {"normal": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
-    num_sms = options.num_sms[0] if options.num_sms and options.mode != "sweep-sms" else None
+    num_sms = options.num_sms[0] if options.num_sms and options.mode not in ("sweep-sms", "overlap") else None
     return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
 
 
