@@ -108,9 +108,7 @@ def test_halves_in_two_programs_are_an_error(mesh):
     x, idx, weights = operands(mesh)
     start = over(mesh, lambda *a: xm.dispatch_start(*a, num_experts=16, axis_name="ep", config=CONFIG))
     flight = start(x, idx, weights)
-    done = jax.jit(
-        jax.shard_map(lambda f: xm.dispatch_done(f).x, mesh=mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
-    )
+    done = over(mesh, lambda flight: xm.dispatch_done(flight).x, 1)
     with pytest.raises(Exception, match="no flight lands in the buffers"):
         jax.block_until_ready(done(flight))
     out = over(mesh, round_trip(CONFIG))(x, idx, weights)

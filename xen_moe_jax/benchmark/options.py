@@ -124,9 +124,8 @@ def check(options: argparse.Namespace) -> None:
     if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
     if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
-        raise ValueError(
-            f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms or overlap; give one"
-        )
+        given = " ".join(map(str, options.num_sms))
+        raise ValueError(f"--num-sms {given}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     operations(options)
