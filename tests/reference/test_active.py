@@ -153,7 +153,7 @@ def test_without_a_mask_nothing_is_added(mesh):
     routed = jax.eval_shape(over(mesh, lambda *a: rows_and_handle(*a)[1]), *operands())
     assert routed.active is None and len(jax.tree.leaves(routed)) == 4
     given, none = (
-        jax.jit(over(mesh, lambda *a: layer(*a, active))).lower(*operands()).as_text().count("\n")
+        jax.jit(over(mesh, lambda *a, active=active: layer(*a, active))).lower(*operands()).as_text().count("\n")
         for active in (np.ones(4, bool), None)
     )
     assert none < given

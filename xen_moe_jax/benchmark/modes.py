@@ -11,7 +11,7 @@ import jax
 
 import xen_moe_jax as xm
 from xen_moe_jax import _profiles
-from xen_moe_jax.benchmark import accounting, peers, programs, report, timing, tuning, verify
+from xen_moe_jax.benchmark import accounting, overlap, peers, programs, report, timing, tuning, verify
 from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark.problem import Problem, make_problem
 from xen_moe_jax.benchmark.workload import Workload
@@ -74,6 +74,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         return head | tune(problem, config, options)
     checks = own_checks(problem, config, options)
     operations = command_options.operations(options)
+    if options.mode == "overlap":
+        return head | {"overlap": overlap.run(problem, config, options), "results": []}
     if options.mode == "sweep-sms":
         results = sweep(problem, config, operations, options, checks)
     else:
@@ -165,5 +167,7 @@ def describe_results(document: dict[str, Any]) -> str:
             ]
             parts += [report.format_table([f"{operation}: best first", "us", "min..max"], lines), ""]
         return "\n".join(parts)
+    if "overlap" in document:
+        return "\n".join([*parts, overlap.table(document["overlap"]), ""])
     parts += [report.results_table(document["results"]), "", report.FOOTNOTE]
     return "\n".join(parts)

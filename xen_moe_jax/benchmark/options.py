@@ -14,6 +14,7 @@ MODES = (
     "normal",
     "low-latency",
     "sweep-sms",
+    "overlap",
     "jax-best",
     "layer",
     "model",
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
         "jax-best: beside JAX's own collectives tuned, a process for each setting of XLA; "
         "layer: a whole MoE layer, forward and backward; model: a stack of four; "
+        "overlap: dispatch and combine in halves, with matmuls between them; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
         "transfer: writes to another process (xen_moe_jax.transfer); "
         "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
@@ -95,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = runs.add_argument
     run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
     run("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
-    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms")
+    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms or overlap")
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
@@ -154,8 +156,9 @@ def check(options: argparse.Namespace) -> None:
         )
     if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
-    if options.num_sms and len(options.num_sms) > 1 and options.mode != "sweep-sms":
-        raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
+    if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
+        given = " ".join(map(str, options.num_sms))
+        raise ValueError(f"--num-sms {given}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     if options.mode == "decode-step" and options.tokens:
@@ -252,7 +255,7 @@ def kernel_config(options: argparse.Namespace) -> Any:
     from xen_moe_jax import KernelConfig
 
     mode = {"normal": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
-    num_sms = options.num_sms[0] if options.num_sms and options.mode != "sweep-sms" else None
+    num_sms = options.num_sms[0] if options.num_sms and options.mode not in ("sweep-sms", "overlap") else None
     return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
 
 
