@@ -76,21 +76,20 @@ __device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, uint32_t ran
 static __device__ __noinline__ bool Join(const Running& run) {
   const int lane = threadIdx.x & 31;
   bool joined = true;
+  uint64_t word = 0;
+  uint64_t* const at = &run.mailbox->joins[lane % kMaxRanks];
   if (run.active >> lane & 1) {
     StoreRelaxedSystem(&run.control->mailbox[lane]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
-    uint64_t* const at = &run.mailbox->joins[lane];
-    uint64_t word = 0;
     joined = WaitUntil([&] { return (word = LoadAcquireSystem(at)) && !EpochBefore(AnnouncedEpoch(word), run.epoch); },
                        run, Step::kArrival, lane);
-    if (joined && AnnouncedEpoch(word) == run.epoch) {
-      ClearWordSystem(at, word);
-      if (AnnouncedSignature(word) != run.signature) {
-        FailMismatch(run, lane);
-        joined = false;
-      }
+    if (joined && AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) != run.signature) {
+      FailMismatch(run, lane);
+      joined = false;
     }
   }
-  return __all_sync(0xFFFFFFFFu, joined);
+  joined = __all_sync(0xFFFFFFFFu, joined);
+  if (joined && word && AnnouncedEpoch(word) == run.epoch) ClearWordSystem(at, word);
+  return joined;
 }
 
 // What a lane needs of a memory table that the host or another block may just have written. All loads are under way
