@@ -118,6 +118,27 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
 ffi::Error CheckBuffer(const char* name, ffi::DataType given, ffi::Span<const int64_t> given_dims, ffi::DataType dtype,
                        const std::vector<int64_t>& dims);
 
+struct Expected {
+  template <class Buffer>
+  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
+      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
+  const char* name;
+  ffi::DataType given;
+  ffi::Span<const int64_t> dims;
+  ffi::DataType dtype;
+  std::vector<int64_t> shape;
+};
+// At the first call of a call site: the shapes of its buffers never change.
+template <class MakeExpected>
+ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
+  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
+  for (const Expected& e : expected()) {
+    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
+  }
+  plan->checked.store(true, std::memory_order_release);
+  return ffi::Error::Success();
+}
+
 // The member of this device, ready to launch on, or an error. `*launching` is held until the launch is made.
 ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching);
