@@ -171,9 +171,9 @@ def check(options: argparse.Namespace) -> None:
     elif options.settings:
         raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
     if options.mode not in LAYER_MODES and (options.width or options.ways or options.grouped_matmul != "auto"):
-        of_layers = {"width": options.width, "ways": options.ways, "grouped-matmul": options.grouped_matmul}
-        name = next(name for name, value in of_layers.items() if value)
-        raise ValueError(f"--{name} {of_layers[name]}: needs --mode layer or --mode model")
+        layer = {"width": options.width, "ways": options.ways, "grouped-matmul": options.grouped_matmul}
+        name = next(name for name, value in layer.items() if value)
+        raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
     if options.mode in LAYER_MODES and options.tune:
         raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     operations(options)
