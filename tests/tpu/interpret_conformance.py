@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from tests.support import conformance
+from tests.support import conformance, members
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
 from xen_moe_jax.backends.pallas import hardware
@@ -73,6 +73,15 @@ class TestTwoCores(Pallas):
     @pytest.fixture(autouse=True)
     def two_cores(self, monkeypatch):
         monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
+
+
+@pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])
+def test_ranks_that_are_out(name):
+    """A slice of the subsets: all, none, one, two, three of four ranks."""
+    case = members.Members(members.BY_NAME[name], config("on_wait"), num_tokens=3, hidden=256, exact_weighted=False)
+    for active in members.subsets(4)[::4]:
+        case.check(active)
+    assert case.traces == 1
 
 
 @pytest.mark.parametrize("axes", [("dp", "ep"), ("ep", "tp")], ids="-".join)
