@@ -27,6 +27,7 @@ class Target:
         self.windows: dict[str, Any] = {}
         self.kept: list[Any] = []
         self.server: Any = None
+        self.endpoint: Any = None
 
     def describe(self) -> dict:
         return {"descriptor": self.engine.descriptor.hex(), "device": str(self.jax.local_devices()[0])}
@@ -55,6 +56,20 @@ class Target:
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         return {"metadata": metadata, "pointer": pointer, "device": device, "memory": memory}
 
+    def dlslime_info(self) -> dict:
+        """A TCP endpoint that is waiting for its peer."""
+        from dlslime import TcpEndpoint
+
+        self.endpoint = TcpEndpoint("127.0.0.1", 0)
+        return self.endpoint.endpoint_info()
+
+    def dlslime(self, nbytes: int, info: dict) -> dict:
+        array = self.np.zeros((nbytes,), self.np.uint8)
+        self.endpoint.register_memory_region("target", array.ctypes.data, 0, nbytes)
+        self.endpoint.connect(info)
+        self.kept.append(array)
+        return {"memory": self.endpoint.mr_info()["target"]}
+
     def pull(self, address: str, first: int, count: int, batch: int, nbytes: int) -> dict:
         """Seconds of each pull of `batch` arrays by `jax.experimental.transfer`."""
         from jax.experimental import transfer
@@ -76,6 +91,10 @@ class Target:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no answer.
+    if sys.argv[1:]:
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", sys.argv[1])
     target = Target()
     for line in sys.stdin:
         command = json.loads(line)
