@@ -107,11 +107,13 @@ def nixl(target: Any, table: list[Cell]) -> Measured:
     import jax
     from nixl._api import nixl_agent, nixl_agent_config
 
+    from xen_moe_jax.transfer import _memory
+
     agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
     most = max(2 * size * batch for _, size, batch, _ in table)
     there = target("nixl", nbytes=most)
-    source = jax.block_until_ready(jax.device_put(np.zeros((most,), np.uint8), jax.local_devices()[0]))
-    pointer, device = source.unsafe_buffer_pointer(), getattr(source.device, "local_hardware_id", 0) or 0
+    source = _memory.Block((most,), np.dtype(np.uint8), None)
+    pointer, device = source.shards[0].pointer, getattr(jax.local_devices()[0], "local_hardware_id", 0) or 0
     agent.register_memory([(pointer, most, device, "")], there["memory"])
     remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
     for cell in table:

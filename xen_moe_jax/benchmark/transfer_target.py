@@ -48,11 +48,16 @@ class Target:
         from nixl._api import nixl_agent, nixl_agent_config
 
         agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
-        array = self.jax.block_until_ready(self.jax.numpy.zeros((nbytes,), self.np.uint8))
-        memory = "VRAM" if array.device.platform == "gpu" else "DRAM"
-        pointer, device = array.unsafe_buffer_pointer(), getattr(array.device, "local_hardware_id", 0) or 0
+        from xen_moe_jax.transfer import _memory
+
+        block = _memory.Block(
+            (nbytes,), self.np.dtype(self.np.uint8), None
+        )  # As a window's: other processes can map it.
+        pointer, place = block.shards[0].pointer, self.jax.local_devices()[0]
+        memory = "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
+        device = getattr(place, "local_hardware_id", 0) or 0
         agent.register_memory([(pointer, nbytes, device, "")], memory)
-        self.kept += [agent, array]
+        self.kept += [agent, block]
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         return {"metadata": metadata, "pointer": pointer, "device": device, "memory": memory}
 

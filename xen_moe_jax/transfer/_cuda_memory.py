@@ -101,7 +101,7 @@ def as_array(owner: Any, pointer: int, shape: Sequence[int], dtype: np.dtype, de
 
 _pool: dict[tuple[int, int], list[int]] = {}
 """Memory that nobody uses, by (device, bytes). It is used again rather than freed: peers have it mapped."""
-_pool_lock = threading.Lock()
+_pool_lock = threading.RLock()  # Memory is given back by the collector, too, which may run in the middle of anything.
 
 
 class DeviceMemory:
