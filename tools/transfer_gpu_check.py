@@ -124,6 +124,7 @@ class Checks:
             self.figures["JAX's memory"] = {
                 "can be mapped": _device.is_shareable(pointer),
                 "handle types": _device.handle_types(pointer),
+                "JAX's number, CUDA's": [array.device.local_hardware_id, _device.ordinal(array.device)],
             }
         for size in (4096, 1 * MIB, 128 * MIB):
             name = f"whole{size}"

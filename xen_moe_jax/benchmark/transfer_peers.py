@@ -104,16 +104,15 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
 
 def nixl(target: Any, table: list[Cell]) -> Measured:
     """NIXL's Python interface: a prepared request for each operation in flight, posted again and again."""
-    import jax
     from nixl._api import nixl_agent, nixl_agent_config
 
-    from xen_moe_jax.transfer import _memory
+    from xen_moe_jax.transfer import _device, _memory
 
     agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
     most = max(2 * size * batch for _, size, batch, _ in table)
     there = target("nixl", nbytes=most)
     source = _memory.Block((most,), np.dtype(np.uint8), None)
-    pointer, device = source.shards[0].pointer, getattr(jax.local_devices()[0], "local_hardware_id", 0) or 0
+    pointer, device = source.shards[0].pointer, _device.first_ordinal() or 0
     agent.register_memory([(pointer, most, device, "")], there["memory"])
     remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
     for cell in table:
@@ -223,7 +222,7 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
         if status:
             raise RuntimeError(f"the copy between two GPUs failed with CUDA error {status}")
 
-    _device.make_current(source.device.local_hardware_id)
+    _device.make_current(_device.ordinal(source.device))
     check(driver.cuStreamCreate(ctypes.byref(stream), 1))
     to, origin = (ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (destination, source))
 

@@ -47,13 +47,13 @@ class Target:
     def nixl(self, nbytes: int) -> dict:
         from nixl._api import nixl_agent, nixl_agent_config
 
-        from xen_moe_jax.transfer import _memory
+        from xen_moe_jax.transfer import _device, _memory
 
         agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
         block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)  # As a window's: it can be mapped.
         pointer, place = block.shards[0].pointer, self.jax.local_devices()[0]
         memory = "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
-        device = getattr(place, "local_hardware_id", 0) or 0
+        device = _device.ordinal(place) if memory == "VRAM" else 0
         agent.register_memory([(pointer, nbytes, device, "")], memory)
         self.kept += [agent, block]
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()

@@ -126,8 +126,9 @@ class DeviceMemory:
         self.pointer = pointer
         _device.zero(pointer, nbytes)  # After all work that reads what was here before.
 
-    def array(self, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
-        return as_array(self, self.pointer, shape, dtype, (_CUDA, self.ordinal))
+    def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
+        """It as an array on the JAX device that it belongs to."""
+        return as_array(self, self.pointer, shape, dtype, (_CUDA, device.local_hardware_id))
 
     def __del__(self, lock: Any = _pool_lock, pool: Any = _pool) -> None:
         if self.pointer:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import jax
+import numpy as np
 
 _current = threading.local()
 _DEVICE_ORDINAL, _LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 9, 10, 14  # CUpointer_attribute
@@ -25,7 +26,15 @@ def first_ordinal() -> int | None:
     device: Any = jax.local_devices()[0]
     if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version.lower():
         return None
-    return device.local_hardware_id
+    return ordinal(device)
+
+
+@functools.cache
+def ordinal(device: Any) -> int:
+    """The CUDA device of a JAX device: where its memory is. JAX may count only those that it was told to use."""
+    array = jax.block_until_ready(jax.device_put(np.zeros(1, np.uint8), device))
+    make_current(device.local_hardware_id)
+    return ordinal_of(array.unsafe_buffer_pointer())
 
 
 def _attribute(pointer: int, attribute: int) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax.transfer import _cuda_memory
+from xen_moe_jax.transfer import _cuda_memory, _device
 from xen_moe_jax.transfer._layout import Box, Shard, box_of
 from xen_moe_jax.transfer.errors import TransferRefused
 
@@ -123,7 +123,7 @@ class Block:
             extents = tuple(stop - start for start, stop in box)
             nbytes = math.prod(extents) * self.dtype.itemsize
             if memories == {"cuda"} and nbytes:
-                memory = _cuda_memory.DeviceMemory(device.local_hardware_id, nbytes)
+                memory = _cuda_memory.DeviceMemory(_device.ordinal(device), nbytes)
                 self.shards.append(Shard(box, memory.pointer, "cuda"))
                 self._parts.append((device, memory, extents))
             else:
@@ -139,7 +139,7 @@ class Block:
     def array(self) -> jax.Array:
         if self._array is None:
             parts = [
-                part.array(extents, self.dtype)
+                part.array(extents, self.dtype, device)
                 if isinstance(part, _cuda_memory.DeviceMemory)
                 else jax.device_put(part, device)
                 for device, part, extents in self._parts
