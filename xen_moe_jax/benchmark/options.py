@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
     run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
     run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
+    run("--lock", metavar="FILE", help="--mode layer, model: hold this file's lock while measuring")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
@@ -131,8 +132,15 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
-    if options.mode not in LAYER_MODES and (options.width or options.ways or options.grouped_matmul != "auto"):
-        given = {"width": options.width, "ways": options.ways, "grouped-matmul": options.grouped_matmul}
+    if options.mode not in LAYER_MODES and (
+        options.width or options.ways or options.lock or options.grouped_matmul != "auto"
+    ):
+        given = {
+            "width": options.width,
+            "ways": options.ways,
+            "lock": options.lock,
+            "grouped-matmul": options.grouped_matmul,
+        }
         name = next(name for name, value in given.items() if value)
         raise ValueError(f"--{name} {given[name]}: needs --mode layer or --mode model")
     if options.mode in LAYER_MODES and options.tune:

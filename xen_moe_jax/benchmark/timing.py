@@ -4,10 +4,12 @@ repeats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -98,6 +100,17 @@ def compile_program(program: Program, problem: Problem, inner: int, unroll: int 
     one = (operands[0], *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands[1:]))
     memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
     return Timed(program, inner, compiled, operands, memory)
+
+
+@contextlib.contextmanager
+def alone(path: str | None) -> Iterator[None]:
+    """Holds an exclusive lock on a file, so that processes which compile side by side measure one after the other."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def slowest_process(microseconds: float) -> float:
