@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from xen_moe_jax.benchmark import options as command_options
 
+GRAPH_FLAGS = ("--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL", "--xla_gpu_graph_min_graph_size=1")
+
 
 def start_jax(options: argparse.Namespace) -> None:
     """Chooses the platform and, on CPU, the number of virtual devices: must run before JAX makes its devices.
@@ -36,6 +38,13 @@ def start_jax(options: argparse.Namespace) -> None:
             f"--platform {options.platform or 'of JAX_PLATFORMS'}: JAX cannot start it here ({reason}); "
             "`xen-moe-jax doctor` shows what this machine has, --platform cpu always works"
         ) from error
+
+
+def force_graphs() -> None:
+    """CUDA graphs for every program, as a server has them; what the user has set stays."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in GRAPH_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 
 def gpu_of_process(options: argparse.Namespace) -> list[int] | None:
@@ -68,8 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mode in command_options.LAYER_MODES and importlib.util.find_spec("flax") is None:
         print(f"error: --mode {options.mode}: needs flax: pip install 'xen-moe-jax[flax]'", file=sys.stderr)
         return 1
+    if options.mode == "jax-best":
+        from xen_moe_jax.benchmark import jax_best
+
+        if not options.setting:
+            return jax_best.main(options, arguments)
+        start_jax(options)
+        return jax_best.run_setting(options)
     from xen_moe_jax import BackendUnavailable
-    from xen_moe_jax.benchmark import modes, report
+    from xen_moe_jax.benchmark import decode_step, modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError
 
     run, describe, plot = modes.run, modes.describe_results, report.write_plot
@@ -77,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from xen_moe_jax.benchmark import layer
 
         run, describe, plot = layer.run, layer.describe_results, layer.write_plot
+    elif options.mode == "decode-step":
+        run, describe = decode_step.main, decode_step.describe
     try:
+        if options.mode == "decode-step":
+            force_graphs()
         start_jax(options)
         document = run(options, arguments)
     except (ValueError, BackendUnavailable, WrongResultError) as error:
