@@ -5,10 +5,10 @@
 
 The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
 random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
-may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of N calls queued
-at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of every group,
-with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file with its
-reason.
+may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of
+N calls queued at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of
+every group, with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file
+with its reason.
 """
 
 from __future__ import annotations
