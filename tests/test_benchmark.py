@@ -551,7 +551,7 @@ def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
         return found, state._replace(hashes=state.hashes ^ (jnp.arange(state.hashes.size, dtype=jnp.uint32) == 1))
 
     monkeypatch.setattr(decode_step, "first_results", one_bit_off)
-    with pytest.raises(verify.WrongResultError, match="2 results of 8 replays"):
+    with pytest.raises(verify.WrongResultError, match="3 results of 8 replays"):
         decode_step.measure(step, weights, truth, 8)
 
 

@@ -69,13 +69,13 @@ def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, *
 
 
 # Operands: docs/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
-dispatch_p = declare("dispatch", _shapes.dispatch, mask=_active.mask_dispatch)
-combine_p = declare("combine", _shapes.combine, mask=_active.mask_handle)
-redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle)
-dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
-dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes, mask=_active.mask_done)
-combine_start_p = declare("combine_start", _combine_start_shapes, mask=_active.mask_handle)
-combine_done_p = declare("combine_done", _shapes.combine, mask=_active.mask_handle)
+dispatch_p = declare("dispatch", _shapes.dispatch, without=_active.without_ranks_of_dispatch)
+combine_p = declare("combine", _shapes.combine, without=_active.without_ranks_of_handle)
+redispatch_p = declare("redispatch", _shapes.redispatch, without=_active.without_ranks_of_redispatch)
+dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, without=_active.without_ranks_of_dispatch)
+dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes, without=_active.without_ranks_of_done)
+combine_start_p = declare("combine_start", _combine_start_shapes, without=_active.without_ranks_of_handle)
+combine_done_p = declare("combine_done", _shapes.combine, without=_active.without_ranks_of_handle)
 
 
 # -- derivatives of a dispatch -----------------------------------------------------------------------------------------

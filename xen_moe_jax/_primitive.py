@@ -27,16 +27,16 @@ NOT_FOR_BACKENDS = ("gradient_wire",)
 
 
 def declare(
-    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, mask: Callable[..., Sequence[Any]] | None = None
+    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, without: Callable[..., Any] | None = None
 ) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
-    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it.
+    `without(run, operands, spec)` runs, on operands that include `active`, a backend that does not take it.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(operation, platform, mask), platform=platform)
+        mlir.register_lowering(primitive, _lowering(operation, platform, without), platform=platform)
     _declared.append(primitive)
     return primitive
 
@@ -94,13 +94,13 @@ def _effects(config: Any) -> Any:
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 
-def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence[Any]] | None) -> Callable:
+def _lowering(operation: str, platform: str | None, without: Callable[..., Any] | None) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run = functools.partial(getattr(backend, operation), **known)
-        if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
-            run = _masked(run, mask, params["spec"])
+        if without is not None and not getattr(backend, "TAKES_ACTIVE", False):
+            run = _leaving_out(run, without, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
             avals = backend.operand_avals(operation, avals)
@@ -130,8 +130,8 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _masked(run: Callable, mask: Callable[..., Sequence[Any]], spec: Any) -> Callable:
-    return lambda *operands: run(*mask(operands, spec))
+def _leaving_out(run: Callable, without: Callable[..., Any], spec: Any) -> Callable:
+    return lambda *operands: without(run, operands, spec)
 
 
 def _as_tuple(f: Callable) -> Callable:

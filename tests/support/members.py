@@ -1,4 +1,4 @@
-"""Ranks that are out, against the oracle: one program on any backend, run for one subset of the ranks after the other."""
+"""Ranks that are out, against the oracle: one program on any backend, run for one subset of the ranks after another."""
 
 from __future__ import annotations
 
