@@ -84,9 +84,11 @@ void BindMemory(nb::module_& m, Devices* gpus) {
   m.def("workspaces", [] {
     nb::list out;
     for (const auto& workspace : Registry::Get().All()) {
+      if (workspace->for_flights() && workspace->generation() == 0) continue;  // nothing has been in flight
       nb::dict d;
       d["ranks"] = workspace->ranks();
       d["channel"] = workspace->channel();
+      d["flights"] = workspace->for_flights();
       d["devices"] = workspace->devices();
       d["staging_bytes"] = workspace->staging_bytes();
       d["scratch_bytes"] = workspace->scratch_bytes();

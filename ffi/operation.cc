@@ -61,6 +61,7 @@ int64_t DecodeShared(const Attributes& a, bool scaled, P* plan) {
   p.element = dtype > static_cast<int64_t>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
   p.wire = static_cast<WireType>(a.Int("wire", 0, 2));
   p.ue8m0 = a.Int("ue8m0", 0, 1) != 0;
+  plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
   p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
@@ -136,9 +137,9 @@ uint32_t NextCallId() {
 }
 
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds, bool masked) {
+                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
-  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel);
+  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel, flight);
   for (const Member& member : workspace->members()) {
     const int sms = CudaDevices().SmCount(member.ordinal);
     if (blocks > sms) {

@@ -75,12 +75,18 @@ uint32_t Workspace::NewestEpoch() {
   return newest;
 }
 
-void Workspace::Reset(double seconds) {
+void Workspace::Interrupt(double seconds) {
   const auto lock = Change(seconds);
   if (homes_.empty()) return;
   for (size_t i = 0; i < members_.size(); ++i) {
     Tell(i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
   }
+}
+
+void Workspace::Reset(double seconds) {
+  Interrupt(seconds);
+  const auto lock = Change(seconds);
+  if (homes_.empty()) return;
   if (!WaitIdle(seconds)) {
     Refuse("reset: a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
            " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
@@ -169,6 +175,7 @@ void Workspace::MarkDead(int process, bool clean) {
 }
 
 bool Workspace::Failed() const {
+  if (flights_ && flights_->Failed()) return true;
   if (!settled_.load(std::memory_order_acquire)) return false;
   for (const Member& member : members_) {
     if (LoadVolatile(&member.record->failure) != 0) return true;
@@ -178,6 +185,7 @@ bool Workspace::Failed() const {
 
 std::string Workspace::Failure() const {
   if (!Failed()) return "";
+  if (flights_ && flights_->Failed()) return flights_->Failure();
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
     if (LoadVolatile(&member.record->failure) == 0) continue;
@@ -189,6 +197,7 @@ std::string Workspace::Failure() const {
 }
 
 std::string Workspace::Admit(int64_t run) {
+  if (flights_of_) return flights_of_->Admit(run);  // they fail together
   std::lock_guard<std::mutex> lock(runs_mutex_);
   int64_t& slot = runs_[static_cast<uint64_t>(run) % runs_.size()];
   if (slot == run) return "";
@@ -211,7 +220,8 @@ std::string Workspace::KeyOf(const char* what) {
   uint64_t hash = 1469598103934665603ull;
   for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(key)) * 1099511628211ull;
   std::ostringstream out;
-  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << "/" << what << "/" << ++changes_;
+  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << (flights_of_ ? "-flights" : "")
+      << "/" << what << "/" << ++changes_;
   return out.str();
 }
 

@@ -44,8 +44,8 @@ std::string WithoutPrefix(const std::string& message) {
 
 }  // namespace
 
-Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel)
-    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel) {
+Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel, Workspace* flights_of)
+    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel), flights_of_(flights_of) {
   runs_.fill(kNoRun);
   if (ranks < 1 || ranks > kMaxRanks || devices_.empty() || devices_.size() % ranks != 0) {
     Refuse("a mesh axis of " + std::to_string(ranks) + " ranks over " + std::to_string(devices_.size()) +
@@ -58,6 +58,7 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int cha
   }
   for (const Member& member : members_) ordinals.push_back(member.ordinal);
   if (!members_.empty()) job_.gpus->Prepare(ordinals);
+  if (flights_of_ == nullptr) flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, channel_, this);
 }
 
 void Workspace::MakeGroups() {

@@ -478,3 +478,60 @@ def wait_until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.002)
+
+
+# -- flights -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flight_is_found_by_its_result_and_once(memory):
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(0, 0x200, 1)
+    memory.start_flight(1, 0x100, 1)  # another GPU
+    assert memory.open_flights() == memory.marks() == 3
+    assert memory.land_flight(0, 0x200) and not memory.land_flight(0, 0x200)
+    assert not memory.land_flight(0, 0x300)
+    assert memory.land_flight(0, 0x100) and memory.land_flight(1, 0x100)
+    assert memory.open_flights() == memory.marks() == 0
+
+
+def test_a_result_that_serves_two_flights_of_a_run_is_refused(memory):
+    memory.start_flight(0, 0x100, 1)
+    with pytest.raises(RuntimeError, match="started and never finished.*finish every flight once"):
+        memory.start_flight(0, 0x100, 1)
+    assert memory.land_flight(0, 0x100)
+
+
+def test_flights_of_a_run_that_ended_early_are_forgotten_by_the_next(memory):
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(1, 0x100, 1)
+    memory.start_flight(0, 0x100, 2)
+    assert memory.open_flights() == memory.marks() == 2  # that of the other GPU, which has not begun the next run
+    memory.reset(5.0)
+    assert memory.open_flights() == memory.marks() == 0
+    assert not memory.land_flight(0, 0x100)
+
+
+def test_a_start_that_fails_leaves_nothing_open(memory):
+    for calls in range(2):
+        memory.fail_after(calls)
+        with pytest.raises(RuntimeError, match="told to fail"):
+            memory.start_flight(0, 0x100, 1)
+        memory.fail_after(-1)
+        assert memory.open_flights() == memory.marks() == 0
+
+
+def test_flights_have_memory_of_their_own_and_fail_with_the_others(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    flights = memory.flights([0, 1], 2, 0)
+    memory.serve(flights, *SMALL, 1.0)
+    assert run(memory, flights) and not memory.serves(workspace, *SMALL)
+    assert [w["flights"] for w in memory.workspaces() if w["staging_bytes"]] == [True]
+    memory.serve(workspace, *LARGE, 1.0)
+    assert run(memory, workspace, LARGE) and run(memory, flights)
+    memory.fail(flights, 0, {"cause": 1, "rank": 1, "other": 0})
+    for which in (workspace, flights):
+        assert "rank 1" in memory.admit(which, 5)
+    assert "rank 1" in memory.failure()
+    memory.reset(5.0)
+    assert memory.failure() == "" and memory.admit(workspace, 6) == memory.admit(flights, 6) == ""
+    assert run(memory, workspace, LARGE) and run(memory, flights)

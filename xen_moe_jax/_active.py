@@ -2,13 +2,13 @@
 
 `active` is an operand, bool `[R]`, or `[0]` where a call has none. An entry of `topk_idx` whose expert's rank is out
 counts as an unused slot, and so do all entries of a rank that is out itself. Every backend that knows nothing of
-`active` is run on operands masked here; one that takes it (`TAKES_ACTIVE`) also waits for nobody who is out.
+`active` gets operands masked here; one that takes it (`TAKES_ACTIVE`) also waits for nobody who is out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,6 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
-
-Run = Callable[..., Any]
 
 
 def given(active: Any) -> bool:
@@ -52,26 +50,25 @@ def withheld(topk_idx: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
     return jnp.sum((topk_idx >= 0) & (kept < 0), dtype=jnp.int32)
 
 
-# -- the primitives, on a backend that does not take `active`: `run(*operands)` without it ----------------------------
+# -- operands of the primitives, for a backend that does not take `active` ---------------------------------------------
 
 
-def without_ranks_of_dispatch(run: Run, operands: Sequence[Any], spec: Spec) -> Any:
+def mask_dispatch(operands: Sequence[Any], spec: Spec) -> list[Any]:
     x, scales, topk_idx, topk_weights, active = operands
     if given(active):
         topk_idx = entries(_layout.sanitize(topk_idx, spec.num_experts), active, spec)
-    return run(x, scales, topk_idx, topk_weights)
+    return [x, scales, topk_idx, topk_weights]
 
 
-def without_ranks_of_handle(run: Run, operands: Sequence[Any], spec: Spec) -> Any:
-    """An operation on a handle: `x` or `y`, `topk_idx`, `positions`, `recv_counts`, `active`, and what follows."""
+def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
+    """Of an operation on a handle: `x` or `y`, `topk_idx`, `positions`, `recv_counts`, `active`, and what follows."""
     first, topk_idx, positions, recv_counts, active, *rest = operands
     topk_idx, positions = entries(topk_idx, active, spec), positions_of(positions, active, spec)
-    return run(first, topk_idx, positions, recv_counts, *rest)
+    return [first, topk_idx, positions, recv_counts, *rest]
 
 
-def without_ranks_of_redispatch(run: Run, operands: Sequence[Any], spec: Spec) -> Any:
-    """The same, and rows that the handle knows and nobody sends are zero: its counts say that they are in use."""
-    rows = without_ranks_of_handle(run, operands, spec)
+def zero_left_out(rows: jax.Array, operands: Sequence[Any], spec: Spec) -> jax.Array:
+    """Rows of a redispatch that the handle knows and nobody sends: its counts say that they are in use, so zero."""
     positions, active = operands[2], operands[4]
     if not given(active):
         return rows
@@ -79,9 +76,3 @@ def without_ranks_of_redispatch(run: Run, operands: Sequence[Any], spec: Spec) -
     lost = (positions >= 0) & (positions_of(positions, active, spec) < 0)
     left_out = jnp.zeros(num_rows, jnp.bool_).at[jnp.where(lost, positions, num_rows)].set(True, mode="drop")
     return jnp.where(left_out.reshape(*spec.row_dims, 1), jnp.zeros((), rows.dtype), rows)
-
-
-def without_ranks_of_done(run: Run, operands: Sequence[Any], spec: Spec) -> Any:
-    """The done half of a dispatch: `x`, `scales`, then as an operation on a handle."""
-    x, *rest = operands
-    return without_ranks_of_handle(lambda *a: run(x, *a), rest, spec)

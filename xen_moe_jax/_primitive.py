@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from xen_moe_jax import _jax_internals, _mesh, backends
+from xen_moe_jax import _jax_internals, _mesh, _profiles, backends
 from xen_moe_jax._shapes import ShapeDtype
 
 _declared: list[Primitive] = []
@@ -27,16 +27,21 @@ NOT_FOR_BACKENDS = ("gradient_wire",)
 
 
 def declare(
-    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, without: Callable[..., Any] | None = None
+    operation: str,
+    shapes: Callable[..., Sequence[ShapeDtype]],
+    *,
+    mask: Callable[..., Sequence[Any]] | None = None,
+    finish: Callable[..., Any] | None = None,
 ) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
-    `without(run, operands, spec)` runs, on operands that include `active`, a backend that does not take it.
+    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it; `finish(results,
+    operands, spec)` then completes what it returns.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(operation, platform, without), platform=platform)
+        mlir.register_lowering(primitive, _lowering(operation, platform, mask, finish), platform=platform)
     _declared.append(primitive)
     return primitive
 
@@ -94,19 +99,37 @@ def _effects(config: Any) -> Any:
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 
-def _lowering(operation: str, platform: str | None, without: Callable[..., Any] | None) -> Callable:
+def _lowering(
+    operation: str,
+    platform: str | None,
+    mask: Callable[..., Sequence[Any]] | None,
+    finish: Callable[..., Any] | None,
+) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
+        params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
-        run = functools.partial(getattr(backend, operation), **known)
-        if without is not None and not getattr(backend, "TAKES_ACTIVE", False):
-            run = _leaving_out(run, without, params["spec"])
+        run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
+        if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
+            run = _masked(run, mask, finish, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
             avals = backend.operand_avals(operation, avals)
         return _lower(ctx, operands, avals, run)
 
     return rule
+
+
+def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
+    """The caller's config, its unset fields filled in from a profile of the devices that the program is for."""
+    if operation not in _profiles.OPERATIONS:
+        return params["config"]
+    payload: Any = ctx.avals_in[0]
+    wire = params["wire"]
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    hidden, dtype = payload.shape[-1], payload.dtype.name
+    spec, config = params["spec"], params["config"]
+    return _profiles.resolve(config, operation, spec, hidden, dtype, wire.dtype if wire else None, mesh)
 
 
 def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
@@ -130,8 +153,14 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _leaving_out(run: Callable, without: Callable[..., Any], spec: Any) -> Callable:
-    return lambda *operands: without(run, operands, spec)
+def _masked(
+    run: Callable, mask: Callable[..., Sequence[Any]], finish: Callable[..., Any] | None, spec: Any
+) -> Callable:
+    def masked(*operands: Any) -> Any:
+        results = run(*mask(operands, spec))
+        return results if finish is None else finish(results, operands, spec)
+
+    return masked
 
 
 def _as_tuple(f: Callable) -> Callable:

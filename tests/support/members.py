@@ -1,4 +1,4 @@
-"""Ranks that are out, against the oracle: one program on any backend, run for one subset of the ranks after another."""
+"""Ranks that are out, against the oracle: one program on any backend, run for each subset of the ranks."""
 
 from __future__ import annotations
 
