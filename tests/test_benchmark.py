@@ -433,7 +433,7 @@ def test_a_decode_step_end_to_end(tmp_path):
     assert {row["tokens"] for row in document["results"]} == {1, 5}
     for row in document["results"]:
         own = row["name"] == "xen_moe_jax"
-        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.05
+        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.1
         assert (row["relative_error"] == 0.0) or not own
     assert "9, 0 wrong" in done.stdout and "us a layer" in done.stdout
 
@@ -448,7 +448,7 @@ def small_step():
     problem = make_problem(dataclasses.replace(SMALL, experts=7, tokens=3))
     weights = decode_step.make_weights(problem.work, problem.mesh, layers=2, width=8)
     own = programs.own_round_trip(problem.work, problem.caps, REFERENCE)
-    return decode_step.compile_step("own", own, problem, weights), weights
+    return decode_step.lower_step("own", own, problem, weights)(), weights
 
 
 def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
