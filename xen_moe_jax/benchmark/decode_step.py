@@ -32,6 +32,7 @@ from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark import peers, report
 from xen_moe_jax.benchmark.problem import AXIS, POOL_SPEC, RANK_SPEC, Problem, make_mesh, make_problem
 from xen_moe_jax.benchmark.programs import RoundTrip, own_round_trip
+from xen_moe_jax.benchmark.timing import on_ranks
 from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.benchmark.workload import ROW_MULTIPLE, Workload, round_up, rows_per_expert
 
@@ -39,8 +40,8 @@ BATCHES = (1, 32, 128)
 BLOCK = 100
 """Replays between two looks at the clock."""
 MOST_ERROR = 0.25
-"""Of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other algorithms. A
-token that went to a wrong expert is off by more."""
+"""Of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other
+algorithms."""
 NOT_BY_DEFAULT = ("einsum",)
 """Peers that no decode step would use: parts of their names."""
 
@@ -83,11 +84,11 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     report.progress(f"compiling {count} programs of {options.layers} layers")
     with futures.ThreadPoolExecutor(max(1, min(count, os.cpu_count() or 1))) as pool:
         compiling = [[pool.submit(finish) for finish in programs] for programs in lowered]
-        for programs in compiling:
-            reference, own, *others = (program.result() for program in programs)
-            truth, _ = first_results(reference, weights)
-            for step in (own, *others):
-                row = measure(step, weights, truth, options.replays if step is own else options.peer_replays)
+        truths = [plain_results(problem, weights, config) for problem in problems]
+        for programs, truth in zip(compiling, truths, strict=True):
+            for program in programs:
+                own = program is programs[0]
+                row = measure(program.result(), weights, truth, options.replays if own else options.peer_replays)
                 batch = [r for r in document["results"] if r["tokens"] == row["tokens"]]
                 row["times_own"] = row["us_median"] / (batch[0] if batch else row)["us_median"]
                 document["results"].append(row)
@@ -159,13 +160,7 @@ def lower_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list
     """The step as `(state, x, routings, their weights, weights) -> state`; the call compiles it, in any thread. Replay
     `i` begins with routing `i`."""
     work = problem.work
-    most_rows = round_up(rows_per_expert(work, problem.topk_idx).sum(1).max(), ROW_MULTIPLE)
-
-    @jax.jit  # traced once for all layers
-    def layer(x, topk_idx, topk_weights, own):
-        wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return x + round_trip(normal.astype(x.dtype), topk_idx, topk_weights, grouped_matmuls(own, most_rows))
+    layer = jax.jit(one_layer(round_trip, problem))  # traced once for all
 
     def on_rank(state, x, idx_pool, weights_pool, weights):
         turn = jax.lax.rem(state.replay[0], jnp.int32(work.pool))
@@ -193,6 +188,33 @@ def lower_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list
         return Step(name, run, problem, time.perf_counter() - began)
 
     return finish
+
+
+def one_layer(round_trip: RoundTrip, problem: Problem) -> Callable[..., jax.Array]:
+    """`(x, topk_idx, topk_weights, weights) -> x`, on one rank."""
+    most_rows = round_up(rows_per_expert(problem.work, problem.topk_idx).sum(1).max(), ROW_MULTIPLE)
+
+    def layer(x, topk_idx, topk_weights, own):
+        wide = x.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        return x + round_trip(normal.astype(x.dtype), topk_idx, topk_weights, grouped_matmuls(own, most_rows))
+
+    return layer
+
+
+def plain_results(problem: Problem, weights: list[Any], config: xm.KernelConfig) -> list[np.ndarray]:
+    """What plain JAX gives for every input of the pool, layer after layer."""
+    plain = dataclasses.replace(config, backend="reference", chunk_tokens=None)
+    layer = one_layer(own_round_trip(problem.work, problem.caps, plain), problem)
+    run = on_ranks(layer, problem.mesh, (RANK_SPEC,) * 4)
+    routings = list(zip(problem.inputs.topk_idx, problem.inputs.topk_weights, strict=True))
+    found = []
+    for replay in range(problem.work.pool):
+        x = problem.inputs.x
+        for number, own in enumerate(weights):
+            x = run(x, *routings[(replay + number) % problem.work.pool], own)
+        found.append(local_values(x))
+    return found
 
 
 def start_state(problem: Problem) -> State:
@@ -224,16 +246,12 @@ def digest(values: jax.Array) -> jax.Array:
 def lower_all(
     problem: Problem, weights: list[Any], config: xm.KernelConfig, options: argparse.Namespace
 ) -> list[Callable[[], Step]]:
-    """Plain JAX, which says what is right; the library's own step; the peers."""
+    """The library's own step, then the peers'."""
     work = problem.work
     names = command_options.peer_names(options)
     if names is None:
         names = tuple(n for n, e in peers.PEERS.items() if e.usual and not any(part in n for part in NOT_BY_DEFAULT))
-    plain = dataclasses.replace(config, backend="reference", chunk_tokens=None)
-    chosen: list[tuple[str, RoundTrip]] = [
-        ("plain JAX", own_round_trip(work, problem.caps, plain)),
-        ("xen_moe_jax", own_round_trip(work, problem.caps, config)),
-    ]
+    chosen: list[tuple[str, RoundTrip]] = [("xen_moe_jax", own_round_trip(work, problem.caps, config))]
     for program in peers.peer_programs(work, problem.caps, problem.platform, names):
         assert program.round_trip is not None
         chosen.append((program.name, program.round_trip))
