@@ -174,8 +174,12 @@ NB_MODULE(_memory_test, m) {
     *member.record = from;
     member.record->generation = generation;
   });
+  m.def("leave_out_the_dead", [](Workspace& w) { w.LeaveOutTheDead(); });
+  m.def("mailbox_dead", [](Workspace& w, size_t i) { return At(w, i).mailbox->dead; });
   m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
   m.def("failure_text", [](nb::dict record, int channel, bool across) {
-    return FailureText(RecordOf(record), channel, across, [](int rank) { return "GPU " + std::to_string(rank); });
+    const bool masked = record.contains("masked") && nb::cast<bool>(record["masked"]);
+    return FailureText(RecordOf(record), channel, across, masked,
+                       [](int rank) { return "GPU " + std::to_string(rank); });
   });
 }

@@ -34,7 +34,7 @@ void Workspace::Release(double seconds) {
   }
   if (across_) {
     for (Generation& generation : old) Drop(&generation);
-    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds);
+    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds, false);
     Turns::Get().Begin(agreed.ticket, seconds);
     std::vector<std::string> offers;
     for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");
@@ -94,14 +94,19 @@ void Workspace::Reset(double seconds) {
   }
   uint32_t epoch = NewestEpoch();
   if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds);
+    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds, masked_);
     Turns::Get().End(agreed.ticket);
-    for (const std::string& said : agreed.said) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+    for (const std::string& said : agreed.said) {
+      if (!said.empty()) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+    }
+    Registry::Get().GoOnWithout(agreed.gone);
+    std::lock_guard<std::mutex> dead_lock(dead_mutex_);
+    dead_.insert(agreed.gone.begin(), agreed.gone.end());
   }
   // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
   Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
   if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds);
+    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds, masked_);
     Turns::Get().End(agreed.ticket);
   }
 }
@@ -154,8 +159,7 @@ void Workspace::MarkDead(int process, bool clean) {
     dead_.insert(process);
   }
   if (!settled_) return;
-  WriteDead();
-  if (masked_) return;  // whoever waits for that rank fails
+  if (masked_) return WriteDead();  // whoever waits for that rank fails
   for (size_t i = 0; i < members_.size(); ++i) {
     const Group& group = groups_[group_of_[i]];
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -167,6 +171,7 @@ void Workspace::MarkDead(int process, bool clean) {
       break;
     }
   }
+  WriteDead();
 }
 
 bool Workspace::Failed() const {
@@ -186,7 +191,7 @@ std::string Workspace::Failure() const {
     if (LoadVolatile(&member.record->failure) == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);
     const Group& group = groups_[group_of_[i]];
-    return FailureText(*member.record, channel_, across_, [&](int rank) { return WhereIs(group, rank); });
+    return FailureText(*member.record, channel_, across_, masked_, [&](int rank) { return WhereIs(group, rank); });
   }
   return "";
 }

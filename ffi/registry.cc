@@ -125,6 +125,16 @@ void Registry::MarkDead(int process, bool clean) {
   for (auto& workspace : All()) workspace->MarkDead(process, clean);
 }
 
+std::set<int> Registry::Gone() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return gone_;
+}
+
+void Registry::GoOnWithout(const std::vector<int>& processes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  gone_.insert(processes.begin(), processes.end());
+}
+
 std::string Registry::Failure() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& entry : workspaces_) {
@@ -149,6 +159,7 @@ void Registry::Clear() {
   std::lock_guard<std::mutex> leaving_lock(leaving_mutex_);
   leaving_.clear();
   job_ = Job{};
+  gone_.clear();
   configured_ = false;
 }
 

@@ -240,7 +240,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   const bool room = generations_.empty() || HasRoom();
   const bool fresh = homes_.empty();
   const Needs mine{next->flag_bytes, next->data_bytes, next->scratch_bytes};
-  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds);
+  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds, false);
   Turns& turns = Turns::Get();
   bool all_room = true, all_undivided = true;
   std::vector<std::string> offers;
@@ -287,7 +287,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   }
   turns.End(agreed.ticket);
   try {
-    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds);
+    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds, false);
     turns.End(done.ticket);
     AllOk(done.said, what);
   } catch (...) {
@@ -307,7 +307,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   }
   Publish(std::move(*next), alone, seconds);
   if (alone) {  // a peer's first operation may not come before this rank has its table
-    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds);
+    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds, false);
     turns.End(ready.ticket);
   }
 }

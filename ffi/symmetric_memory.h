@@ -236,6 +236,9 @@ class Registry {
   std::vector<std::shared_ptr<Workspace>> All();
   void ResetAll(double seconds);
   void MarkDead(int process, bool clean);
+  // Processes that a reset has gone on without: the same in all that are left.
+  std::set<int> Gone();
+  void GoOnWithout(const std::vector<int>& processes);
   // Empty, or the first failure of a group.
   std::string Failure();
   // The last user of `workspace` has gone. It is deleted when its GPUs have finished what they were given; if it has
@@ -250,6 +253,7 @@ class Registry {
   Job job_;
   std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::weak_ptr<Workspace>> workspaces_;
   std::vector<std::shared_ptr<Workspace>> kept_;
+  std::set<int> gone_;
   std::mutex leaving_mutex_;
   std::vector<std::shared_ptr<Workspace>> leaving_;
   void Forget(const Workspace* gone);

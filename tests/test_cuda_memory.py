@@ -297,6 +297,18 @@ def test_a_failure_is_sticky_until_reset(memory):
     assert run(memory, workspace, times=4)
 
 
+def test_a_death_fails_a_group_at_once_unless_its_programs_are_told_who_takes_part(memory):
+    """Then the mailboxes alone know, also after a reset: kernels that need the dead rank find it there."""
+    told, other = memory.workspace([0, 1], 2, 0), memory.workspace([0, 1], 2, 1)
+    for workspace in (told, other):
+        memory.serve(workspace, *SMALL, 1.0)
+    memory.leave_out_the_dead(told)
+    memory.mark_dead(0, False)
+    assert [memory.mailbox_failure(w, 0) != 0 for w in (told, other)] == [False, True]
+    assert [memory.mailbox_dead(w, 0) for w in (told, other)] == [0b11, 0b11]
+    assert memory.admit(told, 1) == "" and "has ended" in memory.admit(other, 1)
+
+
 def test_a_failure_outlives_the_program_that_failed(memory):
     """Its workspace goes with its last user, perhaps before anybody has asked."""
     workspace = memory.workspace([0, 1], 2, 0)
@@ -428,6 +440,14 @@ BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch"
              "rank 1 runs " + SHAPES["dispatch"], "KernelConfig.channel"],
         ),
         (BOTH | {"cause": 3}, ["the process of rank 2 (GPU 2) has ended", "last checkpoint"]),
+        (
+            BOTH | {"cause": 3, "masked": True},
+            ["the process of rank 2 (GPU 2) has ended", "xen_moe_jax.cuda.alive("],
+        ),
+        (
+            BOTH | {"cause": 2, "of_other": DISPATCH | {"flags": 1 | 0b1010 << 16}},
+            [SHAPES["dispatch"] + ", without ranks 1, 3", "the same `active`"],
+        ),
         (BOTH | {"cause": 4}, ["rank 2 (GPU 2) has released its symmetric memory", "xm.Buffer", SHAPES["dispatch"]]),
         (BOTH | {"cause": 5}, ["given to rank 2", "counts below zero", "as dispatch returned it"]),
         (BOTH | {"cause": 6}, ["another operation held the channel for 12.3 s", "KernelConfig.channel each"]),

@@ -176,15 +176,13 @@ def combine_start(
     starts = _layout.exclusive_cumsum(sizes, axis=0)
     local = starts[:, None] + _layout.exclusive_cumsum(todo.came.astype(jnp.int32), axis=1)
     source_rank = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None]
-    all_pairs = slots_kernel.Pairs(
-        rows=plan.first_used(positions).reshape(local.size, -1),
+    pairs = slots_kernel.Pairs(
+        rows=positions.reshape(local.size, -1),
         peer=jnp.where(todo.came, source_rank, -1).reshape(-1),
         address=local.reshape(-1),
-        count=jnp.int32(local.size),
         expected=jnp.zeros((1,), jnp.int32),
         staging_rows=spec.num_ranks * spec.num_tokens,
     )
-    pairs = plan.listed(all_pairs, spec.num_ranks > spec.top_k)
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
