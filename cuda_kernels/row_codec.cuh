@@ -44,6 +44,12 @@ struct Rows {
   int count;
 };
 
+// Before the first and after the last row of a kernel, by all threads.
+template <class Codec>
+__device__ __forceinline__ void BeginRows(Codec*) {}
+template <class Codec>
+__device__ __forceinline__ void EndRows(Codec*) {}
+
 template <class Vec>
 struct CopyCodec {
   // Copies `n` vectors to every destination; up to kInFlight loads per lane in flight.
@@ -99,6 +105,10 @@ struct CopyCodec {
     Copy(values + first, n, [&](auto store) {
       for (int i = 0; i < rows.count; ++i) store(static_cast<Vec*>(p.rows) + rows.list[i] * stride + first);
     });
+    PlaceScales(p, scales, part, rows);
+  }
+  __device__ __forceinline__ static void PlaceScales(const DispatchParams& p, const float* scales, Range part,
+                                                     const Rows& rows) {
     if (p.row_scales) {
       const int lane = threadIdx.x & 31;
       const int blocks = ScaleBlocks(p.routing.hidden);

@@ -43,6 +43,7 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
   s.part_elements = ((r.hidden + s.parts - 1) / s.parts + 255) / 256 * 256;
   s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
   s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
+  s.bulk = a.Int("bulk", 0, 1) != 0;
   if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
     Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
            " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));

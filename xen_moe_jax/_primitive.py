@@ -28,17 +28,23 @@ NOT_FOR_BACKENDS = ("gradient_wire",)
 
 
 def declare(
-    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, mask: Callable[..., Sequence[Any]] | None = None
+    operation: str,
+    shapes: Callable[..., Sequence[ShapeDtype]],
+    *,
+    mask: Callable[..., Sequence[Any]] | None = None,
+    finish: Callable[..., Any] | None = None,
 ) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
-    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it.
+    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it; `finish(results,
+    operands, spec)` then completes what it returns.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
         # not cacheable: two equal calls are two sites
-        mlir.register_lowering(primitive, _lowering(operation, platform, mask), platform=platform, cacheable=False)
+        lowering = _lowering(operation, platform, mask, finish)
+        mlir.register_lowering(primitive, lowering, platform=platform, cacheable=False)
     _declared.append(primitive)
     return primitive
 
@@ -96,14 +102,19 @@ def _effects(config: Any) -> Any:
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 
-def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence[Any]] | None) -> Callable:
+def _lowering(
+    operation: str,
+    platform: str | None,
+    mask: Callable[..., Sequence[Any]] | None,
+    finish: Callable[..., Any] | None,
+) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
         params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
         if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
-            run = _masked(run, mask, params["spec"])
+            run = _masked(run, mask, finish, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
             avals = backend.operand_avals(operation, avals)
@@ -156,8 +167,14 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _masked(run: Callable, mask: Callable[..., Sequence[Any]], spec: Any) -> Callable:
-    return lambda *operands: run(*mask(operands, spec))
+def _masked(
+    run: Callable, mask: Callable[..., Sequence[Any]], finish: Callable[..., Any] | None, spec: Any
+) -> Callable:
+    def masked(*operands: Any) -> Any:
+        results = run(*mask(operands, spec))
+        return results if finish is None else finish(results, operands, spec)
+
+    return masked
 
 
 def _as_tuple(f: Callable) -> Callable:

@@ -58,6 +58,7 @@ def attributes(
         "parts": cut.parts,
         "segment_tokens": cut.segment_tokens,
         "solo_layout": int(cut.solo_layout),
+        "bulk": int(cut.bulk),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }

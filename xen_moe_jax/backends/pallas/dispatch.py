@@ -52,7 +52,7 @@ def _ridden(
     x: jax.Array,
     scales: jax.Array | None,
     topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
+    topk_weights: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
@@ -130,11 +130,10 @@ def redispatch(
     wire: Wire | None,
     config: KernelConfig,
 ) -> jax.Array:
-    """A new payload on a known routing."""
+    """A new payload on a known routing: rows keep their places also where ranks have gone out since, so that they
+    follow from `positions`, not from counts.
+    """
     padding.check("redispatch", x.dtype, spec)
-    if headers.ride(spec):
-        (rows,), _ = _ridden(x, None, topk_idx, None, spec=spec, wire=wire, config=config)
-        return rows
     todo = plan.dispatch_plan(topk_idx, positions, spec)
     (source,) = tables.scattered(positions, [(todo.staged, -1)], recv_counts, spec, config)
     known = positions, recv_counts
