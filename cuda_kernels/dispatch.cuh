@@ -212,7 +212,9 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
 }
 
 // Rows that round a group up to the alignment are zero, with weight and scale zero.
-__device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts) {
+// Block `index` of `count` does its share.
+__device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
+                                            int index, int count) {
   const Routing& r = p.routing;
   if (r.layout != Layout::kGrouped || r.alignment == 1) return;
   const int lane = threadIdx.x & 31;
@@ -220,8 +222,8 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   const int64_t row_bytes = static_cast<int64_t>(r.hidden) * bytes;
   const int blocks = (r.hidden + kScaleBlock - 1) / kScaleBlock;
   const int rows_at_most = r.alignment - 1;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-       item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += gridDim.x * kWarps) {
+  for (int64_t item = static_cast<int64_t>(index) * kWarps + threadIdx.x / 32;
+       item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += count * kWarps) {
     const int l = static_cast<int>(item / rows_at_most), i = static_cast<int>(item % rows_at_most);
     const int64_t real = ExpertRows(p, scratch, l), row = starts[l] + real + i;
     if (real + i >= RoundUp(static_cast<int>(real), r.alignment) || row >= r.capacity) continue;
@@ -239,12 +241,13 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
 }
 
 // Ranked: the experts of rows that nobody sent are -1, so that the caller's counts are right.
-__device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch) {
+__device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch, int index,
+                                                int count) {
   const Routing& r = p.routing;
   if (r.layout != Layout::kRanked || p.known_positions) return;
   const int64_t begin = static_cast<int64_t>(min(r.capacity, ExpertRows(p, scratch, 0))) * r.top_k;
   const int64_t end = static_cast<int64_t>(r.capacity) * r.top_k;
-  for (int64_t i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
+  for (int64_t i = begin + index * kThreads + threadIdx.x; i < end; i += count * kThreads) {
     p.local_idx[i] = -1;
     p.weights[i] = 0.0f;
   }
@@ -313,8 +316,8 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, epoch, scratch, &starts)) {
       PlaceRows<Codec>(p, shared, scratch, starts, epoch);
-      ZeroPadding(p, scratch, starts);
-      ClearUnusedRows(p, scratch);
+      ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
+      ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
     if (p.known_positions && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
   }

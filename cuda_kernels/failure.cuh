@@ -20,6 +20,7 @@ constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announce
 struct Running {
   char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
   char* data[kMaxRanks];  // and its data
+  uint64_t line_border;   // where lines begin in a half
   char* scratch;
   Control* control;
   Mailbox* mailbox;
@@ -27,6 +28,7 @@ struct Running {
   uint32_t epoch, signature;
   Operation operation;
   int ranks, rank;
+  uint32_t active;      // ranks
   uint32_t generation;  // of the memory that it uses (low byte)
   uint32_t current;     // the one that Control::current had
   uint32_t reported;    // the one that the host knows of

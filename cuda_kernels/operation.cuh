@@ -89,6 +89,20 @@ struct LaneMemory {
   }
 };
 
+// The first warp of block 0 tells all ranks that this one has begun. Lane r has rank r's mailbox.
+__device__ __forceinline__ void AnnounceOperation(const Call& call, Mailbox* to, uint32_t epoch, uint32_t newest,
+                                                  int ranks, int rank) {
+  const int lane = threadIdx.x;
+  const uint64_t word = PackAnnouncement(epoch, call.signature, newest);  // the same for every rank, this one too
+  if (lane < ranks) {
+    StoreRelaxedSystem(&to->announcements[epoch & 1][rank], word);
+  } else if (lane >= 16) {
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+    StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
+  }
+  if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+}
+
 // The first warp: memory for an operation that the current generation does not suffice for. All ranks see the same
 // words, hence take the same table or fail alike.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
@@ -104,11 +118,10 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   return nullptr;
 }
 
-// All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
-// do but to poison and to finish.
-__device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
+// BeginOperation for the first warp.
+__device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks,
                                                int rank) {
-  if (threadIdx.x < 32) {
+  {
     const int lane = threadIdx.x;
     if (lane == 0) {
       run.control = call.control;
@@ -118,6 +131,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
       run.operation = operation;
       run.ranks = ranks;
       run.rank = rank;
+      run.active = (1u << ranks) - 1;
       run.outside = !CheckIn(run, call.call_id);
     }
     __syncwarp();
@@ -130,15 +144,8 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
       if (blockIdx.x == 0) {
-        // Every rank gets the same word, this one too.
-        const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-        if (lane < ranks) {
-          StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
-        } else if (lane >= 16) {
-          const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-          StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
-        }
-        if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+        AnnounceOperation(call, lane < ranks ? call.control->mailbox[lane] : nullptr, epoch,
+                          __shfl_sync(0xFFFFFFFFu, newest, 0), ranks, rank);
       }
       if (!memory.Suffices(call.needs)) {
         const MemoryTable* chosen = AwaitMemory(run, call.needs);
@@ -152,6 +159,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
       run.half[lane] = half;
       run.data[lane] = half + half_bytes - call.needs.data_bytes;
       if (lane == 0) {
+        run.line_border = LineBorder(memory.flag_bytes);
         run.scratch = memory.scratch;
         run.generation = memory.generation;
         run.current = current;
@@ -160,6 +168,12 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     }
     if (lane == 0) run.refused = refused;
   }
+}
+// All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
+// do but to poison and to finish.
+__device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
+                                               int rank) {
+  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank);
   __syncthreads();
 }
 
@@ -224,24 +238,10 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }
 
-// All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
-// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+// All threads of the last block: sees all announcements, poisons if the group has failed, ends the operation.
 template <class Poison>
-__device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
-  if (run.refused) poison(blockIdx.x, gridDim.x);
-  if (run.outside) return;
+__device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   Control* const control = run.control;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
-    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
-    run.last = (now & 0xFFFF) == gridDim.x;
-    run.all_refused = now >> 16 == gridDim.x;
-    if (run.last) __threadfence();
-  }
-  __syncthreads();
-  if (!run.last) return;
   bool fill = false;
   if (threadIdx.x < 32) {
     const bool all_refused = run.all_refused;
@@ -273,6 +273,26 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
   if (__syncthreads_or(fill)) poison(0, 1);
   __syncthreads();
   if (threadIdx.x == 0) CompleteOperation(run);
+}
+
+// All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
+// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+template <class Poison>
+__device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
+  if (run.refused) poison(blockIdx.x, gridDim.x);
+  if (run.outside) return;
+  Control* const control = run.control;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
+    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
+    run.last = (now & 0xFFFF) == gridDim.x;
+    run.all_refused = now >> 16 == gridDim.x;
+    if (run.last) __threadfence();
+  }
+  __syncthreads();
+  if (run.last) EndOperation(run, poison);
 }
 
 }  // namespace xen_moe

@@ -64,10 +64,10 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
 std::string Name(const Problem& p) {
   static const char* const operations[] = {"dispatch", "redispatch", "combine", "exchange"};
   return Text(
-      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d "
+      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d low %d "
       "lanes %d ragged %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
-      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
+      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo, p.low_latency,
       p.lanes, p.ragged, p.seed);
 }
 

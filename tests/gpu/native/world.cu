@@ -148,6 +148,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   s.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;
   s.segment_tokens = p.segment_tokens;
   s.solo_layout = p.solo && SoloLayoutBytes(r, s) <= SoloLayoutLimit();
+  s.low_latency = p.low_latency && NoLowLatency(r, p.operation, p.element, WireType::kNative) == nullptr;
   if (p.operation == Operation::kExchange) {
     ExchangeParams& e = exchange;
     e.call = call;
@@ -162,14 +163,16 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   } else if (p.operation == Operation::kCombine) {
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
-    k.staging = PlanStaging(r, s, p.element, WireType::kNative, false);
+    k.staging = s.low_latency ? PlanLines(r, p.operation, p.element, false)
+                              : PlanStaging(r, s, p.element, WireType::kNative, false);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
     k.out = out(0);
     Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), 0);
   } else {
     DispatchParams& d = dispatch;
     d.call = call, d.routing = r, d.schedule = s, d.element = p.element;
-    d.staging = PlanStaging(r, s, p.element, WireType::kNative, p.scaled);
+    d.staging = s.low_latency ? PlanLines(r, p.operation, p.element, p.scaled)
+                              : PlanStaging(r, s, p.element, WireType::kNative, p.scaled);
     d.known_positions = p.operation == Operation::kRedispatch;
     d.x = inputs_[0], d.scales = reinterpret_cast<float*>(inputs_[1]), d.topk_idx = Input(2);
     d.rows = out(0), d.row_scales = reinterpret_cast<float*>(out(1));

@@ -1,0 +1,61 @@
+// How the low-latency kernels cut rows into lines, and their shared memory. Plain data: the host plans with it too.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace xen_moe {
+
+constexpr int kLineBytes = 128;  // the last eight of them are the epoch
+constexpr int kLineData = kLineBytes - 8;
+constexpr int kRoundLines = 4;  // what a warp stores or loads at once
+constexpr int kRoundData = kRoundLines * kLineData;
+constexpr int kLineCounts = kLineData / 4;  // row counts of a line
+constexpr int kLineSlots = kLineData / 8;   // slots of a token's line: what they want, and their weights
+
+// A block's dynamic shared memory in a low-latency dispatch: byte offsets. Sending needs what is in front of `counts`,
+// receiving the rest.
+struct SharedPlan {
+  int columns;       // rows are numbered by these: all experts, or, ranked, the ranks
+  int local;         // columns that lie on one rank
+  int entries;       // T * K, or, ranked, T * R
+  uint32_t experts;  // [T, K] int16: -1: none
+  uint32_t numbers;  // [entries] uint16: number among the rows of its column that the same warp has counted
+  uint32_t weights;  // [T, K] float
+  uint32_t before;   // [kWarps, columns] uint16: rows that earlier warps have counted
+  uint32_t totals;   // [columns] int
+  uint32_t counts;   // [R, local] int: rows of earlier sources
+  uint32_t groups;   // [local] int: rows of all sources
+  uint32_t starts;   // [local] int
+  uint32_t bytes;
+};
+constexpr uint32_t kLowLatencySharedBytes = 46 * 1024;
+
+XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
+  SharedPlan s{};
+  const bool ranked = r.layout == Layout::kRanked;
+  const int64_t slots = static_cast<int64_t>(r.tokens) * r.top_k;
+  const int64_t entries = ranked ? static_cast<int64_t>(r.tokens) * r.ranks : slots;
+  s.columns = ranked ? r.ranks : r.local_experts * r.ranks;
+  s.local = ranked ? 1 : r.local_experts;
+  s.entries = static_cast<int>(entries);
+  uint64_t at = 0;
+  auto take = [&](int64_t count, int64_t bytes) {
+    const uint64_t from = at;
+    at += (static_cast<uint64_t>(count * bytes) + 15) / 16 * 16;
+    return static_cast<uint32_t>(from);
+  };
+  s.experts = take(slots, 2);
+  s.numbers = take(entries, 2);
+  s.weights = take(slots, 4);
+  s.before = take(static_cast<int64_t>(kWarps) * s.columns, 2);
+  s.totals = take(s.columns, 4);
+  s.counts = take(static_cast<int64_t>(r.ranks) * s.local, 4);
+  s.groups = take(s.local, 4);
+  s.starts = take(s.local, 4);
+  s.bytes = at > 0xFFFFFFu || entries > 0xFFFF ? 0xFFFFFFu : static_cast<uint32_t>(at);
+  return s;
+}
+
+}  // namespace xen_moe

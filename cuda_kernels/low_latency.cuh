@@ -1,0 +1,131 @@
+// The two ends of a low-latency operation: as operation.cuh, with as few round trips to memory as possible.
+//
+// Begin: all words of Control are read at once, before the block knows whether they count: the tables of all
+// generations, then the claim of the channel and {owner, epoch, generation} in one load. A table that Control::current
+// names is written before any operation may use it and does not change while it is in use, so that the early look at it
+// is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the ordinary goes the
+// way of operation.cuh. End: the announcements and the failure word are read before the block takes its ticket; a block
+// that gave up says so in its ticket, so the last one knows of it without another look.
+#pragma once
+
+#include "claims.cuh"
+#include "lines.cuh"
+#include "operation.cuh"
+
+namespace xen_moe {
+
+constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
+
+// {owner, epoch, generation, -} in one load, acquire: of one aligned sector, which no store splits.
+__device__ __forceinline__ uint4 LoadVectorAcquireGpu(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
+__device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
+                                                int rank) {
+  const int lane = threadIdx.x & 31;
+  Control* const control = call.control;
+  const volatile MemoryTable* const tables = control->memory;
+  char* staging[kGenerations];
+  uint64_t flag_bytes[kGenerations], data_bytes[kGenerations];
+  uint32_t generation[kGenerations];
+#pragma unroll
+  for (int i = 0; i < kGenerations; ++i) {
+    staging[i] = tables[i].staging[lane % kMaxRanks];
+    flag_bytes[i] = tables[i].flag_bytes;
+    data_bytes[i] = tables[i].data_bytes;
+    generation[i] = tables[i].generation;
+  }
+  char* const peer = lane < ranks ? reinterpret_cast<char*>(LoadRelaxedSystem(&control->mailbox[lane])) : nullptr;
+  const uint32_t newest = LoadRelaxedSystem(&control->newest);
+  const uint32_t reported = LoadRelaxedSystem(&control->reported);
+  const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
+  if (lane == 0) ClaimWordGpu(&control->owner, call.call_id);
+  const uint4 head = LoadVectorAcquireGpu(reinterpret_cast<const uint4*>(&control->owner));
+  // One lane's view for all: the loads of a warp need not take place together.
+  const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);
+  const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
+  const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
+  char* at = nullptr;
+  uint64_t flags = 0, data = 0;
+  bool good = owner == call.call_id && failure == 0;
+#pragma unroll
+  for (int i = 0; i < kGenerations; ++i) {
+    if (static_cast<int>(current % kGenerations) != i) continue;
+    at = staging[i], flags = flag_bytes[i], data = data_bytes[i];
+    good = good && generation[i] == current && call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
+  }
+  if (!__all_sync(0xFFFFFFFFu, good)) return BeginFirstWarp(run, call, operation, ranks, rank);
+  if (blockIdx.x == 0) {
+    AnnounceOperation(call, reinterpret_cast<Mailbox*>(peer), epoch, __shfl_sync(0xFFFFFFFFu, newest, 0), ranks, rank);
+  }
+  if (lane < ranks) {
+    const uint64_t half_bytes = flags + data;
+    run.half[lane] = at + (epoch & 1) * half_bytes;
+    run.data[lane] = run.half[lane] + half_bytes - call.needs.data_bytes;
+  }
+  if (lane == 0) {
+    run.line_border = LineBorder(flags);
+    run.control = control;
+    run.mailbox = call.mailbox;
+    run.timeout_ns = call.timeout_ns;
+    run.epoch = epoch;
+    run.signature = call.signature;
+    run.operation = operation;
+    run.ranks = ranks;
+    run.rank = rank;
+    run.active = (1u << ranks) - 1;
+    run.scratch = nullptr;
+    run.generation = run.current = current & 0xFF;
+    run.reported = reported;
+    run.refused = run.outside = false;
+  }
+}
+
+// All threads of every block call it last, with whether this block gave up (the same in all its threads).
+template <class Poison>
+__device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poison poison) {
+  if (run.refused || run.outside) return FinishOperation(run, poison);
+  __shared__ bool last, plain;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    uint64_t word = 0;
+    if (lane < run.ranks) word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][lane]);
+    const uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
+    uint32_t now = 0;
+    if (lane == 0) {
+      if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
+      __threadfence();
+      now = atomicAdd(&run.control->ticket, 1u) + 1;
+    }
+    now = __shfl_sync(0xFFFFFFFFu, now, 0);
+    const bool fits = lane >= run.ranks || (AnnouncedEpoch(word) == run.epoch &&
+                                            AnnouncedSignature(word) == run.signature &&
+                                            AnnouncedGeneration(word) == run.current);
+    const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
+    if (lane == 0) {
+      last = (now & 0xFFFF) == gridDim.x;
+      plain = now == gridDim.x && all_fit && run.reported == run.generation;
+      if (last && plain) {
+        run.control->ticket = 0;
+        __threadfence();
+        StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
+      } else if (last) {
+        run.last = true;
+        run.all_refused = false;
+        __threadfence();
+      }
+    }
+  }
+  __syncthreads();
+  if (last && !plain) EndOperation(run, poison);
+}
+
+}  // namespace xen_moe
