@@ -3,8 +3,8 @@
 // Begin: all words of Control are read at once, before the block knows whether they count: the tables of all
 // generations, then the claim of the channel and {owner, epoch, generation} in one load. A table that Control::current
 // names is written before any operation may use it and does not change while it is in use, so that the early look at it
-// is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the ordinary goes the
-// way of operation.cuh. End: the announcements and the failure word are read before the block takes its ticket; a block
+// is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the ordinary, ranks
+// that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are read before the block takes its ticket; a block
 // that gave up says so in its ticket, so the last one knows of it without another look.
 #pragma once
 
@@ -42,7 +42,10 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     data_bytes[i] = tables[i].data_bytes;
     generation[i] = tables[i].generation;
   }
-  char* const peer = lane < ranks ? reinterpret_cast<char*>(LoadRelaxedSystem(&control->mailbox[lane])) : nullptr;
+  Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
+  const uint32_t everybody = (1u << ranks) - 1;
+  const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
+  const uint32_t before = LoadRelaxedSystem(&control->members);
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
@@ -54,7 +57,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
   char* at = nullptr;
   uint64_t flags = 0, data = 0;
-  bool good = owner == call.call_id && failure == 0;
+  bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody;
 #pragma unroll
   for (int i = 0; i < kGenerations; ++i) {
     if (static_cast<int>(current % kGenerations) != i) continue;
@@ -63,7 +66,14 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   }
   if (!__all_sync(0xFFFFFFFFu, good)) return BeginFirstWarp(run, call, operation, ranks, rank);
   if (blockIdx.x == 0) {
-    AnnounceOperation(call, reinterpret_cast<Mailbox*>(peer), epoch, __shfl_sync(0xFFFFFFFFu, newest, 0), ranks, rank);
+    const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
+    if (lane < ranks) {
+      StoreRelaxedSystem(&peer->announcements[epoch & 1][rank], word);
+    } else if (lane >= 16) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+      StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
+    }
+    if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
   }
   if (lane < ranks) {
     const uint64_t half_bytes = flags + data;
@@ -80,7 +90,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     run.operation = operation;
     run.ranks = ranks;
     run.rank = rank;
-    run.active = (1u << ranks) - 1;
+    run.members = run.active = everybody;
     run.scratch = nullptr;
     run.generation = run.current = current & 0xFF;
     run.reported = reported;
@@ -106,15 +116,16 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poi
       now = atomicAdd(&run.control->ticket, 1u) + 1;
     }
     now = __shfl_sync(0xFFFFFFFFu, now, 0);
-    const bool fits = lane >= run.ranks || (AnnouncedEpoch(word) == run.epoch &&
+    const bool fits = !(run.active >> lane & 1) || (AnnouncedEpoch(word) == run.epoch &&
                                             AnnouncedSignature(word) == run.signature &&
                                             AnnouncedGeneration(word) == run.current);
     const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
     if (lane == 0) {
       last = (now & 0xFFFF) == gridDim.x;
-      plain = now == gridDim.x && all_fit && run.reported == run.generation;
+      plain = now == gridDim.x && all_fit && run.active && run.reported == run.generation;
       if (last && plain) {
         run.control->ticket = 0;
+        run.control->members = run.members;
         __threadfence();
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {

@@ -204,7 +204,7 @@ struct LowLatencyCombine {
     for (int64_t item = summer + static_cast<int64_t>(warp) * summers;
          item < static_cast<int64_t>(r.tokens) * parts.count; item += warps) {
       const int token = static_cast<int>(item / parts.count), part = static_cast<int>(item % parts.count);
-      const uint32_t ranks = RanksOf(p.topk_idx, token, r) & run.active;
+      const uint32_t ranks = RanksOf(p.topk_idx, token, r, run.active);
       const TokenRows own(p, r.rank, token);
       const int end = min(all_rounds, (part + 1) * parts.rounds);
       for (int base = part * parts.rounds; base < end; base += kSumRounds) {

@@ -22,6 +22,7 @@ struct Call {
   uint64_t timeout_ns;  // 0: waits for ever, but leaves when the group has failed
   uint32_t call_id;     // of the call site on this device, unique in the process; never 0
   uint32_t signature;   // Signature(descriptor)
+  const bool* active;   // [ranks]: who takes part; null: all
   Needs needs;
   Descriptor descriptor;  // Describe(...)
 };

@@ -28,6 +28,13 @@
 // Generations: an announcement carries the newest generation that its rank has. The operation after it uses the least
 // of what all ranks announced, which every rank computes from the same words: all switch at the same operation. An
 // operation that needs more than that waits for the announcements of its own epoch first and takes their least.
+//
+// Ranks that are out: an operation may be given a bit mask of the ranks that take part. Nobody stores to the others or
+// waits for them; "every rank" above is every rank that takes part. One that is out does nothing but count the
+// operation, if it runs it at all; it may run ahead or stay behind. So when an operation has a rank that the one before
+// it had not, all its ranks first meet (`Mailbox::joins`): each has begun it, hence ended everything before, and what
+// is said above holds from there on. Such an operation takes its memory from its own announcements. After a start or a
+// reset the operation before is taken to have had no ranks. The mask is part of the announced signature.
 #pragma once
 
 #include <cstddef>
@@ -142,6 +149,7 @@ struct Descriptor {
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
                    kDescribedLowLatency = 16;
+constexpr int kDescribedOutShift = 16;  // from this bit on: the ranks that are out. The host leaves it 0
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
 XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
@@ -161,8 +169,10 @@ XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
 struct alignas(128) Mailbox {
   // Written by the ranks of the group.
   uint64_t announcements[2][kMaxRanks];  // [epoch parity][source rank]
+  uint64_t joins[kMaxRanks];             // [source rank], as an announcement; 0: none, or used
   // By whoever gives up first; 0: none. A line of its own: it is polled.
   alignas(128) uint64_t failure;
+  uint32_t dead;  // by the host: bit mask of the ranks whose process has ended. Nothing is read or stored there
   // Written by this rank alone, for the others to read when something is wrong.
   alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
   uint64_t progress;
@@ -225,6 +235,7 @@ struct alignas(128) Control {
   alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses; its generation is read with the two
+  uint32_t members;                               // bit mask of the ranks that took part in the operation before
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
   uint32_t claimed[4];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done

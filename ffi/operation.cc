@@ -64,6 +64,7 @@ int64_t DecodeShared(const Attributes& a, bool scaled, P* plan) {
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
   p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
+  plan->masked = a.Int("masked", 0, 1) != 0;
   return dtype;
 }
 
@@ -135,7 +136,7 @@ uint32_t NextCallId() {
 }
 
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds) {
+                                            const Needs& needs, int blocks, double seconds, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
   std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel);
   for (const Member& member : workspace->members()) {
@@ -146,6 +147,7 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::v
     }
   }
   workspace->Serve(needs, seconds);
+  if (masked) workspace->LeaveOutTheDead();
   return workspace;
 }
 

@@ -34,6 +34,7 @@ constexpr int kMaxChannels = 16;
 struct Plan {
   std::shared_ptr<Workspace> workspace;
   double timeout_s = 0.0;            // for memory to be agreed on
+  bool masked = false;               // it is told which ranks take part
   std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
 };
 
@@ -77,7 +78,7 @@ ffi::Error ToError(const MemoryError& e);
 
 // The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds);
+                                            const Needs& needs, int blocks, double seconds, bool masked);
 uint32_t NextCallId();
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
@@ -100,7 +101,7 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
     plan->workspace =
         PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
-                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s);
+                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->masked);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }

@@ -121,6 +121,7 @@ void Workspace::Restart(uint32_t epoch) {
     job_.gpus->Zero(ordinal, state, sizeof(Control) - offsetof(Control, owner));
     job_.gpus->Write(ordinal, &members_[i].control->epoch, &epoch, sizeof(epoch));
   }
+  WriteDead();
   WriteTables(true);
   for (Member& member : members_) {
     member.record->failure = 0;
@@ -131,8 +132,24 @@ void Workspace::Restart(uint32_t epoch) {
   runs_.fill(kNoRun);
 }
 
+void Workspace::WriteDead() {
+  std::lock_guard<std::mutex> lock(dead_mutex_);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Group& group = groups_[group_of_[i]];
+    uint32_t dead = 0;
+    for (int rank = 0; rank < ranks_; ++rank) dead |= dead_.count(ProcessOf(group.devices[rank])) << rank;
+    job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->dead, &dead, sizeof(dead));
+  }
+}
+
 void Workspace::MarkDead(int process, bool clean) {
+  {
+    std::lock_guard<std::mutex> lock(dead_mutex_);
+    dead_.insert(process);
+  }
   if (!settled_) return;
+  WriteDead();
+  if (masked_) return;  // whoever waits for that rank fails
   for (size_t i = 0; i < members_.size(); ++i) {
     const Group& group = groups_[group_of_[i]];
     for (int rank = 0; rank < ranks_; ++rank) {

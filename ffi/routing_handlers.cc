@@ -5,11 +5,15 @@
 namespace xen_moe {
 namespace {
 
+using Bools = ffi::BufferR1<ffi::PRED>;
 using Ints2 = ffi::BufferR2<ffi::S32>;
 using Ints3 = ffi::BufferR3<ffi::S32>;
 using Floats2 = ffi::BufferR2<ffi::F32>;
 using IntsOut2 = ffi::ResultBufferR2<ffi::S32>;
 using IntsOut3 = ffi::ResultBufferR3<ffi::S32>;
+
+// Of the operand `active`.
+std::vector<int64_t> ActiveShape(const Plan& plan, const Routing& r) { return {plan.masked ? r.ranks : 0}; }
 
 int64_t ScaleBlocks(const Routing& r) { return (r.hidden + kScaleBlock - 1) / kScaleBlock; }
 
@@ -45,11 +49,11 @@ ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
   return ffi::Error::Success();
 }
 
-// x, scales, topk_idx, topk_weights -> rows, row_scales, positions, recv_counts, weights, [local_idx]
+// x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, [local_idx]
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
-                    Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, ffi::Result<ffi::AnyBuffer> rows,
-                    ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions, IntsOut2 recv_counts,
-                    ffi::Result<ffi::AnyBuffer> weights, ffi::RemainingRets rest) {
+                    Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, Bools active,
+                    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions,
+                    IntsOut2 recv_counts, ffi::Result<ffi::AnyBuffer> weights, ffi::RemainingRets rest) {
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   const bool ranked = r.layout == Layout::kRanked;
@@ -64,6 +68,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
                               {"scales", scales, ffi::F32, {r.tokens, columns}},
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
                               {"topk_weights", topk_weights, ffi::F32, {r.tokens, r.top_k}},
+                              {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)},
                               {"row_scales", *row_scales, ffi::F32, RowsShape(r, columns)},
                               {"positions", *positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
@@ -77,6 +82,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.scales = plan->scaled ? scales.typed_data() : nullptr;
   p.topk_idx = topk_idx.typed_data();
   p.topk_weights = topk_weights.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
   p.row_scales = plan->scaled ? static_cast<float*>(row_scales->untyped_data()) : nullptr;
   p.positions = positions->typed_data();
@@ -90,9 +96,10 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   });
 }
 
-// x, topk_idx, positions, recv_counts -> rows
+// x, topk_idx, positions, recv_counts, active -> rows
 ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
-                      Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Result<ffi::AnyBuffer> rows) {
+                      Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active,
+                      ffi::Result<ffi::AnyBuffer> rows) {
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   ffi::Error error = CheckOnce(plan, [&] {
@@ -100,6 +107,7 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
                                  {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
                                  {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
                                  {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                                 {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                                  {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)}};
   });
   if (!error.success()) return error;
@@ -107,6 +115,7 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   p.topk_idx = topk_idx.typed_data();
   p.positions = positions.typed_data();
   p.recv_counts = recv_counts.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
   return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
     p.call.control = member.control;
@@ -116,9 +125,9 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   });
 }
 
-// y, topk_idx, positions, recv_counts, weights -> out
+// y, topk_idx, positions, recv_counts, active, weights -> out
 ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CombinePlan* plan, ffi::AnyBuffer y,
-                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Buffer<ffi::F32> weights,
+                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active, ffi::Buffer<ffi::F32> weights,
                    ffi::Result<ffi::AnyBuffer> out) {
   CombineParams p = plan->params;
   const Routing& r = p.routing;
@@ -127,6 +136,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
                               {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
                               {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                              {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
     if (plan->weighted) all.push_back({"weights", weights, ffi::F32, WeightsShape(r)});
     return all;
@@ -135,6 +145,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   p.y = y.untyped_data();
   p.topk_idx = topk_idx.typed_data();
   p.positions = positions.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
   return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
@@ -160,6 +171,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch,
                                   .Arg<Floats2>()
                                   .Arg<Ints2>()
                                   .Arg<Floats2>()
+                                  .Arg<Bools>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::BufferR3<ffi::S32>>()
@@ -178,6 +190,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch,
                                   .Arg<Ints2>()
                                   .Arg<Ints3>()
                                   .Arg<Ints2>()
+                                  .Arg<Bools>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -191,6 +204,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine,
                                   .Arg<Ints2>()
                                   .Arg<Ints3>()
                                   .Arg<Ints2>()
+                                  .Arg<Bools>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -73,8 +73,10 @@ class Workspace {
   // For tests: goes on from this number, as after a reset. Nothing may be running.
   void Renumber(uint32_t epoch);
   // The process has ended: every group that has a rank there fails. `clean`: it had said so; then the failure shows
-  // when an operation needs that rank.
+  // when an operation needs that rank. So it does in any case after LeaveOutTheDead.
   void MarkDead(int process, bool clean);
+  // A program of this workspace is told which ranks take part: whether it needs a rank that is dead, only it knows.
+  void LeaveOutTheDead() { masked_.store(true); }
 
   bool Serves(const Needs& needs) const {
     return needs.flag_bytes <= serves_[0].load(std::memory_order_acquire) &&
@@ -155,6 +157,7 @@ class Workspace {
   MemoryTable TableOf(const Generation* generation, size_t member) const;
   uint32_t OldestInUse() const;
   void Tell(size_t member, uint64_t failure);
+  void WriteDead();  // to the mailboxes of this process
   std::unique_lock<std::timed_mutex> Change(double seconds);
   std::string KeyOf(const char* what);
   std::string WhereIs(const Group& group, int rank) const;
@@ -179,6 +182,10 @@ class Workspace {
   std::deque<Generation> generations_;
   std::vector<Generation> retired_;  // between processes: to be released by all together
   uint64_t changes_ = 0;             // agreements of this workspace
+
+  std::mutex dead_mutex_;
+  std::set<int> dead_;  // processes
+  std::atomic<bool> masked_{false};
 
   std::atomic<uint64_t> serves_[3] = {};
   std::atomic<uint64_t> staging_bytes_{0}, scratch_bytes_{0};

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from xen_moe_jax import _layout, _shapes, backends
+from xen_moe_jax import _active, _layout, _shapes, backends
 from xen_moe_jax._collective_primitives import all_to_all_p
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import platform
@@ -68,13 +68,14 @@ def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, *
     return _halves_backend(spec, config).combine_in_flight(y, spec=spec, wire=wire)
 
 
-dispatch_p = declare("dispatch", _shapes.dispatch)
-combine_p = declare("combine", _shapes.combine)
-redispatch_p = declare("redispatch", _shapes.redispatch)
-dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes)
-dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes)
-combine_start_p = declare("combine_start", _combine_start_shapes)
-combine_done_p = declare("combine_done", _shapes.combine)
+# Operands: docs/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
+dispatch_p = declare("dispatch", _shapes.dispatch, mask=_active.mask_dispatch)
+combine_p = declare("combine", _shapes.combine, mask=_active.mask_handle)
+redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle)
+dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
+dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes, mask=_active.mask_done)
+combine_start_p = declare("combine_start", _combine_start_shapes, mask=_active.mask_handle)
+combine_done_p = declare("combine_done", _shapes.combine, mask=_active.mask_handle)
 
 
 # -- derivatives of a dispatch -----------------------------------------------------------------------------------------
@@ -106,13 +107,18 @@ def _for_gradients(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "wire": params["gradient_wire"]}
 
 
-def _weights_tangent(weights: Any, topk_weights_dot: Any, topk_idx: Any, positions: Any, params: Any) -> Any:
-    """Tangent of the rows' router weights: one number per (token, slot), sent to where its row went."""
+def _weights_tangent(known: Any, topk_weights_dot: Any, topk_idx: Any, active: Any, params: Any) -> Any:
+    """Tangent of the rows' router weights: one number per (token, slot), sent to where its row went. `known`: results
+    of the dispatch from the positions on."""
+    positions, recv_counts, weights, *local_idx = known
     if _is_zero(topk_weights_dot):
         return _zero(weights)
     spec: Spec = params["spec"]
     if 0 in spec.row_dims:
         return jnp.zeros_like(weights)
+    if _active.given(active):
+        handle = topk_idx, positions, recv_counts, active
+        return _weights_tangent_by_rows(topk_weights_dot, handle, local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
     sent = jnp.where(owner[None] == ranks[:, None, None], topk_weights_dot[None], 0.0)
@@ -133,16 +139,32 @@ def _weights_tangent(weights: Any, topk_weights_dot: Any, topk_idx: Any, positio
     return jnp.zeros(rows, weights.dtype).at[at].add(came, mode="drop").reshape(weights.shape)
 
 
+def _weights_tangent_by_rows(topk_weights_dot: Any, handle: Any, local_idx: Any, params: Any) -> Any:
+    """The same where ranks are out, whom an all-to-all would wait for: every row takes its token's slots along."""
+    spec: Spec = params["spec"]
+    (rows,) = redispatch_p.bind(topk_weights_dot, *handle, **{**params, "wire": None, "gradient_wire": None})
+    if local_idx:
+        return jnp.where(local_idx[0] >= 0, rows, 0.0)
+    positions = handle[1]
+    flat = rows.reshape(-1, spec.top_k)
+    at = jnp.where(positions >= 0, positions, flat.shape[0])
+    slots = jnp.broadcast_to(jnp.arange(spec.top_k, dtype=jnp.int32), positions.shape)
+    slot = jnp.full(flat.shape[0], -1, jnp.int32).at[at].set(slots, mode="drop", unique_indices=True)
+    chosen = jnp.take_along_axis(flat, jnp.maximum(slot, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(slot >= 0, chosen, 0.0).reshape(spec.row_dims)
+
+
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx = _layout.sanitize(primals[2], params["spec"].num_experts)
-    x_dot, scales_dot, _, weights_dot = tangents
+    spec, active = params["spec"], primals[4]
+    topk_idx = _active.entries(_layout.sanitize(primals[2], spec.num_experts), active, spec)
+    x_dot, scales_dot, _, weights_dot, _ = tangents
     # what the tangent needs is named, so that a policy that saves the names does not dispatch again
     out = Dispatched(*dispatch_p.bind(*primals, **params)).named()
-    rows_dot = _rows_tangent(out.rows, x_dot, scales_dot, (topk_idx, out.positions, out.recv_counts), params)
+    rows_dot = _rows_tangent(out.rows, x_dot, scales_dot, (topk_idx, out.positions, out.recv_counts, active), params)
     results = [a for a in out if a is not None]
     dots = [_zero(a) for a in results]
     dots[0] = rows_dot
-    dots[4] = _weights_tangent(out.weights, weights_dot, topk_idx, out.positions, params)
+    dots[4] = _weights_tangent(results[2:], weights_dot, topk_idx, active, params)
     return results, dots
 
 
@@ -154,15 +176,13 @@ def _redispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return [rows], [_rows_tangent(rows, tangents[0], tangents[0], primals[1:], params)]
 
 
-def _redispatch_transpose(cotangents: Any, x: Any, topk_idx: Any, positions: Any, recv_counts: Any, **params: Any):
+def _redispatch_transpose(cotangents: Any, x: Any, *handle: Any, **params: Any):
     (cotangent,) = cotangents
     if _is_zero(cotangent):
-        return [ad.Zero(x.aval), None, None, None]
+        return [ad.Zero(x.aval), *[None] * len(handle)]
     weights = jnp.zeros(params["spec"].weights_shape, jnp.float32)
-    (x_ct,) = combine_p.bind(
-        cotangent, topk_idx, positions, recv_counts, weights, weighted=False, **_for_gradients(params)
-    )
-    return [x_ct, None, None, None]
+    (x_ct,) = combine_p.bind(cotangent, *handle, weights, weighted=False, **_for_gradients(params))
+    return [x_ct, *[None] * len(handle)]
 
 
 ad.primitive_jvps[redispatch_p] = _redispatch_jvp
@@ -203,10 +223,9 @@ def _combine_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _cotangents(cotangent: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: Any) -> list[Any]:
     """Cotangents of the rows and of the weights; `y`, `weights` are values, or avals of what is not known."""
-    topk_idx, positions, recv_counts = handle
     moved = {name: value for name, value in _for_gradients(params).items() if name != "weighted"}
-    (rows,) = redispatch_p.bind(cotangent, topk_idx, positions, recv_counts, **moved)
-    used = _layout.used_rows(recv_counts, params["spec"])
+    (rows,) = redispatch_p.bind(cotangent, *handle, **moved)
+    used = _layout.used_rows(handle[2], params["spec"])
     y_ct = weights_ct = None
     if wanted[0] and params["weighted"]:
         product = weights[..., None] * rows.astype(jnp.float32)
@@ -231,9 +250,9 @@ def _combine_transpose(cotangents: Any, y: Any, *rest: Any, **params: Any) -> li
     *handle, weights = rest
     wanted = ad.is_undefined_primal(y), ad.is_undefined_primal(weights)
     if _is_zero(*cotangents):
-        return [_zero_if(wanted[0], y), None, None, None, _zero_if(wanted[1], weights)]
+        return [_zero_if(wanted[0], y), *[None] * len(handle), _zero_if(wanted[1], weights)]
     y_ct, weights_ct = _cotangents(cotangents[0], _known_or_aval(y), _known_or_aval(weights), wanted, handle, params)
-    return [y_ct, None, None, None, weights_ct]
+    return [y_ct, *[None] * len(handle), weights_ct]
 
 
 def _combine_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -272,13 +291,13 @@ def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     known = 4 if params["spec"].layout == "ranked" else 3
     results[:known] = [checkpoint_name(a, HANDLE) for a in results[:known]]
     dots = [_zero(a) for a in results]
-    dots[2] = _weights_tangent(results[2], tangents[3], topk_idx, results[0], params)
+    dots[2] = _weights_tangent(results[:known], tangents[3], topk_idx, primals[4], params)
     return results, dots
 
 
 def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     rows, row_scales = (checkpoint_name(a, ROWS) for a in dispatch_done_p.bind(*primals, **params))
-    rows_dot = _rows_tangent(rows, tangents[0], tangents[1], primals[2:5], params)
+    rows_dot = _rows_tangent(rows, tangents[0], tangents[1], primals[2:6], params)
     return [rows, row_scales], [rows_dot, _zero(row_scales)]
 
 
@@ -288,9 +307,9 @@ def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    y, topk_idx, positions, recv_counts, weights = primals[:5]
+    y, *handle, weights = primals[:6]
     out = combine_done_p.bind(*primals, **params)
-    out_dot = _tangent(tangents[0], tangents[4], y, weights, (topk_idx, positions, recv_counts), params)
+    out_dot = _tangent(tangents[0], tangents[5], y, weights, handle, params)
     return out, [_zero(out[0]) if out_dot is None else out_dot]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _api, _prepare
+from xen_moe_jax import _active, _api, _prepare
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
@@ -20,10 +20,12 @@ from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
 
 @pytree(static=("static",))
 class DispatchInFlight:
-    """Operands, which derivatives go to; the routing, which is known already; and what the backend left under way."""
+    """Operands, which derivatives go to; the routing, which is known already; rows that `active` keeps from leaving;
+    and what the backend left under way."""
 
     operands: Any
     known: Any
+    withheld: Any
     in_flight: Any
     static: _prepare.Static
 
@@ -51,6 +53,7 @@ def dispatch_start(
     alignment: int = 1,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
@@ -70,16 +73,24 @@ def dispatch_start(
         alignment=alignment,
         wire=wire,
         gradient_wire=gradient_wire,
+        active=active,
         config=config,
     )
     static = prepared.static
     if not primitives.splits(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
-        whole = _api.routed(primitives.Dispatched(*results), prepared.topk_idx, static.spec)
+        whole = _api.routed(
+            primitives.Dispatched(*results),
+            prepared.topk_idx,
+            static.spec,
+            active=prepared.handle_active,
+            withheld=prepared.withheld,
+        )
         return Flight(whole, "dispatch")
     results = primitives.dispatch_start_p.bind(*prepared.start_operands, **static.params)
     known = 4 if static.spec.layout == "ranked" else 3
-    return Flight(DispatchInFlight(prepared.start_operands, results[:known], results[known:], static), "dispatch")
+    state = DispatchInFlight(prepared.start_operands, results[:known], prepared.withheld, results[known:], static)
+    return Flight(state, "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")
@@ -92,12 +103,18 @@ def dispatch_done(flight: Flight) -> Routed:
     state = _land(flight, "dispatch")
     if not isinstance(state, DispatchInFlight):
         return state
-    x, scales, topk_idx, _ = state.operands
+    x, scales, topk_idx, _, active = state.operands
     positions, recv_counts, *_ = state.known
     rows = primitives.dispatch_done_p.bind(
-        x, scales, topk_idx, positions, recv_counts, *state.in_flight, **state.static.params
+        x, scales, topk_idx, positions, recv_counts, active, *state.in_flight, **state.static.params
     )
-    return _api.routed(primitives.Dispatched(*rows, *state.known), topk_idx, state.static.spec)
+    return _api.routed(
+        primitives.Dispatched(*rows, *state.known),
+        topk_idx,
+        state.static.spec,
+        active=active if _active.given(active) else None,
+        withheld=state.withheld,
+    )
 
 
 @jax.named_scope("xen_moe_combine_start")
@@ -108,11 +125,19 @@ def combine_start(
     weighted: bool | None = None,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `combine`, same arguments. Finish with `combine_done`."""
     prepared = _prepare.combine(
-        "combine_start", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, config=config
+        "combine_start",
+        y,
+        handle,
+        weighted=weighted,
+        wire=wire,
+        gradient_wire=gradient_wire,
+        active=active,
+        config=config,
     )
     static = prepared.static
     if not primitives.splits(static.spec, static.config):

@@ -26,14 +26,17 @@ NOT_FOR_BACKENDS = ("gradient_wire",)
 """Parameters that only derivative rules read."""
 
 
-def declare(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> Primitive:
+def declare(
+    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, mask: Callable[..., Sequence[Any]] | None = None
+) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
+    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(operation, platform), platform=platform)
+        mlir.register_lowering(primitive, _lowering(operation, platform, mask), platform=platform)
     _declared.append(primitive)
     return primitive
 
@@ -91,11 +94,13 @@ def _effects(config: Any) -> Any:
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 
-def _lowering(operation: str, platform: str | None) -> Callable:
+def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence[Any]] | None) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run = functools.partial(getattr(backend, operation), **known)
+        if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
+            run = _masked(run, mask, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
             avals = backend.operand_avals(operation, avals)
@@ -123,6 +128,10 @@ def _usual_promotion() -> Iterator[None]:
     """The caller's settings are about the caller's code: an implementation is traced under JAX's defaults."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _masked(run: Callable, mask: Callable[..., Sequence[Any]], spec: Any) -> Callable:
+    return lambda *operands: run(*mask(operands, spec))
 
 
 def _as_tuple(f: Callable) -> Callable:

@@ -56,7 +56,7 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
         } while (p.operation != Operation::kExchange || p.ragged != (i / 4 % 2 == 0));
       }
     }
-    pool.push_back(world.AddAll(p, timeout_s));
+    pool.push_back(world.AddAll(p, timeout_s * o.patience));
   }
   return pool;
 }
@@ -191,7 +191,7 @@ std::string Absent(const Options& o) {
   });
   const double seconds = Now() - start;
   ExpectRight(world, "results that are not poisoned");
-  Expect(seconds < 2 * 0.5 + 0.5, Text("500 operations took %.2f s", seconds));
+  Expect(seconds < (2 * 0.5 + 0.5) * o.patience, Text("500 operations took %.2f s", seconds));
   // It comes after all: its results are poisoned at once, and it says the same.
   world.Each([&](int rank) {
     if (rank == absent) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
@@ -221,7 +221,7 @@ std::string Skip(const Options& o) {
   const double seconds = Now() - start;
   const Failure f = ExpectFailure(world, Cause::kMismatch);
   Expect(o.ranks == 2 || f.rank == 0, Text("rank %d was named", f.rank));
-  Expect(seconds < 2, Text("took %.2f s", seconds));
+  Expect(seconds < 2 * o.patience, Text("took %.2f s", seconds));
   for (const RankState& state : world.states) {
     Expect(Signature(state.error->of_rank) != Signature(state.error->of_other), "both descriptors are the same");
     const uint32_t first = pool[0][0]->signature(), second = pool[1][0]->signature();
@@ -250,14 +250,14 @@ std::string Shapes(const Options& o) {
                          ? o.ranks * other.tokens + (other.ragged ? 1 : 0)
                          : other.capacity + 8 * o.ranks * other.top_k * other.local_experts();
     if (other.layout == Layout::kPadded && kind != 3) other.capacity = other.local_experts() * o.ranks * other.tokens;
-    const auto mine = world.AddAll(p, 20), theirs = world.AddAll(other, 20);
+    const auto mine = world.AddAll(p, 20 * o.patience), theirs = world.AddAll(other, 20 * o.patience);
     world.Start(Largest({mine, theirs}));
     const double start = Now();
     world.Each([&](int rank) {
       (rank == o.ranks - 1 ? theirs : mine)[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
     });
     ExpectRight(world, "results that are not poisoned: " + Name(p));
-    Expect(Now() - start < 2, Text("took %.2f s", Now() - start));
+    Expect(Now() - start < 2 * o.patience, Text("took %.2f s", Now() - start));
     const Failure f = ExpectFailure(world, Cause::kMismatch);
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
     const bool units = p.operation == Operation::kExchange;  // of an exchange the operand's units are told
@@ -298,7 +298,7 @@ std::string Dead(const Options& o) {
   });
   ExpectRight(world, "results that are not poisoned");
   const Failure f = ExpectFailure(world, Cause::kDead);
-  Expect(f.rank == dead && seconds < 2, Text("rank %d, %.2f s", f.rank, seconds));
+  Expect(f.rank == dead && seconds < 2 * o.patience, Text("rank %d, %.2f s", f.rank, seconds));
   return Text("all left %.2f s after the start, without a time-out", seconds);
 }
 
@@ -312,7 +312,7 @@ std::string Indices(const Options& o) {
     do {
       p = RandomProblem(rng, o.ranks, 8);
     } while (p.operation == Operation::kDispatch || (p.operation == Operation::kExchange && !p.ragged));
-    const auto ranks = world.AddAll(p, 0.3);
+    const auto ranks = world.AddAll(p, 0.3 * o.patience);
     world.Start(ranks[0]->needs());
     const std::vector<RankCase> cases = Reference(p);
     bool bad_counts = false;
@@ -369,7 +369,7 @@ std::string Generations(const Options& o) {
     } while (p.operation == Operation::kExchange);
     p.tokens = 50 + 10 * step, p.hidden = 1024 + 128 * step, p.capacity = o.ranks * p.tokens * p.top_k * 2 + 64;
     if (p.layout == Layout::kPadded) p.capacity = p.local_experts() * o.ranks * p.tokens;
-    large.push_back(world.AddAll(p, 20));
+    large.push_back(world.AddAll(p, 20 * o.patience));
     needs = Largest({large.back(), large[step ? step - 1 : 0], small[0]});
     const Needs of_small = Largest(small);
     needs.flag_bytes = std::max(needs.flag_bytes, of_small.flag_bytes);
@@ -403,7 +403,7 @@ std::string Generations(const Options& o) {
   Problem p = small[0][0]->problem;
   p.operation = Operation::kDispatch, p.layout = Layout::kGrouped, p.element = Element::kF32, p.scaled = false;
   p.tokens = 300, p.hidden = 4096, p.capacity = 100, p.alignment = 1;
-  const auto too_large = world.AddAll(p, 5);
+  const auto too_large = world.AddAll(p, 5 * o.patience);
   world.Each([&](int rank) { too_large[rank]->LaunchAndVerify(world.states[rank].stream[0], true); });
   ExpectRight(world, "the result of the operation without memory is not poisoned");
   ExpectFailure(world, Cause::kMemory);
@@ -467,7 +467,7 @@ std::string Company(const Options& o) {
     Problem p = RandomProblem(rng, ranks, 48);
     p.blocks = std::max(p.blocks, 24);
     if (p.operation == Operation::kExchange) p.lanes = 24 / ranks;
-    pool.push_back(world.AddAll(p, 4));
+    pool.push_back(world.AddAll(p, 4 * o.patience));
   }
   world.Start(Largest(pool));
   int* stop = nullptr;
@@ -498,7 +498,7 @@ std::string Graphs(const Options& o) {
   World world(o.ranks, o.gpus);
   const auto pool = Pool(world, o, 16, 2);
   world.Start(Largest(pool));
-  const int replays = static_cast<int>(std::min<int64_t>(10000, std::max<int64_t>(100, o.calls)));
+  const int replays = static_cast<int>(std::min<int64_t>(10000, std::max<int64_t>(10, o.calls)));
   std::vector<cudaGraphExec_t> graphs(o.ranks);
   std::vector<size_t> nodes(o.ranks);
   // Captured one after the other: nothing runs.
@@ -541,7 +541,8 @@ std::string Graphs(const Options& o) {
   Expect(UnpackFailure(world.FailureOf(0)).rank == o.ranks - 1, FailureText(world.FailureOf(0)));
   world.Reset();
   graphs.swap(good);
-  replay(100, -1);
+  const int afterwards = std::min(100, replays);
+  replay(afterwards, -1);
   ExpectNoFailure(world);
   ExpectRight(world, "replays after reset");
   for (const RankState& state : world.states) {
@@ -549,8 +550,8 @@ std::string Graphs(const Options& o) {
     NATIVE_CHECK(cudaGraphExecDestroy(graphs[state.rank]));
     NATIVE_CHECK(cudaGraphExecDestroy(good[state.rank]));
   }
-  return Text("%d replays of %zu operations, %.1f us each; failure during a replay named; 100 after reset", replays,
-              pool.size(), seconds * 1e6 / replays / static_cast<double>(pool.size()));
+  return Text("%d replays of %zu operations, %.1f us each; failure during a replay named; %d after reset", replays,
+              pool.size(), seconds * 1e6 / replays / static_cast<double>(pool.size()), afterwards);
 }
 
 }  // namespace

@@ -10,7 +10,10 @@ from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
 from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer
 from xen_moe_jax.backends.cuda.module import compiled
 
+TAKES_ACTIVE = True
+
 __all__ = [
+    "TAKES_ACTIVE",
     "all_to_all",
     "buffer_size_hint",
     "check_available",

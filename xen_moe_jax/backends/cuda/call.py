@@ -27,6 +27,7 @@ def attributes(
     scaled: bool = False,
     weighted: bool = False,
     known_positions: bool = False,
+    masked: bool = False,
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
@@ -47,6 +48,7 @@ def attributes(
         "scaled": int(scaled),
         "weighted": int(weighted),
         "known_positions": int(known_positions),
+        "masked": int(masked),
         "blocks": cut.blocks,
         "push_blocks": cut.push_blocks,
         "layout_blocks": cut.layout_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -17,6 +17,7 @@ def combine(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
+    active: jax.Array,
     weights: jax.Array,
     *,
     spec: Spec,
@@ -34,8 +35,8 @@ def combine(
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
     cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh))
-    attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted)
+    attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active))
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
-    operands = (y, topk_idx, positions, recv_counts, weights)
+    operands = (y, topk_idx, positions, recv_counts, active, weights)
     (out,) = call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return out

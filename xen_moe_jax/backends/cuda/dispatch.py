@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _mesh, _shapes
+from xen_moe_jax import _active, _mesh, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -32,6 +32,7 @@ def dispatch(
     scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
@@ -43,8 +44,8 @@ def dispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled)
-    operands = (x, scales, topk_idx, topk_weights)
+    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active))
+    operands = (x, scales, topk_idx, topk_weights, active)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
     out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
@@ -57,6 +58,7 @@ def redispatch(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
@@ -67,8 +69,10 @@ def redispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True)
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active)
+    )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
-    operands = (x, topk_idx, positions, recv_counts)
+    operands = (x, topk_idx, positions, recv_counts, active)
     (rows,) = call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return rows if original is None else lax.bitcast_convert_type(rows, original)

@@ -248,8 +248,8 @@ def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
 
-OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 5}
-"""Operands of a done half that come before `InFlight`."""
+OPERANDS_BEFORE = {"dispatch_done": 6, "combine_done": 6}
+"""Operands of the primitive of a done half that come before `InFlight`, `active` among them."""
 
 
 def operand_avals(operation: str, avals: Sequence[Any]) -> list[Any]:
