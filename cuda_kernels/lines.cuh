@@ -61,7 +61,7 @@ __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, 
 }
 
 // Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it. `rank_of(mask)`:
-// who is awaited. `stalled()` runs once, when it takes long. False: the group has failed.
+// who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed, or it left.
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of,
         return true;
       }
     }
-    if (first) stalled();
+    if (first && stalled()) return false;
     bool go_on = true;
     if ((threadIdx.x & 31) == 0) go_on = MayWaitOn(run, step, rank_of(mask), &waiting);
     if (!__shfl_sync(0xFFFFFFFFu, go_on, 0)) return false;

@@ -23,3 +23,9 @@ int PreloadLowLatencyCombine() {
 }
 
 }  // namespace xen_moe
+
+#ifdef XEN_MOE_PHASES
+namespace xen_moe {
+int ReadCombinePhases(uint64_t* to) { return ReadPhases(to); }
+}  // namespace xen_moe
+#endif

@@ -145,9 +145,10 @@ struct LowLatencyCombine {
     summers = blocks > shares ? blocks - shares : blocks;
     summer = static_cast<int>(blockIdx.x) - (blocks - summers);
   }
-  __device__ __forceinline__ char* Row(int on, int source, int token) const {
+  // A round of a partial row, in the lines of rank `on`.
+  __device__ __forceinline__ char* Round(int on, int source, int token, int round) const {
     const uint64_t row = static_cast<uint64_t>(source) * p.routing.tokens + token;
-    return run.half[on] + run.line_border + row * p.staging.row_rounds * (kRoundLines * kLineBytes);
+    return run.half[on] + run.line_border + (row * p.staging.row_rounds + round) * (kRoundLines * kLineBytes);
   }
 
   // Item `item` of all (token, source, part)s. `begin()` runs when the sum is there and the operation's number is needed;
@@ -170,7 +171,7 @@ struct LowLatencyCombine {
 #pragma unroll
       for (int i = 0; i < kPushRounds; ++i) {
         if (base + i >= end) break;
-        StoreRound(Row(source, r.rank, token) + (base + i) * (kRoundLines * kLineBytes), piece, sums[i].Round(),
+        StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(),
                    Piece::Lines((base + i) * kRoundData, row_bytes), run.epoch);
       }
     }
@@ -185,109 +186,130 @@ struct LowLatencyCombine {
       Push(parts, item, begin);
     }
   }
-  // A warp alone: what no block of this GPU has started.
-  __device__ __noinline__ void AdoptShares() {
-    for (int share = 0; share < shares; ++share) {
+  // A warp alone: what no block of this GPU has started. Not a method of the object at hand, which would have to lie in
+  // memory for it.
+  static __device__ __noinline__ void AdoptShares(const CombineParams& p, Running& run) {
+    LowLatencyCombine work(p, run);
+    for (int share = 0; share < work.shares; ++share) {
       bool adopted = false;
       if ((threadIdx.x & 31) == 0) adopted = atomicExch(&run.control->started[share], run.epoch) != run.epoch;
-      if (__shfl_sync(0xFFFFFFFFu, adopted, 0)) PushShare(share, 0, 1, [] { return true; });
+      if (__shfl_sync(0xFFFFFFFFu, adopted, 0)) work.PushShare(share, 0, 1, [] { return true; });
     }
+  }
+
+  // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come yet;
+  // `awaited` and `round` say which one to wait for.
+  __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end, const uint4 (&mine)[kSumRounds],
+                                           Values<Y> (&total)[kSumRounds], int* awaited, int* round) {
+    const int here = p.routing.rank, row_bytes = static_cast<int>(p.staging.row_bytes);
+    constexpr int kRanks = 3;  // whose lines are loaded together
+#pragma unroll
+    for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
+    uint32_t left = ranks & ~(1u << here);
+    bool own = ranks >> here & 1;
+    auto add_own = [&] {
+#pragma unroll
+      for (int i = 0; i < kSumRounds; ++i) total[i].Add(mine[i]);
+      own = false;
+    };
+    while (left) {
+      uint4 v[kRanks][kSumRounds];
+      int rank[kRanks];
+#pragma unroll
+      for (int j = 0; j < kRanks; ++j) {
+        rank[j] = __ffs(left) - 1;  // -1: none
+        left &= left - 1;
+        if (rank[j] < 0) continue;
+#pragma unroll
+        for (int i = 0; i < kSumRounds; ++i) {
+          if (base + i < end) v[j][i] = LoadRound(Round(here, rank[j], token, base + i));
+        }
+      }
+      bool complete = true;
+#pragma unroll
+      for (int j = 0; j < kRanks; ++j) {
+        if (rank[j] < 0) continue;
+#pragma unroll
+        for (int i = 0; i < kSumRounds; ++i) {
+          if (base + i >= end) continue;
+          const int lines = Piece::Lines((base + i) * kRoundData, row_bytes);
+          if (__any_sync(0xFFFFFFFFu, Missing(piece, v[j][i], lines, run.epoch))) {
+            complete = false, *awaited = rank[j], *round = base + i;  // the last one, which comes last as a rule
+          }
+        }
+      }
+      if (!complete) return false;
+#pragma unroll
+      for (int j = 0; j < kRanks; ++j) {
+        if (rank[j] < 0) continue;
+        if (own && rank[j] > here) add_own();
+#pragma unroll
+        for (int i = 0; i < kSumRounds; ++i) {
+          if (base + i < end) total[i].Add(v[j][i]);
+        }
+      }
+    }
+    if (own) add_own();
+    return true;
+  }
+
+  // Part `part` of a token. False: the group has failed, or, if `*stalled` is false, it is time to look for work that
+  // nobody has started (then it is true).
+  __device__ __forceinline__ bool SumPart(int token, int begin, int end, bool* stalled) {
+    const Routing& r = p.routing;
+    const int row_bytes = static_cast<int>(p.staging.row_bytes);
+    const uint32_t ranks = RanksOf(p.topk_idx, token, r, run.active);
+    const TokenRows own(p, r.rank, token);
+    for (int base = begin; base < end; base += kSumRounds) {
+      uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
+      {
+        Values<Y> sums[kSumRounds];
+        SumRows<Y, kSumRounds>(p, own, piece, base, end, sums);
+#pragma unroll
+        for (int i = 0; i < kSumRounds; ++i) mine[i] = sums[i].Round();
+      }
+      Values<Y> total[kSumRounds];
+      for (int awaited, round; !AddRanks(ranks, token, base, end, mine, total, &awaited, &round);) {
+        const char* const at = Round(r.rank, awaited, token, round);
+        const int lines = Piece::Lines(round * kRoundData, row_bytes);
+        auto missing = [&] {
+          return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch));
+        };
+        auto leave = [&] { return *stalled ? false : *stalled = true; };
+        if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, leave, run, Step::kRows)) return false;
+      }
+      char* out = static_cast<char*>(p.out) + static_cast<int64_t>(token) * row_bytes;
+#pragma unroll
+      for (int i = 0; i < kSumRounds; ++i) {
+        const int at = (base + i) * kRoundData + piece.offset;
+        if (base + i >= end || at >= row_bytes) continue;
+        const uint4 raw = total[i].Round();
+        if (piece.flags) {
+          *reinterpret_cast<uint2*>(out + at) = make_uint2(raw.x, raw.y);
+        } else {
+          *reinterpret_cast<uint4*>(out + at) = raw;
+        }
+      }
+    }
+    return true;
   }
 
   // False: the group has failed.
   __device__ __forceinline__ bool Sum() {
-    const Routing& r = p.routing;
-    const int warp = threadIdx.x / 32, row_bytes = static_cast<int>(p.staging.row_bytes);
-    const int all_rounds = p.staging.row_rounds;
     const int64_t warps = static_cast<int64_t>(summers) * kWarps;
-    const Parts parts(all_rounds, r.tokens, warps, 1);
-    for (int64_t item = summer + static_cast<int64_t>(warp) * summers;
-         item < static_cast<int64_t>(r.tokens) * parts.count; item += warps) {
-      const int token = static_cast<int>(item / parts.count), part = static_cast<int>(item % parts.count);
-      const uint32_t ranks = RanksOf(p.topk_idx, token, r, run.active);
-      const TokenRows own(p, r.rank, token);
-      const int end = min(all_rounds, (part + 1) * parts.rounds);
-      for (int base = part * parts.rounds; base < end; base += kSumRounds) {
-        Values<Y> partial[kSumRounds], total[kSumRounds];
-        if (ranks >> r.rank & 1) SumRows<Y, kSumRounds>(p, own, piece, base, end, partial);
-#pragma unroll
-        for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
-        constexpr int kRanks = 3;  // whose lines are loaded together
-        for (uint32_t left = ranks; left;) {
-          uint32_t group = 0;  // the next ranks, this one among them or not
-          int rank[kRanks], others = 0;
-#pragma unroll
-          for (int j = 0; j < kRanks; ++j) rank[j] = -1;
-          while (left) {
-            const int next = __ffs(left) - 1;
-            if (next != r.rank) {
-              if (others == kRanks) break;
-#pragma unroll
-              for (int j = 0; j < kRanks; ++j) {
-                if (j == others) rank[j] = next;
-              }
-              ++others;
-            }
-            group |= 1u << next;
-            left &= left - 1;
-          }
-          uint4 v[kRanks][kSumRounds];
-          int awaited = r.rank;
-          auto missing = [&] {
-            uint32_t mask = 0;
-#pragma unroll
-            for (int j = 0; j < kRanks; ++j) {
-#pragma unroll
-              for (int i = 0; i < kSumRounds; ++i) {
-                if (rank[j] >= 0 && base + i < end) {
-                  v[j][i] = LoadRound(Row(r.rank, rank[j], token) + (base + i) * (kRoundLines * kLineBytes));
-                }
-              }
-            }
-#pragma unroll
-            for (int j = 0; j < kRanks; ++j) {
-#pragma unroll
-              for (int i = 0; i < kSumRounds; ++i) {
-                if (rank[j] < 0 || base + i >= end) continue;
-                const int lines = Piece::Lines((base + i) * kRoundData, row_bytes);
-                const uint32_t now = __ballot_sync(0xFFFFFFFFu, Missing(piece, v[j][i], lines, run.epoch));
-                if (now) mask |= now, awaited = rank[j];
-              }
-            }
-            return mask;
-          };
-          if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, [&] { AdoptShares(); }, run, Step::kRows)) {
-            return false;
-          }
-          bool own_added = !(group >> r.rank & 1);
-          auto add_own = [&] {
-#pragma unroll
-            for (int i = 0; i < kSumRounds; ++i) total[i].Add(partial[i].Round());
-            own_added = true;
-          };
-#pragma unroll
-          for (int j = 0; j < kRanks; ++j) {
-            if (rank[j] < 0) continue;
-            if (!own_added && rank[j] > r.rank) add_own();
-#pragma unroll
-            for (int i = 0; i < kSumRounds; ++i) {
-              if (base + i < end) total[i].Add(v[j][i]);
-            }
-          }
-          if (!own_added) add_own();
-        }
-        char* out = static_cast<char*>(p.out) + static_cast<int64_t>(token) * row_bytes;
-#pragma unroll
-        for (int i = 0; i < kSumRounds; ++i) {
-          const int at = (base + i) * kRoundData + piece.offset;
-          if (base + i >= end || at >= row_bytes) continue;
-          const uint4 raw = total[i].Round();
-          if (piece.flags) {
-            *reinterpret_cast<uint2*>(out + at) = make_uint2(raw.x, raw.y);
-          } else {
-            *reinterpret_cast<uint4*>(out + at) = raw;
-          }
-        }
+    const int all_rounds = p.staging.row_rounds;
+    const Parts parts(all_rounds, p.routing.tokens, warps, 1);
+    bool stalled = false;
+    for (int64_t item = summer + static_cast<int64_t>(threadIdx.x / 32) * summers;
+         item < static_cast<int64_t>(p.routing.tokens) * parts.count;) {
+      const int token = static_cast<int>(item / parts.count), begin = static_cast<int>(item % parts.count) * parts.rounds;
+      const bool before = stalled;
+      if (SumPart(token, begin, min(all_rounds, begin + parts.rounds), &stalled)) {
+        item += warps;
+      } else if (before == stalled) {
+        return false;
+      } else {
+        AdoptShares(p, run);  // then once more, with nothing held in registers meanwhile
       }
     }
     return true;

@@ -272,8 +272,10 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   }
 }
 
-// All threads of the block: whatever of this operation nobody has started.
-__device__ __noinline__ void AdoptShares(const Plan& plan, bool numbered) {
+// All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
+// would have to lie in memory for it.
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const Running& run, char* dynamic, bool numbered) {
+  const Plan plan(p, run, dynamic);
   const Piece piece;
   for (int next = 0;;) {
     const int share = AdoptShare(plan.run.control, plan.Shares(), plan.run.epoch, &next);
@@ -338,11 +340,11 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   }
   Phase(3);
   if (__syncthreads_or(idle || !arrived)) {
-    AdoptShares(plan, numbered);
+    AdoptShares(plan.p, plan.run, plan.shared, numbered);
     bool good = true;
     for (int first = warp * kRoundLines; first < lines && good; first += kWarps * kRoundLines) {
       uint4 v = make_uint4(0, 0, 0, 0);
-      good = AwaitLines([&] { return load(first, &v); }, [&](uint32_t mask) { return source_of(first, mask); }, [] {},
+      good = AwaitLines([&] { return load(first, &v); }, [&](uint32_t mask) { return source_of(first, mask); }, [] { return false; },
                         plan.run, Step::kMetadata);
       if (good) keep(first, v);
     }
@@ -447,7 +449,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
             slots = LoadVectorSystem(reinterpret_cast<const uint4*>(line) + (lane & 7));
             return __ballot_sync(0xFFFFFFFFu, piece.flags && slots.w != plan.run.epoch);
           },
-          [&](uint32_t) { return source; }, [] {}, plan.run, Step::kMetadata);
+          [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kMetadata);
       if (!good) return false;
     }
     const uint32_t low = __shfl_sync(0xFFFFFFFFu, slots.x, lane / 2), low_weight = __shfl_sync(0xFFFFFFFFu, slots.y, lane / 2);
@@ -485,7 +487,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
             [&] {
               return __ballot_sync(0xFFFFFFFFu, Missing(piece, load_one(last), lines, plan.run.epoch));
             },
-            [&](uint32_t) { return source; }, [] {}, plan.run, Step::kRows);
+            [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kRows);
         if (!good) return false;
         load(base);
       }
@@ -577,3 +579,9 @@ int PreloadLowLatencyDispatch() {
 }
 
 }  // namespace xen_moe
+
+#ifdef XEN_MOE_PHASES
+namespace xen_moe {
+int ReadDispatchPhases(uint64_t* to) { return ReadPhases(to); }
+}  // namespace xen_moe
+#endif

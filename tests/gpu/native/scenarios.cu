@@ -144,6 +144,39 @@ std::string Random(const Options& o) {
               seconds * 1e6 / static_cast<double>(o.calls));
 }
 
+// Rows and batches as a decoding server has them: many lines in flight at once.
+std::string Decode(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int tokens : {1, 2, 17, 64, 200}) {
+    for (int kind = 0; kind < 5; ++kind) {
+      Problem p;
+      p.seed = static_cast<uint32_t>(rng());
+      p.ranks = o.ranks, p.tokens = tokens, p.top_k = 8, p.experts = 64, p.hidden = kind == 3 ? 2048 : 7168;
+      p.operation = kind == 0 || kind == 4 ? Operation::kCombine : Operation::kDispatch;
+      p.layout = static_cast<Layout>(kind == 4 ? 1 : kind == 3 && tokens > 17 ? 0 : (kind + tokens) % 3);
+      p.element = kind == 1 ? Element::kByte : Element::kBf16;
+      p.scaled = kind == 1, p.low_latency = true;
+      p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
+      p.push_blocks = std::max(1, p.blocks * 3 / 8);
+      p.capacity = p.layout == Layout::kRanked   ? p.ranks * tokens
+                   : p.layout == Layout::kPadded ? p.local_experts() * p.ranks * tokens
+                                                 : p.ranks * tokens * 8;
+      if (p.layout == Layout::kPadded && tokens > 17) {
+        p.layout = Layout::kGrouped, p.alignment = 16, p.capacity = p.ranks * tokens * 8 + 16 * p.local_experts();
+      }
+      pool.push_back(world.AddAll(p, 20));
+    }
+  }
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%zu problems of up to 200 tokens of 7168 elements, %lld calls", pool.size(),
+              static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+}
+
 std::string EpochWrap(const Options& o) {
   World world(o.ranks, o.gpus, 0xFFFFFFF0u);
   const auto pool = Pool(world, o, 24, 5);
@@ -559,6 +592,7 @@ std::string Graphs(const Options& o) {
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
       {"normal", Normal, 40},
+      {"decode", Decode, 40},
       {"wrap", EpochWrap, 20},
       {"late", Late, 30},
       {"absent", Absent, 20},
