@@ -41,7 +41,7 @@ def attributes(
         "capacity": spec.capacity,
         "alignment": spec.alignment,
         "layout": names.layouts.index(spec.layout),
-        "ranks_per_node": spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0],
+        "ranks_per_node": schedule.ranks_per_node(spec),
         "dtype": names.dtypes.index(jnp.dtype(dtype).name),
         "wire": names.wires.index(wire.dtype if wire else ""),
         "ue8m0": int(wire is not None and wire.scale_format == "ue8m0"),
@@ -55,6 +55,7 @@ def attributes(
         "parts": cut.parts,
         "segment_tokens": cut.segment_tokens,
         "solo_layout": int(cut.solo_layout),
+        "low_latency": int(cut.low_latency),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }

@@ -34,7 +34,8 @@ def combine(
         raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
-    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh))
+    lines = schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh), lines=lines)
     attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active))
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
     operands = (y, topk_idx, positions, recv_counts, active, weights)

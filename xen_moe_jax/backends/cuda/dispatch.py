@@ -43,7 +43,8 @@ def dispatch(
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    lines = schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
     attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active))
     operands = (x, scales, topk_idx, topk_weights, active)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
@@ -68,7 +69,7 @@ def redispatch(
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active)
     )
