@@ -193,11 +193,19 @@ int main(int argc, char** argv) {
     Schedule s{};
     s.blocks = cut.blocks, s.push_blocks = cut.push, s.parts = cut.parts, s.low_latency = cut.low;
     s.part_elements = (kHidden / cut.parts + 255) / 256 * 256;
-    // As xen_moe_jax/backends/cuda/schedule.py: positions by every block alone up to 2048 triples.
-    s.solo_layout = !cut.low && ranks * tokens * kTopK <= 2048;
-    s.layout_blocks = cut.routing;
-    s.segment_tokens = s.solo_layout ? std::max(1, (tokens + 16 / ranks - 1) / (16 / ranks)) : 32 / kTopK;
-    if (!cut.low && !s.solo_layout) s.segment_tokens = std::max(4, (ranks * tokens + cut.routing * 16 - 1) / (cut.routing * 16));
+    // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+    s.layout_blocks = cut.routing, s.segment_tokens = tokens;
+    if (cut.low) return s;
+    s.solo_layout = ranks * tokens * kTopK <= 2048;
+    if (s.solo_layout) {
+      s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
+      s.segment_tokens = (tokens * ranks + 15) / 16;
+    } else {
+      const int counting = (cut.blocks - cut.push) * 16;
+      s.segment_tokens = std::max(32 / kTopK, (ranks * tokens + counting - 1) / counting);
+      const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
+      s.layout_blocks = std::max(1, std::min(cut.blocks - cut.push, (segments + 15) / 16));
+    }
     return s;
   };
   auto call = [&](int r) {
@@ -293,9 +301,7 @@ int main(int argc, char** argv) {
   }
   for (int tokens : {128, 1, 32, 2, 4, 8, 16, 64, 192, 256, 384, 512}) {
     std::vector<Cut> cuts;
-    const int solo = ranks * tokens * kTopK <= 2048;
-    const int layout = solo ? std::max(1, tokens * kTopK / 512) : std::min(32, std::max(1, ranks * tokens / 4 / 16));
-    cuts.push_back({false, 64, layout, 32, old_parts(tokens, 256)});
+    cuts.push_back({false, 64, 0, 32, old_parts(tokens, 256)});
     cuts.push_back({true, 96, 2, 36, 1});
     if (all_cuts && (tokens == 128 || tokens == 1 || tokens == 32 || tokens == 512)) {
       for (Cut c : {Cut{true, 64, 2, 24, 1}, Cut{true, 96, 1, 36, 1}, Cut{true, 96, 4, 46, 1}, Cut{true, 96, 4, 20, 1},
