@@ -276,11 +276,12 @@ int main(int argc, char** argv) {
     const char* const roles[] = {"routing", "push", "receive"};
     for (int role = 0; role < 3; ++role) {
       if (!counts[role]) continue;
-      std::printf("%-14s T %4d %-8s starts at %5.0f ns; then begun %5.0f sent %5.0f counts %5.0f starts %5.0f done %5.0f "
-                  "ended %5.0f; ends at %5.0f\n",
-                  what, tokens, roles[role], starts[role] / counts[role], sums[role][1] / counts[role],
-                  sums[role][2] / counts[role], sums[role][3] / counts[role], sums[role][4] / counts[role],
-                  sums[role][5] / counts[role], sums[role][6] / counts[role], ends[role] / counts[role]);
+      std::printf(
+          "%-14s T %4d %-8s starts at %5.0f ns; then begun %5.0f sent %5.0f counts %5.0f starts %5.0f done %5.0f "
+          "ended %5.0f; ends at %5.0f\n",
+          what, tokens, roles[role], starts[role] / counts[role], sums[role][1] / counts[role],
+          sums[role][2] / counts[role], sums[role][3] / counts[role], sums[role][4] / counts[role],
+          sums[role][5] / counts[role], sums[role][6] / counts[role], ends[role] / counts[role]);
     }
   };
   for (int tokens : {1, 32, 128}) {

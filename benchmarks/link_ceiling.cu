@@ -2,9 +2,10 @@
 //
 // Every GPU reads each of its token rows once and stores it once to every distinct GPU that holds one of the token's
 // random experts, its own excepted: the bytes of a deduplicated dispatch with none of its bookkeeping (no layout, no
-// flags, no placing). 16-byte loads and stores. A large batch has one warp per row; a small one has a warp per piece of a
-// row, spread over all SMs, so that the floor is that of the link and not of the SMs that happen to hold the rows. All GPUs push at the same time; times are of the
-// slowest GPU. Every received row is checked against the row that was sent.
+// flags, no placing). 16-byte loads and stores. A large batch has one warp per row; a small one has a warp per piece of
+// a row, spread over all SMs, so that the floor is that of the link and not of the SMs that happen to hold the rows.
+// All GPUs push at the same time; times are of the slowest GPU. Every received row is checked against the row that was
+// sent.
 //
 //   nvcc -O3 -std=c++17 -arch=native link_ceiling.cu -o link_ceiling && ./link_ceiling out.json
 
@@ -168,8 +169,8 @@ double Measure(std::vector<Gpu>& all, int tokens, int row_bytes, int sms, const 
       Gpu& self = all[g];
       CHECK(cudaEventRecord(self.start, self.stream));
       for (int i = 0; i < calls; ++i)
-        Push<<<sms, kThreads, 0, self.stream>>>(self.rows, row_bytes, self.first, self.gpu, self.slot, tokens,
-                                                   pieces, to);
+        Push<<<sms, kThreads, 0, self.stream>>>(self.rows, row_bytes, self.first, self.gpu, self.slot, tokens, pieces,
+                                                to);
       CHECK(cudaGetLastError());
       CHECK(cudaEventRecord(self.stop, self.stream));
     }

@@ -1,11 +1,12 @@
 // Data that carry their own flag: lines of 128 bytes, 120 of data and the operation's epoch behind them.
 //
 // A warp stores or loads four lines at once (a round), 16 bytes a lane; the last lane of each line has eight bytes of
-// data and the epoch. Who reads a line with the current epoch has its data: no fence, no flag of its own, and one flight
-// over the link in all. Memory order: this rests on a line of 128 bytes, written by eight lanes of one store instruction,
-// becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a whole. The PTX
-// memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol relies on it in the
-// same way. Where the words of a line may come one by one, the low-latency kernels must not be used.
+// data and the epoch. Who reads a line with the current epoch has its data: no fence, no flag of its own, and one
+// flight over the link in all. Memory order: this rests on a line of 128 bytes, written by eight lanes of one store
+// instruction, becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a
+// whole. The PTX memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol
+// relies on it in the same way. Where the words of a line may come one by one, the low-latency kernels must not be
+// used.
 //
 // A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order, the other
 // four the 32 bytes after them: so both ends move aligned vectors, and nothing is shuffled between lanes.
@@ -60,8 +61,9 @@ __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, 
   return piece.flags && piece.line < lines && v.w != epoch;
 }
 
-// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it. `rank_of(mask)`:
-// who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed, or it left.
+// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
+// `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
+// or it left.
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {

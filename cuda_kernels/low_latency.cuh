@@ -4,8 +4,8 @@
 // generations, then the claim of the channel and {owner, epoch, generation} in one load. A table that Control::current
 // names is written before any operation may use it and does not change while it is in use, so that the early look at it
 // is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the ordinary, ranks
-// that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are read before the block takes its ticket; a block
-// that gave up says so in its ticket, so the last one knows of it without another look.
+// that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are read before the
+// block takes its ticket; a block that gave up says so in its ticket, so the last one knows of it without another look.
 #pragma once
 
 #include "claims.cuh"
@@ -116,9 +116,9 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poi
       now = atomicAdd(&run.control->ticket, 1u) + 1;
     }
     now = __shfl_sync(0xFFFFFFFFu, now, 0);
-    const bool fits = !(run.active >> lane & 1) || (AnnouncedEpoch(word) == run.epoch &&
-                                            AnnouncedSignature(word) == run.signature &&
-                                            AnnouncedGeneration(word) == run.current);
+    const bool fits =
+        !(run.active >> lane & 1) || (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature &&
+                                      AnnouncedGeneration(word) == run.current);
     const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
     if (lane == 0) {
       last = (now & 0xFFFF) == gridDim.x;

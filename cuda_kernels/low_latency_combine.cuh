@@ -1,13 +1,13 @@
 // Combine of small batches: no fence, no flag beside the data.
 //
 // What moves: as in combine.cuh, a partial row for each (source, token) that has rows here, in lines (lines.cuh), to
-// staging row [this rank][token] of its source. Who does it: the first `push_blocks` blocks add up and push shares of the
-// rows, and end; the others sum what has come in, each warp a part of a token's row. Rows are found and added up before
-// the operation's number is known. Who waits for whom: pushing waits for nobody. A warp that sums waits for lines; when
-// that takes long it first pushes what no block of this GPU has started (claims.cuh), so every wait ends with any number
-// of resident blocks. Every rank in a token's topk_idx sends its partial row, also when all its rows were dropped; ranks
-// that are out send none and get none. Positions are checked before they become addresses. Multiply and add are rounded
-// separately.
+// staging row [this rank][token] of its source. Who does it: the first `push_blocks` blocks add up and push shares of
+// the rows, and end; the others sum what has come in, each warp a part of a token's row. Rows are found and added up
+// before the operation's number is known. Who waits for whom: pushing waits for nobody. A warp that sums waits for
+// lines; when that takes long it first pushes what no block of this GPU has started (claims.cuh), so every wait ends
+// with any number of resident blocks. Every rank in a token's topk_idx sends its partial row, also when all its rows
+// were dropped; ranks that are out send none and get none. Positions are checked before they become addresses. Multiply
+// and add are rounded separately.
 #pragma once
 
 #include "low_latency.cuh"
@@ -125,7 +125,8 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
 struct Parts {
   int rounds, count;
   __device__ __forceinline__ Parts(int all_rounds, int64_t rows, int64_t warps, int least) {
-    const int most = static_cast<int>(max(int64_t{1}, min(static_cast<int64_t>(all_rounds), warps / max(int64_t{1}, rows))));
+    const int most =
+        static_cast<int>(max(int64_t{1}, min(static_cast<int64_t>(all_rounds), warps / max(int64_t{1}, rows))));
     rounds = min(all_rounds, max(least, (all_rounds + most - 1) / most));
     count = (all_rounds + rounds - 1) / rounds;
   }
@@ -151,8 +152,8 @@ struct LowLatencyCombine {
     return run.half[on] + run.line_border + (row * p.staging.row_rounds + round) * (kRoundLines * kLineBytes);
   }
 
-  // Item `item` of all (token, source, part)s. `begin()` runs when the sum is there and the operation's number is needed;
-  // false: it is not to be sent.
+  // Item `item` of all (token, source, part)s. `begin()` runs when the sum is there and the operation's number is
+  // needed; false: it is not to be sent.
   template <class Begin>
   __device__ __forceinline__ void Push(const Parts& parts, int64_t item, Begin begin) {
     const Routing& r = p.routing;
@@ -199,8 +200,9 @@ struct LowLatencyCombine {
 
   // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come yet;
   // `awaited` and `round` say which one to wait for.
-  __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end, const uint4 (&mine)[kSumRounds],
-                                           Values<Y> (&total)[kSumRounds], int* awaited, int* round) {
+  __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end,
+                                           const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
+                                           int* awaited, int* round) {
     const int here = p.routing.rank, row_bytes = static_cast<int>(p.staging.row_bytes);
     constexpr int kRanks = 3;  // whose lines are loaded together
 #pragma unroll
@@ -272,9 +274,7 @@ struct LowLatencyCombine {
       for (int awaited, round; !AddRanks(ranks, token, base, end, mine, total, &awaited, &round);) {
         const char* const at = Round(r.rank, awaited, token, round);
         const int lines = Piece::Lines(round * kRoundData, row_bytes);
-        auto missing = [&] {
-          return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch));
-        };
+        auto missing = [&] { return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch)); };
         auto leave = [&] { return *stalled ? false : *stalled = true; };
         if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, leave, run, Step::kRows)) return false;
       }
@@ -302,7 +302,8 @@ struct LowLatencyCombine {
     bool stalled = false;
     for (int64_t item = summer + static_cast<int64_t>(threadIdx.x / 32) * summers;
          item < static_cast<int64_t>(p.routing.tokens) * parts.count;) {
-      const int token = static_cast<int>(item / parts.count), begin = static_cast<int>(item % parts.count) * parts.rounds;
+      const int token = static_cast<int>(item / parts.count),
+                begin = static_cast<int>(item % parts.count) * parts.rounds;
       const bool before = stalled;
       if (SumPart(token, begin, min(all_rounds, begin + parts.rounds), &stalled)) {
         item += warps;

@@ -6,10 +6,10 @@
 // messages. Who does it: the first `layout_blocks` blocks number all rows, each for itself in shared memory, and send
 // shares of the messages; the next `push_blocks` send shares of the rows, and need to know nothing but topk_idx; the
 // others receive: each adds up the counts of all sources for itself, and its warps place parts of rows as their lines
-// come in. Who waits for whom: senders wait for nobody. A receiver waits for lines alone; before its first long wait, and
-// once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with any
-// number of resident blocks. Memory order: lines.cuh; nothing else is shared between GPUs. What peers sent is checked
-// before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+// come in. Who waits for whom: senders wait for nobody. A receiver waits for lines alone; before its first long wait,
+// and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
+// any number of resident blocks. Memory order: lines.cuh; nothing else is shared between GPUs. What peers sent is
+// checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
 #include "dispatch.cuh"
 #include "low_latency.cuh"
 #include "phases.cuh"
@@ -344,8 +344,8 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
     bool good = true;
     for (int first = warp * kRoundLines; first < lines && good; first += kWarps * kRoundLines) {
       uint4 v = make_uint4(0, 0, 0, 0);
-      good = AwaitLines([&] { return load(first, &v); }, [&](uint32_t mask) { return source_of(first, mask); }, [] { return false; },
-                        plan.run, Step::kMetadata);
+      good = AwaitLines([&] { return load(first, &v); }, [&](uint32_t mask) { return source_of(first, mask); },
+                        [] { return false; }, plan.run, Step::kMetadata);
       if (good) keep(first, v);
     }
     if (!__syncthreads_and(good)) return false;
@@ -387,8 +387,8 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
 }
 
 // Positions and weights of a (source, token): part 0's warp writes them. All lanes.
-__device__ __forceinline__ void WriteRouting(const Plan& plan, int64_t pair, uint32_t word, float weight,
-                                             int position, int first_row) {
+__device__ __forceinline__ void WriteRouting(const Plan& plan, int64_t pair, uint32_t word, float weight, int position,
+                                             int first_row) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
@@ -452,8 +452,10 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
           [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kMetadata);
       if (!good) return false;
     }
-    const uint32_t low = __shfl_sync(0xFFFFFFFFu, slots.x, lane / 2), low_weight = __shfl_sync(0xFFFFFFFFu, slots.y, lane / 2);
-    const uint32_t high = __shfl_sync(0xFFFFFFFFu, slots.z, lane / 2), high_weight = __shfl_sync(0xFFFFFFFFu, slots.w, lane / 2);
+    const uint32_t low = __shfl_sync(0xFFFFFFFFu, slots.x, lane / 2),
+                   low_weight = __shfl_sync(0xFFFFFFFFu, slots.y, lane / 2);
+    const uint32_t high = __shfl_sync(0xFFFFFFFFu, slots.z, lane / 2),
+                   high_weight = __shfl_sync(0xFFFFFFFFu, slots.w, lane / 2);
     const uint32_t word = lane >= r.top_k ? 0 : lane & 1 ? high : low;
     const float weight = __uint_as_float(lane & 1 ? high_weight : low_weight);
     int position = Position(plan, source, word);
@@ -484,9 +486,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
         if (mask == 0) break;
         const int lines = Piece::Lines(last * kRoundData, row_bytes);  // it comes last, as a rule
         const bool good = AwaitLines(
-            [&] {
-              return __ballot_sync(0xFFFFFFFFu, Missing(piece, load_one(last), lines, plan.run.epoch));
-            },
+            [&] { return __ballot_sync(0xFFFFFFFFu, Missing(piece, load_one(last), lines, plan.run.epoch)); },
             [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kRows);
         if (!good) return false;
         load(base);

@@ -173,8 +173,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
         const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
-        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16,
-                           from[lane - 16] | flags);
+        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
       }
       if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
       if (joins) refused = !Join(run);

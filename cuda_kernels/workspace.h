@@ -18,8 +18,8 @@
 //          was written in this operation, whatever the shape of the operations that wrote it before.
 //   data   whatever the other operations stage (rows, metadata).
 // The borders never move in a generation: no operation's data ever lie where another one looks for flags or lines. The
-// first LineBorder(flag_bytes) of a half's MemoryTable::flag_bytes are flags, the others lines; a fresh generation and a
-// reset clear them all.
+// first LineBorder(flag_bytes) of a half's MemoryTable::flag_bytes are flags, the others lines; a fresh generation and
+// a reset clear them all.
 //
 // Why two halves are enough: an operation ends only after it has seen every rank's announcement of that same
 // operation. So when a rank starts operation n+2, every other rank has started n+1, hence has finished n, and nobody
@@ -189,8 +189,8 @@ struct MemoryTable {
   uint64_t scratch_bytes;
 };
 
-// Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says how
-// much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
+// Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says
+// how much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
 constexpr uint64_t kLineShare = 8;
 XEN_MOE_ANYWHERE inline uint64_t LineBorder(uint64_t flag_bytes) { return flag_bytes / kLineShare / 128 * 128; }
 XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines) {

@@ -72,8 +72,8 @@ std::string NoLines(bool combine, int ranks, int ranks_per_node, int tokens, int
   r.ranks = ranks, r.ranks_per_node = ranks_per_node, r.tokens = tokens, r.top_k = top_k, r.experts = experts;
   r.local_experts = (experts + ranks - 1) / ranks, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
   const Element element = dtype > static_cast<int>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
-  const char* why = NoLowLatency(r, combine ? Operation::kCombine : Operation::kDispatch, element,
-                                 static_cast<WireType>(wire));
+  const char* why =
+      NoLowLatency(r, combine ? Operation::kCombine : Operation::kDispatch, element, static_cast<WireType>(wire));
   return why ? why : "";
 }
 

@@ -67,8 +67,8 @@ std::string Name(const Problem& p) {
       "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d low %d "
       "lanes %d ragged %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
-      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo, p.low_latency,
-      p.lanes, p.ragged, p.seed);
+      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
+      p.low_latency, p.lanes, p.ragged, p.seed);
 }
 
 std::string FailureText(uint64_t word) {
@@ -591,20 +591,13 @@ std::string Graphs(const Options& o) {
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},
-      {"decode", Decode, 40},
-      {"wrap", EpochWrap, 20},
-      {"late", Late, 30},
-      {"absent", Absent, 20},
-      {"skip", Skip, 20},
-      {"shapes", Shapes, 30},
-      {"dead", Dead, 20},
-      {"indices", Indices, 60},
-      {"generations", Generations, 40},
-      {"company", Company, 60},
-      {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},
-      {"random", Random, 60},
+      {"normal", Normal, 40},   {"decode", Decode, 40},
+      {"wrap", EpochWrap, 20},  {"late", Late, 30},
+      {"absent", Absent, 20},   {"skip", Skip, 20},
+      {"shapes", Shapes, 30},   {"dead", Dead, 20},
+      {"indices", Indices, 60}, {"generations", Generations, 40},
+      {"company", Company, 60}, {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},   {"random", Random, 60},
   };
   return all;
 }
