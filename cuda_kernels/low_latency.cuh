@@ -1,11 +1,12 @@
 // The two ends of a low-latency operation: as operation.cuh, with as few round trips to memory as possible.
 //
 // Begin: all words of Control are read at once, before the block knows whether they count: the tables of all
-// generations, then the claim of the channel and {owner, epoch, generation} in one load. A table that Control::current
-// names is written before any operation may use it and does not change while it is in use, so that the early look at it
-// is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the ordinary, ranks
-// that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are read before the
-// block takes its ticket; a block that gave up says so in its ticket, so the last one knows of it without another look.
+// generations, then the claim of the channel and {owner, epoch, generation, members} in one load. A table that
+// Control::current names is written before any operation may use it and does not change while it is in use, so that the
+// early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
+// ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
+// read before the block takes its ticket; a block that gave up says so in its ticket, so the last one knows of it
+// without another look.
 #pragma once
 
 #include "claims.cuh"
@@ -16,7 +17,7 @@ namespace xen_moe {
 
 constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
 
-// {owner, epoch, generation, -} in one load, acquire: of one aligned sector, which no store splits.
+// {owner, epoch, generation, members} in one load, acquire: of one aligned sector, which no store splits.
 __device__ __forceinline__ uint4 LoadVectorAcquireGpu(const uint4* p) {
   uint4 v;
   asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -45,7 +46,6 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
   const uint32_t everybody = (1u << ranks) - 1;
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
-  const uint32_t before = LoadRelaxedSystem(&control->members);
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
@@ -55,6 +55,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);
   const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
   const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
+  const uint32_t before = __shfl_sync(0xFFFFFFFFu, head.w, 0);
   char* at = nullptr;
   uint64_t flags = 0, data = 0;
   bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poi
       plain = now == gridDim.x && all_fit && run.active && run.reported == run.generation;
       if (last && plain) {
         run.control->ticket = 0;
-        run.control->members = run.members;
+        run.control->current.members = run.members;
         __threadfence();
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {

@@ -162,7 +162,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   const uint32_t epoch = run.epoch, active = run.active;
   LaneMemory memory(&call.control->current);
   const uint32_t current = memory.generation;
-  const uint32_t before = LoadRelaxedSystem(&call.control->members);
+  const uint32_t before = LoadRelaxedSystem(&call.control->current.members);
   const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
   const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
   bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
@@ -272,7 +272,7 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   control->ticket = 0;
   control->claimed[0] = control->claimed[1] = control->claimed[2] = control->claimed[3] = 0;
   control->completed[0] = control->completed[1] = 0;
-  control->members = run.members;
+  control->current.members = run.members;
   __threadfence();
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }

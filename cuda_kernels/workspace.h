@@ -181,7 +181,8 @@ struct alignas(128) Mailbox {
 
 // A generation of staging areas, as seen by one rank.
 struct MemoryTable {
-  uint32_t generation;       // first: Control says why
+  uint32_t generation;       // these two first: Control says why
+  uint32_t members;          // of Control::current alone: bit mask of the ranks that took part in the operation before
   char* staging[kMaxRanks];  // each rank's, as mapped into this device; null: released
   char* scratch;             // private to this rank
   uint64_t flag_bytes;       // of a half: flags and lines
@@ -234,8 +235,7 @@ struct alignas(128) Control {
   // Who runs and under what number, in one 8-byte word: read together, claimed by its first half.
   alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
-  MemoryTable current;                            // what the next operation uses; its generation is read with the two
-  uint32_t members;                               // bit mask of the ranks that took part in the operation before
+  MemoryTable current;                            // what the next operation uses; its first words are read with the two
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
   uint32_t claimed[4];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
@@ -245,7 +245,8 @@ struct alignas(128) Control {
 };
 
 static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");
-static_assert(offsetof(Control, current) == offsetof(Control, owner) + 8, "the generation is read with them");
+static_assert(offsetof(Control, current) == offsetof(Control, owner) + 8,
+              "its generation and members are read with them");
 static_assert(256 % kGenerations == 0, "the low byte of a generation tells its table");
 
 }  // namespace xen_moe
