@@ -237,6 +237,7 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   const int64_t row_bytes = static_cast<int64_t>(r.hidden) * bytes;
   const int blocks = (r.hidden + kScaleBlock - 1) / kScaleBlock;
   const int rows_at_most = r.alignment - 1;
+#pragma unroll 1
   for (int64_t item = static_cast<int64_t>(index) * kWarps + threadIdx.x / 32;
        item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += count * kWarps) {
     const int l = static_cast<int>(item / rows_at_most), i = static_cast<int>(item % rows_at_most);
@@ -244,11 +245,14 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
     if (real + i >= RoundUp(static_cast<int>(real), r.alignment) || row >= r.capacity) continue;
     char* at = static_cast<char*>(p.rows) + row * row_bytes;
     if (row_bytes % 16 == 0) {
+#pragma unroll 1
       for (int64_t b = lane; b < row_bytes / 16; b += 32) reinterpret_cast<int4*>(at)[b] = make_int4(0, 0, 0, 0);
     } else {
+#pragma unroll 1
       for (int64_t b = lane; b < row_bytes; b += 32) at[b] = 0;
     }
     if (p.row_scales) {
+#pragma unroll 1
       for (int b = lane; b < blocks; b += 32) p.row_scales[row * blocks + b] = 0.0f;
     }
     if (lane == 0 && !p.known_positions) p.weights[row] = 0.0f;
@@ -262,6 +266,7 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
   if (r.layout != Layout::kRanked || p.known_positions) return;
   const int64_t begin = static_cast<int64_t>(min(r.capacity, ExpertRows(p, scratch, 0))) * r.top_k;
   const int64_t end = static_cast<int64_t>(r.capacity) * r.top_k;
+#pragma unroll 1
   for (int64_t i = begin + index * kThreads + threadIdx.x; i < end; i += count * kThreads) {
     p.local_idx[i] = -1;
     p.weights[i] = 0.0f;
@@ -302,7 +307,7 @@ __device__ __forceinline__ void CheckCounts(const DispatchParams& p, const Runni
   if (__syncthreads_or(bad) && threadIdx.x == 0) Fail(run, Cause::kIndex, Step::kArrival, r.rank, r.rank, 0);
 }
 
-__device__ __forceinline__ void PoisonDispatch(const DispatchParams& p, uint32_t index, uint32_t count) {
+static __device__ __noinline__ void PoisonDispatch(const DispatchParams& p, uint32_t index, uint32_t count) {
   const Routing& r = p.routing;
   const uint64_t rows = r.capacity, element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
   const uint64_t scales = (r.hidden + kScaleBlock - 1) / kScaleBlock;

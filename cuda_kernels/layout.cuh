@@ -197,6 +197,7 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     int carry = 0;
+#pragma unroll 1
     for (int base = 0; base < scratch.columns; base += 32) {
       const int l = base + lane;
       const int size =

@@ -11,6 +11,7 @@ constexpr int kLineBytes = 128;  // the last eight of them are the epoch
 constexpr int kLineData = kLineBytes - 8;
 constexpr int kRoundLines = 4;  // what a warp stores or loads at once
 constexpr int kRoundData = kRoundLines * kLineData;
+constexpr int kRoundBytes = kRoundLines * kLineBytes;
 constexpr int kLineCounts = kLineData / 4;  // row counts of a line
 constexpr int kLineSlots = kLineData / 8;   // slots of a token's line: what they want, and their weights
 
@@ -21,7 +22,7 @@ struct SharedPlan {
   int local;         // columns that lie on one rank
   int entries;       // T * K, or, ranked, T * R
   uint32_t experts;  // [T, K] int16: -1: none
-  uint32_t numbers;  // [entries] uint16: number among the rows of its column that the same warp has counted
+  uint32_t numbers;  // [entries] uint16: number among this rank's rows of its column
   uint32_t weights;  // [T, K] float
   uint32_t before;   // [kWarps, columns] uint16: rows that earlier warps have counted
   uint32_t totals;   // [columns] int
@@ -56,6 +57,30 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   s.starts = take(s.local, 4);
   s.bytes = at > 0xFFFFFFu || entries > 0xFFFF ? 0xFFFFFFu : static_cast<uint32_t>(at);
   return s;
+}
+
+// How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` the rows, the
+// others receive; if none is left, all do. Rows that are received (summed) are cut into `parts` of `rounds` rounds,
+// about one for each warp, and so are those that a combine pushes.
+struct LineCut {
+  int routing, push, receivers;
+  int rounds, parts;
+  int push_rounds, push_parts;
+};
+XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int* rounds, int* parts) {
+  const int most = rows > 0 ? warps / rows : 1;
+  const int finest = most < 1 ? 1 : most > all_rounds ? all_rounds : most;
+  *rounds = (all_rounds + finest - 1) / finest;
+  *parts = (all_rounds + *rounds - 1) / *rounds;
+}
+XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, int all_rounds, bool combine) {
+  LineCut c{};
+  c.routing = combine ? 0 : s.layout_blocks;
+  c.push = s.push_blocks;
+  c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
+  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, &c.rounds, &c.parts);
+  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, &c.push_rounds, &c.push_parts);
+  return c;
 }
 
 }  // namespace xen_moe

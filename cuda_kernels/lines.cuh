@@ -64,6 +64,8 @@ __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, 
 // Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
 // `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
 // or it left.
+// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
+constexpr int kLinePolls = 256;
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of,
   Waiting waiting;
   for (bool first = true;; first = false) {
 #pragma unroll 1
-    for (int poll = 0; poll < 64; ++poll) {
+    for (int poll = 0; poll < kLinePolls; ++poll) {
       mask = missing();
       if (mask == 0) {
         if ((threadIdx.x & 31) == 0 && waiting.shown) {

@@ -27,6 +27,11 @@ __device__ __forceinline__ uint4 LoadVectorAcquireGpu(const uint4* p) {
   return v;
 }
 
+static __device__ __noinline__ void BeginSlowly(Running& run, const Call& call, Operation operation, int ranks,
+                                                int rank) {
+  BeginFirstWarp(run, call, operation, ranks, rank);
+}
+
 // The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
 __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
                                                 int rank) {
@@ -65,7 +70,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     at = staging[i], flags = flag_bytes[i], data = data_bytes[i];
     good = good && generation[i] == current && call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
   }
-  if (!__all_sync(0xFFFFFFFFu, good)) return BeginFirstWarp(run, call, operation, ranks, rank);
+  if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
   if (blockIdx.x == 0) {
     const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
     if (lane < ranks) {
@@ -99,10 +104,14 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   }
 }
 
-// All threads of every block call it last, with whether this block gave up (the same in all its threads).
+// All threads of every block call FinishLowLatency last, with whether this block gave up (the same in all its threads).
+template <class Poison>
+__device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
+  FinishOperation(run, poison);
+}
 template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poison poison) {
-  if (run.refused || run.outside) return FinishOperation(run, poison);
+  if (run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
   __syncthreads();
   if (threadIdx.x < 32) {

@@ -32,6 +32,7 @@ struct Values {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v[i] = __fadd_rn(v[i], ToFloat(y[i]));
   }
+  // With weight 1 the same as Add, bit for bit.
   __device__ __forceinline__ void AddWeighted(uint4 raw, float weight) {
     const Y* y = reinterpret_cast<const Y*>(&raw);
 #pragma unroll
@@ -111,90 +112,72 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         if (base + i >= end) continue;
-        if (p.weights) {
-          sums[i].AddWeighted(raw[j][i], weight[j]);
-        } else {
-          sums[i].Add(raw[j][i]);
-        }
+        sums[i].AddWeighted(raw[j][i], weight[j]);
       }
     }
   }
 }
 
-// How rows are cut into parts of whole rounds, so that there is about one for each of `warps`.
-struct Parts {
-  int rounds, count;
-  __device__ __forceinline__ Parts(int all_rounds, int64_t rows, int64_t warps, int least) {
-    const int most =
-        static_cast<int>(max(int64_t{1}, min(static_cast<int64_t>(all_rounds), warps / max(int64_t{1}, rows))));
-    rounds = min(all_rounds, max(least, (all_rounds + most - 1) / most));
-    count = (all_rounds + rounds - 1) / rounds;
-  }
-};
-
 template <class Y>
 struct LowLatencyCombine {
   const CombineParams& p;
-  Running& run;
+  const LineCut& cut;
+  const Running& run;
   const Piece piece;
-  int shares, summers, summer;  // summer: this block's number among them, or negative
 
-  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, Running& running)
-      : p(params), run(running) {
-    const int blocks = static_cast<int>(gridDim.x);
-    shares = p.schedule.push_blocks;
-    summers = blocks > shares ? blocks - shares : blocks;
-    summer = static_cast<int>(blockIdx.x) - (blocks - summers);
-  }
+  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, const LineCut& line_cut,
+                                               const Running& running)
+      : p(params), cut(line_cut), run(running) {}
+
   // A round of a partial row, in the lines of rank `on`.
   __device__ __forceinline__ char* Round(int on, int source, int token, int round) const {
-    const uint64_t row = static_cast<uint64_t>(source) * p.routing.tokens + token;
-    return run.half[on] + run.line_border + (row * p.staging.row_rounds + round) * (kRoundLines * kLineBytes);
+    const uint32_t row = source * p.routing.tokens + token;
+    return run.half[on] + run.line_border + static_cast<uint64_t>(row * p.staging.row_rounds + round) * kRoundBytes;
   }
 
-  // Item `item` of all (token, source, part)s. `begin()` runs when the sum is there and the operation's number is
-  // needed; false: it is not to be sent.
+  // Rows of share `share`, by warp `warp` of `warps`. `begin()` runs when a sum is there and the operation's number is
+  // needed; false: nothing is to be sent.
   template <class Begin>
-  __device__ __forceinline__ void Push(const Parts& parts, int64_t item, Begin begin) {
+  __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const Routing& r = p.routing;
-    const int row_bytes = static_cast<int>(p.staging.row_bytes), all_rounds = p.staging.row_rounds;
-    const int64_t pair = item / parts.count;
-    const int part = static_cast<int>(item % parts.count);
-    const int token = static_cast<int>(pair / (r.ranks - 1));
-    int source = r.rank + 1 + static_cast<int>(pair % (r.ranks - 1));
-    if (source >= r.ranks) source -= r.ranks;
-    const TokenRows rows(p, source, token);
-    const int end = min(all_rounds, (part + 1) * parts.rounds);
-    for (int base = part * parts.rounds; base < end; base += kPushRounds) {
-      Values<Y> sums[kPushRounds];
-      SumRows<Y, kPushRounds>(p, rows, piece, base, end, sums);
-      if (!begin() || !rows.belongs || !(run.active >> source & 1)) return;
+    const int row_bytes = static_cast<int>(p.staging.row_bytes);
+    const uint32_t parts = cut.push_parts, others = r.ranks - 1, items = others * r.tokens * parts;
+#pragma unroll 1
+    for (uint32_t item = share + warp * cut.push; item < items; item += warps * cut.push) {
+      const uint32_t pair = item / parts, token = pair / others;
+      int source = r.rank + 1 + static_cast<int>(pair - token * others);
+      if (source >= r.ranks) source -= r.ranks;
+      const TokenRows rows(p, source, token);
+      const int first = static_cast<int>(item - pair * parts) * cut.push_rounds;
+      const int end = min(p.staging.row_rounds, first + cut.push_rounds);
+#pragma unroll 1
+      for (int base = first; base < end; base += kPushRounds) {
+        Values<Y> sums[kPushRounds];
+        SumRows<Y, kPushRounds>(p, rows, piece, base, end, sums);
+        if (!begin()) return;
+        if (!rows.belongs || !(run.active >> source & 1)) break;
 #pragma unroll
-      for (int i = 0; i < kPushRounds; ++i) {
-        if (base + i >= end) break;
-        StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(),
-                   Piece::Lines((base + i) * kRoundData, row_bytes), run.epoch);
+        for (int i = 0; i < kPushRounds; ++i) {
+          if (base + i >= end) break;
+          StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(),
+                     Piece::Lines((base + i) * kRoundData, row_bytes), run.epoch);
+        }
       }
-    }
-  }
-  // Rows of share `share`, by warp `warp` of `warps`.
-  template <class Begin>
-  __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) {
-    const int64_t rows = static_cast<int64_t>(p.routing.ranks - 1) * p.routing.tokens;
-    const Parts parts(p.staging.row_rounds, rows, static_cast<int64_t>(shares) * kWarps, 1);
-    for (int64_t item = share + static_cast<int64_t>(warp) * shares; item < rows * parts.count;
-         item += static_cast<int64_t>(warps) * shares) {
-      Push(parts, item, begin);
     }
   }
   // A warp alone: what no block of this GPU has started. Not a method of the object at hand, which would have to lie in
   // memory for it.
-  static __device__ __noinline__ void AdoptShares(const CombineParams& p, Running& run) {
-    LowLatencyCombine work(p, run);
-    for (int share = 0; share < work.shares; ++share) {
-      bool adopted = false;
-      if ((threadIdx.x & 31) == 0) adopted = atomicExch(&run.control->started[share], run.epoch) != run.epoch;
-      if (__shfl_sync(0xFFFFFFFFu, adopted, 0)) work.PushShare(share, 0, 1, [] { return true; });
+  static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LineCut& cut, const Running& run) {
+    const LowLatencyCombine work(p, cut, run);
+    const int lane = threadIdx.x & 31;
+    for (int base = 0; base < cut.push; base += 32) {
+      const bool idle = base + lane < cut.push && LoadRelaxedGpu(&run.control->started[base + lane]) != run.epoch;
+      for (uint32_t m = __ballot_sync(0xFFFFFFFFu, idle); m; m &= m - 1) {
+        const int share = base + __ffs(m) - 1;
+        bool adopted = false;
+        if (lane == 0) adopted = atomicExch(&run.control->started[share], run.epoch) != run.epoch;
+        if (__shfl_sync(0xFFFFFFFFu, adopted, 0)) work.PushShare(share, 0, 1, [] { return true; });
+      }
     }
   }
 
@@ -202,7 +185,7 @@ struct LowLatencyCombine {
   // `awaited` and `round` say which one to wait for.
   __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end,
                                            const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
-                                           int* awaited, int* round) {
+                                           int* awaited, int* round) const {
     const int here = p.routing.rank, row_bytes = static_cast<int>(p.staging.row_bytes);
     constexpr int kRanks = 3;  // whose lines are loaded together
 #pragma unroll
@@ -257,7 +240,7 @@ struct LowLatencyCombine {
 
   // Part `part` of a token. False: the group has failed, or, if `*stalled` is false, it is time to look for work that
   // nobody has started (then it is true).
-  __device__ __forceinline__ bool SumPart(int token, int begin, int end, bool* stalled) {
+  __device__ __forceinline__ bool SumPart(int token, int begin, int end, bool* stalled) const {
     const Routing& r = p.routing;
     const int row_bytes = static_cast<int>(p.staging.row_bytes);
     const uint32_t ranks = RanksOf(p.topk_idx, token, r, run.active);
@@ -295,22 +278,22 @@ struct LowLatencyCombine {
   }
 
   // False: the group has failed.
-  __device__ __forceinline__ bool Sum() {
-    const int64_t warps = static_cast<int64_t>(summers) * kWarps;
-    const int all_rounds = p.staging.row_rounds;
-    const Parts parts(all_rounds, p.routing.tokens, warps, 1);
+  __device__ __forceinline__ bool Sum() const {
+    const uint32_t parts = cut.parts, items = p.routing.tokens * parts;
+    const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
+    if (summer < 0) return true;
     bool stalled = false;
-    for (int64_t item = summer + static_cast<int64_t>(threadIdx.x / 32) * summers;
-         item < static_cast<int64_t>(p.routing.tokens) * parts.count;) {
-      const int token = static_cast<int>(item / parts.count),
-                begin = static_cast<int>(item % parts.count) * parts.rounds;
+#pragma unroll 1
+    for (uint32_t item = summer + threadIdx.x / 32 * cut.receivers; item < items;) {
+      const uint32_t token = item / parts, first = (item - token * parts) * cut.rounds;
       const bool before = stalled;
-      if (SumPart(token, begin, min(all_rounds, begin + parts.rounds), &stalled)) {
-        item += warps;
+      const int end = min(p.staging.row_rounds, static_cast<int>(first) + cut.rounds);
+      if (SumPart(token, first, end, &stalled)) {
+        item += cut.receivers * kWarps;
       } else if (before == stalled) {
         return false;
       } else {
-        AdoptShares(p, run);  // then once more, with nothing held in registers meanwhile
+        AdoptShares(p, cut, run);  // then once more, with nothing held in registers meanwhile
       }
     }
     return true;
@@ -318,9 +301,10 @@ struct LowLatencyCombine {
 };
 
 template <class Y>
-__global__ void __launch_bounds__(kThreads, 1) LowLatencyCombineKernel(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
-  LowLatencyCombine<Y> work(p, run);
+  const LowLatencyCombine<Y> work(p, cut, run);
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) BeginLowLatency(run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
@@ -329,15 +313,15 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyCombineKernel(const __g
     if (!begun) {
       __syncthreads();
       begun = true;
-      if (!run.refused && block < work.shares) StartShare(run.control, block, run.epoch);
+      Phase(1);
+      if (!run.refused && block < cut.push) StartShare(run.control, block, run.epoch);
     }
     return !run.refused;
   };
-  if (block < work.shares && p.routing.ranks > 1) work.PushShare(block, warp, kWarps, begin);
-  begin();
+  if (block < cut.push) work.PushShare(block, warp, kWarps, begin);
+  bool good = begin();
   Phase(2);
-  bool good = true;
-  if (!run.refused && work.summer >= 0) good = work.Sum();
+  if (good) good = work.Sum();
   good = __syncthreads_and(good);
   Phase(5);
   FinishLowLatency(run, !good, [&](uint32_t index, uint32_t count) {
@@ -349,7 +333,8 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyCombineKernel(const __g
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  LowLatencyCombineKernel<Y><<<p.schedule.blocks, kThreads, 0, stream>>>(p);
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging.row_rounds, true);
+  LowLatencyCombineKernel<Y><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
   return cudaGetLastError();
 }
 template <class Y>

@@ -18,14 +18,15 @@ namespace {
 
 // All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
 // would have to lie in memory for it.
-__device__ __noinline__ void AdoptShares(const DispatchParams& p, const Running& run, char* dynamic, bool numbered) {
-  const Plan plan(p, run, dynamic);
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut& cut, const Running& run, char* dynamic,
+                                         bool numbered) {
+  const Plan plan(p, cut, run, dynamic);
   const Piece piece;
   for (int next = 0;;) {
-    const int share = AdoptShare(plan.run.control, plan.Shares(), plan.run.epoch, &next);
+    const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
     if (share < 0) return;
-    if (share >= plan.routing_shares) {
-      PushShare(plan, piece, share - plan.routing_shares);
+    if (share >= cut.routing) {
+      PushShare(plan, piece, share - cut.routing, [] { return true; });
       continue;
     }
     if (!numbered) {
@@ -39,62 +40,54 @@ __device__ __noinline__ void AdoptShares(const DispatchParams& p, const Running&
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
   extern __shared__ __align__(16) char dynamic[];
-  Plan plan(p, run, dynamic);
+  const Plan plan(p, cut, run, dynamic);
   const Piece piece;
   const int block = static_cast<int>(blockIdx.x);
-  const int push = block - plan.routing_shares;  // this block's first share of the rows, if it is one
-  const bool pushes = push >= 0 && push < plan.push_shares, routes = block < plan.routing_shares;
-  // What does not depend on the operation's number is loaded before it is known.
-  Batch batch;
-  int begin = 0, end = 0;
-  if (pushes) {
-    ShareOf(p, push, plan.push_shares, &begin, &end);
-    begin += static_cast<int>(threadIdx.x / 32);
-    if (begin < end) batch.Load(p, piece, begin, end);
-  }
-  if (routes) LoadRouting(plan);
   Phase(0);
+  // What does not depend on the operation's number is loaded while the first warp finds it.
   if (threadIdx.x < 32) BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
-  __syncthreads();
-  Phase(1);
-  bool good = true;
-  if (!run.refused) {
-    const uint32_t epoch = run.epoch;
-    for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
-      StartShare(run.control, share, epoch);
-      if (share < plan.routing_shares) {
-        Number(plan);
-        __syncthreads();
-        SendRouting(plan, piece, share);
-      } else if (share == block) {
-        if (begin < end) batch.Store(plan, piece, begin, end);
-        for (int item = begin + kAhead * kWarps; item < end; item += kAhead * kWarps) {
-          batch.Load(p, piece, item, end);
-          batch.Store(plan, piece, item, end);
-        }
-      } else {
-        PushShare(plan, piece, share - plan.routing_shares);
-      }
+  if (block < cut.routing) LoadRouting(plan);
+  bool begun = false;
+  auto begin = [&] {  // of all threads once
+    if (!begun) {
+      __syncthreads();
+      begun = true;
+      Phase(1);
+      if (!run.refused && block < plan.Shares()) StartShare(run.control, block, run.epoch);
     }
-    Phase(2);
-    if (plan.receiver >= 0) {
-      good = ReceiveCounts(plan, piece, [&] { AdoptShares(p, run, dynamic, routes); });
-      if (good) {
-        LayoutScratch scratch{};
-        scratch.columns = plan.at.local;
-        scratch.totals = plan.In<int>(plan.at.groups);
-        int* starts = plan.In<int>(plan.at.starts);
-        ComputeStarts(p, scratch, starts);
-        Phase(4);
-        good = PlaceRows(plan, piece);
-        ZeroPadding(p, scratch, starts, plan.receiver, plan.receivers);
-        ClearUnusedRows(p, scratch, plan.receiver, plan.receivers);
-      }
-      good = __syncthreads_and(good);
+    return !run.refused;
+  };
+#pragma unroll 1
+  for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
+    if (share != block && !run.refused) StartShare(run.control, share, run.epoch);
+    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, begin);
+    if (!begin()) break;
+    if (share < cut.routing) {
+      Number(plan);
+      __syncthreads();
+      SendRouting(plan, piece, share);
     }
+  }
+  bool good = begin();
+  Phase(2);
+  if (good && plan.receiver >= 0) {
+    good = ReceiveCounts(plan, piece, [&] { AdoptShares(p, cut, run, dynamic, block < cut.routing); });
+    if (good) {
+      LayoutScratch scratch{};
+      scratch.columns = plan.at.local;
+      scratch.totals = plan.In<int>(plan.at.groups);
+      int* starts = plan.In<int>(plan.at.starts);
+      ComputeStarts(p, scratch, starts);
+      Phase(4);
+      good = PlaceRows(plan, piece);
+      ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
+      ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
+    }
+    good = __syncthreads_and(good);
   }
   Phase(5);
   FinishLowLatency(run, !good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
@@ -105,7 +98,8 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyDispatchKernel(const __
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p);
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging.row_rounds, false);
+  LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p, cut);
   return cudaGetLastError();
 }
 int PreloadLowLatencyDispatch() {

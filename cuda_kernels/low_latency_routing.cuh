@@ -15,51 +15,53 @@ namespace xen_moe {
 // What a block knows of the operation. `shared`: its dynamic shared memory.
 struct Plan {
   const DispatchParams& p;
+  const LineCut& cut;
   const Running& run;
   char* shared;
   SharedPlan at;
-  int routing_shares, push_shares, receivers, receiver;  // receiver: this block's number among them, or negative
+  int receiver;  // this block's number among the receivers, or negative
 
-  __device__ __forceinline__ Plan(const DispatchParams& params, const Running& running, char* dynamic)
-      : p(params), run(running), shared(dynamic), at(PlanShared(params.routing)) {
-    const int blocks = static_cast<int>(gridDim.x);
-    routing_shares = p.schedule.layout_blocks;
-    push_shares = p.schedule.push_blocks;
-    const int senders = routing_shares + push_shares;
-    receivers = blocks > senders ? blocks - senders : blocks;
-    receiver = static_cast<int>(blockIdx.x) - (blocks - receivers);
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
+                                  char* dynamic)
+      : p(params), cut(line_cut), run(running), shared(dynamic), at(PlanShared(params.routing)) {
+    receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
   }
-  __device__ __forceinline__ int Shares() const { return routing_shares + push_shares; }
+  __device__ __forceinline__ int Shares() const { return cut.routing + cut.push; }
   template <class T>
   __device__ __forceinline__ T* In(uint32_t offset) const {
     return reinterpret_cast<T*>(shared + offset);
   }
-  // In the lines of rank `on`: the message of `source`, and its token's row.
-  __device__ __forceinline__ char* Message(int on, int source) const {
-    const uint64_t lines = static_cast<uint64_t>(source) * (p.staging.count_lines + p.routing.tokens);
-    return run.half[on] + run.line_border + lines * kLineBytes;
+  // In a half: a line of the message of `source`, and a round of its token's row.
+  __device__ __forceinline__ uint64_t MessageAt(int source, int line) const {
+    return run.line_border +
+           static_cast<uint64_t>(source * (p.staging.count_lines + p.routing.tokens) + line) * kLineBytes;
   }
-  __device__ __forceinline__ char* Row(int on, int source, int token) const {
-    const uint64_t row = static_cast<uint64_t>(source) * p.routing.tokens + token;
-    return run.half[on] + run.line_border +
-           (p.staging.row_lines + row * p.staging.row_rounds * kRoundLines) * kLineBytes;
+  __device__ __forceinline__ uint64_t RowAt(int source, int token, int round) const {
+    const uint32_t row = source * p.routing.tokens + token;
+    return run.line_border + p.staging.row_lines * kLineBytes +
+           static_cast<uint64_t>(row * p.staging.row_rounds + round) * kRoundBytes;
   }
 };
 
-// Routing. Loads what the numbering needs into shared memory; a __syncthreads must follow.
+// Loads what the numbering needs into shared memory: all warps but the first. A __syncthreads must follow.
 __device__ __forceinline__ void LoadRouting(const Plan& plan) {
   const Routing& r = plan.p.routing;
   const int slots = r.tokens * r.top_k;
   int16_t* experts = plan.In<int16_t>(plan.at.experts);
   float* weights = plan.In<float>(plan.at.weights);
-  for (int i = threadIdx.x; i < slots; i += kThreads) {
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) - 32; i < slots; i += kThreads - 32) {
+    if (i < 0) return;  // the first warp has something else to do
     const int expert = plan.p.topk_idx[i];
     const float weight = plan.p.topk_weights[i];
     experts[i] = expert >= 0 && expert < r.experts ? static_cast<int16_t>(expert) : int16_t{-1};
     weights[i] = weight;
   }
   uint32_t* before = plan.In<uint32_t>(plan.at.before);
-  for (int i = threadIdx.x; i < (kWarps * plan.at.columns + 1) / 2; i += kThreads) before[i] = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) - 32; i < (kWarps * plan.at.columns + 1) / 2; i += kThreads - 32) {
+    before[i] = 0;
+  }
 }
 
 // Column of entry `i`, or -1. Ranked: entries are (token, rank), of the ranks that own any of the token's experts.
@@ -72,6 +74,7 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
   }
   const int token = i / r.ranks, rank = i - token * r.ranks;
   bool here = false;
+#pragma unroll 1
   for (int k = 0; k < r.top_k; ++k) {
     const int local = experts[token * r.top_k + k] - rank * r.local_experts;
     here |= local >= 0 && local < r.local_experts;
@@ -79,16 +82,15 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
   return here && (plan.run.active >> rank & 1) ? rank : -1;
 }
 
-__device__ __forceinline__ int EntriesOfWarp(const Plan& plan) {
-  return ((plan.at.entries + kWarps - 1) / kWarps + 31) / 32 * 32;
-}
 // All threads of the block, between two __syncthreads: rows of each column, and each row's number among them.
 __device__ __forceinline__ void Number(const Plan& plan) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, columns = plan.at.columns;
   uint16_t* numbers = plan.In<uint16_t>(plan.at.numbers);
   uint16_t* before = plan.In<uint16_t>(plan.at.before);
   uint16_t* mine = before + warp * columns;
-  const int each = EntriesOfWarp(plan), end = min(plan.at.entries, (warp + 1) * each);
+  const int each = ((plan.at.entries + kWarps - 1) / kWarps + 31) / 32 * 32;
+  const int end = min(plan.at.entries, (warp + 1) * each);
+#pragma unroll 1
   for (int first = warp * each; first < end; first += 32) {
     const int entry = first + lane;
     const int column = entry < end ? ColumnOfEntry(plan, entry) : -1;
@@ -101,6 +103,7 @@ __device__ __forceinline__ void Number(const Plan& plan) {
     if (column >= 0) numbers[entry] = static_cast<uint16_t>(seen + ahead);
   }
   __syncthreads();
+#pragma unroll 1
   for (int column = threadIdx.x; column < columns; column += kThreads) {
     int sum = 0;
 #pragma unroll
@@ -111,11 +114,12 @@ __device__ __forceinline__ void Number(const Plan& plan) {
     }
     plan.In<int>(plan.at.totals)[column] = sum;
   }
-}
-__device__ __forceinline__ uint32_t NumberOf(const Plan& plan, int entry, int column) {
-  const uint16_t* before = plan.In<uint16_t>(plan.at.before);
-  return plan.In<uint16_t>(plan.at.numbers)[entry] +
-         static_cast<uint32_t>(before[entry / EntriesOfWarp(plan) * plan.at.columns + column]);
+  __syncthreads();
+#pragma unroll 1
+  for (int entry = warp * each + lane; entry < end; entry += 32) {
+    const int column = ColumnOfEntry(plan, entry);
+    if (column >= 0) numbers[entry] = static_cast<uint16_t>(numbers[entry] + mine[column]);
+  }
 }
 
 // A slot's word for rank `to`: number << 16 | local expert + 1; 0: not there.
@@ -126,7 +130,7 @@ __device__ __forceinline__ uint32_t SlotWord(const Plan& plan, int to, int token
   const int expert = plan.In<int16_t>(plan.at.experts)[entry], local = expert - to * r.local_experts;
   if (expert < 0 || local < 0 || local >= r.local_experts) return 0;
   const bool ranked = r.layout == Layout::kRanked;
-  const uint32_t number = ranked ? NumberOf(plan, token * r.ranks + to, to) : NumberOf(plan, entry, expert);
+  const uint32_t number = plan.In<uint16_t>(plan.at.numbers)[ranked ? token * r.ranks + to : entry];
   return number << 16 | static_cast<uint32_t>(local + 1);
 }
 
@@ -135,7 +139,8 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   const Routing& r = plan.p.routing;
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7;
   const int lines = plan.p.staging.count_lines + r.tokens, groups = (lines + kRoundLines - 1) / kRoundLines;
-  const int warps = plan.routing_shares * kWarps;
+  const int warps = plan.cut.routing * kWarps;
+#pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
     int to = r.rank + 1 + item / groups;
     if (to >= r.ranks) to -= r.ranks;
@@ -158,12 +163,13 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
       if (!piece.flags) v.z = SlotWord(plan, to, token, slot + 1);
       if (v.z) v.w = __float_as_uint(weights[slot + 1]);
     }
-    StoreRound(plan.Message(to, r.rank) + static_cast<uint64_t>(first) * kLineBytes, piece, v,
-               min(kRoundLines, lines - first), plan.run.epoch);
+    StoreRound(plan.run.half[to] + plan.MessageAt(r.rank, first), piece, v, min(kRoundLines, lines - first),
+               plan.run.epoch);
   }
   if (plan.p.clean_topk_idx) {
     const int16_t* experts = plan.In<int16_t>(plan.at.experts);
-    for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.routing_shares * kThreads) {
+#pragma unroll 1
+    for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
       const int expert = experts[i];
       const bool moves = expert >= 0 && (plan.run.active >> (expert / r.local_experts) & 1);
       plan.p.clean_topk_idx[i] = moves ? expert : -1;
@@ -177,61 +183,48 @@ template <class Adopt>
 __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& piece, Adopt adopt) {
   const Routing& r = plan.p.routing;
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7, local = plan.at.local;
-  const int per_source = plan.p.staging.count_lines, lines = r.ranks * per_source;
+  const int per_source = plan.p.staging.count_lines, lines = r.ranks * per_source, most = r.tokens * r.top_k;
   int* counts = plan.In<int>(plan.at.counts);
-  bool idle = false, arrived = true;
-  auto load = [&](int first, uint4* v) {  // the lanes whose lines have not come
-    const int line = first + piece.line, source = line / per_source;
-    bool missing = false;
-    if (line < lines && (plan.run.active >> source & 1)) {
-      const char* at = plan.Message(r.rank, source) + (line - source * per_source) * kLineBytes;
-      *v = LoadVectorSystem(reinterpret_cast<const uint4*>(at) + q);
-      missing = piece.flags && v->w != plan.run.epoch;
-    }
-    if (static_cast<int>(threadIdx.x) < plan.Shares()) {
-      idle = LoadRelaxedGpu(&plan.run.control->started[threadIdx.x]) != plan.run.epoch;
-    }
-    return __ballot_sync(0xFFFFFFFFu, missing);
-  };
-  auto keep = [&](int first, const uint4& v) {
-    const int line = first + piece.line, source = line / per_source;
-    if (line >= lines) return;
-    const int at = (line - source * per_source) * kLineCounts + q * 4;
-    const bool active = plan.run.active >> source & 1;
-    const int most = r.tokens * r.top_k;
-    auto put = [&](int i, uint32_t count) {
-      if (at + i >= local) return;
-      counts[source * local + at + i] = active ? static_cast<int>(min(count, static_cast<uint32_t>(most))) : 0;
-    };
-    put(0, v.x), put(1, v.y);
-    if (!piece.flags) put(2, v.z), put(3, v.w);
-  };
-  auto source_of = [&](int first, uint32_t mask) { return (first + (__ffs(mask) - 1) / 8) / per_source; };
-  // At first without the block: then it looks for work that others wait for.
-  for (int first = warp * kRoundLines; first < max(lines, (warp + 1) * kRoundLines); first += kWarps * kRoundLines) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    uint32_t mask = load(first, &v);
+  for (bool patient = false;; patient = true) {  // at first it does not wait long
+    bool idle = false, good = true;
 #pragma unroll 1
-    for (int poll = 0; mask && poll < 64; ++poll) mask = load(first, &v);
-    arrived &= mask == 0;
-    keep(first, v);
-  }
-  Phase(3);
-  if (__syncthreads_or(idle || !arrived)) {
-    adopt();
-    bool good = true;
-    for (int first = warp * kRoundLines; first < lines && good; first += kWarps * kRoundLines) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      good = AwaitLines([&] { return load(first, &v); }, [&](uint32_t mask) { return source_of(first, mask); },
-                        [] { return false; }, plan.run, Step::kMetadata);
-      if (good) keep(first, v);
+    for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
+         first += kWarps * kRoundLines) {
+      const int line = first + piece.line, source = line / per_source, begin = line - source * per_source;
+      const bool active = line < lines && (plan.run.active >> source & 1);
+      const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
+      uint4 v;
+      auto missing = [&] {
+        v = make_uint4(0, 0, 0, 0);
+        if (active) v = LoadVectorSystem(reinterpret_cast<const uint4*>(from) + q);
+        if (static_cast<int>(threadIdx.x) < plan.Shares()) {
+          idle = LoadRelaxedGpu(&plan.run.control->started[threadIdx.x]) != plan.run.epoch;
+        }
+        return __ballot_sync(0xFFFFFFFFu, active && piece.flags && v.w != plan.run.epoch);
+      };
+      auto source_of = [&](uint32_t mask) { return (first + (__ffs(mask) - 1) / 8) / per_source; };
+      good = AwaitLines(missing, source_of, [&] { return !patient; }, plan.run, Step::kMetadata);
+      const uint32_t values[4] = {v.x, v.y, v.z, v.w};
+      if (line < lines) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = begin * kLineCounts + q * 4 + i;
+          if (at >= local || (piece.flags && i > 1)) continue;
+          counts[source * local + at] = active ? static_cast<int>(min(values[i], static_cast<uint32_t>(most))) : 0;
+        }
+      }
     }
-    if (!__syncthreads_and(good)) return false;
+    Phase(3);
+    if (!__syncthreads_or(patient ? !good : idle || !good)) break;
+    if (patient) return false;
+    adopt();
   }
   // Rows of the sources before, and of all.
   const bool writes = plan.receiver == 0;
+#pragma unroll 1
   for (int l = threadIdx.x; l < local; l += kThreads) {
     int sum = 0;
+#pragma unroll 1
     for (int source = 0; source < r.ranks; ++source) {
       const int rows = counts[source * local + l];
       counts[source * local + l] = sum;
@@ -242,6 +235,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   }
   if (writes && local < r.local_experts) {
     const int rest = r.local_experts - local;
+#pragma unroll 1
     for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
       plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
     }
@@ -264,23 +258,47 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
-// Positions and weights of a (source, token): part 0's warp writes them. All lanes.
-__device__ __forceinline__ void WriteRouting(const Plan& plan, int64_t pair, uint32_t word, float weight, int position,
-                                             int first_row) {
+// Positions of a (source, token): lane k's is slot k's row (ranked: lane 0 has the only one), or negative. `write`:
+// also into the results. False: the group has failed. All lanes call it.
+__device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece, int source, int token, bool write,
+                                            int* position) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
-  if (r.layout == Layout::kRanked) {
-    if (lane == 0) p.positions[pair] = position;
-    if (first_row >= 0 && lane < r.top_k) {
-      const int64_t at = static_cast<int64_t>(first_row) * r.top_k + lane;
+  uint4 slots = make_uint4(0, 0, 0, 0);
+  if (plan.run.active >> source & 1) {
+    const char* line = plan.run.half[r.rank] + plan.MessageAt(source, p.staging.count_lines + token);
+    const bool good = AwaitLines(
+        [&] {
+          slots = LoadVectorSystem(reinterpret_cast<const uint4*>(line) + (lane & 7));
+          return __ballot_sync(0xFFFFFFFFu, piece.flags && slots.w != plan.run.epoch);
+        },
+        [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kMetadata);
+    if (!good) return false;
+  }
+  const uint32_t low = __shfl_sync(0xFFFFFFFFu, slots.x, lane / 2), high = __shfl_sync(0xFFFFFFFFu, slots.z, lane / 2);
+  const uint32_t low_weight = __shfl_sync(0xFFFFFFFFu, slots.y, lane / 2);
+  const uint32_t high_weight = __shfl_sync(0xFFFFFFFFu, slots.w, lane / 2);
+  const uint32_t word = lane >= r.top_k ? 0 : lane & 1 ? high : low;
+  const float weight = __uint_as_float(lane & 1 ? high_weight : low_weight);
+  int own = Position(plan, source, word);
+  const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
+  if (r.layout == Layout::kRanked) {  // one row, whichever slots want it
+    const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
+    const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
+    if (write && lane == 0) p.positions[pair] = row;
+    if (write && row >= 0 && lane < r.top_k) {
+      const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
       p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
       p.weights[at] = word ? weight : 0.0f;
     }
-  } else if (lane < r.top_k) {
-    p.positions[pair * r.slots + lane] = position;
-    if (position >= 0) p.weights[position] = weight;
+    own = lane == 0 ? row : -1;
+  } else if (write && lane < r.top_k) {
+    p.positions[pair * r.slots + lane] = own;
+    if (own >= 0) p.weights[own] = weight;
   }
+  *position = own;
+  return true;
 }
 
 }  // namespace xen_moe

@@ -216,7 +216,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
 constexpr uint8_t kPoison = 0xFF;
 
 // Writes `value` into this block's share of `bytes` bytes; `index` of `count` blocks that share the work.
-__device__ __forceinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
+static __device__ __noinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
   if (to == nullptr) return;
   char* const at = static_cast<char*>(to);
   const uint64_t first = static_cast<uint64_t>(index) * blockDim.x + threadIdx.x;
@@ -279,7 +279,7 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
 
 // All threads of the last block: sees all announcements, poisons if the group has failed, ends the operation.
 template <class Poison>
-__device__ __forceinline__ void EndOperation(Running& run, Poison poison) {
+__device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   Control* const control = run.control;
   bool fill = false;
   if (threadIdx.x < 32) {

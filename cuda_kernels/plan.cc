@@ -98,6 +98,8 @@ const char* NoLowLatency(const Routing& r, Operation operation, Element element,
   if (operation == Operation::kCombine) {
     return r.ranks_per_node != r.ranks ? "combine over two axes" : nullptr;
   }
+  if (element == Element::kByte && ScaleBytes(r.hidden) % 16 != 0)
+    return "scales of a row are not a multiple of 16 bytes";
   return PlanShared(r).bytes > kLowLatencySharedBytes ? "tokens * top_k or experts" : nullptr;
 }
 
