@@ -27,7 +27,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-core test-slow lint format picture types doctor benchmark memory-test bazel-test wheel release clean
+.PHONY: help versions setup demo test test-core test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -78,6 +78,9 @@ picture: $(READY)  ## docs/images/house.svg, drawn from the real imports
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy
+
+docs: $(READY)  ## the documentation site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 doctor: $(READY)  ## what this machine has, and which backend each platform would use
 	$(BIN)/xen-moe-jax doctor

@@ -31,13 +31,16 @@ CANDIDATES = {  # name: (what to build, XLA flags)
     "ragged_dot": ("ragged_dot", ""),
     "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
     "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
+    "xen_moe_jax hopper": ("hopper", ""),
     "tokamax": ("tokamax", ""),
     "tokamax triton": ("tokamax:triton", ""),
     "tokamax mosaic": ("tokamax:mosaic", ""),
+    "tokamax mosaic, best tiles": ("tokamax tiles", ""),
     "tokamax autotuned": ("tokamax autotuned", ""),
     "jax mosaic gpu": ("jax mosaic gpu", ""),
     "transformer_engine": ("transformer_engine", ""),
     "padded einsum": ("padded einsum", ""),
+    "one dense matmul": ("dense", ""),
 }
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
@@ -57,6 +60,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--inner", type=int, default=10, help="calls in one program")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=240, help="seconds that one candidate may take")
+    parser.add_argument("--tune", action="store_true", help="times every tiling of this library's kernels too")
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # set in the child processes
     options = parser.parse_args(arguments)
     options.capacity = options.capacity or options.rows
@@ -81,7 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     for name in options.only:
         left = options.seconds - (time.monotonic() - began)
-        result = {"error": "no time was left"} if left <= 0 else run_child(name, given, options, left)
+        result = (
+            {"error": "no time was left"} if left <= 0 else run_child(name, given, options, min(left, options.limit))
+        )
         report["candidates"][name] = result
         report |= result.pop("machine", {})
         options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
@@ -96,11 +103,11 @@ def run_child(name: str, given: list[str], options: argparse.Namespace, limit: f
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, __file__, *given, "--candidate", name, "--json", str(part)]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=limit + 120, check=False
-        )
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"did not end within {limit + 120:.0f} s"}
+        return {"error": f"did not end within {limit:.0f} s"}
+    log = [line for line in done.stderr.splitlines() if line.startswith("  ")]
+    print("\n".join(log), end="\n" if log else "", flush=True)
     if not part.exists():
         return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"}
     result = json.loads(part.read_text())
@@ -132,8 +139,10 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
     try:
         matmul, context = build(CANDIDATES[options.candidate][0], options)
         with context:
-            result = check(matmul, options)
+            result = {} if options.candidate == "one dense matmul" else check(matmul, options)
             result["times"] = timed(matmul, options)
+            if options.tune and options.candidate == "xen_moe_jax hopper":
+                result["tiles"] = tune_hopper(options)
     except Exception as error:  # whatever a library raises is the candidate's result
         return {"machine": machine, "error": f"{type(error).__name__}: {error}"[:1500]}
     peak = PEAK_TFLOPS.get(machine["device"])
@@ -156,10 +165,18 @@ def build(kind: str, options: argparse.Namespace) -> tuple[Callable[..., Any], c
     nothing = contextlib.nullcontext()
     if kind == "ragged_dot":
         return jax.lax.ragged_dot, nothing
+    if kind == "hopper":
+        from xen_moe_jax.flax import hopper
+
+        return hopper.grouped_matmul, nothing
+    if kind == "dense":
+        return dense, nothing
+    if kind == "tokamax tiles":
+        return best_of(tokamax_tiles(), options), nothing
     if kind == "padded einsum":
         return functools.partial(padded_einsum, room(options)), nothing
     if kind == "jax mosaic gpu":
-        return mosaic_gpu(), nothing
+        return best_of(mosaic_gpu_tiles(), options), nothing
     if kind == "transformer_engine":
         return transformer_engine(), nothing
     import tokamax
@@ -232,26 +249,155 @@ def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
     return empty.at[jnp.where(used, at, rows.shape[0])].set(out, mode="drop", unique_indices=False)
 
 
-def mosaic_gpu() -> Callable[..., Any]:
-    """The Hopper kernels that jax ships as examples, with the derivative that they leave to the caller."""
-    import jax
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+def dense(rows: Any, weights: Any, sizes: Any) -> Any:
+    """All rows times the first group's weights: no grouped matmul, but what the GPU gives a dense one of this size."""
+    return rows @ weights[0]
 
-    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
+
+def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespace) -> Callable[..., Any]:
+    """The candidate that is fastest forward; those that do not compile are out."""
+    import jax
+
+    rows, gate, _, sizes = operands(options)
+    taken = {}
+    for name, matmul in candidates.items():
+        try:
+            taken[name] = seconds_of(compiled_loop(matmul, rows, options.inner, gate, sizes)[0], rows)
+        except Exception as error:  # too much shared memory, a tiling that the kernel does not know
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    jax.clear_caches()
+    print(f"  best of { ({n: round(t / options.inner * 1e6) for n, t in taken.items()}) }", file=sys.stderr)
+    return candidates[min(taken, key=lambda name: taken[name])]
+
+
+def seconds_of(loop: Callable[..., Any], rows: Any, repeats: int = 3) -> float:
+    """The shortest of `repeats` runs, after one that does not count."""
+    import jax
+
+    jax.block_until_ready(loop(rows))
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(loop(rows))
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def with_gradients(forward: Any, by_rows: Any, by_weights: Any) -> Callable[..., Any]:
+    """A differentiable `(rows, weights, sizes) -> rows` of three kernels."""
+    import jax
 
     @jax.custom_vjp
     def matmul(rows: Any, weights: Any, sizes: Any) -> Any:
-        return ragged_dot(rows, weights, group_sizes=sizes, **blocks)
+        return forward(rows, weights, sizes)
 
     def backward(kept: Any, cotangent: Any) -> Any:
         rows, weights, sizes = kept
-        by_rows = ragged_dot(cotangent, weights, group_sizes=sizes, transpose_rhs=True, **blocks)
-        by_weights = transposed_ragged_dot(rows, cotangent, group_sizes=sizes, **blocks)
-        return by_rows.astype(rows.dtype), by_weights.astype(weights.dtype), None
+        return (
+            by_rows(cotangent, weights, sizes).astype(rows.dtype),
+            by_weights(rows, cotangent, sizes).astype(weights.dtype),
+            None,
+        )
 
     matmul.defvjp(lambda *given: (matmul(*given), given), backward)
     return matmul
+
+
+def mosaic_gpu_tiles() -> dict[str, Callable[..., Any]]:
+    """The Hopper kernels that jax ships as examples, with the derivative that they leave to the caller."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    def of(m: int, n: int, steps: int, grid: int) -> Callable[..., Any]:
+        tiles = {"block_m": m, "block_n": n, "block_k": 64, "max_concurrent_steps": steps, "grid_block_n": grid}
+        # its contraction keeps a mask in registers: smaller tiles
+        small = tiles | {"block_n": min(n, 128), "block_m": 64, "grid_block_n": 1}
+        return with_gradients(
+            lambda r, w, s: ragged_dot(r, w, group_sizes=s, **tiles),
+            lambda c, w, s: ragged_dot(c, w, group_sizes=s, transpose_rhs=True, **tiles),
+            lambda r, c, s: transposed_ragged_dot(r, c, group_sizes=s, **small),
+        )
+
+    sizes = ((128, 128, 4, 4), (128, 128, 6, 1), (64, 256, 4, 2), (64, 128, 5, 4), (128, 128, 4, 12))
+    return {str(size): of(*size) for size in sizes}
+
+
+def tokamax_tiles() -> dict[str, Callable[..., Any]]:
+    """tokamax's Hopper kernels with the tilings that its own tables have for such shapes, and a few more."""
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu, pallas_mosaic_gpu_common
+
+    def of(config: dict[str, Any]) -> Callable[..., Any]:
+        config = {"split_k": 1} | config
+        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
+        tiles = pallas_mosaic_gpu_common.Config(**config)
+        contraction = pallas_mosaic_gpu_common.Config(**config | {"block_k": 64, "persistent": False})
+        vjp = functools.partial(base.vjp, dlhs_ragged_dot=op(config=tiles), drhs_ragged_dot=op(config=contraction))
+        return lambda r, w, s: op(config=tiles, vjp=vjp)(r, w, group_sizes=s)
+
+    shapes = [
+        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "grid_tile_width": 8},
+        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "persistent": False, "grid_minor_dim": 0},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "grid_tile_width": 8},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "persistent": False, "grid_tile_width": 4},
+        {"block_m": 64, "block_n": 256, "block_k": 64, "num_stages": 4, "grid_tile_width": 2},
+    ]
+    return {str(shape): of(shape) for shape in shapes}
+
+
+def tune_hopper(options: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of each tiling of this library's kernels, by kernel and contracted width: compiled side by side."""
+    import concurrent.futures
+
+    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+    from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
+
+    rows, gate, down, sizes = operands(options)
+    wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)
+    as_they_lie = functools.partial(rows_by_weights, transposed=False)
+    transposed = functools.partial(rows_by_weights, transposed=True)
+    kernels = {
+        "rows x gate": (as_they_lie, wide, gate),
+        "rows x down": (as_they_lie, narrow, down),
+        "rows x gate transposed": (transposed, narrow, gate),
+        "rows x down transposed": (transposed, wide, down),
+        "gradient of gate": (rows_by_rows, wide, narrow),
+        "gradient of down": (rows_by_rows, narrow, wide),
+    }
+    tilings = [
+        Tiles(),
+        Tiles(cluster="n"),
+        Tiles(cluster="m"),
+        Tiles(m=256, n=128, cluster="n"),
+        Tiles(m=256, n=128),
+        Tiles(split="n"),
+        Tiles(stages=3),
+        Tiles(delay=0),
+        Tiles(m=128, n=128, stages=6),
+        Tiles(m=256, n=128, cluster="n", delay=0),
+        Tiles(m=128, n=192, stages=4),
+        Tiles(k=128, stages=2),
+    ]
+
+    def compile_one(name: str, tiles: Any) -> Any:
+        kernel, given, other = kernels[name]
+        try:
+            return compiled_loop(functools.partial(kernel, tiles=tiles), given, options.inner, other, sizes)[0]
+        except Exception as error:  # a tiling that does not fit is a result too
+            return f"{type(error).__name__}: {str(error)[:300]}"
+
+    pairs = [(name, tiles) for tiles in tilings for name in kernels]
+    found: dict[str, Any] = {name: {} for name in kernels}
+    work = 2 * options.rows * options.hidden * options.width
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for (name, tiles), loop in zip(pairs, pool.map(lambda p: compile_one(*p), pairs), strict=True):
+            if isinstance(loop, str):
+                found[name][str(tiles)] = loop
+                continue
+            taken = seconds_of(loop, kernels[name][1]) / options.inner
+            found[name][str(tiles)] = round(work / taken / 1e12, 1)
+            print(f"  {name:<24} {tiles} {taken * 1e6:.0f} us {work / taken / 1e12:.0f} TFLOP/s", flush=True)
+    return found
 
 
 def transformer_engine() -> Callable[..., Any]:
@@ -317,25 +463,25 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     hidden = jnp.ones((options.capacity, options.width), rows.dtype)
 
     def gradient_of(which: int) -> Callable[..., Any]:
-        def run(rows: Any) -> Any:
+        def run(rows: Any, gate: Any, sizes: Any, cotangent: Any) -> Any:
             _, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), rows, gate)
-            return pull(hidden)[which]
+            return pull(cotangent)[which]
 
         return run
 
-    def forward_and_backward(rows: Any) -> Any:
+    def forward_and_backward(rows: Any, weights: Any, sizes: Any) -> Any:
         return jax.grad(lambda r, w: loss_of(matmul)(r, w, sizes), argnums=(0, 1))(rows, weights)
 
-    programs: dict[str, tuple[Callable[..., Any], int]] = {
-        "gate": (lambda rows: matmul(rows, gate, sizes), flops),
-        "gradient of rows": (gradient_of(0), flops),
-        "gradient of weights": (gradient_of(1), flops),
-        "experts": (lambda rows: experts(matmul, rows, weights, sizes), 3 * flops),
-        "experts with gradients": (forward_and_backward, 9 * flops),
+    programs: dict[str, tuple[Callable[..., Any], int, tuple[Any, ...]]] = {
+        "gate": (matmul, flops, (gate, sizes)),
+        "gradient of rows": (gradient_of(0), flops, (gate, sizes, hidden)),
+        "gradient of weights": (gradient_of(1), flops, (gate, sizes, hidden)),
+        "experts": (functools.partial(experts, matmul), 3 * flops, (weights, sizes)),
+        "experts with gradients": (forward_and_backward, 9 * flops, (weights, sizes)),
     }
     times = {}
-    for name, (program, work) in programs.items():
-        loop, memory = compiled_loop(program, rows, options.inner)
+    for name, (program, work, others) in programs.items():
+        loop, memory = compiled_loop(program, rows, options.inner, *others)
         jax.block_until_ready(loop(rows))
         taken = []
         for _ in range(options.repeats):
@@ -353,18 +499,27 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     return times
 
 
-def compiled_loop(program: Callable[..., Any], rows: Any, inner: int) -> tuple[Callable[..., Any], int | None]:
-    """`inner` calls, each on rows of which one element comes from the last call's result; temporary bytes."""
+def compiled_loop(
+    program: Callable[..., Any], rows: Any, inner: int, *others: Any
+) -> tuple[Callable[..., Any], int | None]:
+    """`inner` calls, each on rows of which one element comes from the last call's result; temporary bytes.
+
+    `others` are the program's further arguments: arrays that it closed over would be constants of the executable.
+    """
     import jax
 
-    def body(_: Any, rows: Any) -> Any:
-        # the barrier: of a result that is read in one place only, XLA would compute that place only
-        first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(rows)))
-        return rows.at[0, 0].add((first.reshape(-1)[0] * 0).astype(rows.dtype))
+    def loop(rows: Any, *others: Any) -> Any:
+        def body(_: Any, rows: Any) -> Any:
+            # the barrier: of a result that is read in one place only, XLA would compute that place only
+            first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(rows, *others)))
+            return rows.at[0, 0].add((first.reshape(-1)[0] * 0).astype(rows.dtype))
 
-    compiled = jax.jit(lambda rows: jax.lax.fori_loop(0, inner, body, rows)).lower(rows).compile()
+        return jax.lax.fori_loop(0, inner, body, rows)
+
+    compiled = jax.jit(loop).lower(rows, *others).compile()
     analysis = compiled.memory_analysis()
-    return compiled, None if analysis is None else int(analysis.temp_size_in_bytes)
+    memory = None if analysis is None else int(analysis.temp_size_in_bytes)
+    return lambda rows: compiled(rows, *others), memory
 
 
 if __name__ == "__main__":

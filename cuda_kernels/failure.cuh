@@ -79,14 +79,17 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
 
 // `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
 static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
-  const uint64_t* words = run.mailbox->announcements[run.epoch & 1];
-  const uint32_t theirs = AnnouncedSignature(LoadRelaxedSystem(words + rank));
+  auto said = [&](int r) {  // what it announced, or what it came to join
+    const uint64_t word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][r]);
+    return AnnouncedEpoch(word) == run.epoch ? word : LoadRelaxedSystem(&run.mailbox->joins[r]);
+  };
+  const uint32_t theirs = AnnouncedSignature(said(rank));
   const uint64_t start = NowNs();
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
     for (uint32_t m = run.active; m; m &= m - 1) {
-      const uint64_t word = LoadRelaxedSystem(words + __ffs(m) - 1);
+      const uint64_t word = said(__ffs(m) - 1);
       if (AnnouncedEpoch(word) != run.epoch) continue;
       ++arrived;
       with_me += AnnouncedSignature(word) == run.signature;

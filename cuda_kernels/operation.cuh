@@ -76,21 +76,20 @@ __device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, uint32_t ran
 static __device__ __noinline__ bool Join(const Running& run) {
   const int lane = threadIdx.x & 31;
   bool joined = true;
+  uint64_t word = 0;
+  uint64_t* const at = &run.mailbox->joins[lane % kMaxRanks];
   if (run.active >> lane & 1) {
     StoreRelaxedSystem(&run.control->mailbox[lane]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
-    uint64_t* const at = &run.mailbox->joins[lane];
-    uint64_t word = 0;
     joined = WaitUntil([&] { return (word = LoadAcquireSystem(at)) && !EpochBefore(AnnouncedEpoch(word), run.epoch); },
                        run, Step::kArrival, lane);
-    if (joined && AnnouncedEpoch(word) == run.epoch) {
-      ClearWordSystem(at, word);
-      if (AnnouncedSignature(word) != run.signature) {
-        FailMismatch(run, lane);
-        joined = false;
-      }
+    if (joined && AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) != run.signature) {
+      FailMismatch(run, lane);
+      joined = false;
     }
   }
-  return __all_sync(0xFFFFFFFFu, joined);
+  joined = __all_sync(0xFFFFFFFFu, joined);
+  if (joined && word && AnnouncedEpoch(word) == run.epoch) ClearWordSystem(at, word);
+  return joined;
 }
 
 // What a lane needs of a memory table that the host or another block may just have written. All loads are under way
@@ -247,11 +246,12 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead || (dead >> rank & 1)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
-    // A descriptor is stored without a fence; in a mismatch its signature, which was announced, says when it is whole.
-    const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+    // A descriptor is stored without a fence; in a mismatch its signature, which is announced, says when it is whole.
     for (int attempt = 0; attempt < 1000; ++attempt) {
+      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      if (AnnouncedEpoch(announced) != failure.epoch || Signature(seen) == AnnouncedSignature(announced)) break;
+      const bool told = AnnouncedEpoch(announced) == failure.epoch;
+      if (told ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
     }
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);

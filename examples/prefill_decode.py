@@ -57,20 +57,28 @@ def block(p, x, attended):
     return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
+def project(p, x):
+    """Queries, keys and values `[T, HEADS, HEAD]`, and the last two as pages."""
+    q, k, v = heads(x @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
+    kv = jnp.pad(jnp.stack([k, v], 1), ((0, -len(x) % PAGE), (0, 0), (0, 0), (0, 0)))
+    return q, k, v, kv.reshape(-1, PAGE, 2, HEADS, HEAD).swapaxes(1, 2)
+
+
+def attend(p, x, q, k, v):
+    scores = jnp.einsum("qhd,khd->hqk", q, k) / HEAD**0.5
+    causal = jnp.tril(jnp.ones((len(x), len(x)), bool))
+    return block(p, x, jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v))
+
+
 def prefill(params, tokens, each_layer):
     """Logits of the last of `tokens [T]`; `each_layer(x, layer, kv)` sees kv `[pages, 2, PAGE, HEADS, HEAD]` as soon
     as it is there.
     """
     x = embedded(params, tokens, jnp.arange(len(tokens)))
-    causal = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
     for layer, p in enumerate(params["layers"]):
-        q, k, v = heads(x @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
-        kv = jnp.stack([k, v], 1)
-        kv = jnp.pad(kv, ((0, -len(tokens) % PAGE), (0, 0), (0, 0), (0, 0)))
-        kv = kv.reshape(-1, PAGE, 2, HEADS, HEAD).swapaxes(1, 2)
+        q, k, v, kv = project(p, x)
         x = each_layer(x, layer, kv)
-        scores = jnp.einsum("qhd,khd->hqk", q, k) / HEAD**0.5
-        x = block(p, x, jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v))
+        x = attend(p, x, q, k, v)
     return output(params, x[-1])
 
 

@@ -39,11 +39,11 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
       return ffi::Error::Internal("xen_moe_jax: ragged_all_to_all must alias its output operand");
     }
   }
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.rank = member.rank;
-    return LaunchExchange(p, stream);
+    return LaunchExchange(p, on);
   });
 }
 

@@ -62,6 +62,7 @@ int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* p
   p.element = dtype > static_cast<int64_t>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
   p.wire = static_cast<WireType>(a.Int("wire", 0, 2));
   p.ue8m0 = a.Int("ue8m0", 0, 1) != 0;
+  plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   if (p.schedule.low_latency) {
     if (const char* why = NoLowLatency(p.routing, operation, p.element, p.wire)) {
@@ -145,9 +146,9 @@ uint32_t NextCallId() {
 }
 
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds, bool masked) {
+                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
-  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel);
+  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel, flight);
   for (const Member& member : workspace->members()) {
     const int sms = CudaDevices().SmCount(member.ordinal);
     if (blocks > sms) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_kernels/params.h"
+#include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,6 +34,7 @@ constexpr int kMaxChannels = 16;
 // The static half of every operation.
 struct Plan {
   std::shared_ptr<Workspace> workspace;
+  bool flight = false;               // a start, that another call finishes
   double timeout_s = 0.0;            // for memory to be agreed on
   bool masked = false;               // it is told which ranks take part
   std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
@@ -78,7 +80,7 @@ ffi::Error ToError(const MemoryError& e);
 
 // The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds, bool masked);
+                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked);
 uint32_t NextCallId();
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
@@ -101,7 +103,7 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
     plan->workspace =
         PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
-                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->masked);
+                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }
@@ -117,14 +119,24 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching);
 ffi::Error Launched(int32_t ordinal, int code);
 
-// Runs `launch(member)` on the member of this device, with the memory ready and earlier failures reported.
+// Runs `launch(member, stream)` on the member of this device, with the memory ready and earlier failures reported.
+// `result`: the first of its results, by which the done half finds a flight.
 template <class Launch>
 ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
-                 Launch launch) {
+                 const void* result, Launch launch) {
   std::shared_lock<std::shared_mutex> launching;
   ffi::ErrorOr<const Member*> member = Enter(plan, needs, ordinal, stream, run.run_id, &launching);
   if (!member.has_value()) return member.error();
-  return Launched(ordinal, launch(**member));
+  if (!plan.flight) return Launched(ordinal, launch(**member, stream));
+  try {
+    Flights& flights = Flights::Get();
+    const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, run.run_id));
+    if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return e;
+    flights.Started(&CudaDevices(), ordinal, result, run.run_id);
+  } catch (const MemoryError& e) {
+    return ToError(e);
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace xen_moe

@@ -49,6 +49,9 @@ ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
   return ffi::Error::Success();
 }
 
+// Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.
+constexpr size_t kHeld = 2;
+
 // x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, [local_idx]
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
                     Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, Bools active,
@@ -57,9 +60,10 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   const bool ranked = r.layout == Layout::kRanked;
-  if (rest.size() != static_cast<size_t>(ranked)) {
+  const size_t others = ranked + (plan->flight ? kHeld : 0);
+  if (rest.size() != others) {
     return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(5 + rest.size()) + " results, not " +
-                                       std::to_string(5 + ranked));
+                                       std::to_string(5 + others));
   }
   if (ranked) p.local_idx = static_cast<int*>((*rest.get<ffi::AnyBuffer>(0))->untyped_data());
   ffi::Error error = CheckOnce(plan, [&] {
@@ -88,11 +92,11 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.positions = positions->typed_data();
   p.recv_counts = recv_counts->typed_data();
   p.weights = static_cast<float*>(weights->untyped_data());
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
@@ -117,25 +121,27 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   p.recv_counts = recv_counts.typed_data();
   p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
 // y, topk_idx, positions, recv_counts, active, weights -> out
 ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CombinePlan* plan, ffi::AnyBuffer y,
-                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active, ffi::Buffer<ffi::F32> weights,
-                   ffi::Result<ffi::AnyBuffer> out) {
+                   Ints2 topk_idx, ffi::AnyBuffer positions, ffi::AnyBuffer recv_counts, Bools active,
+                   ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
   CombineParams p = plan->params;
   const Routing& r = p.routing;
+  // A flight of a backward pass is given the bits of its integers as float32: only those have cotangents.
+  const ffi::DataType integers = plan->flight && positions.element_type() == ffi::F32 ? ffi::F32 : ffi::S32;
   ffi::Error error = CheckOnce(plan, [&] {
     std::vector<Expected> all{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
-                              {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
-                              {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                              {"positions", positions, integers, {r.ranks, r.tokens, r.slots}},
+                              {"recv_counts", recv_counts, integers, {r.ranks, r.local_experts}},
                               {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
     if (plan->weighted) all.push_back({"weights", weights, ffi::F32, WeightsShape(r)});
@@ -144,16 +150,86 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   if (!error.success()) return error;
   p.y = y.untyped_data();
   p.topk_idx = topk_idx.typed_data();
-  p.positions = positions.typed_data();
+  p.positions = static_cast<const int*>(positions.untyped_data());
   p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.out, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchCombine(p, stream);
+    return LaunchCombine(p, on);
   });
+}
+
+// Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
+// A copy that XLA has made in between was made too early.
+ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flight, ffi::RemainingRets landed) {
+  bool in_place = landed.size() > 0 && in_flight.size() >= landed.size();
+  for (size_t i = 0; in_place && i < landed.size(); ++i) {
+    const ffi::AnyBuffer from = *in_flight.get<ffi::AnyBuffer>(i);
+    in_place = from.size_bytes() == 0 || from.untyped_data() == (*landed.get<ffi::AnyBuffer>(i))->untyped_data();
+  }
+  try {
+    if (in_place &&
+        Flights::Get().Land(&CudaDevices(), ordinal, (*landed.get<ffi::AnyBuffer>(0))->untyped_data(), stream)) {
+      return ffi::Error::Success();
+    }
+  } catch (const MemoryError& e) {
+    return ToError(e);
+  }
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      "xen_moe_jax: no flight lands in the buffers that its done half was given: XLA has copied them since "
+      "the start half, or the start was in another program, or before xen_moe_jax.cuda.reset(). Start and "
+      "finish a flight in one program and in the same turn of a loop; do not carry it through scan, "
+      "while_loop or cond");
+}
+
+auto DispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Floats2>()
+      .Arg<Ints2>()
+      .Arg<Floats2>()
+      .Arg<Bools>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::BufferR3<ffi::S32>>()
+      .Ret<ffi::BufferR2<ffi::S32>>()
+      .Ret<ffi::AnyBuffer>()
+      .RemainingRets();
+}
+auto RedispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
+      .Arg<Bools>()
+      .Ret<ffi::AnyBuffer>();
+}
+auto CombineArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<CombinePlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Bools>()
+      .Arg<ffi::Buffer<ffi::F32>>()
+      .Ret<ffi::AnyBuffer>();
 }
 
 }  // namespace
@@ -161,52 +237,19 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchInstantiate, MakePlan<DispatchPlan>, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineInstantiate, MakePlan<CombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats2>()
-                                  .Arg<Ints2>()
-                                  .Arg<Floats2>()
-                                  .Arg<Bools>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR3<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch, DispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch, RedispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch,
+// The halves of an operation are not for CUDA graphs: a graph may end between the two.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatchStart, Redispatch, RedispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineStart, Combine, CombineArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDone, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Arg<Bools>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<CombinePlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Arg<Bools>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 }  // namespace xen_moe

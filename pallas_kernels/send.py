@@ -152,9 +152,7 @@ class Link:
     def start_block(self, records: Outgoing, peer: Any, address: Any, entries: int, buffer: Any) -> None:
         """Starts one DMA per table entry `>= 0`: record `i` to its `entries` destinations. Tables `[1, 1, N]`."""
 
-        link = self
-        if self.axes is not None and self.place is None:  # asked for once, not for every record
-            link = dataclasses.replace(self, place=lax.axis_index(self.axes.names))
+        link = self._placed()
 
         @pl.loop(0, records.count)
         def _(i: Any) -> None:
@@ -164,6 +162,27 @@ class Link:
                 @pl.when(to >= 0)
                 def _(to: Any = to, entry: int = entry) -> None:
                     link.start(records.record(i), address[0, 0, i * entries + entry], to, buffer)
+
+    def start_records(
+        self,
+        records: Outgoing,
+        count: Any,
+        peer: Callable[[Any], Any],
+        address: Callable[[Any], Any],
+        buffer: Any,
+    ) -> None:
+        """Starts the DMAs of the first `count` records, to `peer(i)` each."""
+        link = self._placed()
+
+        @pl.loop(0, count)
+        def _(i: Any) -> None:
+            link.start(records.record(i), address(i), peer(i), buffer)
+
+    def _placed(self) -> Link:
+        """With its rank asked for once, not for every record."""
+        if self.axes is None or self.place is not None:
+            return self
+        return dataclasses.replace(self, place=lax.axis_index(self.axes.names))
 
     def await_sent(self, records: Outgoing, count: Any, buffer: Any = 0) -> None:
         """Waits until `count` records have left by a semaphore."""
@@ -178,12 +197,11 @@ class Link:
         def _(source: Any) -> None:
             await_whole(self.target, expected[source], self._arrivals(source))
 
-    def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any) -> None:
-        """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come.
+    def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
+        """At the last of the steps that send from two buffers in turn: all has left, all has come.
 
-        `sent` holds what each buffer sent last.
+        `sent` holds what each buffer sent last; `step` numbers the last step.
         """
-        step = pl.program_id(0)
         buffer = lax.rem(step, 2)
 
         @pl.when(step >= 1)

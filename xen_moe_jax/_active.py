@@ -64,8 +64,3 @@ def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
     first, topk_idx, positions, recv_counts, active, *rest = operands
     topk_idx, positions = entries(topk_idx, active, spec), positions_of(positions, active, spec)
     return [first, topk_idx, positions, recv_counts, *rest]
-
-
-def mask_done(operands: Sequence[Any], spec: Spec) -> list[Any]:
-    """Of the done half of a dispatch: `x`, `scales`, then as `mask_handle`."""
-    return [operands[0], *mask_handle(operands[1:], spec)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from xen_moe_jax import _jax_internals, _mesh, backends
+from xen_moe_jax import _jax_internals, _mesh, _profiles, backends
 from xen_moe_jax._shapes import ShapeDtype
 
 _declared: list[Primitive] = []
@@ -97,8 +97,9 @@ def _effects(config: Any) -> Any:
 def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence[Any]] | None) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
+        params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
-        run = functools.partial(getattr(backend, operation), **known)
+        run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
         if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
             run = _masked(run, mask, params["spec"])
         avals = _plain_avals(ctx)
@@ -107,6 +108,18 @@ def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence
         return _lower(ctx, operands, avals, run)
 
     return rule
+
+
+def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
+    """The caller's config, its unset fields filled in from a profile of the devices that the program is for."""
+    if operation not in _profiles.OPERATIONS:
+        return params["config"]
+    payload: Any = ctx.avals_in[0]
+    wire = params["wire"]
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    hidden, dtype = payload.shape[-1], payload.dtype.name
+    spec, config = params["spec"], params["config"]
+    return _profiles.resolve(config, operation, spec, hidden, dtype, wire.dtype if wire else None, mesh)
 
 
 def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:

@@ -38,6 +38,10 @@ def test_conformance_in_interpret_mode(mode):
     run_suite(f"{mode} and ({SHORT[mode]})", 900)
 
 
+def test_ranks_that_are_out():
+    run_suite("test_ranks_that_are_out", 900)
+
+
 def test_a_mesh_with_another_axis():
     run_suite("test_ep_beside_another_axis", 600)
 

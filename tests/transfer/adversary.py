@@ -15,8 +15,8 @@ FAIL, CUT = 0.01, 0.0005
 
 
 class AdversaryPosting:
-    def __init__(self, link, kind, runs, key, rng):
-        self._link, self._rng, self._kind, self._key = link, rng, kind, key
+    def __init__(self, link, kind, key, memory, runs, rng):
+        self._link, self._rng, self._kind, self._key, self._memory = link, rng, kind, key, memory
         self.nbytes, self.bytes_posted, self.error = int(runs[:, 2].sum()), 0, None
         parts = []
         for local, remote, nbytes in runs.tolist():
@@ -56,7 +56,10 @@ class AdversaryPosting:
             self._fails = False
         if not self._parts:
             return True
-        self._inner = self._link.inner.post(self._kind, np.array([self._parts.pop()], np.int64), self._key)
+        part = self._parts.pop()
+        self._inner = self._link.inner.post(self._kind, self._key, self._memory, part[2], np.array([part], np.int64))
+        if self._inner is None:
+            self.bytes_posted += part[2]
         self._delay = self._rng.randrange(3)
         return False
 
@@ -73,8 +76,11 @@ class AdversaryLink:
     def failed(self, reason):
         self._failed = reason
 
-    def post(self, kind, runs, key):
-        return AdversaryPosting(self, kind, runs, key, self._rng)
+    def post(self, kind, key, memory, nbytes, runs):
+        return AdversaryPosting(self, kind, key, memory, runs, self._rng)
+
+    def post_one(self, kind, key, memory, local, remote, nbytes):
+        return self.post(kind, key, memory, nbytes, np.array([[local, remote, nbytes]], np.int64))
 
     def forget(self, key):
         self.inner.forget(key)

@@ -122,7 +122,9 @@ def test_a_stopped_writer_delays_a_commit_but_not_a_reset(engine, window, others
     assert engine._retired, "memory that a stopped process can write into was given up"
     stopped.resume()
     with pytest.raises(xt.StaleWindow):
-        stopped.call("write_kept", "w", 8)
+        for _ in range(100):  # Until it has read that its leave was withdrawn; before, it writes into the old memory.
+            stopped.call("write_kept", "w", 8)
+            time.sleep(0.02)
     array = window.commit(10)
     np.testing.assert_array_equal(np.asarray(array), content(7, SHAPE, np.uint8))
     engine._wait(lambda: not engine._retired, 5, lambda: "memory was kept for nobody", "test")

@@ -9,10 +9,7 @@ memory.
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -24,6 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from xen_moe_jax.benchmark import transfer_peers
+from xen_moe_jax.benchmark.transfer_peers import Cell, Operation
+
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple((2 * KIB) << shift for shift in range(0, 17, 2))  # 2 KiB to 128 MiB
 BATCHES, CONCURRENCIES = (1, 64), (1, 16)
@@ -34,12 +34,6 @@ MOST_BYTES = 512 * MIB
 MOST_IN_FLIGHT = 2048 * MIB
 SECONDS = 0.4
 MOST_REPEATS = 400
-
-Cell = tuple[str, int, int, int]
-"""Table, bytes of a piece, pieces of an operation, operations in flight."""
-
-Operation = Callable[[int], None]
-"""Runs that many operations at once, and returns when all have ended."""
 
 
 class TargetProcess:
@@ -120,7 +114,7 @@ def cells(sizes: Sequence[int]) -> list[Cell]:
 
 
 def measure_engine(target: TargetProcess, table: list[Cell]) -> Iterator[dict[str, Any]]:
-    """This package, and the calls of UCX below it with nothing around them; checks what has arrived."""
+    """This package, and beside it the library below with nothing around it; checks what has arrived."""
     import jax
 
     import xen_moe_jax.transfer as xt
@@ -144,132 +138,16 @@ def measure_engine(target: TargetProcess, table: list[Cell]) -> Iterator[dict[st
                     transfer.wait(60)
 
             ours(1)
-            yield row("this package", kind, size, batch, concurrency, time_operations(ours, concurrency))
-            yield row(
-                "raw UCX",
-                kind,
-                size,
-                batch,
-                concurrency,
-                time_operations(raw_ucx(engine, place, piece, pages), concurrency),
-            )
+            cell = (kind, size, batch, concurrency)
+            yield row("this package", *cell, time_operations(ours, concurrency))
+            if not transfer_peers.raw_ucx_missing():
+                raw = transfer_peers.raw_ucx(engine, place, piece, pages)
+                yield row("raw UCX", *cell, time_operations(raw, concurrency))
             engine.write(piece, place, pages=pages, imm=name).wait(60)
             expected = np.zeros_like(host)
             expected[even] = host[even]
             if target("take", name=name, writes=1)["hash"] != hashlib.blake2b(expected.tobytes()).hexdigest():
                 raise RuntimeError(f"{kind}, {size} bytes, batch {batch}: what arrived is not what was sent")
-
-
-def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
-    from xen_moe_jax.transfer import _memory
-
-    grant = place.target.grant("benchmark", 30)
-    shards, kept = _memory.local_shards(piece)
-    ((key, runs),) = place.runs(shards, grant.leaves[place.leaf.path].shards, pages)
-
-    def operation(count: int, kept=kept) -> None:
-        with engine._lock:  # noqa: SLF001
-            postings = [place.peer.link.post("put", runs, key) for _ in range(count)]
-            while not all(posting.advance() for posting in postings):
-                engine._wire.progress()  # noqa: SLF001
-        if failed := [posting.error for posting in postings if posting.error]:
-            raise RuntimeError(f"raw UCX: {failed[0]}")
-
-    return operation
-
-
-def measure_nixl(target: TargetProcess, table: list[Cell]) -> Iterator[dict[str, Any]]:
-    """NIXL's Python interface: a prepared request for each operation in flight, posted again and again."""
-    import jax
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
-    most = max(2 * size * batch for _, size, batch, _ in table)
-    there = target("nixl", nbytes=most)
-    source = jax.block_until_ready(jax.device_put(np.zeros((most,), np.uint8), jax.local_devices()[0]))
-    pointer, device = source.unsafe_buffer_pointer(), getattr(source.device, "local_hardware_id", 0) or 0
-    agent.register_memory([(pointer, most, device, "")], there["memory"])
-    remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
-    for kind, size, batch, concurrency in table:
-        pieces = range(0, 2 * batch * size, 2 * size)
-        local_list = agent.get_xfer_descs([(pointer + o, size, device) for o in pieces], there["memory"])
-        remote_list = agent.get_xfer_descs(
-            [(there["pointer"] + o, size, there["device"]) for o in pieces], there["memory"]
-        )
-        handles = [agent.initialize_xfer("WRITE", local_list, remote_list, remote) for _ in range(concurrency)]
-
-        def operation(count: int, handles=handles) -> None:
-            waiting = [handle for handle in handles[:count] if agent.transfer(handle) == "PROC"]
-            while waiting:
-                states = [(handle, agent.check_xfer_state(handle)) for handle in waiting]
-                if any(state == "ERR" for _, state in states):
-                    raise RuntimeError("NIXL reports an error")
-                waiting = [handle for handle, state in states if state == "PROC"]
-
-        yield row("raw NIXL", kind, size, batch, concurrency, time_operations(operation, concurrency))
-        for handle in handles:
-            agent.release_xfer_handle(handle)
-
-
-def measure_jax(target: TargetProcess, table: list[Cell]) -> Iterator[dict[str, Any]]:
-    """`jax.experimental.transfer`: the target pulls; every array is offered before the clock runs."""
-    import jax
-    from jax.experimental import transfer
-
-    device = jax.local_devices()[0]
-    server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
-    number = 0
-    for kind, size, batch, concurrency in table:
-        if kind != "sizes" or concurrency > 1:
-            continue
-        repeats = 5 if size * batch > MIB else 20
-        arrays = [jax.device_put(np.zeros((size,), np.uint8), device) for _ in range(batch)]
-        jax.block_until_ready(arrays)
-        for offered in range(number, number + repeats):
-            server.await_pull(offered, arrays)
-        reply = target("pull", address=server.address(), first=number, count=repeats, batch=batch, nbytes=size)
-        number += repeats
-        yield row("jax.experimental.transfer", kind, size, batch, concurrency, reply["seconds"][2:])
-
-
-def measure_copies(target: TargetProcess, table: list[Cell]) -> Iterator[dict[str, Any]]:
-    """A plain copy inside one process: GPU to GPU over NVLink, or memory to memory."""
-    import jax
-
-    devices = jax.local_devices()
-    on_cpu = devices[0].platform == "cpu"
-    if not on_cpu and len(devices) < 2:
-        return
-    for size in sorted({size for kind, size, _, _ in table if kind == "sizes"}):
-        host = np.zeros((2, size), np.uint8)
-        array = None if on_cpu else jax.block_until_ready(jax.device_put(host[0], devices[0]))
-
-        def copy(count: int, host=host, array=array) -> None:
-            for _ in range(count):
-                if array is None:
-                    np.copyto(host[1], host[0])
-                else:
-                    jax.block_until_ready(jax.device_put(array, devices[1]))
-
-        yield row("copy in one process", "sizes", size, 1, 1, time_operations(copy, 1))
-
-
-def unavailable(module: str) -> str | None:
-    """Why a peer cannot be measured here, or None."""
-    if importlib.util.find_spec(module) is None:
-        return "not installed"
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"cannot be imported: {error}"
-    return None
-
-
-PEERS: dict[str, tuple[Callable[[TargetProcess, list[Cell]], Iterator[dict[str, Any]]], str]] = {
-    "raw NIXL": (measure_nixl, "nixl"),
-    "jax.experimental.transfer": (measure_jax, "jax.experimental.transfer"),
-    "copy in one process": (measure_copies, "numpy"),
-}
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -330,18 +208,24 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     target = TargetProcess(1 if len(gpus) > 1 else 0 if gpus else None)
     table = cells(options.sizes or SIZES)
     document = report.header(arguments, None) | {"results": [], "not_measured": {}}
-    document["not_measured"]["DLSlime"] = (
-        unavailable("dlslime") or "it has no TCP endpoint for windows of another process"
-    )
+    if missing := transfer_peers.raw_ucx_missing():
+        document["not_measured"]["raw UCX"] = missing
     try:
         for result in measure_engine(target, table):
             document["results"].append(result)
             report.progress(f"{result['peer']}: {result['bytes']:,} x {result['batch']} x {result['concurrency']}")
-        for peer, (measure, module) in PEERS.items():
-            if options.peers == "none" or (reason := unavailable(module)):
-                document["not_measured"][peer] = "--peers none" if options.peers == "none" else reason
+        for peer, (measure, module) in transfer_peers.PEERS.items():
+            reason = "--peers none" if options.peers == "none" else transfer_peers.unavailable(module)
+            if reason:
+                document["not_measured"][peer] = reason
                 continue
-            document["results"] += list(measure(target, table))
+            try:
+                for cell, timed in measure(target, table):
+                    seconds = time_operations(timed, cell[-1]) if callable(timed) else timed
+                    document["results"].append(row(peer, *cell, seconds))
+                    report.progress(f"{peer}: {cell[1]:,} x {cell[2]} x {cell[3]}")
+            except Exception as error:  # A peer that breaks does not take what was measured with it.
+                document["not_measured"][peer] = f"{type(error).__name__}: {error}"
     finally:
         target.end()
     print(describe(document))

@@ -38,7 +38,11 @@ class Chunk(NamedTuple):
 
 
 def through_experts(
-    config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, tokens: Chunk
+    config: MoEConfig,
+    experts: Callable[..., jax.Array],
+    weights: Any,
+    tokens: Chunk,
+    active: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Dispatch, experts, combine.
 
@@ -46,6 +50,7 @@ def through_experts(
       experts: `(rows, group_sizes, weights) -> rows`.
       weights: its third argument; derivatives go to it.
       tokens: of this rank, all of them.
+      active: as in `xm.dispatch`.
 
     Returns:
       `[T, H]`, and int32 `[]`, the rows that this rank dropped.
@@ -54,7 +59,7 @@ def through_experts(
     chunks = _split(tokens, config.num_chunks)
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-        return _pipelined(config, lambda rows, sizes: experts(rows, sizes, weights), chunks)
+        return _pipelined(config, lambda rows, sizes: experts(rows, sizes, weights), chunks, active)
 
     if config.remat == "all":
         outs, dropped = _one_by_one(jax.checkpoint(run), weights, chunks)
@@ -92,10 +97,12 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
     return outs, dropped
 
 
-def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+def _pipelined(
+    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array]:
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
-    sending = _start(config, chunks[0])
+    sending = _start(config, chunks[0], active)
     returning: xm.Flight | None = None
     for upcoming in [*chunks[1:], None]:
         splits = _under_way(sending)
@@ -104,19 +111,19 @@ def _pipelined(config: MoEConfig, experts: RowExperts, chunks: list[Chunk]) -> t
         if returning is not None:
             sizes, returning = _after_start(sizes, returning)
         if upcoming is not None and splits:
-            sizes, sending = _after_start(sizes, _start(config, upcoming))
+            sizes, sending = _after_start(sizes, _start(config, upcoming, active))
         y = experts(routed.x, sizes)
         if returning is not None:
             outs.append(xm.combine_done(_not_before(y, returning)))
         returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
         if upcoming is not None:
-            sending = _not_before(y, sending) if splits else _start(config, upcoming, after=returning.state)
+            sending = _not_before(y, sending) if splits else _start(config, upcoming, active, after=returning.state)
         dropped = dropped + routed.num_dropped
     assert returning is not None  # there is a chunk
     return [*outs, xm.combine_done(returning)], dropped
 
 
-def _start(config: MoEConfig, chunk: Chunk, after: jax.Array | None = None) -> xm.Flight:
+def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None, after: jax.Array | None = None) -> xm.Flight:
     """Puts a chunk on its way, not before `after` is known."""
     x, topk_idx = chunk.x, chunk.topk_idx
     if after is not None:
@@ -131,6 +138,7 @@ def _start(config: MoEConfig, chunk: Chunk, after: jax.Array | None = None) -> x
         capacity=config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
         alignment=config.alignment,
         wire=config.wire,
+        active=active,
         config=config.kernel,
     )
 

@@ -1,4 +1,4 @@
-"""The CUDA context of a thread: UCX copies GPU memory with the context that is current where it is called."""
+"""The CUDA driver, as far as transfers need it: a thread's current context, and what memory other processes can map."""
 
 from __future__ import annotations
 
@@ -10,30 +10,42 @@ from typing import Any
 import jax
 
 _current = threading.local()
+_LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 10, 14  # CUpointer_attribute
+_FABRIC = 8  # CUmemAllocationHandleType
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def ordinal(sharding: jax.sharding.Sharding) -> int | None:
-    """The CUDA device of arrays that lie on this process's GPUs (the first of them), or None."""
-    devices: list[Any] = sorted(sharding.addressable_devices, key=lambda device: device.id)
-    if not devices or devices[0].platform not in ("gpu", "cuda"):
+def first_ordinal() -> int | None:
+    """The CUDA device of JAX's first local device, or None where JAX does not run on NVIDIA GPUs."""
+    device: Any = jax.local_devices()[0]
+    if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version.lower():
         return None
-    return devices[0].local_hardware_id
+    return device.local_hardware_id
+
+
+def is_shareable(pointer: int) -> bool:
+    """Whether another process can map this GPU memory: `cudaMalloc`ed, or created with a fabric handle."""
+    legacy, handles = ctypes.c_int(), ctypes.c_uint64()
+    address = ctypes.c_uint64(pointer)
+    for found, attribute in ((legacy, _LEGACY_IPC_CAPABLE), (handles, _ALLOWED_HANDLE_TYPES)):
+        if status := driver().cuPointerGetAttribute(ctypes.byref(found), attribute, address):
+            raise RuntimeError(f"cuPointerGetAttribute({attribute}) failed with CUDA error {status} for {pointer:#x}")
+    return bool(legacy.value) or bool(handles.value & _FABRIC)
 
 
 def make_current(device: int) -> None:
     """Makes the device's primary context, which is JAX's, current in this thread."""
     if getattr(_current, "device", None) == device:
         return
-    driver, context = _driver(), ctypes.c_void_p()
+    cuda, context = driver(), ctypes.c_void_p()
     for name, status in (
-        ("cuInit", driver.cuInit(0)),
-        ("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device))),
-        ("cuCtxSetCurrent", driver.cuCtxSetCurrent(context)),
+        ("cuInit", cuda.cuInit(0)),
+        ("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device))),
+        ("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context)),
     ):
         if status:
             raise RuntimeError(f"{name} failed with CUDA error {status} for device {device}")

@@ -6,11 +6,10 @@ row-major elements. Everything here is arithmetic on the host; nothing is copied
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +20,7 @@ Pages = tuple[np.ndarray, np.ndarray]
 """(source pages, destination pages): equal lengths, indices along the paged dimension."""
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """Part of an array in one piece of memory. `key` is empty for memory of this process that no peer addresses."""
 
     box: Box
@@ -133,14 +131,6 @@ def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None 
         offsets = (offsets[:, None] + (coordinates - begins) * strides).reshape(-1, 2)
     runs = np.concatenate([offsets, np.full((len(offsets), 1), inner, np.int64)], axis=1) * itemsize
     return _joined(runs)
-
-
-@functools.lru_cache(maxsize=1024)
-def whole_runs(source: Box, destination: Box, itemsize: int) -> np.ndarray:
-    """`copy_runs` without pages: the same few boxes come again and again. Not to be written to."""
-    runs = copy_runs(source, destination, itemsize)
-    runs.setflags(write=False)
-    return runs
 
 
 def _joined(runs: np.ndarray) -> np.ndarray:

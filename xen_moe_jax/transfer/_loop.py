@@ -21,6 +21,12 @@ HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 32
 BUSY_S = 50e-6
 IDLE_S = 0.5
+SPIN_S = 300e-6
+"""For so long a caller who waits drives the engine without a pause: hand-overs between threads take longer than small
+transfers do.
+"""
+SPUN_S = 1e-3
+"""How often the thread looks meanwhile."""
 
 
 class Loop:
@@ -66,6 +72,13 @@ class Loop:
         self._selector.register(peer.channel.socket, selectors.EVENT_READ, lambda: self._engine._read(peer))
         self.wake()
 
+    def poll(self) -> None:
+        """Handles what peers have sent, in the caller's thread."""
+        for event, mask in self._selector.select(0):
+            # A wake-up is the thread's: taken away here, it would sleep on.
+            if mask & selectors.EVENT_READ and event.fd != self._wake_read:
+                event.data()
+
     def remove(self, peer: Peer) -> None:
         self._selector.unregister(peer.channel.socket)
         peer.channel.close()
@@ -86,12 +99,13 @@ class Loop:
         while not self._stopping:
             engine._adopt_device()
             with engine._lock:
-                moved = engine._progress()
-                if moved or not engine._wire.arm():
-                    timeout = 0.0
+                moved = busy = False
+                if engine._spinning:
+                    timeout = SPUN_S
                 else:
-                    timeout = IDLE_S
-                busy = bool(engine._active) and not moved
+                    moved = engine._progress()
+                    timeout = 0.0 if moved or not engine._wire.arm() else IDLE_S
+                    busy = bool(engine._active) and not moved
                 self._watch_outgoing()
             if busy:  # Sources that are being computed, or a library without events for what is in flight.
                 time.sleep(BUSY_S)

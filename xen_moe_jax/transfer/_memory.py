@@ -41,13 +41,36 @@ def is_ready(array: Any) -> bool:
     return not hasattr(array, "is_ready") or array.is_ready()
 
 
-def local_shards(array) -> tuple[list[Shard], list[object]]:
+def staged(array: Any, memory: str) -> Any:
+    """A source for a target in `memory`: UCX has no way of its own from host memory into another process's GPU, so what
+    lies on the host is copied to this process's GPU first, where there is one.
+    """
+    if memory != "cuda" or (isinstance(array, jax.Array) and _is_on_gpu(array)):
+        return array
+    device = jax.local_devices()[0]
+    return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
+
+
+def _is_on_gpu(array: Any) -> bool:
+    return all(_IN_PLACE.get(device.platform) == "cuda" for device in array.sharding.addressable_devices)
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, extent) for extent in shape)
+
+
+def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
     """(this process's shards of a finished array, each box once; what must be kept alive while their addresses are
     used).
     """
     if not isinstance(array, jax.Array):
         host = np.asarray(array, order="C")
         return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
+    if isinstance(array.sharding, jax.sharding.SingleDeviceSharding) and array.size:  # What small writes mostly are.
+        device: Any = array.device
+        if memory := _IN_PLACE.get(device.platform):
+            return [Shard(_whole(array.shape), array.unsafe_buffer_pointer(), memory)], [array]
     shards: dict[Box, Shard] = {}
     kept: list[object] = [array]
     for shard in array.addressable_shards:

@@ -21,6 +21,7 @@ ERR_NO_MEMORY = -4
 ERR_BUSY = -15
 MEMORY_TYPES = {"host": 0, "cuda": 1}
 
+_FIELD_MEMORY_TYPE = 1 << 6
 _FEATURE_RMA, _FEATURE_WAKEUP, _FEATURE_MESSAGES = 1 << 1, 1 << 4, 1 << 6
 _THREADS_SERIALIZED = 1
 _PEER_ERRORS = 1
@@ -81,6 +82,11 @@ class RequestParams(ctypes.Structure):
     ]
 
 
+def parameters(memory: str) -> RequestParams:
+    """Of a request whose local memory is "host" or "cuda": the library then asks nobody what the address is."""
+    return RequestParams(mask=_FIELD_MEMORY_TYPE, memory_type=MEMORY_TYPES[memory])
+
+
 class UcxError(RuntimeError):
     """A UCX call failed; `status` is its (negative) `ucs_status_t`."""
 
@@ -121,7 +127,13 @@ _PROTOTYPES = {
 # Read by the library when it is loaded: JAX owns the process's signal handlers, and a lost peer is this package's to
 # report. Watching the allocator serves only a cache of registrations for network cards and GPUs. What the user has set
 # stays as it is.
-_LOAD_TIME = {"UCX_HANDLE_ERRORS": "none", "UCX_ERROR_SIGNALS": "", "UCX_LOG_LEVEL": "fatal"}
+# JAX allocates GPU memory before UCX looks: a cache of what UCX has seen allocated would take it for the host's.
+_LOAD_TIME = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_ERROR_SIGNALS": "",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_MEMTYPE_CACHE": "n",
+}
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/infiniband"))):
     _LOAD_TIME["UCX_MEM_EVENTS"] = "n"
 

@@ -18,13 +18,14 @@ import jax
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
-from xen_moe_jax.transfer._loop import BUSY_S, Loop
+from xen_moe_jax.transfer._loop import BUSY_S, SPIN_S, Loop
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, check_pages
-from xen_moe_jax.transfer.transfer import Job, KeyedRuns, Transfer
+from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Peer, RemoteArray, RemoteTree, check_pages, pages_key
+from xen_moe_jax.transfer.repeat import Repeat
+from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
 from xen_moe_jax.transfer.wire import UcxWire, Wire
 
@@ -76,7 +77,11 @@ class Engine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = self._closing = False
+        self._spinning = 0  # Callers that drive the engine at this moment.
         self._failure: BaseException | None = None
+        # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
+        self._device = _device.first_ordinal()
+        self._adopt_device()
         self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}))
         self._active: list[Transfer] = []
         self._peers_by_number: dict[int, Peer] = {}
@@ -92,7 +97,6 @@ class Engine:
         self._calls: dict[int, dict | TransferError | None] = {}
         self._call_numbers = itertools.count(1)
         self._mailbox = Mailbox(self)
-        self._device: int | None = None
         self._loop = Loop(self, host, port)
         self._loop.start()
 
@@ -245,9 +249,14 @@ class Engine:
         Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout` here; what comes later is raised by
         `Transfer.wait`.
         """
+        imm = None if imm is None else check_imm(imm)
+        if isinstance(target, RemoteArray) and target.repeats and isinstance(src, jax.Array):
+            known = target.repeats.get(None if pages is None else pages_key(pages))
+            if known is not None and (again := known.write(self, src, imm)):
+                return again
         request = self._request("write", target)
         job, sources = self._write_job(src, target, pages, request, timeout)
-        return self._start(Transfer(self, "put", request, [job], sources, None if imm is None else check_imm(imm)))
+        return self._start(Transfer(self, "put", request, [job], sources, imm))
 
     def scatter(
         self, src, pieces: Sequence[tuple[Any, RemoteArray]], *, imm: Imm | None = None, timeout: float = 30.0
@@ -289,10 +298,9 @@ class Engine:
                         f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                     )
                 blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
-                self._learn_device(blocks[path].sharding)
 
             def plan():
-                runs = []
+                runs: list[Runs] = []
                 for path, array in targets.items():
                     runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
                 return runs, list(blocks.values())
@@ -410,7 +418,7 @@ class Engine:
 
     def _request(self, kind: str, target) -> str:
         self._check_open(kind)
-        if not isinstance(target, RemoteArray | RemoteTree):
+        if not isinstance(target, (RemoteArray, RemoteTree)):
             raise TransferRefused(
                 f"{kind}: the target is a {type(target).__name__}, not a peer's window: peer[name]", request=kind
             )
@@ -427,21 +435,36 @@ class Engine:
         bytes_done: Callable[[], int] = lambda: 0,
     ) -> None:
         """Drives the engine until `state()`; the one place where a caller waits."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = None if timeout is None else begun + timeout
+        spins = False
         self._adopt_device()
         with self._changed:
-            while True:
-                moved = self._progress()
-                if state():
-                    return
-                if self._failure is not None:
-                    raise TransferError(f"{describe()}: the engine's thread failed", request=request) from self._failure
-                if self._closed:
-                    raise TransferRefused(f"{describe()}: the engine {self.name!r} was closed", request=request)
-                remaining = 3600.0 if deadline is None else deadline - time.monotonic()
-                if remaining <= 0:
-                    raise TransferTimeout(f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done())
-                self._changed.wait(0 if moved else min(remaining, BUSY_S if self._active else 1.0))
+            try:
+                while True:
+                    moved = self._progress()
+                    if state():
+                        return
+                    if self._failure is not None:
+                        raise TransferError(
+                            f"{describe()}: the engine's thread failed", request=request
+                        ) from self._failure
+                    if self._closed:
+                        raise TransferRefused(f"{describe()}: the engine {self.name!r} was closed", request=request)
+                    now = time.monotonic()
+                    remaining = 3600.0 if deadline is None else deadline - now
+                    if remaining <= 0:
+                        raise TransferTimeout(
+                            f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done()
+                        )
+                    if spins != (now - begun < SPIN_S):  # Meanwhile the thread stays out of the way.
+                        spins = not spins
+                        self._spinning += 1 if spins else -1
+                    if spins:
+                        self._loop.poll()
+                    self._changed.wait(0 if moved or spins else min(remaining, BUSY_S if self._active else 1.0))
+            finally:
+                self._spinning -= spins
 
     def _progress(self) -> bool:
         """Drives the wire and every transfer; whether something was done."""
@@ -466,19 +489,10 @@ class Engine:
                 if job.grant is not None:
                     job.grant.take(transfer)
             transfer._advance()
-            if not transfer._ended:  # Memory of this host takes no longer than this: the thread need not be woken.
-                self._wire.progress()
-                transfer._advance()
-            if not transfer._ended:
+            if not transfer._ended:  # Small writes between processes of one host have: the thread need not be woken.
                 self._active.append(transfer)
                 self._loop.wake()
         return transfer
-
-    def _learn_device(self, sharding: jax.sharding.Sharding) -> None:
-        """From the first array on a GPU on, this engine's calls of the library run with that GPU's context."""
-        if self._device is None:
-            self._device = _device.ordinal(sharding)
-        self._adopt_device()
 
     def _adopt_device(self) -> None:
         if self._device is not None:
@@ -500,29 +514,36 @@ class Engine:
     ) -> tuple[Job, list[object]]:
         """One job for (label, array, target) of one generation of one window."""
         for label, array, target in parts:
-            dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
-            shape, wanted = tuple(array.shape), target.shape
+            shape, wanted = array.shape, target.shape
             if pages is not None:
                 shape, wanted = shape[1:], wanted[1:]
-            if dtype != target.dtype or shape != wanted:
+            if array.dtype != target.dtype or shape != wanted:
+                dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
                 raise TransferRefused(
                     f"{request}: {label} is {dtype}{list(array.shape)}, the target {target!r}"
                     f"{' (pages of equal shape)' if pages is not None else ''}",
                     peer=target.peer.name,
                     request=request,
                 )
-            if isinstance(array, jax.Array):
-                self._learn_device(array.sharding)
         window = parts[0][2].target
         grant = window.grant(request, timeout)
+        if self._device is not None:
+            parts = [
+                (label, _memory.staged(array, grant.memory[target.leaf.path]), target) for label, array, target in parts
+            ]
 
         def plan():
-            runs: KeyedRuns = []
+            runs: list[Runs] = []
             kept: list[object] = []
             for _, array, target in parts:
                 shards, held = _memory.local_shards(array)
                 kept += held
-                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages)
+                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
+            in_place = isinstance(array, jax.Array) and len(held) == 1 and held[0] is array  # On one device.
+            if in_place and len(parts) == len(runs) == 1:
+                if len(target.repeats) >= MAX_TEMPLATES:
+                    target.repeats.clear()
+                target.repeats[None if pages is None else pages_key(pages)] = Repeat(grant, request, array, runs[0])
             return runs, kept
 
         return Job(window.peer, grant, plan), [array for _, array, _ in parts]

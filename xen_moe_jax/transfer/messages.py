@@ -17,7 +17,7 @@ from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
 from xen_moe_jax.transfer.errors import TransferRefused
 from xen_moe_jax.transfer.remote import RemoteArray, RemoteWindow
-from xen_moe_jax.transfer.transfer import Job, Transfer
+from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Region
 
 if TYPE_CHECKING:
@@ -94,8 +94,6 @@ class Mailbox:
             for path, array in flat.items():
                 dtype = _memory.check_dtype(array.dtype, f"{request}: {path or 'the array'}")
                 shards, kept = _memory.local_shards(array)
-                if isinstance(array, jax.Array):
-                    engine._learn_device(array.sharding)
                 letter.held += kept
                 records.append((path, tuple(array.shape), dtype, shards))
                 letter.nbytes = (letter.nbytes or 0) + array.size * dtype.itemsize
@@ -140,12 +138,10 @@ class Mailbox:
             path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
             for path, leaf in leaves.items()
         }
-        for block in blocks.values():
-            engine._learn_device(block.sharding)
         target = RemoteWindow(sender, "message", 0, 0, False, leaves)
 
         def plan():
-            runs = []
+            runs: list[Runs] = []
             for path, leaf in leaves.items():
                 runs += RemoteArray(target, leaf).runs(blocks[path].shards, distinct(leaf.shards))
             return runs, list(blocks.values())

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
-from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift, whole_runs
+from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
 from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer.plan import Layout
-from xen_moe_jax.transfer.transfer import KeyedRuns, Transfer, stale
+from xen_moe_jax.transfer.transfer import Runs, Transfer, stale
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer.repeat import Repeat
     from xen_moe_jax.transfer.wire import Link
 
 ERRORS: dict[str, type[TransferError]] = {"StaleWindow": StaleWindow, "TransferRefused": TransferRefused}
+
+
+Template = tuple[int, bytes, str, np.ndarray]
+"""(number of a local shard, remote key, local memory, runs whose local addresses count from the shard's first byte)."""
+MAX_TEMPLATES = 1024
+PagesKey = tuple[bytes, bytes]
 
 
 class Grant:
@@ -26,6 +35,8 @@ class Grant:
     def __init__(self, peer: Peer, name: str, window: int, generation: int, leaves: dict[str, Leaf]):
         self.peer, self.name, self.window, self.generation, self.leaves = peer, name, window, generation, leaves
         self.open = True
+        self.memory = {path: leaf.shards[0].memory if leaf.shards else "host" for path, leaf in leaves.items()}
+        self.templates: dict[tuple, list[Template]] = {}
         self._finishing = False
         self._transfers: set[Transfer] = set()
 
@@ -133,9 +144,15 @@ class RemoteWindow:
     def __init__(self, peer: Peer, name: str, window: int, generation: int, writable: bool, leaves: dict[str, Leaf]):
         self.peer, self.name, self.window, self.generation = peer, name, window, generation
         self.writable, self.leaves = writable, leaves
+        self._grant: Grant | None = None
 
     def grant(self, request: str, timeout: float) -> Grant:
         """Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout`."""
+        if self._grant is None or not self._grant.open:
+            self._grant = self._ask(request, timeout)
+        return self._grant
+
+    def _ask(self, request: str, timeout: float) -> Grant:
         engine = self.peer._engine
         with engine._lock:
             if held := self.peer.grants.get((self.window, self.generation)):
@@ -197,20 +214,15 @@ class RemoteArray:
         self.target, self.leaf = target, leaf
         self._box = box if box is not None else tuple((0, extent) for extent in leaf.shape)
         self._dropped = dropped
+        self.shape = tuple(stop - start for axis, (start, stop) in enumerate(self._box) if axis not in dropped)
+        self.dtype = leaf.dtype
+        self.repeats: dict[PagesKey | None, Repeat] = {}
         self._text: str | None = None
 
     @property
     def layout(self) -> Layout:
         """Who holds which slice of it: a destination for `plan`."""
         return Layout(self.peer.name, self.target.name, (self.leaf,))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for axis, (start, stop) in enumerate(self._box) if axis not in self._dropped)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.leaf.dtype
 
     @property
     def generation(self) -> int:
@@ -247,32 +259,61 @@ class RemoteArray:
                 dropped.add(axis)
         return RemoteArray(self.target, self.leaf, tuple(box), tuple(sorted(dropped)))
 
-    def runs(self, local: list[Shard], shards: tuple[Shard, ...], pages: Pages | None = None) -> KeyedRuns:
-        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`, by remote key.
+    def runs(
+        self,
+        local: Sequence[Shard],
+        shards: Sequence[Shard],
+        pages: Pages | None = None,
+        templates: dict[tuple, list[Template]] | None = None,
+    ) -> list[Runs]:
+        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`.
 
-        With `pages`, the first dimension is the paged one.
+        With `pages`, the first dimension is the paged one. `templates` keeps what does not depend on the local
+        addresses, for the next write of the same shape to the same place.
         """
+        if templates is None:
+            found = self._templates(local, shards, pages)
+        else:
+            boxes = (local[0].box,) if len(local) == 1 else tuple(here.box for here in local)
+            place = (self.leaf.path, self._box, self._dropped, boxes)
+            key = place if pages is None else (*place, pages[0].tobytes(), pages[1].tobytes())
+            known = templates.get(key)
+            if known is None:
+                if len(templates) >= MAX_TEMPLATES:
+                    templates.clear()
+                known = templates[key] = self._templates(local, shards, pages)
+            found = known
+        placed: dict[tuple[bytes, str], list[np.ndarray]] = {}
+        for number, remote_key, memory, template in found:
+            placed.setdefault((remote_key, memory), []).append(at_address(template, local[number].pointer))
+        return [
+            Runs(*where, sum(int(piece[:, 2].sum()) for piece in runs), np.concatenate(runs))
+            for where, runs in placed.items()
+        ]
+
+    def _templates(self, local: Sequence[Shard], shards: Sequence[Shard], pages: Pages | None) -> list[Template]:
         axes = [axis for axis in range(len(self._box)) if axis not in self._dropped]
         offsets = [start for start, _ in self._box]
         axis = axes[0] if axes else 0
         shifted_pages = None if pages is None else (pages[0] + offsets[axis], pages[1] + offsets[axis])
-        result: KeyedRuns = []
+        result: list[Template] = []
         for there in shards:
-            pieces = []
-            for here in local:
+            for number, here in enumerate(local):
                 full: list[tuple[int, int]] = [(0, 1)] * len(self._box)
                 for axis_here, axis_there in enumerate(axes):
                     full[axis_there] = here.box[axis_here]
                 source = shift(tuple(full), offsets)
-                if shifted_pages is None:
-                    runs = whole_runs(source, there.box, self.dtype.itemsize)
-                else:
-                    runs = copy_runs(source, there.box, self.dtype.itemsize, shifted_pages, axis)
-                pieces.append(runs + np.array([here.pointer, there.pointer, 0], np.int64))
-            joined = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros((0, 3), np.int64), *pieces])
-            if len(joined):
-                result.append((there.key, joined))
+                runs = copy_runs(source, there.box, self.dtype.itemsize, shifted_pages, axis)
+                if len(runs):
+                    result.append((number, there.key, here.memory, runs + np.array([0, there.pointer, 0], np.int64)))
         return result
+
+
+def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
+    """The runs of a template for a source that begins there."""
+    runs = template.copy()
+    runs[:, 0] += pointer
+    return runs
 
 
 def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
@@ -285,26 +326,32 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
     return RemoteTree(target, path)
 
 
+def pages_key(pages: Any) -> PagesKey:
+    source, destination = pages
+    return np.asarray(source, np.int64).tobytes(), np.asarray(destination, np.int64).tobytes()
+
+
 def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
     """(source pages, destination pages) as arrays. Raises `TransferRefused`."""
     source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
-    if len(source) != len(destination):
-        raise TransferRefused(
-            f"{request}: {len(source)} source pages for {len(destination)} destination pages", request=request
-        )
-    if len(np.unique(destination)) != len(destination):
-        raise TransferRefused(f"{request}: a destination page is named twice; transfers have no order", request=request)
     for label, array, target in parts:
-        if not array.shape or not target.shape:
-            raise TransferRefused(f"{request}: {label} has no dimension to count pages along", request=request)
-        for side, indices, extent in (
-            ("source", source, array.shape[0]),
-            ("destination", destination, target.shape[0]),
-        ):
-            if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
-                raise TransferRefused(
-                    f"{request}: {side} pages {int(indices.min())}..{int(indices.max())} of {label}, "
-                    f"which has {extent}",
-                    request=request,
-                )
+        extents = (array.shape[0] if array.shape else None, target.shape[0] if target.shape else None)
+        if fault := _pages_fault(source.tobytes(), destination.tobytes(), *extents):
+            raise TransferRefused(f"{request}: {fault.format(label=label)}", peer=target.peer.name, request=request)
     return source, destination
+
+
+@functools.lru_cache(maxsize=256)
+def _pages_fault(source_pages: bytes, destination_pages: bytes, rows: int | None, target_rows: int | None) -> str:
+    """What is wrong with pages for a source and a target with so many rows, or nothing."""
+    source, destination = (np.frombuffer(side, np.int64) for side in (source_pages, destination_pages))
+    if len(source) != len(destination):
+        return f"{len(source)} source pages for {len(destination)} destination pages"
+    if len(np.unique(destination)) != len(destination):
+        return "a destination page is named twice; transfers have no order"
+    for side, indices, extent in (("source", source, rows), ("destination", destination, target_rows)):
+        if extent is None:
+            return "{label} has no dimension to count pages along"
+        if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
+            return f"{side} pages {int(indices.min())}..{int(indices.max())} of {{label}}, which has {extent}"
+    return ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -17,31 +17,56 @@ if TYPE_CHECKING:
     from xen_moe_jax.transfer.remote import Grant, Peer
     from xen_moe_jax.transfer.wire import Posting
 
-KeyedRuns = list[tuple[bytes, np.ndarray]]
-"""(remote key, int64 [n, 3] of local address, remote address, bytes), one entry per remote piece of memory."""
+
+class Runs(NamedTuple):
+    """Runs between local memory of one kind ("host" or "cuda") and one remote piece of memory."""
+
+    key: bytes
+    memory: str
+    nbytes: int
+    addresses: np.ndarray
+    """int64 [n, 3]: local address, remote address, bytes."""
 
 
 class Job:
     """The part of a transfer that concerns one peer. `plan` gives its runs once the sources are finished, and what to
-    keep alive.
+    keep alive; without it the job is posted by whoever makes it.
     """
 
-    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[KeyedRuns, list[object]]]):
+    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[list[Runs], list[object]]] | None):
         self.peer, self.grant, self.plan = peer, grant, plan
         self.postings: list[Posting] = []
+        self.nbytes = self.bytes_ended = 0
         self.ended = False
 
-    def post(self, kind: str) -> list[object]:
-        runs, kept = self.plan()
-        self.postings = [self.peer.link.post(kind, piece, key) for key, piece in runs]
-        return kept
+    def post(self, kind: str, kept: list[object]) -> None:
+        """Starts all runs. What they need alive goes to `kept` before the first of them."""
+        assert self.plan is not None
+        runs, held = self.plan()
+        kept += held
+        for piece in runs:
+            self.add(self.peer.link.post(kind, *piece), piece.nbytes)
+
+    def add(self, posting: Posting | None, nbytes: int) -> None:
+        """A posting of so many bytes, or None where they have arrived."""
+        self.nbytes += nbytes
+        if posting is None:
+            self.bytes_ended += nbytes
+        else:
+            self.postings.append(posting)
+
+    @property
+    def bytes_posted(self) -> int:
+        return self.bytes_ended + sum(posting.bytes_posted for posting in self.postings)
 
     def advance(self) -> tuple[bool, bool]:
         """(nothing in flight any more, whether this call got something done)."""
-        before = sum(p.bytes_posted for p in self.postings)
-        states = [p.advance() for p in self.postings]  # Each of them, also after one that has not ended.
-        ended = all(states)
-        return ended, ended or sum(p.bytes_posted for p in self.postings) > before
+        ended, moved = True, False
+        for posting in self.postings:  # Each of them, also after one that has not ended.
+            before = posting.bytes_posted
+            ended &= posting.advance()
+            moved |= posting.bytes_posted > before
+        return ended, ended or moved
 
 
 class Transfer:
@@ -56,12 +81,12 @@ class Transfer:
         engine: Engine,
         kind: str,
         request: str,
-        jobs: Sequence[Job],
-        sources: Sequence[object],
+        jobs: list[Job],
+        sources: list[object],
         imm: Imm | None = None,
     ):
         self._engine, self._kind, self._request = engine, kind, request
-        self._jobs, self._sources = list(jobs), list(sources)
+        self._jobs, self._sources = jobs, sources
         self._kept: list[object] = []
         self._posted = self._ended = self._cancelled = False
         self._error: TransferError | BaseException | None = None
@@ -76,6 +101,8 @@ class Transfer:
 
     def done(self) -> bool:
         """True when it has ended, well or not; never waits. `wait` says which."""
+        if self._ended:
+            return True
         with self._engine._lock:
             self._engine._progress()
             return self._ended
@@ -86,7 +113,10 @@ class Transfer:
         Raises `TransferTimeout` (it is still in flight then), `PeerLost`, `StaleWindow`, `TransferRefused`,
         `TransferCancelled`, or the error of the computation that made the source.
         """
-        self._engine._wait(lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done)
+        if not self._ended:
+            self._engine._wait(
+                lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done
+            )
         if self._error is not None:
             raise self._error
 
@@ -127,6 +157,18 @@ class Transfer:
             for posting in job.postings:
                 posting.stop()
 
+    def _begun(self, job: Job) -> Transfer:
+        """Its one job has been posted by somebody else, who holds its sources ready."""
+        self._jobs, self._posted, self.nbytes = [job], True, job.nbytes
+        if not job.postings:
+            self._advance()
+        return self
+
+    def _arrived(self, nbytes: int) -> None:
+        """All of it is there, and nobody has to be told."""
+        self._ended, self._sources = True, []
+        self.nbytes = self.bytes_done = nbytes
+
     def _concerns(self, peer: Peer) -> bool:
         return any(job.peer is peer and not job.ended for job in self._jobs)
 
@@ -159,14 +201,14 @@ class Transfer:
                     raise job.grant.stale_error(self._request)
             self._posted = True
             for job in self._jobs:
-                self._kept += job.post(self._kind)
+                job.post(self._kind, self._kept)
         except Exception as error:
             self._error = self._error or error
             for job in self._jobs:
                 for posting in job.postings:
                     posting.stop()
-        self.nbytes = sum(int(p.nbytes) for job in self._jobs for p in job.postings)
-        if not self._posted or not any(job.postings for job in self._jobs) and self._error:
+        self.nbytes = sum([job.nbytes for job in self._jobs])
+        if not self._posted or self._error and not any(job.postings for job in self._jobs):
             self._end()
         else:
             self._advance()
@@ -188,7 +230,7 @@ class Transfer:
             except TransferRefused as error:
                 self._error = error
         if failed is None:
-            self.bytes_done += sum(p.bytes_posted for p in job.postings)
+            self.bytes_done += job.bytes_posted
         elif self._error is None:
             if job.peer.link.failed and not job.peer.lost:
                 self._engine._lose(job.peer, job.peer.link.failed)

@@ -74,8 +74,6 @@ class _Generation:
     def __init__(self, engine: Engine, window: Window, number: int):
         self.number = number
         self.blocks = [_memory.Block(a.shape, a.dtype, s) for a, s in zip(window._avals, window._shardings)]
-        for block in self.blocks:
-            engine._learn_device(block.sharding)
         self.region = Region(
             engine, [(path, b.shape, b.dtype, b.shards) for path, b in zip(window._paths, self.blocks)]
         )
@@ -265,8 +263,6 @@ class Published:
         for path, array in flat.items():
             dtype = _memory.check_dtype(array.dtype, f"publish {name!r}: {path or 'the array'}")
             shards, kept = _memory.local_shards(array)
-            if isinstance(array, jax.Array):
-                engine._learn_device(array.sharding)
             self._kept += kept
             records.append((path, tuple(array.shape), dtype, shards))
         self.region = Region(engine, records)

@@ -6,18 +6,13 @@ All calls on one wire come under its engine's lock, from whichever thread holds 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _ucp
-
-SLICE = 4 << 20
-"""Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB
-write.
-"""
+from xen_moe_jax.transfer import _device, _posting, _ucp
+from xen_moe_jax.transfer.errors import TransferRefused
 
 
 class Posting(Protocol):
@@ -39,10 +34,14 @@ class Link(Protocol):
 
     failed: str | None
 
-    def post(self, kind: str, runs: np.ndarray, key: bytes) -> Posting:
-        """Starts `kind` ("put" or "get") of `runs`, int64 `[n, 3]`: local address, remote address, bytes; no order
-        among them.
+    def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        """Starts `kind` ("put" or "get") of `runs`, int64 `[n, 3]`: local address, remote address, bytes (`nbytes` in
+        all); no order among them. `memory` is where the local ones lie, "host" or "cuda". None where all has ended well
+        already.
         """
+
+    def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
+        """`post` of one run."""
 
     def forget(self, key: bytes) -> None:
         """No more postings on `key`, or not before it is given again; what is in flight may end."""
@@ -77,113 +76,33 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
-class _Key:
-    """An unpacked key and the postings that use it. Different memory may have equal keys: on one host a key names no
-    address.
-    """
-
-    def __init__(self, handle: int):
-        self.handle, self.postings, self.forgotten = handle, 0, False
-
-    def release(self) -> None:
-        """Gives the handle back once nothing uses it and nobody will."""
-        if self.forgotten and not self.postings and self.handle:
-            _ucp.library().ucp_rkey_destroy(self.handle)
-            self.handle = 0
-
-
-class UcxPosting:
-    def __init__(self, link: UcxLink, kind: str, runs: np.ndarray, key: _Key):
-        self.nbytes = int(runs[:, 2].sum())
-        self.bytes_posted = 0
-        self.error: str | None = None
-        self._link = link
-        self._function = _ucp.library().ucp_put_nbx if kind == "put" else _ucp.library().ucp_get_nbx
-        self._key = key
-        key.postings += 1
-        self._runs: deque[tuple[int, int, int]] = deque(map(tuple, runs.tolist()))
-        self._requests: list[int] = []
-        self._flushing = False
-        self._done = False
-
-    def stop(self) -> None:
-        self._runs.clear()
-
-    def advance(self) -> bool:
-        if self._done:
-            return True
-        if self._link.failed:
-            self._runs.clear()
-            self.error = self.error or self._link.failed
-        budget = SLICE
-        while self._runs and budget > 0:
-            budget -= self._hand_over()
-        self._collect()
-        if not self._runs and not self._requests:
-            if self._flushing or self.error and not self._link.open:
-                self._done = True
-            else:
-                # A put that ended locally may still be on its way; the flush ends when all are in the peer's memory.
-                self._flushing = True
-                self._keep(_ucp.library().ucp_ep_flush_nbx(self._link.endpoint, self._link.parameters))
-                self._done = not self._requests
-        if self._done:
-            self._key.postings -= 1
-            self._key.release()
-        return self._done
-
-    def _hand_over(self) -> int:
-        local, remote, nbytes = self._runs.popleft()
-        part = min(nbytes, SLICE)
-        if part < nbytes:
-            self._runs.appendleft((local + part, remote + part, nbytes - part))
-        self._keep(self._function(self._link.endpoint, local, part, remote, self._key.handle, self._link.parameters))
-        self.bytes_posted += part
-        return part
-
-    def _keep(self, returned: int | None) -> None:
-        status = _ucp.request_status(returned)
-        if status is None:
-            assert returned is not None
-            self._requests.append(returned)
-        elif status < 0:
-            self._fail(status)
-
-    def _collect(self) -> None:
-        ucp = _ucp.library()
-        waiting = []
-        for request in self._requests:
-            status = ucp.ucp_request_check_status(request)
-            if status == _ucp.IN_PROGRESS:
-                waiting.append(request)
-                continue
-            ucp.ucp_request_free(request)
-            if status < 0:
-                self._fail(status)
-        self._requests = waiting
-
-    def _fail(self, status: int) -> None:
-        self._runs.clear()
-        self.error = self.error or _ucp.status_text(status)
-
-
 class UcxLink:
     def __init__(self, worker: int, address: bytes):
         self.failed: str | None = None
         self.open = True
-        self.parameters = _ucp.RequestParams()
-        self._keys: dict[bytes, _Key] = {}
+        self._keys: dict[bytes, _posting.Key] = {}
         self._on_error = _ucp.ErrorHandler(self._lost)
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
+        self._starter = _posting.starter(self, worker)
 
     def _lost(self, _argument: int | None, _endpoint: int | None, status: int) -> None:
         self.failed = _ucp.status_text(status)
 
-    def post(self, kind: str, runs: np.ndarray, key: bytes) -> UcxPosting:
-        if key not in self._keys:
-            self._keys[key] = _Key(_ucp.unpack_key(self.endpoint, key))
-        return UcxPosting(self, kind, runs, self._keys[key])
+    def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        return self._starter.post(kind, self._keys.get(key) or self._unpack(key), memory, nbytes, runs)
+
+    def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
+        known = self._keys.get(key) or self._unpack(key)
+        return self._starter.post_one(kind, known, memory, local, remote, nbytes)
+
+    def _unpack(self, key: bytes) -> _posting.Key:
+        known = self._keys[key] = _posting.Key(_ucp.unpack_key(self.endpoint, key))
+        return known
+
+    def key(self, key: bytes) -> int:
+        """The library's handle of a key that was used before."""
+        return self._keys[key].handle
 
     def forget(self, key: bytes) -> None:
         if known := self._keys.pop(key, None):
@@ -241,6 +160,11 @@ class UcxWire:
         self.event_fd = _ucp.worker_event_fd(self._worker)
 
     def register(self, pointer: int, nbytes: int, memory: str) -> UcxMemory:
+        if memory == "cuda" and not _device.is_shareable(pointer):
+            raise TransferRefused(
+                f"GPU memory at {pointer:#x} cannot be mapped by another process: JAX's allocator gave it in a form "
+                "without IPC handles; set XLA_PYTHON_CLIENT_ALLOCATOR=bfc before JAX starts"
+            )
         return UcxMemory(self._context, pointer, nbytes, memory)
 
     def connect(self, address: bytes) -> UcxLink:

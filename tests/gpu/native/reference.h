@@ -28,7 +28,9 @@ struct Problem {
   bool low_latency = false;  // if the kernels take it
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
+  uint32_t members = ~0u;  // bit mask of the ranks that take part
 
+  bool moves(int source, int target) const { return (members >> source & 1) && (members >> target & 1); }
   int slots() const { return layout == Layout::kRanked ? 1 : top_k; }
   int local_experts() const { return (experts + ranks - 1) / ranks; }
   int element_bytes() const { return xen_moe::ElementBytes(element); }
@@ -88,6 +90,7 @@ inline float Rounded(float value, Element element) {
   return element == Element::kBf16 ? FromBf16(ToBf16(value)) : value;
 }
 
+// A dispatch leaves out what does not move; redispatch and combine are given the handle of a dispatch among all ranks.
 struct RoutingCase {
   std::vector<std::vector<int>> topk_idx;        // [rank][T, K]
   std::vector<std::vector<float>> topk_weights;  // [rank][T, K]
@@ -123,7 +126,8 @@ inline RoutingCase MakeRouting(const Problem& p, std::mt19937& rng) {
     std::vector<int> positions(static_cast<size_t>(p.ranks) * T * S, -1), counts(static_cast<size_t>(p.ranks) * L, 0);
     auto local = [&](int s, int t, int k) {
       const int e = out.topk_idx[s][t * p.top_k + k];
-      return e >= 0 && e < p.experts && e / L == d ? e % L : -1;
+      const bool here = e >= 0 && e < p.experts && e / L == d;
+      return here && (p.operation != Operation::kDispatch || p.moves(s, d)) ? e % L : -1;
     };
     auto at = [&](int s, int t, int k) -> int& { return positions[(static_cast<size_t>(s) * T + t) * S + k]; };
     if (p.layout == Layout::kRanked) {
@@ -192,6 +196,7 @@ inline std::vector<RankCase> ReferenceDispatch(const Problem& p, std::mt19937& r
           const int row = routing.positions[d][(static_cast<size_t>(s) * T + t) * S + k];
           if (row < 0) continue;
           define(row);
+          if (!p.moves(s, d)) continue;  // a redispatch: zero
           std::memcpy(rows.expected.data() + row * row_bytes, encoded[s].data() + t * row_bytes, row_bytes);
           std::memcpy(row_scales.data() + static_cast<size_t>(row) * B, scales[s].data() + static_cast<size_t>(t) * B,
                       B * 4);
@@ -230,7 +235,7 @@ inline std::vector<RankCase> ReferenceDispatch(const Problem& p, std::mt19937& r
     } else {
       c.inputs.push_back(ToBytes(routing.topk_weights[d]));
       std::vector<int> clean = routing.topk_idx[d];
-      for (int& e : clean) e = e >= 0 && e < p.experts ? e : -1;
+      for (int& e : clean) e = e >= 0 && e < p.experts && p.moves(d, e / L) ? e : -1;
       c.outputs.push_back(whole(ToBytes(routing.positions[d]), 0xFF));
       c.outputs.push_back(whole(ToBytes(routing.recv_counts[d]), 0));
       c.outputs.push_back(Output{ToBytes(weights), weight_mask, 0xFF});
@@ -262,7 +267,7 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
           const int e = routing.topk_idx[r][t * p.top_k + k];
           named |= e >= 0 && e < p.experts && e / L == d;
         }
-        if (!named) continue;
+        if (!named || !p.moves(r, d)) continue;
         for (int h = 0; h < H; ++h) {
           float partial = 0.0f;
           for (int k = 0; k < S; ++k) {

@@ -139,6 +139,11 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
 
   Call call{};
   call.control = rank.control, call.mailbox = rank.mailbox, call.timeout_ns = timeout_ns, call.call_id = call_id;
+  if (~p.members & ((1u << p.ranks) - 1)) {
+    Bytes active;
+    for (int i = 0; i < p.ranks; ++i) active.push_back(p.members >> i & 1);
+    call.active = reinterpret_cast<const bool*>(Upload(active));
+  }
   Routing r{};
   r.ranks = p.ranks, r.rank = rank.rank, r.tokens = p.tokens, r.top_k = p.top_k, r.slots = p.slots();
   r.experts = p.experts, r.local_experts = p.local_experts(), r.hidden = p.hidden, r.capacity = p.capacity;

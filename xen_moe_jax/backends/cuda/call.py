@@ -27,6 +27,7 @@ def attributes(
     scaled: bool = False,
     weighted: bool = False,
     known_positions: bool = False,
+    flight: bool = False,
     masked: bool = False,
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
@@ -48,6 +49,7 @@ def attributes(
         "scaled": int(scaled),
         "weighted": int(weighted),
         "known_positions": int(known_positions),
+        "flight": int(flight),
         "masked": int(masked),
         "blocks": cut.blocks,
         "push_blocks": cut.push_blocks,
@@ -81,8 +83,10 @@ def check_limits(spec: Spec) -> None:
 def call(
     target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
 ):
-    """One FFI call. Returns a list of results."""
+    """One FFI call; of a flight the start half, which may not be left out. Returns a list of results."""
     devices.prepare(keys)
+    if attrs.get("flight"):
+        target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)
     numbers = {name: np.int64(value) for name, value in attrs.items()}
     return list(function(*operands, devices=keys.reshape(-1), **numbers))

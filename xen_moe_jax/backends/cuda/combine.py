@@ -24,6 +24,7 @@ def combine(
     weighted: bool,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`.
 
@@ -32,11 +33,14 @@ def combine(
     """
     if y.dtype.name not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
-    lines = schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    lines = not flight and schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
     cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh), lines=lines)
-    attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active))
+    attrs = attributes(
+        spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight
+    )
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
     operands = (y, topk_idx, positions, recv_counts, active, weights)
     (out,) = call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)

@@ -37,17 +37,23 @@ def dispatch(
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/internals.md."""
+    """Results in the order of docs/internals.md; of a flight, two held arrays more."""
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    lines = schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    lines = not flight and schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active))
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
+    )
     operands = (x, scales, topk_idx, topk_weights, active)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
+    if flight:
+        results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
     out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)
@@ -64,14 +70,16 @@ def redispatch(
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> jax.Array:
     """A new payload on a known routing."""
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
     attrs = attributes(
-        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active)
+        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     operands = (x, topk_idx, positions, recv_counts, active)

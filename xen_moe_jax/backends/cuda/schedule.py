@@ -20,6 +20,8 @@ from xen_moe_jax.backends.cuda import module
 DEFAULT_SMS = 64
 QUANTIZING_SMS = 96
 """Of a dispatch that quantises a large batch: arithmetic, not the link, limits it."""
+FLIGHT_SMS = 24
+"""Of an operation in flight: every SM that it takes is taken from the work that it hides behind."""
 SPARE_SMS = 36
 """What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
 theirs that finds no place would wait for one of ours, which waits for a rank that waits for theirs."""
@@ -114,6 +116,11 @@ def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Sche
 def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     """Thread blocks, of one SM each: what the caller asks for, up to all; the default leaves `SPARE_SMS`."""
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
+
+
+def of_flight(config: KernelConfig) -> KernelConfig:
+    """The configuration of an operation in flight."""
+    return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:

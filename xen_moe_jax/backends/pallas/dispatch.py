@@ -1,4 +1,6 @@
-"""Dispatch and redispatch on TPU: metadata by one small all-gather, rows by remote DMA, placed by local DMA."""
+"""Dispatch and redispatch on TPU: counts by one small all-gather, rows and their routing by remote DMA, placed by local
+DMA.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, padding, plan, tables, two_axes
+from xen_moe_jax.backends.pallas import hardware, headers, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Record
+from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
 LOW_LATENCY_TOKENS = 256
 """Up to this many tokens a rank, blocks are small, so that the first rows leave early."""
@@ -37,10 +39,41 @@ def dispatch(
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
-    known, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent_scales = given_scales(x, scales)
+    if headers.ride(spec):
+        rows, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+        return (*with_scales(rows), *known)
+    known, todo, source = routing(topk_idx, topk_weights, spec, config)
     rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
     return (*with_scales(rows), *known)
+
+
+def _ridden(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Rows (and scales), and positions, counts and weights: routing rides in the records."""
+    riding = headers.sending(topk_idx, topk_weights, spec)
+    rows = rows_of(x, wire, header=Header(spec.top_k).words)
+    staged = push_kernel.push(
+        padding.pad_hidden(x),
+        scales,
+        riding.routes,
+        record=rows.record,
+        quantise=rows.quantise,
+        axes=plan.kernel_axes(spec),
+        launch=push_launch(rows, spec, config),
+        header=riding.header,
+    )
+    source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
+    placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
+    return placed, (positions, riding.recv_counts, weights)
 
 
 def is_quantised(x: Any) -> bool:
@@ -99,6 +132,9 @@ def redispatch(
 ) -> jax.Array:
     """A new payload on a known routing."""
     padding.check("redispatch", x.dtype, spec)
+    if headers.ride(spec):
+        (rows,), _ = _ridden(x, None, topk_idx, None, spec=spec, wire=wire, config=config)
+        return rows
     todo = plan.dispatch_plan(topk_idx, positions, spec)
     (source,) = tables.scattered(positions, [(todo.staged, -1)], recv_counts, spec, config)
     known = positions, recv_counts
@@ -106,12 +142,12 @@ def redispatch(
     return rows
 
 
-def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
-    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire."""
+def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int = 0) -> Record:
+    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire, with `header` words."""
     hidden = -(-hidden // LANES) * LANES
     if wire is not None:
-        return Record(hidden, wire.dtype, scaled=True)
-    return Record(hidden, jnp.dtype(dtype).name, scaled=scaled)
+        return Record(hidden, wire.dtype, scaled=True, header=header)
+    return Record(hidden, jnp.dtype(dtype).name, scaled=scaled, header=header)
 
 
 class Rows(NamedTuple):
@@ -129,10 +165,10 @@ class Rows(NamedTuple):
     quantise: tuple[str, str] | None
 
 
-def rows_of(x: Any, wire: Wire | None) -> Rows:
-    """Of `x [T, H]`, an array or its aval."""
+def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
+    """Of `x [T, H]`, an array or its aval; `header` words travel with each."""
     scaled = is_quantised(x)
-    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire), quantisation(wire))
+    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantisation(wire))
 
 
 def quantisation(wire: Wire | None) -> tuple[str, str] | None:

@@ -1,0 +1,281 @@
+"""Two jobs over four GPUs of one host, two processes with two GPUs each: `xen_moe_jax.transfer` between them.
+
+    python tools/transfer_gpu_jobs.py prefill            KV pages layer by layer, tokens against one process alone
+    python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first two GPUs to the last two
+
+`--cpu` rehearses either on virtual devices. One JSON object with the figures goes to standard output; status 1 where
+something differs.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+sys.path.insert(0, str(ROOT))
+LIMIT_S = 90
+GIB = 1 << 30
+PROMPT, STEPS = 500, 24
+
+
+def start(options, descriptor):
+    """The other process of a job, on the first two GPUs; this one has the last two."""
+    command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib)]
+    environment = os.environ | {"JAX_CUDA_VISIBLE_DEVICES": "0,1"}
+    return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])], env=environment)
+
+
+def mesh(name):
+    import jax
+
+    return jax.make_mesh((jax.local_device_count(),), (name,), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+# --- prefill to decode
+
+
+def example():
+    """The example's decoder, a larger one."""
+    spec = importlib.util.spec_from_file_location("prefill_decode", ROOT / "examples" / "prefill_decode.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.LAYERS, module.HEADS, module.HEAD, module.PAGE, module.POOL = 8, 8, 64, 16, 128
+    module.HIDDEN = module.HEADS * module.HEAD
+    return module
+
+
+def parameters(model):
+    """Split over heads, as tensor parallelism does."""
+    import jax
+
+    split = {"q": (None, "heads"), "k": (None, "heads"), "v": (None, "heads"), "up": (None, "heads")}
+    split |= {"o": ("heads",), "down": ("heads",)}
+    here = functools.partial(jax.NamedSharding, mesh("heads"))
+    params = model.parameters()
+    return {
+        "embed": jax.device_put(params["embed"], here(jax.P())),
+        "out": jax.device_put(params["out"], here(jax.P())),
+        "layers": [{k: jax.device_put(w, here(jax.P(*split[k]))) for k, w in p.items()} for p in params["layers"]],
+    }
+
+
+def prefill_by_layer(model, params, prompt, each_layer):
+    """One program a layer: `each_layer(layer, kv)` gets an array that is still being computed, and may start to send it
+    while the next layer's program is queued. Returns the logits.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    by_heads = jax.NamedSharding(mesh("heads"), jax.P(None, None, None, "heads"))
+    everywhere = jax.NamedSharding(mesh("heads"), jax.P())
+
+    @functools.partial(jax.jit, out_shardings=(by_heads, everywhere))
+    def layer_program(p, x):
+        q, k, v, kv = model.project(p, x)
+        return kv, model.attend(p, x, q, k, v)
+
+    tokens = jax.device_put(jnp.asarray(prompt), everywhere)
+    x = jax.jit(model.embedded, out_shardings=everywhere)(params, tokens, jnp.arange(len(tokens)))
+    for layer, p in enumerate(params["layers"]):
+        kv, x = layer_program(p, x)
+        each_layer(layer, kv)
+    return jax.jit(model.output, out_shardings=everywhere)(params, x[-1])
+
+
+def prefill_other(descriptor, options):
+    import xen_moe_jax.transfer as xt
+
+    model = example()
+    params = parameters(model)
+    with xt.Engine(name="prefill") as engine:
+        decoder = engine.connect(descriptor, timeout=60)
+        while True:
+            try:
+                request = json.loads(engine.recv(decoder, tag="request", timeout=LIMIT_S))
+            except xt.PeerLost:
+                return
+            target, transfers, begun = decoder["kv"], [], time.perf_counter()
+
+            def send(layer, kv, target=target, transfers=transfers, request=request):
+                pages = (range(len(kv)), request["pages"][: len(kv)])
+                transfers.append(engine.write(kv, target[layer], pages=pages, imm=request["id"]))
+
+            logits = prefill_by_layer(model, params, request["prompt"], send)
+            transfers.append(engine.write(logits, decoder["logits"], imm=request["id"]))
+            for transfer in transfers:
+                transfer.wait(60)
+            seconds = time.perf_counter() - begun
+            answer = {"prefill and transfer s": seconds, "bytes": sum(t.bytes_done for t in transfers)}
+            engine.send(decoder, json.dumps(answer).encode(), tag="done").wait(60)
+
+
+def prefill_job(options):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import xen_moe_jax.transfer as xt
+
+    model = example()
+    params = parameters(model)
+    prompt = np.random.default_rng(1).integers(0, model.VOCAB, PROMPT)
+    pages = np.random.default_rng(0).permutation(model.POOL)[: -(-(PROMPT + STEPS) // model.PAGE)]
+    table, by_heads = jnp.asarray(pages), jax.NamedSharding(mesh("heads"), jax.P(None, None, None, None, "heads"))
+    shape = (model.LAYERS, model.POOL, 2, model.PAGE, model.HEADS, model.HEAD)
+    avals = {
+        "kv": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_heads),
+        "logits": jax.ShapeDtypeStruct((model.VOCAB,), jnp.float32, sharding=jax.NamedSharding(mesh("heads"), jax.P())),
+    }
+    figures, equal = {}, []
+    with xt.Engine(name="decode") as engine:
+        window = engine.window(avals)
+        other = start(options, engine.descriptor)
+        try:
+            # What one process alone would say, while the other one starts.
+            layers = {}
+            logits = prefill_by_layer(model, params, prompt, layers.__setitem__)
+            cache = jnp.stack([layers[i] for i in range(model.LAYERS)])
+            kv = jax.device_put(jnp.zeros(shape), by_heads).at[:, table[: cache.shape[1]]].set(cache)
+            expected = model.decode(params, kv, table, logits, PROMPT, STEPS)
+            peer = engine.peer("prefill", 60)
+            for request in range(3):  # The first one compiles.
+                order = {"id": request, "prompt": prompt.tolist(), "pages": pages.tolist()}
+                begun = time.perf_counter()
+                engine.send(peer, json.dumps(order).encode(), tag="request")
+                with engine.counter(request, expect=model.LAYERS + 1, source=peer) as counter:
+                    counter.wait(timeout=60)
+                got = window.commit(30)
+                figures["request to committed s"] = time.perf_counter() - begun
+                tokens = model.decode(params, got["kv"], table, got["logits"], PROMPT, STEPS)
+                same = bool((got["kv"][:, table[: cache.shape[1]]] == cache).all())
+                equal.append({"tokens": tokens == expected, "pages": same})
+                figures |= json.loads(engine.recv(peer, tag="done", timeout=30))
+            figures |= {"equal": equal, "tokens": tokens, "devices": [str(d) for d in jax.local_devices()]}
+        finally:
+            other.kill()
+            other.wait()
+    return figures, all(all(e.values()) for e in equal)
+
+
+# --- weights
+
+
+def sharding(spec):
+    import jax
+
+    return jax.NamedSharding(mesh("shard"), jax.P(*spec))
+
+
+ARRAYS, COLUMNS = 16, 8192
+
+
+def shape(gib):
+    return gib * GIB // ARRAYS // 2 // COLUMNS, COLUMNS
+
+
+@functools.cache
+def maker(gib, spec):
+    """The program that makes weights: uint16 (every bit pattern compares), each element by its place and number."""
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.jit, out_shardings=sharding(spec))
+    def make(number):
+        row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape(gib), axis) for axis in (0, 1))
+        place = row * jnp.uint32(COLUMNS) + column
+        return ((place + number * jnp.uint32(7919)) * jnp.uint32(2654435761) >> 16).astype(jnp.uint16)
+
+    return lambda number: make(jnp.uint32(number))
+
+
+LAYOUTS = {"the same split": ("shard",), "rows to columns": (None, "shard")}
+SOURCE = ("shard",)
+
+
+def weights_other(descriptor, options):
+    import jax
+
+    import xen_moe_jax.transfer as xt
+
+    params = jax.block_until_ready({f"w{i:02}": maker(options.gib, SOURCE)(i) for i in range(ARRAYS)})
+    with xt.Engine(name="trainer") as engine:
+        server = engine.connect(descriptor, timeout=60)
+        while True:
+            try:
+                layout = engine.recv(server, tag="push", timeout=LIMIT_S).decode()
+            except xt.PeerLost:
+                return
+            plan = xt.plan(params, server[layout].layout)
+            begun = time.perf_counter()
+            pushed = xt.push(params, plan, [server], staging=options.gib * GIB // 2)
+            posted = time.perf_counter() - begun
+            pushed.wait(60)
+            ended = time.perf_counter() - begun
+            engine.recv(server, tag="counted", timeout=60)
+            counted = time.perf_counter() - begun
+            answer = {"posted s": posted, "confirmed s": ended, "counted at the receiver s": counted}
+            engine.send(server, json.dumps(answer | {"bytes": pushed.nbytes}).encode(), tag="done").wait(60)
+
+
+def weights_job(options):
+    import jax
+
+    import xen_moe_jax.transfer as xt
+
+    figures, whole = {}, True
+    equal = jax.jit(lambda a, b: (a == b).all())
+    with xt.Engine(name="server") as engine:
+        other = start(options, engine.descriptor)
+        try:
+            peer = engine.peer("trainer", 60)
+            for layout, spec in LAYOUTS.items():
+                aval = jax.ShapeDtypeStruct(shape(options.gib), "uint16", sharding=sharding(spec))
+                avals = {f"w{i:02}": aval for i in range(ARRAYS)}
+                figures[layout] = []
+                for _ in range(3):  # The first one maps memory and compiles.
+                    window = engine.window(avals, name=layout)
+                    counter = window.counter(expect=len(avals))
+                    engine.send(peer, layout.encode(), tag="push").wait(60)
+                    counter.wait(60)
+                    engine.send(peer, b"", tag="counted").wait(60)
+                    figures[layout].append(json.loads(engine.recv(peer, tag="done", timeout=60)))
+                    got = window.commit(30, last=True)
+                    make = maker(options.gib, spec)
+                    figures[layout][-1]["equal"] = all(bool(equal(got[f"w{i:02}"], make(i))) for i in range(ARRAYS))
+                    whole &= figures[layout][-1]["equal"]
+                    del got
+            figures["devices"] = [str(d) for d in jax.local_devices()]
+        finally:
+            other.kill()
+            other.wait()
+    return figures, whole
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("job", choices=("prefill", "weights"))
+    parser.add_argument("--gib", type=int, default=64, help="of weights")
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal on the CPU")
+    parser.add_argument("--other", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    if options.other:
+        {"prefill": prefill_other, "weights": weights_other}[options.job](bytes.fromhex(options.other), options)
+        return 0
+    os.environ["JAX_CUDA_VISIBLE_DEVICES"] = "2,3"
+    figures, whole = {"prefill": prefill_job, "weights": weights_job}[options.job](options)
+    print(json.dumps({"job": options.job, "whole": whole} | figures, indent=1))
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
