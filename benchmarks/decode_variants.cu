@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
       CHECK(cudaStreamSynchronize(all[r].stream));
     }
     std::vector<float> times;
-    for (int repeat = 0; repeat < 8; ++repeat) {
+    for (int repeat = 0; repeat < 6; ++repeat) {
       for (int r = 0; r < ranks; ++r) {
         CHECK(cudaSetDevice(r));
         CHECK(cudaEventRecord(all[r].begin, all[r].stream));
@@ -285,7 +285,7 @@ int main(int argc, char** argv) {
     }
   };
   for (int tokens : {1, 32, 128}) {
-    const Cut cut{true, 96, 2, 36, 1}, without{true, 96, 0, 48, 1};
+    const Cut cut{true, 96, 4, 24, 1}, without{true, 96, 0, 48, 1};
     phases("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); }, ReadDispatchPhases);
     phases("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); }, ReadDispatchPhases);
     Cut cut_combine = without;
@@ -300,13 +300,11 @@ int main(int argc, char** argv) {
       return cudaGetLastError();
     });
   }
-  for (int tokens : {128, 1, 32, 2, 4, 8, 16, 64, 192, 256, 384, 512}) {
-    std::vector<Cut> cuts;
-    cuts.push_back({false, 64, 0, 32, old_parts(tokens, 256)});
-    cuts.push_back({true, 96, 2, 36, 1});
-    if (all_cuts && (tokens == 128 || tokens == 1 || tokens == 32 || tokens == 512)) {
-      for (Cut c : {Cut{true, 64, 2, 24, 1}, Cut{true, 96, 1, 36, 1}, Cut{true, 96, 4, 46, 1}, Cut{true, 96, 4, 20, 1},
-                    Cut{true, 132, 4, 48, 1}, Cut{true, 132, 4, 72, 1}, Cut{true, 32, 2, 12, 1}}) {
+  for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
+    std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 24, 1}};
+    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
+      for (Cut c : {Cut{true, 96, 2, 24, 1}, Cut{true, 96, 8, 24, 1}, Cut{true, 96, 4, 16, 1}, Cut{true, 96, 4, 36, 1},
+                    Cut{true, 64, 4, 16, 1}, Cut{true, 132, 4, 32, 1}, Cut{true, 132, 8, 24, 1}}) {
         cuts.push_back(c);
       }
     }
@@ -314,13 +312,14 @@ int main(int argc, char** argv) {
       run("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); });
       run("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); });
     }
-    for (const Cut& cut : cuts) {
-      Cut c = cut;
-      c.routing = 1;
-      if (!c.low) c.parts = old_parts((ranks - 1) * tokens, 4 * 32 * 16);
-      if (c.low) c.push = c.blocks * (cut.push > c.blocks / 3 ? 5 : 3) / 8;
-      run("combine", tokens, c, [&](int r) { return combine(r, tokens, c); });
+    cuts = {{false, 64, 1, 32, old_parts((ranks - 1) * tokens, 4 * 32 * 16)}, {true, 96, 1, 48, 1}};
+    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
+      for (Cut c :
+           {Cut{true, 96, 1, 32, 1}, Cut{true, 96, 1, 64, 1}, Cut{true, 132, 1, 64, 1}, Cut{true, 132, 1, 96, 1}}) {
+        cuts.push_back(c);
+      }
     }
+    for (const Cut& cut : cuts) run("combine", tokens, cut, [&](int r) { return combine(r, tokens, cut); });
   }
 #endif
   std::fprintf(out, "\n]}\n");

@@ -106,10 +106,10 @@ def takes_lines(
 
 
 def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """A few blocks send the routing, three in eight the rows, the others receive."""
+    """Four blocks send the routing, a quarter (of a combine, half) the rows, the others receive."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
-    push = _within(_tuning.push_blocks or count * 3 // 8, count)
-    routing = 1 if combine else _within(_tuning.layout_blocks or -(-spec.num_ranks * spec.num_tokens // 256), count)
+    push = _within(_tuning.push_blocks or count // (2 if combine else 4), count)
+    routing = 1 if combine else _within(_tuning.layout_blocks or min(4, count // 16), count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
 
