@@ -59,6 +59,21 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
+// What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact.
+constexpr int kMostLineRows = 8192, kMostRounds = 512;
+
+// Division by a number that the host knows: of n, if n * by < 2^32.
+struct Divisor {
+  uint32_t by, inverse;  // 2^32 / by, rounded up
+  XEN_MOE_ANYWHERE static Divisor Of(int by) {
+    const uint32_t d = static_cast<uint32_t>(by < 1 ? 1 : by);
+    return {d, static_cast<uint32_t>(((uint64_t{1} << 32) + d - 1) / d)};
+  }
+  XEN_MOE_ANYWHERE uint32_t operator()(uint32_t n) const {
+    return by == 1 ? n : static_cast<uint32_t>(static_cast<uint64_t>(n) * inverse >> 32);
+  }
+};
+
 // How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` the rows, the
 // others receive; if none is left, all do. Rows that are received (summed) are cut into `parts` of `rounds` rounds,
 // about one for each warp, and so are those that a combine pushes.
@@ -66,6 +81,8 @@ struct LineCut {
   int routing, push, receivers;
   int rounds, parts;
   int push_rounds, push_parts;
+  int last_lines;  // lines of a row's last round that hold data
+  Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines;
 };
 XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int* rounds, int* parts) {
   const int most = rows > 0 ? warps / rows : 1;
@@ -73,13 +90,19 @@ XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int* ro
   *rounds = (all_rounds + finest - 1) / finest;
   *parts = (all_rounds + *rounds - 1) / *rounds;
 }
-XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, int all_rounds, bool combine) {
+XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, const Staging& m, bool combine) {
   LineCut c{};
+  const int all_rounds = m.row_rounds;
   c.routing = combine ? 0 : s.layout_blocks;
   c.push = s.push_blocks;
   c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
   CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, &c.rounds, &c.parts);
   CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, &c.push_rounds, &c.push_parts);
+  const int last_bytes = static_cast<int>(m.row_bytes) - (all_rounds - 1) * kRoundData;
+  c.last_lines = last_bytes >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last_bytes + 111) / 112;
+  c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);
+  c.by_others = Divisor::Of(r.ranks - 1), c.by_row_rounds = Divisor::Of(all_rounds);
+  c.by_local_experts = Divisor::Of(r.local_experts), c.by_count_lines = Divisor::Of(m.count_lines);
   return c;
 }
 

@@ -42,10 +42,6 @@ struct Piece {
     flags = (lane & 7) == 7;
     offset = flags ? kRoundData - 8 * kRoundLines + 8 * line : 16 * (lane - line);
   }
-  // Lines of the round that begins at byte `first` of a row of `bytes` (a multiple of 16) that hold data.
-  __device__ __forceinline__ static int Lines(int first, int bytes) {
-    return min(kRoundLines, (bytes - first + 111) / 112);
-  }
 };
 
 // All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.

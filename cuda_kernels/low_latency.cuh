@@ -17,10 +17,11 @@ namespace xen_moe {
 
 constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
 
-// {owner, epoch, generation, members} in one load, acquire: of one aligned sector, which no store splits.
-__device__ __forceinline__ uint4 LoadVectorAcquireGpu(const uint4* p) {
+// {owner, epoch, generation, members} in one load: of one aligned sector, which no store splits. It is relaxed; the
+// fence before the ticket makes it an acquire for all that the operation does to Control.
+__device__ __forceinline__ uint4 LoadVectorGpu(const uint4* p) {
   uint4 v;
-  asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p)
                : "memory");
@@ -55,7 +56,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
   if (lane == 0) ClaimWordGpu(&control->owner, call.call_id);
-  const uint4 head = LoadVectorAcquireGpu(reinterpret_cast<const uint4*>(&control->owner));
+  const uint4 head = LoadVectorGpu(reinterpret_cast<const uint4*>(&control->owner));
   // One lane's view for all: the loads of a warp need not take place together.
   const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);
   const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
@@ -104,16 +105,16 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   }
 }
 
-// All threads of every block call FinishLowLatency last, with whether this block gave up (the same in all its threads).
+// All threads of every block call FinishLowLatency last, with whether the thread has done all it had to.
 template <class Poison>
 __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
   FinishOperation(run, poison);
 }
 template <class Poison>
-__device__ __forceinline__ void FinishLowLatency(Running& run, bool gave_up, Poison poison) {
+__device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
   if (run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
-  __syncthreads();
+  const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     uint64_t word = 0;

@@ -129,6 +129,9 @@ struct LowLatencyCombine {
                                                const Running& running)
       : p(params), cut(line_cut), run(running) {}
 
+  __device__ __forceinline__ int Lines(int round) const {
+    return round == p.staging.row_rounds - 1 ? cut.last_lines : kRoundLines;
+  }
   // A round of a partial row, in the lines of rank `on`.
   __device__ __forceinline__ char* Round(int on, int source, int token, int round) const {
     const uint32_t row = source * p.routing.tokens + token;
@@ -140,11 +143,10 @@ struct LowLatencyCombine {
   template <class Begin>
   __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const Routing& r = p.routing;
-    const int row_bytes = static_cast<int>(p.staging.row_bytes);
     const uint32_t parts = cut.push_parts, others = r.ranks - 1, items = others * r.tokens * parts;
 #pragma unroll 1
     for (uint32_t item = share + warp * cut.push; item < items; item += warps * cut.push) {
-      const uint32_t pair = item / parts, token = pair / others;
+      const uint32_t pair = cut.by_push_parts(item), token = cut.by_others(pair);
       int source = r.rank + 1 + static_cast<int>(pair - token * others);
       if (source >= r.ranks) source -= r.ranks;
       const TokenRows rows(p, source, token);
@@ -159,8 +161,7 @@ struct LowLatencyCombine {
 #pragma unroll
         for (int i = 0; i < kPushRounds; ++i) {
           if (base + i >= end) break;
-          StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(),
-                     Piece::Lines((base + i) * kRoundData, row_bytes), run.epoch);
+          StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(), Lines(base + i), run.epoch);
         }
       }
     }
@@ -186,7 +187,7 @@ struct LowLatencyCombine {
   __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end,
                                            const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
                                            int* awaited, int* round) const {
-    const int here = p.routing.rank, row_bytes = static_cast<int>(p.staging.row_bytes);
+    const int here = p.routing.rank;
     constexpr int kRanks = 3;  // whose lines are loaded together
 #pragma unroll
     for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
@@ -217,7 +218,7 @@ struct LowLatencyCombine {
 #pragma unroll
         for (int i = 0; i < kSumRounds; ++i) {
           if (base + i >= end) continue;
-          const int lines = Piece::Lines((base + i) * kRoundData, row_bytes);
+          const int lines = Lines(base + i);
           if (__any_sync(0xFFFFFFFFu, Missing(piece, v[j][i], lines, run.epoch))) {
             complete = false, *awaited = rank[j], *round = base + i;  // the last one, which comes last as a rule
           }
@@ -243,7 +244,10 @@ struct LowLatencyCombine {
   __device__ __forceinline__ bool SumPart(int token, int begin, int end, bool* stalled) const {
     const Routing& r = p.routing;
     const int row_bytes = static_cast<int>(p.staging.row_bytes);
-    const uint32_t ranks = RanksOf(p.topk_idx, token, r, run.active);
+    const int lane = threadIdx.x & 31;
+    const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
+    const bool real = expert >= 0 && expert < r.experts;
+    const uint32_t ranks = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << cut.by_local_experts(expert) : 0u) & run.active;
     const TokenRows own(p, r.rank, token);
     for (int base = begin; base < end; base += kSumRounds) {
       uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
@@ -256,7 +260,7 @@ struct LowLatencyCombine {
       Values<Y> total[kSumRounds];
       for (int awaited, round; !AddRanks(ranks, token, base, end, mine, total, &awaited, &round);) {
         const char* const at = Round(r.rank, awaited, token, round);
-        const int lines = Piece::Lines(round * kRoundData, row_bytes);
+        const int lines = Lines(round);
         auto missing = [&] { return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch)); };
         auto leave = [&] { return *stalled ? false : *stalled = true; };
         if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, leave, run, Step::kRows)) return false;
@@ -285,7 +289,7 @@ struct LowLatencyCombine {
     bool stalled = false;
 #pragma unroll 1
     for (uint32_t item = summer + threadIdx.x / 32 * cut.receivers; item < items;) {
-      const uint32_t token = item / parts, first = (item - token * parts) * cut.rounds;
+      const uint32_t token = cut.by_parts(item), first = (item - token * parts) * cut.rounds;
       const bool before = stalled;
       const int end = min(p.staging.row_rounds, static_cast<int>(first) + cut.rounds);
       if (SumPart(token, first, end, &stalled)) {
@@ -322,9 +326,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool good = begin();
   Phase(2);
   if (good) good = work.Sum();
-  good = __syncthreads_and(good);
   Phase(5);
-  FinishLowLatency(run, !good, [&](uint32_t index, uint32_t count) {
+  FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
   });
   Phase(6);
@@ -333,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging.row_rounds, true);
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
   LowLatencyCombineKernel<Y><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
   return cudaGetLastError();
 }

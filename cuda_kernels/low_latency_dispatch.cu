@@ -81,16 +81,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       scratch.columns = plan.at.local;
       scratch.totals = plan.In<int>(plan.at.groups);
       int* starts = plan.In<int>(plan.at.starts);
-      ComputeStarts(p, scratch, starts);
+      StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
       Phase(4);
       good = PlaceRows(plan, piece);
       ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
       ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
     }
-    good = __syncthreads_and(good);
   }
   Phase(5);
-  FinishLowLatency(run, !good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
+  FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
   Phase(6);
 }
 
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging.row_rounds, false);
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
   LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p, cut);
   return cudaGetLastError();
 }

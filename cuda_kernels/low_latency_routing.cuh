@@ -26,6 +26,9 @@ struct Plan {
       : p(params), cut(line_cut), run(running), shared(dynamic), at(PlanShared(params.routing)) {
     receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
   }
+  __device__ __forceinline__ int Lines(int round) const {
+    return round == p.staging.row_rounds - 1 ? cut.last_lines : kRoundLines;
+  }
   __device__ __forceinline__ int Shares() const { return cut.routing + cut.push; }
   template <class T>
   __device__ __forceinline__ T* In(uint32_t offset) const {
@@ -70,7 +73,7 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
   const int16_t* experts = plan.In<int16_t>(plan.at.experts);
   if (r.layout != Layout::kRanked) {
     const int expert = experts[i];
-    return expert >= 0 && (plan.run.active >> (expert / r.local_experts) & 1) ? expert : -1;
+    return expert >= 0 && (plan.run.active >> plan.cut.by_local_experts(expert) & 1) ? expert : -1;
   }
   const int token = i / r.ranks, rank = i - token * r.ranks;
   bool here = false;
@@ -171,7 +174,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
 #pragma unroll 1
     for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
       const int expert = experts[i];
-      const bool moves = expert >= 0 && (plan.run.active >> (expert / r.local_experts) & 1);
+      const bool moves = expert >= 0 && (plan.run.active >> plan.cut.by_local_experts(expert) & 1);
       plan.p.clean_topk_idx[i] = moves ? expert : -1;
     }
   }
@@ -190,7 +193,8 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
 #pragma unroll 1
     for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
          first += kWarps * kRoundLines) {
-      const int line = first + piece.line, source = line / per_source, begin = line - source * per_source;
+      const int line = first + piece.line, source = static_cast<int>(plan.cut.by_count_lines(line)),
+                begin = line - source * per_source;
       const bool active = line < lines && (plan.run.active >> source & 1);
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
       uint4 v;

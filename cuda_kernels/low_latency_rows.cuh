@@ -59,7 +59,7 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
     for (int i = 0; i < kAhead; ++i) {
       const int now = item + i * kWarps;
       if (now >= end) break;
-      token[i] = now / rounds;
+      token[i] = static_cast<int>(plan.cut.by_row_rounds(now));
       const int at = (now - token[i] * rounds) * kRoundData + piece.offset;
       v[i] = make_uint4(0, 0, 0, 0);
       if (at < row_bytes) v[i] = LoadPiece(WireRow(p, p.x, p.scales, token[i]).At(at, value_bytes), piece);
@@ -73,8 +73,9 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
       const int now = item + i * kWarps;
       if (now >= end) break;
       const bool real = expert[i] >= 0 && expert[i] < r.experts;
-      const uint32_t ranks = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << (expert[i] / r.local_experts) : 0u) & others;
-      const int round = now - token[i] * rounds, lines = Piece::Lines(round * kRoundData, row_bytes);
+      const uint32_t ranks =
+          __reduce_or_sync(0xFFFFFFFFu, real ? 1u << plan.cut.by_local_experts(expert[i]) : 0u) & others;
+      const int round = now - token[i] * rounds, lines = plan.Lines(round);
       const uint64_t to = plan.RowAt(r.rank, token[i], round);
 #pragma unroll 1
       for (uint32_t m = (ranks >> first) | (ranks << (r.ranks - first) & all); m; m &= m - 1) {
@@ -99,11 +100,11 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
   for (uint32_t item = plan.receiver + threadIdx.x / 32 * plan.cut.receivers; item < items;
        item += plan.cut.receivers * kWarps) {
     // Own tokens first, then token by token, the sources interleaved: the order in which rows arrive.
-    const uint32_t pair = item / parts;
+    const uint32_t pair = plan.cut.by_parts(item);
     int source = r.rank, token = static_cast<int>(pair);
     if (token >= r.tokens) {
       const uint32_t other = pair - r.tokens, others = r.ranks - 1;
-      token = static_cast<int>(other / others);
+      token = static_cast<int>(plan.cut.by_others(other));
       source = r.rank + 1 + static_cast<int>(other - token * others);
       if (source >= r.ranks) source -= r.ranks;
     }
@@ -140,13 +141,13 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
       if (!own) {
 #pragma unroll
         for (int i = 0; i < kPlaceRounds; ++i) {
-          const int lines = base + i < end ? Piece::Lines((base + i) * kRoundData, row_bytes) : 0;
+          const int lines = base + i < end ? plan.Lines(base + i) : 0;
           if (__any_sync(0xFFFFFFFFu, Missing(piece, v[i], lines, plan.run.epoch))) missing |= 1u << i;
         }
       }
       if (missing) {
         const int last = base + 31 - __clz(missing);  // it comes last, as a rule
-        const int lines = Piece::Lines(last * kRoundData, row_bytes);
+        const int lines = plan.Lines(last);
         const bool good = AwaitLines(
             [&] {
               const uint4 seen = LoadRound(row + last * kRoundBytes);

@@ -94,6 +94,8 @@ const char* NoLowLatency(const Routing& r, Operation operation, Element element,
   if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
   if (wire != WireType::kNative) return "the wire quantises";
   if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
+  if (static_cast<int64_t>(r.ranks) * r.tokens > kMostLineRows) return "ranks * tokens";
+  if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
   if (r.top_k > kLineSlots) return "top_k is more than a line holds";
   if (operation == Operation::kCombine) {
     return r.ranks_per_node != r.ranks ? "combine over two axes" : nullptr;

@@ -102,7 +102,7 @@ def _instruction(text: str, operand) -> str:
         case ["st", "relaxed", "sys", "global", "v4", "u32"]:
             part = f"make_uint4({', '.join(elements(arguments[1]))})"
             return f"::emulator::StoreLinePart(::emulator::At<uint4>({address(arguments[0])}), {part});"
-        case ["ld", *kind] if "v4" in kind and "u32" in kind and "acquire" in kind:  # one transaction
+        case ["ld", *kind] if "v4" in kind and "u32" in kind and "gpu" in kind:  # one transaction
             part = f"::emulator::LoadVector(::emulator::At<const uint4>({address(arguments[1])}))"
             names = zip(elements(arguments[0]), "xyzw", strict=True)
             return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
