@@ -33,22 +33,29 @@ static __device__ __noinline__ void BeginSlowly(Running& run, const Call& call, 
   BeginFirstWarp(run, call, operation, ranks, rank);
 }
 
+// A word of each memory table. No array: an index that is not known when compiling would put it into memory.
+template <class T>
+struct OfTables {
+  T a, b, c, d;
+  template <class F>
+  __device__ __forceinline__ explicit OfTables(F load) : a(load(0)), b(load(1)), c(load(2)), d(load(3)) {}
+  __device__ __forceinline__ T At(uint32_t generation) const {
+    const T even = generation & 2 ? c : a, odd = generation & 2 ? d : b;
+    return generation & 1 ? odd : even;
+  }
+};
+static_assert(kGenerations == 4, "OfTables");
+
 // The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
 __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
                                                 int rank) {
   const int lane = threadIdx.x & 31;
   Control* const control = call.control;
   const volatile MemoryTable* const tables = control->memory;
-  char* staging[kGenerations];
-  uint64_t flag_bytes[kGenerations], data_bytes[kGenerations];
-  uint32_t generation[kGenerations];
-#pragma unroll
-  for (int i = 0; i < kGenerations; ++i) {
-    staging[i] = tables[i].staging[lane % kMaxRanks];
-    flag_bytes[i] = tables[i].flag_bytes;
-    data_bytes[i] = tables[i].data_bytes;
-    generation[i] = tables[i].generation;
-  }
+  const OfTables<char*> staging([&](int i) { return tables[i].staging[lane % kMaxRanks]; });
+  const OfTables<uint64_t> flag_bytes([&](int i) { return tables[i].flag_bytes; });
+  const OfTables<uint64_t> data_bytes([&](int i) { return tables[i].data_bytes; });
+  const OfTables<uint32_t> generation([&](int i) { return tables[i].generation; });
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
   const uint32_t everybody = (1u << ranks) - 1;
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
@@ -62,15 +69,11 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
   const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
   const uint32_t before = __shfl_sync(0xFFFFFFFFu, head.w, 0);
-  char* at = nullptr;
-  uint64_t flags = 0, data = 0;
-  bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody;
-#pragma unroll
-  for (int i = 0; i < kGenerations; ++i) {
-    if (static_cast<int>(current % kGenerations) != i) continue;
-    at = staging[i], flags = flag_bytes[i], data = data_bytes[i];
-    good = good && generation[i] == current && call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
-  }
+  char* const at = staging.At(current);
+  const uint64_t flags = flag_bytes.At(current), data = data_bytes.At(current);
+  const bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody &&
+                    generation.At(current) == current && call.needs.flag_bytes <= flags &&
+                    call.needs.data_bytes <= data;
   if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
   if (blockIdx.x == 0) {
     const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));

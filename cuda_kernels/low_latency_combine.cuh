@@ -78,7 +78,7 @@ struct TokenRows {
 };
 
 constexpr int kSumRounds = 2;  // rounds of a warp whose sums are in registers together
-constexpr int kPushRounds = 4;
+constexpr int kPushRounds = 2;
 
 // sums[i] = the weighted sum of the rows in slot order, round base + i, in float32.
 template <class Y, int kRounds>
