@@ -61,6 +61,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
+  const uint32_t cleared = LoadRelaxedSystem(&control->cleared[lane & 1]);
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
   if (lane == 0) ClaimWordGpu(&control->owner, call.call_id);
   const uint4 head = LoadVectorGpu(reinterpret_cast<const uint4*>(&control->owner));
@@ -72,8 +73,8 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   char* const at = staging.At(current);
   const uint64_t flags = flag_bytes.At(current), data = data_bytes.At(current);
   const bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody &&
-                    generation.At(current) == current && call.needs.flag_bytes <= flags &&
-                    call.needs.data_bytes <= data;
+                    epoch - cleared < kClearAfter && generation.At(current) == current &&
+                    call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
   if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
   if (blockIdx.x == 0) {
     const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));

@@ -70,7 +70,8 @@ struct Schedule {
   int segment_tokens;  // tokens that one warp counts
   bool solo_layout;    // every block computes all positions for itself, in shared memory
   bool low_latency;    // the kernels of low_latency_*.cuh: the first layout_blocks blocks (dispatch) send the routing,
-                     // the next push_blocks the rows, the others receive; if none is left, all do
+                       // the next push_blocks the rows, the others receive; if none is left, all do
+  bool bulk;           // rows are placed by bulk copies, where the GPU has them
 };
 
 struct DispatchParams {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -47,6 +48,8 @@ def dispatch(
     hidden = x.shape[1]
     lines = not flight and schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
@@ -78,6 +81,8 @@ def redispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )

@@ -26,6 +26,7 @@ SPARE_SMS = 36
 """What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
 theirs that finds no place would wait for one of ours, which waits for a rank that waits for theirs."""
 MIN_PART_ELEMENTS = 512
+SMALL_TOKENS = 512
 SOLO_ENTRIES = 2048
 """Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
 
@@ -44,6 +45,7 @@ class Tuning:
     parts: int | None = None
     solo_layout: bool | None = None
     low_latency: bool | None = None
+    bulk: bool | None = None
 
 
 _tuning = Tuning()
@@ -70,6 +72,7 @@ class Schedule:
     parts: int
     segment_tokens: int
     solo_layout: bool = False
+    bulk: bool = False
     low_latency: bool = False
 
 
@@ -123,6 +126,12 @@ def of_flight(config: KernelConfig) -> KernelConfig:
     return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
 
 
+def bulk(spec: Spec, wire: Any) -> bool:
+    """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
+    wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
+    return wanted and wire is None
+
+
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
     """Parts of a row: a power of two that makes at most `most_items` of `items` rows; 1 for large batches."""
     if _tuning.parts is not None:
@@ -160,7 +169,7 @@ def dispatch(
     """
     if lines:
         return _lines(spec, config, sms, combine=False)
-    small = spec.num_tokens <= 512
+    small = spec.num_tokens <= SMALL_TOKENS
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
         push = count // 2
