@@ -32,8 +32,9 @@ SOLO_ENTRIES = 2048
 
 
 LOW_LATENCY_SMS = 96
-LOW_LATENCY_TOKENS = 256
-"""Up to so many tokens a rank mode="auto" takes the low-latency kernels."""
+LOW_LATENCY_ROWS = 1024
+"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. More are bound by the link, and lines are
+7 % more bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def takes_lines(
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
-        few = spec.num_tokens <= LOW_LATENCY_TOKENS
+        few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
         wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
     names = module.compiled()
     return wanted and not names.no_low_latency(
