@@ -33,8 +33,8 @@ SOLO_ENTRIES = 2048
 
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ROWS = 1024
-"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. More are bound by the link, and lines are
-7 % more bytes."""
+"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. More are bound by the link, and lines
+are 7 % more bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
