@@ -180,7 +180,12 @@ def _instruction(text: str, operand) -> str:
 def _assembly(statement: str) -> str:
     """The inside of `asm volatile(...)`."""
     parts = _split(statement.replace("::", ": :"), ":")
-    template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[0])).replace("\\n", " ").replace("\\t", " ").replace(": :", "::")
+    template = (
+        "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[0]))
+        .replace("\\n", " ")
+        .replace("\\t", " ")
+        .replace(": :", "::")
+    )
     operands = []
     for part in parts[1:3]:
         operands += (
