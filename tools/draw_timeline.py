@@ -1,10 +1,9 @@
 """Draws what one GPU did, stream by stream, from profiles that `jax.profiler.trace` wrote.
 
-    python tools/draw_timeline.py PROFILE [PROFILE ...] --out docs/images/overlap.svg [--device 0] [--title ...]
+    python tools/draw_timeline.py PROFILE [PROFILE ...] --out docs/images/overlap.png [--device 0]
 
-A profile is a folder that was given to `jax.profiler.trace`, or a *.trace.json.gz. The last run of the busiest program is
-drawn: kernels as bars, communication of this library above, matmuls below, everything else in grey. All profiles share
-one scale of microseconds.
+A profile is a folder that was given to `jax.profiler.trace`, or a *.trace.json.gz. The last run in it is drawn: kernels
+as bars, communication of this library above, everything else below. All profiles share one scale of microseconds.
 """
 
 from __future__ import annotations
@@ -90,10 +89,11 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--device", type=int, default=0)
     options = parser.parse_args()
-    runs = [
-        (p.name.removesuffix(".trace.json.gz").replace("_", " "), events(p, options.device)) for p in options.profiles
-    ]
-    draw([(title, last_run(kernels)) for title, kernels in runs], options.out)
+    runs = []
+    for profile in options.profiles:
+        title = profile.name.removesuffix(".trace.json.gz").replace("_", " ")
+        runs.append((title, last_run(events(profile, options.device))))
+    draw(runs, options.out)
 
 
 if __name__ == "__main__":
