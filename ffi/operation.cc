@@ -137,6 +137,12 @@ uint32_t NextCallId() {
   return id != 0 ? id : next++;
 }
 
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call) {
+  const uint32_t given = static_cast<uint32_t>(attributes.Int("site", 0, std::numeric_limits<uint32_t>::max()));
+  call->descriptor.site = static_cast<int>(workspace.members().size()) == ranks ? call->call_id : given;
+  call->signature = Signature(call->descriptor);
+}
+
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
                                             const Needs& needs, int blocks, double seconds, bool flight, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
