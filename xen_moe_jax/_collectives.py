@@ -130,7 +130,7 @@ def ragged_all_to_all(
     for name, rows in (("operand", operand), ("output", output)):
         _validate.known_shape(rows, caller, name)
     size = _mesh.group_size(sizes, groups)
-    offsets = []
+    offsets: list[jax.Array] = []
     for name, value in (
         ("input_offsets", input_offsets),
         ("send_sizes", send_sizes),

@@ -174,14 +174,14 @@ def check(options: argparse.Namespace) -> None:
     if options.mode not in LAYER_MODES and (
         options.width or options.ways or options.lock or options.grouped_matmul != "auto"
     ):
-        given: dict[str, Any] = {
+        layer: dict[str, Any] = {
             "width": options.width,
             "ways": options.ways,
             "lock": options.lock,
             "grouped-matmul": options.grouped_matmul,
         }
-        name = next(name for name, value in given.items() if value)
-        raise ValueError(f"--{name} {given[name]}: needs --mode layer or --mode model")
+        name = next(name for name, value in layer.items() if value)
+        raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
     if options.mode in LAYER_MODES and options.tune:
         raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     operations(options)

@@ -57,7 +57,7 @@ def variants(problem: Problem, operation: str, config: xm.KernelConfig, chain: C
     work, caps = problem.work, problem.caps
     dispatching = operation == "dispatch"
     arguments = programs.dispatch_arguments(work, caps, config) | ({} if dispatching else {"wire": None})
-    weighted = {"weighted": work.layout != "ranked", "wire": work.combine_wire, "config": config}
+    weighted: dict[str, Any] = {"weighted": work.layout != "ranked", "wire": work.combine_wire, "config": config}
 
     def prepare(x, topk_idx, topk_weights):
         a, w = chain.start(work.seed)
@@ -185,7 +185,7 @@ def check_halves(problem: Problem, config: xm.KernelConfig) -> None:
     """A round trip in halves gives the bits of a whole one."""
     work = problem.work
     arguments = programs.dispatch_arguments(work, problem.caps, config)
-    weighted = {"weighted": work.layout != "ranked", "wire": work.combine_wire, "config": config}
+    weighted: dict[str, Any] = {"weighted": work.layout != "ranked", "wire": work.combine_wire, "config": config}
 
     def differing(x, idx_pool, weights_pool):
         values = xm.quantize(x, dtype=work.dtype) if work.block_scaled else x

@@ -97,8 +97,8 @@ class Agreement:
         if word == "late":
             raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
         gone = [int(p) for p in rest]
-        said = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
-        return int(value), said, gone
+        words = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
+        return int(value), words, gone
 
     def _wait(self, key: str, limit: float, watched: Collection[int]) -> bytes | None:
         while True:
