@@ -5,20 +5,23 @@
 
 The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
 random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
-may take the process with it. A time is that of N calls inside one program, each depending on the last, divided by N.
-Before it is timed a candidate is checked against float32 products of some rows of every group, with NaN in the rows
-past the last group. What cannot run here is in the file with its reason.
+may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of
+N calls queued at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of
+every group, with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file
+with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -27,17 +30,25 @@ from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from xen_moe_jax.benchmark import timing  # noqa: E402
+
+OWN = "xen_moe_jax hopper"
 CANDIDATES = {  # name: (what to build, XLA flags)
     "ragged_dot": ("ragged_dot", ""),
     "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
     "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
+    OWN: ("hopper", ""),
     "tokamax": ("tokamax", ""),
     "tokamax triton": ("tokamax:triton", ""),
     "tokamax mosaic": ("tokamax:mosaic", ""),
+    "tokamax mosaic, best tiles": ("tokamax tiles", ""),
     "tokamax autotuned": ("tokamax autotuned", ""),
     "jax mosaic gpu": ("jax mosaic gpu", ""),
     "transformer_engine": ("transformer_engine", ""),
     "padded einsum": ("padded einsum", ""),
+    "one dense matmul": ("dense", ""),
 }
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
@@ -55,11 +66,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--experts", type=int, default=16, help="of one rank")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--inner", type=int, default=10, help="calls in one program")
+    parser.add_argument("--inner", type=int, default=20, help="calls that are queued at once")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=240, help="seconds that one candidate may take")
+    parser.add_argument("--tune", action="store_true", help="times every tiling of this library's kernels too")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--lock", help="file whose lock is held while measuring; default: one beside the JSON file")
+    parser.add_argument("--tiling", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # set in the child processes
     options = parser.parse_args(arguments)
     options.capacity = options.capacity or options.rows
+    options.lock = options.lock or str(options.json.with_suffix(".lock"))
     if min(options.rows, options.hidden, options.width, options.experts, options.inner, options.repeats) < 1:
         parser.error("sizes and counts must be at least 1")
     if options.capacity < options.rows:
@@ -78,29 +95,44 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": "python benchmarks/grouped_matmul.py " + " ".join(given), "candidates": {}}
-    began = time.monotonic()
-    for name in options.only:
-        left = options.seconds - (time.monotonic() - began)
-        result = {"error": "no time was left"} if left <= 0 else run_child(name, given, options, left)
-        report["candidates"][name] = result
-        report |= result.pop("machine", {})
-        options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
-        print(line(name, result), flush=True)
+    tasks = [(name, []) for name in options.only]
+    if options.tune:
+        tasks += [(OWN, ["--tiling", str(number)]) for number in range(len(tilings()))]
+    ends = time.monotonic() + options.seconds
+
+    def run(task: tuple[str, list[str]]) -> dict[str, Any]:
+        left = min(ends - time.monotonic(), options.limit)
+        return {"error": "no time was left"} if left <= 0 else run_child(*task, given, options, left)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(run, task): task for task in tasks}
+        for done in concurrent.futures.as_completed(waiting):
+            (name, more), result = waiting[done], done.result()
+            report |= result.pop("machine", {})
+            if more:
+                report.setdefault("tilings", {}).update(result.get("tiling", {str(more): result}))
+            else:
+                report["candidates"][name] = result
+            options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
+            print(line(name, result), flush=True)
     return int(all("error" in result for result in report["candidates"].values()))
 
 
-def run_child(name: str, given: list[str], options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    part = options.json.with_suffix(".part")
+def run_child(
+    name: str, more: list[str], given: list[str], options: argparse.Namespace, limit: float
+) -> dict[str, Any]:
+    part = options.json.with_suffix("." + re.sub(r"\W+", "_", name + "".join(more)))
     part.unlink(missing_ok=True)
     flags = f"{os.environ.get('XLA_FLAGS', '')} {CANDIDATES[name][1]}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, __file__, *given, "--candidate", name, "--json", str(part)]
+    command = [sys.executable, __file__, *given, "--candidate", name, *more, "--json", str(part)]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=limit + 120, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not end within {limit + 120:.0f} s"}
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stderr or b"").decode(errors="replace").strip().splitlines()[-3:]
+        return {"error": f"did not end within {limit:.0f} s; it said {said}"}
+    log = [line for line in done.stderr.splitlines() if line.startswith("  ")]
+    print("\n".join(log), end="\n" if log else "", flush=True)
     if not part.exists():
         return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"}
     result = json.loads(part.read_text())
@@ -110,7 +142,9 @@ def run_child(name: str, given: list[str], options: argparse.Namespace, limit: f
 
 def line(name: str, result: dict[str, Any]) -> str:
     if "error" in result:
-        return f"{name:<30} {result['error'].splitlines()[-1][:140]}"
+        return f"{name:<30} {result['error'].splitlines()[-1][:300]}"
+    if "tiling" in result:
+        return "\n".join(f"{tiles}: {found}" for tiles, found in result["tiling"].items())
     times = {
         what: f"{entry['median_us']:.0f} us {entry['tflops']:.0f} TFLOP/s" for what, entry in result["times"].items()
     }
@@ -130,9 +164,11 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
         "shape": {n: getattr(options, n) for n in ("rows", "capacity", "hidden", "width", "experts", "dtype")},
     }
     try:
+        if options.tiling is not None:
+            return {"machine": machine, "tiling": time_tiling(options)}
         matmul, context = build(CANDIDATES[options.candidate][0], options)
         with context:
-            result = check(matmul, options)
+            result = {} if options.candidate == "one dense matmul" else check(matmul, options)
             result["times"] = timed(matmul, options)
     except Exception as error:  # whatever a library raises is the candidate's result
         return {"machine": machine, "error": f"{type(error).__name__}: {error}"[:1500]}
@@ -156,10 +192,18 @@ def build(kind: str, options: argparse.Namespace) -> tuple[Callable[..., Any], c
     nothing = contextlib.nullcontext()
     if kind == "ragged_dot":
         return jax.lax.ragged_dot, nothing
+    if kind == "hopper":
+        from xen_moe_jax.flax import hopper
+
+        return hopper.grouped_matmul, nothing
+    if kind == "dense":
+        return dense, nothing
+    if kind == "tokamax tiles":
+        return best_of(tokamax_tiles(), options), nothing
     if kind == "padded einsum":
         return functools.partial(padded_einsum, room(options)), nothing
     if kind == "jax mosaic gpu":
-        return mosaic_gpu(), nothing
+        return best_of(mosaic_gpu_tiles(), options), nothing
     if kind == "transformer_engine":
         return transformer_engine(), nothing
     import tokamax
@@ -232,26 +276,160 @@ def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
     return empty.at[jnp.where(used, at, rows.shape[0])].set(out, mode="drop", unique_indices=False)
 
 
-def mosaic_gpu() -> Callable[..., Any]:
-    """The Hopper kernels that jax ships as examples, with the derivative that they leave to the caller."""
-    import jax
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+def dense(rows: Any, weights: Any, sizes: Any) -> Any:
+    """All rows times the first group's weights: no grouped matmul, but what the GPU gives a dense one of this size."""
+    return rows @ weights[0]
 
-    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
+
+def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespace) -> Callable[..., Any]:
+    """The candidate that is fastest forward; those that do not compile are out."""
+    import jax
+
+    rows, gate, _, sizes = operands(options)
+    compiled, taken = {}, {}
+    for name, matmul in candidates.items():
+        try:
+            compiled[name] = jax.jit(matmul).lower(rows, gate, sizes).compile()
+        except Exception as error:  # too much shared memory, a tiling that the kernel does not know
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    with timing.alone(options.lock):
+        for name, program in compiled.items():
+            taken[name] = min(queued(program, (rows, gate, sizes), options.inner, options.repeats))
+    print(f"  best of { ({name: round(us) for name, us in taken.items()}) }", file=sys.stderr)
+    return candidates[min(taken, key=lambda name: taken[name])]
+
+
+def queued(program: Callable[..., Any], arguments: tuple[Any, ...], calls: int, repeats: int) -> list[float]:
+    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat."""
+    import jax
+
+    jax.block_until_ready(program(*arguments))
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = program(*arguments)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - began) / calls * 1e6)
+    return taken
+
+
+def with_gradients(forward: Any, by_rows: Any, by_weights: Any) -> Callable[..., Any]:
+    """A differentiable `(rows, weights, sizes) -> rows` of three kernels."""
+    import jax
 
     @jax.custom_vjp
     def matmul(rows: Any, weights: Any, sizes: Any) -> Any:
-        return ragged_dot(rows, weights, group_sizes=sizes, **blocks)
+        return forward(rows, weights, sizes)
 
     def backward(kept: Any, cotangent: Any) -> Any:
         rows, weights, sizes = kept
-        by_rows = ragged_dot(cotangent, weights, group_sizes=sizes, transpose_rhs=True, **blocks)
-        by_weights = transposed_ragged_dot(rows, cotangent, group_sizes=sizes, **blocks)
-        return by_rows.astype(rows.dtype), by_weights.astype(weights.dtype), None
+        return (
+            by_rows(cotangent, weights, sizes).astype(rows.dtype),
+            by_weights(rows, cotangent, sizes).astype(weights.dtype),
+            None,
+        )
 
     matmul.defvjp(lambda *given: (matmul(*given), given), backward)
     return matmul
+
+
+def mosaic_gpu_tiles() -> dict[str, Callable[..., Any]]:
+    """The Hopper kernels that jax ships as examples, with the derivative that they leave to the caller."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    def of(m: int, n: int, steps: int, grid: int) -> Callable[..., Any]:
+        tiles = {"block_m": m, "block_n": n, "block_k": 64, "max_concurrent_steps": steps, "grid_block_n": grid}
+        # its contraction keeps a mask in registers: smaller tiles
+        small = tiles | {"block_n": min(n, 128), "block_m": 64, "grid_block_n": 1}
+        return with_gradients(
+            lambda r, w, s: ragged_dot(r, w, group_sizes=s, **tiles),
+            lambda c, w, s: ragged_dot(c, w, group_sizes=s, transpose_rhs=True, **tiles),
+            lambda r, c, s: transposed_ragged_dot(r, c, group_sizes=s, **small),
+        )
+
+    sizes = ((128, 128, 4, 4), (128, 128, 6, 1), (64, 256, 4, 2), (64, 128, 5, 4), (128, 128, 4, 12))
+    return {str(size): of(*size) for size in sizes}
+
+
+def tokamax_tiles() -> dict[str, Callable[..., Any]]:
+    """tokamax's Hopper kernels with the tilings that its own tables have for such shapes, and a few more."""
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu, pallas_mosaic_gpu_common
+
+    def of(config: dict[str, Any]) -> Callable[..., Any]:
+        config = {"split_k": 1} | config
+        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
+        tiles = pallas_mosaic_gpu_common.Config(**config)
+        # its contraction over rows gives NaN with larger tiles: its own default
+        vjp = functools.partial(base.vjp, dlhs_ragged_dot=op(config=tiles), drhs_ragged_dot=op())
+        return lambda r, w, s: op(config=tiles, vjp=vjp)(r, w, group_sizes=s)
+
+    shapes = [
+        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "grid_tile_width": 8},
+        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "persistent": False, "grid_minor_dim": 0},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "grid_tile_width": 8},
+        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "persistent": False, "grid_tile_width": 4},
+        {"block_m": 64, "block_n": 256, "block_k": 64, "num_stages": 4, "grid_tile_width": 2},
+    ]
+    return {str(shape): of(shape) for shape in shapes}
+
+
+def tilings() -> list[Any]:
+    """Of this library's kernels, to be timed one by one."""
+    from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
+
+    return [
+        Tiles(),
+        Tiles(cluster="n"),
+        Tiles(cluster="m"),
+        Tiles(m=256, n=128, cluster="n"),
+        Tiles(m=256, n=128),
+        Tiles(split="n"),
+        Tiles(stages=3),
+        Tiles(delay=0),
+        Tiles(cluster="m", delay=0),
+        Tiles(m=256, n=128, cluster="n", delay=0),
+        Tiles(n=128, stages=6),
+        Tiles(k=128, stages=2),
+    ]
+
+
+def time_tiling(options: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of one tiling of this library's kernels, by kernel and operands."""
+    import jax
+
+    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+
+    tiles = tilings()[options.tiling]
+    rows, gate, down, sizes = operands(options)
+    wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)
+    as_they_lie = functools.partial(rows_by_weights, transposed=False, tiles=tiles)
+    transposed = functools.partial(rows_by_weights, transposed=True, tiles=tiles)
+    contraction = functools.partial(rows_by_rows, tiles=tiles)
+    kernels = {
+        "rows x gate": (as_they_lie, wide, gate),
+        "rows x down": (as_they_lie, narrow, down),
+        "rows x gate transposed": (transposed, narrow, gate),
+        "rows x down transposed": (transposed, wide, down),
+        "gradient of gate": (contraction, wide, narrow),
+        "gradient of down": (contraction, narrow, wide),
+    }
+    found: dict[str, Any] = {}
+    programs = {}
+    for name, (kernel, given, other) in kernels.items():
+        try:
+            programs[name] = jax.jit(kernel).lower(given, other, sizes).compile()
+        except Exception as error:  # a tiling that does not fit is a result too
+            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    work = 2 * options.rows * options.hidden * options.width
+    with timing.alone(options.lock):
+        for name, program in programs.items():
+            taken = min(queued(program, (*kernels[name][1:], sizes), options.inner, options.repeats))
+            found[name] = round(work / taken / 1e6, 1)
+            print(f"  {tiles} {name}: {taken:.0f} us, {found[name]} TFLOP/s", file=sys.stderr, flush=True)
+    return {str(tiles): found}
 
 
 def transformer_engine() -> Callable[..., Any]:
@@ -317,54 +495,39 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     hidden = jnp.ones((options.capacity, options.width), rows.dtype)
 
     def gradient_of(which: int) -> Callable[..., Any]:
-        def run(rows: Any) -> Any:
+        def run(rows: Any, gate: Any, sizes: Any, cotangent: Any) -> Any:
             _, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), rows, gate)
-            return pull(hidden)[which]
+            return pull(cotangent)[which]
 
         return run
 
-    def forward_and_backward(rows: Any) -> Any:
+    def forward_and_backward(rows: Any, weights: Any, sizes: Any) -> Any:
         return jax.grad(lambda r, w: loss_of(matmul)(r, w, sizes), argnums=(0, 1))(rows, weights)
 
-    programs: dict[str, tuple[Callable[..., Any], int]] = {
-        "gate": (lambda rows: matmul(rows, gate, sizes), flops),
-        "gradient of rows": (gradient_of(0), flops),
-        "gradient of weights": (gradient_of(1), flops),
-        "experts": (lambda rows: experts(matmul, rows, weights, sizes), 3 * flops),
-        "experts with gradients": (forward_and_backward, 9 * flops),
+    programs: dict[str, tuple[Callable[..., Any], int, tuple[Any, ...]]] = {
+        "gate": (matmul, flops, (gate, sizes)),
+        "gradient of rows": (gradient_of(0), flops, (gate, sizes, hidden)),
+        "gradient of weights": (gradient_of(1), flops, (gate, sizes, hidden)),
+        "experts": (functools.partial(experts, matmul), 3 * flops, (weights, sizes)),
+        "experts with gradients": (forward_and_backward, 9 * flops, (weights, sizes)),
+    }
+    compiled = {
+        name: jax.jit(program).lower(rows, *others).compile() for name, (program, _, others) in programs.items()
     }
     times = {}
-    for name, (program, work) in programs.items():
-        loop, memory = compiled_loop(program, rows, options.inner)
-        jax.block_until_ready(loop(rows))
-        taken = []
-        for _ in range(options.repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(loop(rows))
-            taken.append((time.perf_counter() - began) / options.inner * 1e6)
-        median = statistics.median(taken)
-        times[name] = {
-            "median_us": median,
-            "min_us": min(taken),
-            "max_us": max(taken),
-            "tflops": work / median / 1e6,
-            "temporary_bytes": memory,
-        }
+    with timing.alone(options.lock):
+        for name, (_, work, others) in programs.items():
+            taken = queued(compiled[name], (rows, *others), options.inner, options.repeats)
+            median = statistics.median(taken)
+            analysis = compiled[name].memory_analysis()
+            times[name] = {
+                "median_us": median,
+                "min_us": min(taken),
+                "max_us": max(taken),
+                "tflops": work / median / 1e6,
+                "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+            }
     return times
-
-
-def compiled_loop(program: Callable[..., Any], rows: Any, inner: int) -> tuple[Callable[..., Any], int | None]:
-    """`inner` calls, each on rows of which one element comes from the last call's result; temporary bytes."""
-    import jax
-
-    def body(_: Any, rows: Any) -> Any:
-        # the barrier: of a result that is read in one place only, XLA would compute that place only
-        first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(rows)))
-        return rows.at[0, 0].add((first.reshape(-1)[0] * 0).astype(rows.dtype))
-
-    compiled = jax.jit(lambda rows: jax.lax.fori_loop(0, inner, body, rows)).lower(rows).compile()
-    analysis = compiled.memory_analysis()
-    return compiled, None if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 if __name__ == "__main__":

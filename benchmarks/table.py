@@ -1,9 +1,7 @@
-"""Fills the tables of docs/benchmarks.md and docs/transfer.md from the JSON files that they name.
+"""Writes docs/benchmark_tables.md, a page of nothing but generated tables, from the JSON files in benchmarks/results/.
 
-    python benchmarks/table.py            rewrite the tables
-    python benchmarks/table.py --check    exit status 1 when a table is not what its JSON says
-
-A table sits between `<!-- table: FILE -->` and `<!-- end -->`; FILE is the JSON of the benchmark command or of a suite.
+python benchmarks/table.py            rewrite the page
+python benchmarks/table.py --check    exit status 1 when the page is not what the files say
 """
 
 from __future__ import annotations
@@ -12,12 +10,23 @@ import argparse
 import json
 import pathlib
 import re
+import statistics
 import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "transfer.md")]
-BLOCK = re.compile(r"<!-- table: (?P<file>\S+) -->\n.*?<!-- end -->", re.DOTALL)
+PAGE = ROOT / "docs" / "benchmark_tables.md"
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+from xen_moe_jax.benchmark import jax_best  # noqa: E402
+
+HEAD = """# Benchmark tables
+
+This page is generated: `python benchmarks/table.py` writes it from the files in `benchmarks/results/`, and a test
+compares the two. [How it is measured](benchmarks.md) explains the columns. Every table names the command that prints
+its figures again.
+"""
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -59,44 +68,10 @@ def document_table(name: str | None, document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def transfer_table(document: dict[str, Any]) -> str:
-    """One row for each size, batch and concurrency; microseconds (median) of everybody who was measured."""
-    machine, results = document["machine"], document["results"]
-    peers = list(dict.fromkeys(row["peer"] for row in results))
-    rows: dict[tuple, dict[str, dict]] = {}
-    for row in results:
-        rows.setdefault((row["table"], row["batch"], row["concurrency"], row["bytes"]), {})[row["peer"]] = row
-    raw = [peer for peer in peers if peer.startswith("raw")]
-    columns = ["bytes", "pieces", "in flight", *(f"{peer}, us" for peer in peers), "GB/s"]
-    columns += [f"rate of {peer}" for peer in raw]
-    lines = []
-    for (_, batch, concurrency, size), by_peer in sorted(
-        rows.items(), key=lambda item: (item[0][0] != "sizes", item[0])
-    ):
-        ours = by_peer["this package"]
-        times = [f"{by_peer[peer]['p50_us']:,.1f}" if peer in by_peer else "-" for peer in peers]
-        parts = [f"{by_peer[peer]['p50_us'] / ours['p50_us']:.0%}" if peer in by_peer else "-" for peer in raw]
-        lines.append([f"{size:,}", str(batch), str(concurrency), *times, f"{ours['gb_per_s']:.2f}", *parts])
-    versions = ", ".join(f"{k} {v}" for k, v in document["versions"].items() if k in ("jax", "jaxlib", "python"))
-    text = [
-        f"{machine['devices']} x {machine['device_kind']}, {machine['processor']}, {machine['cores']} cores, load "
-        f"{machine['load_average'][0]:.1f}; {versions}; {document['time'][:10]}.\n",
-        f"`{document['command']}`\n",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---:|" * len(columns),
-        *("| " + " | ".join(line) + " |" for line in lines),
-    ]
-    if document["not_measured"]:
-        text.append("\nNot measured: " + "; ".join(f"{k} ({v})" for k, v in document["not_measured"].items()) + ".")
-    return "\n".join(text)
-
-
 def file_tables(path: pathlib.Path) -> str:
     if not path.exists():
         return "Not measured yet: the file is not there."
     content = json.loads(path.read_text())
-    if "not_measured" in content:
-        return transfer_table(content)
     if "documents" not in content:
         return document_table(None, content)
     parts = [document_table(name, document) for name, document in content["documents"].items()]
@@ -107,22 +82,105 @@ def file_tables(path: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
-def fill(page: str) -> str:
-    def block(match: re.Match) -> str:
-        return f"<!-- table: {match['file']} -->\n{file_tables(ROOT / match['file'])}\n<!-- end -->"
+def spread(figures: list[float]) -> str:
+    """Median, and the smallest and the largest where there are several."""
+    if len(figures) == 1:
+        return f"{figures[0]:,.0f}"
+    return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
 
-    return BLOCK.sub(block, page)
+
+def cpu_table(paths: list[pathlib.Path]) -> str:
+    """Each file of the pattern is a machine: several processes of one command, one after the other. A program's figure
+    is the median over the processes of their medians; the ratio to ours is taken inside each process, where both ran
+    interleaved, and only its spread says whether one is faster."""
+    parts = []
+    for path in paths:
+        content = json.loads(path.read_text())
+        runs = content["runs"]
+        head = runs[0]["machine"]
+        names = dict.fromkeys((row["name"], row["operation"]) for row in runs[0]["results"])
+        parts += [
+            f"### {path.stem}\n",
+            f"{len(runs)} process{'es' * (len(runs) > 1)}, {content['pinned']}, {head['processor']}, load "
+            f"{min(r['machine']['load_average'][0] for r in runs):.1f} to "
+            f"{max(r['machine']['load_average'][0] for r in runs):.1f}; jax {runs[0]['versions']['jax']}; "
+            f"{runs[0]['time'][:10]}.\n",
+            f"`{content['command']}`\n",
+            "| program | operation | ms: median over processes (range) | against ours (range) |",
+            "|---|---|---:|---:|",
+        ]
+        for name, operation in names:
+            rows = [
+                row for run in runs for row in run["results"] if (row["name"], row["operation"]) == (name, operation)
+            ]
+            times = [row["us_median"] / 1e3 for row in rows]
+            ratios = [row["times_own"] for row in rows if "times_own" in row]
+            ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
+            if len(ratios) > 1:
+                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            parts.append(f"| {name} | {operation} | {spread(times)} | {ratio} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def jax_table(path: pathlib.Path) -> str:
+    """Ours beside what JAX gives untuned and tuned, how every setting ended, and every round trip."""
+    content = json.loads(path.read_text())
+    machine = content["machine"]
+    lines = [
+        f"{machine['devices']} x {machine['device_kind']}, jax {content['versions']['jax']}; {content['time'][:10]}.\n",
+        f"`{content['command']}`\n",
+        jax_best.goal_line(content) + "\n",
+        "| " + " | ".join(jax_best.COLUMNS) + " |",
+        "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
+        *("| " + " | ".join(jax_best.cells(line)) + " |" for line in jax_best.compare(content)),
+        "",
+        "Every setting: the XLA flags that it adds, how it ended, and the round trips that it gave in us.\n",
+        "| setting | flags | how it ended | peer | 4096 bf16 | 128 bf16 | 4096 fp8 | 128 fp8 |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for name, entry in content["settings"].items():
+        trips = [row for row in entry["results"] if row["operation"] == "round trip"]
+        process = "one process per device" if entry["process_per_device"] else ""
+        flags = " ".join(filter(None, [*(f"`{flag}`" for flag in entry["flags"].split()), process])) or "-"
+        ended = ended_in_words(entry["ended"])
+        if not trips:
+            lines.append(f"| {name} | {flags} | {ended} | - | - | - | - | - |")
+        for peer in dict.fromkeys(row["name"] for row in trips):
+            cells = [one_trip(trips, peer, n, dtype) for dtype in ("bfloat16", "float8_e4m3fn") for n in (4096, 128)]
+            lines.append(f"| {name} | {flags} | {ended} | {peer} | " + " | ".join(cells) + " |")
+    if content["left_out"]:
+        lines.append(f"\nNot run, no time was left: {', '.join(content['left_out'])}.")
+    return "\n".join(lines)
+
+
+def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) -> str:
+    found = [r for r in trips if (r["name"], r["tokens"], r["dtype"]) == (peer, tokens, dtype)]
+    return f"{found[0]['us_median']:,.0f}" if found else "-"
+
+
+def ended_in_words(ended: str) -> str:
+    """Without the pipes of a log that would cut the table, and not too long for a cell."""
+    text = ended.replace("|", " ").replace("<", "(").replace(">", ")").replace("\n", " ")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def page() -> str:
+    parts = [HEAD, "## GPU: beside JAX's own collectives, tuned\n"]
+    parts += [jax_table(path) + "\n" for path in sorted(RESULTS.glob("*jax_best*.json"))]
+    parts += ["## CPU: several processes\n", cpu_table(sorted(RESULTS.glob("cpu_repeated_*.json")))]
+    parts += ["## GPU: the suite\n", file_tables(RESULTS / "h200x4.json") + "\n"]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
+    new = page()
     if options.check:
-        return int(bool(stale))
-    for page in stale:
-        page.write_text(fill(page.read_text()))
+        return int(not PAGE.exists() or new != PAGE.read_text())
+    PAGE.write_text(new)
     return 0
 
 

@@ -6,8 +6,9 @@
 // does it: the first `push_blocks` blocks reduce and push, the others sum what has arrived; a block whose pushing is
 // done joins the summing. Who waits for whom: reducing waits for nobody; summing waits for a flag per (expert rank,
 // token, part). Every rank in a token's topk_idx sends one partial row, also when all its rows were dropped, so the
-// flags to wait for follow from topk_idx. Whatever blocks run push all rows before they wait (claims.cuh). Positions
-// are checked before they become addresses. Memory order: as in dispatch.cuh. Multiply and add are rounded separately:
+// flags to wait for follow from topk_idx. A rank that is out sends none and gets none. Whatever blocks run push all
+// rows before they wait (claims.cuh). Positions are checked before they become addresses. Memory order: as in
+// dispatch.cuh. Multiply and add are rounded separately:
 // __fmul_rn, __fadd_rn.
 #pragma once
 
@@ -40,6 +41,7 @@ __device__ __forceinline__ TokenRows GatherRows(const CombineParams& p, CombineS
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
   TokenRows out{0, false};
   __syncwarp();
+  if (!(shared.run.active >> source & 1)) return out;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
     const int position = slot < r.slots ? positions[slot] : -1;
@@ -262,7 +264,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
                 items <= static_cast<int>(gridDim.x) * kWarps);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-    const uint32_t ranks = RanksOf(p.topk_idx, token, r);
+    const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
     const TokenRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     if ((ranks >> lane & 1) && lane != r.rank) {

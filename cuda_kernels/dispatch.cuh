@@ -10,7 +10,8 @@
 // wait ends, with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or
 // __syncthreads, system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them
 // visible. workspace.h says why two halves suffice. Topk indices, positions and counts are checked before they become
-// addresses, those that a peer sent and those of a handle too.
+// addresses, those that a peer sent and those of a handle too. What concerns a rank that is out is treated as an unused
+// slot: its entries are neither sent nor counted, and nothing is awaited from it.
 #pragma once
 
 #include "layout.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchS
   const Routing& r = p.routing;
   const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
   const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-  const uint32_t ranks = RanksOf(p.topk_idx, token, r) & ~(1u << r.rank);
+  const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.active) & ~(1u << r.rank);
   if (ranks == 0) return;
   const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
   const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
@@ -56,16 +57,19 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
   for (int64_t i = slice * kThreads + static_cast<int>(threadIdx.x); i < words; i += slices * kThreads) {
     const int expert = p.topk_idx[i];
     const float weight = p.topk_weights[i];
-    if (p.clean_topk_idx) p.clean_topk_idx[i] = expert >= 0 && expert < r.experts ? expert : -1;
+    const bool moves = expert >= 0 && expert < r.experts && (shared.run.active >> (expert / r.local_experts) & 1);
+    if (p.clean_topk_idx) p.clean_topk_idx[i] = moves ? expert : -1;
     for (int n = 1; n < r.ranks; ++n) {
-      char* data = shared.run.data[(r.rank + n) % r.ranks];
+      const int peer = (r.rank + n) % r.ranks;
+      if (!(shared.run.active >> peer & 1)) continue;
+      char* data = shared.run.data[peer];
       const int64_t at = static_cast<int64_t>(r.rank) * words + i;
       reinterpret_cast<int*>(data + p.staging.topk_idx)[at] = expert;
       reinterpret_cast<float*>(data + p.staging.topk_weights)[at] = weight;
     }
   }
   __syncthreads();
-  if (threadIdx.x < r.ranks && threadIdx.x != r.rank) {
+  if (threadIdx.x < 32 && (shared.run.active >> threadIdx.x & 1) && threadIdx.x != r.rank) {
     __threadfence_system();
     StoreRelaxedSystem(MetadataFlag(shared.run.half[threadIdx.x], p.staging, r.rank, slice), epoch);
   }
@@ -77,7 +81,7 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
   bool arrived = true;
   for (int i = threadIdx.x; i < r.ranks * slices && arrived; i += kThreads) {
     const int source = i / slices;
-    if (source == r.rank) continue;
+    if (source == r.rank || !(shared.run.active >> source & 1)) continue;
     const uint32_t* flag = MetadataFlag(shared.run.half[r.rank], p.staging, source, i % slices);
     arrived = WaitFlag(flag, shared.run, epoch, Step::kMetadata, source);
   }
@@ -123,6 +127,15 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
     } else {
       item = share - slices + warp * s.push_blocks;
     }
+  }
+}
+
+// Part of rows of a redispatch that belong to a rank that is out: zero.
+__device__ __forceinline__ void ZeroRows(const DispatchParams& p, Range range, const Rows& rows) {
+  const int64_t element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
+  for (int i = 0; i < rows.count; ++i) {
+    char* row = static_cast<char*>(p.rows) + static_cast<int64_t>(rows.list[i]) * p.routing.hidden * element;
+    for (int64_t b = range.begin * element + (threadIdx.x & 31); b < range.end * element; b += 32) row[b] = 0;
   }
 }
 
@@ -193,7 +206,9 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
     const Rows rows{list, ResolveRows(p, scratch, starts, data, source, token, part == 0, list)};
     if (rows.count == 0) continue;
     const Range range = PartOf(part, p.schedule, r.hidden);
-    if (source == r.rank) {
+    if (!(shared.run.active >> source & 1)) {
+      ZeroRows(p, range, rows);
+    } else if (source == r.rank) {
       Codec::PlaceOwn(p, token, range, rows);
     } else {
       bool arrived = true;
@@ -265,7 +280,7 @@ __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const 
     int* counters = scratch.totals + scratch.columns;
     *starts = counters + kWarps * scratch.columns;
     if (!AwaitMetadata(p, shared, epoch)) return false;
-    CountAlone(p, shared.run.data[r.rank], scratch, counters, blockIdx.x == 0);
+    CountAlone(p, shared.run, scratch, counters, blockIdx.x == 0);
   } else {
     auto await = [&] { return AwaitMetadata(p, shared, epoch); };
     if (!CountAndScan(p, shared.run, scratch, dynamic, await)) return false;
@@ -302,8 +317,9 @@ __device__ __forceinline__ void PoisonDispatch(const DispatchParams& p, uint32_t
 template <class Codec>
 __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
-  extern __shared__ __align__(16) int dynamic[];
+  extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
+  BeginRows(static_cast<Codec*>(nullptr));
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
                  p.routing.rank);
   if (!shared.run.refused) {
@@ -316,15 +332,16 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
       ZeroPadding(p, scratch, starts);
       ClearUnusedRows(p, scratch);
     }
-    if (p.known_positions && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
+    if (p.known_positions && shared.run.active && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
   }
+  EndRows(static_cast<Codec*>(nullptr));
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
 }
 
 template <class Codec>
-int LaunchWith(const DispatchParams& p, cudaStream_t stream) {
+int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  DispatchKernel<Codec><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p);
+  DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
 template <class Codec>
@@ -334,6 +351,8 @@ int Preload() {
 }
 
 int LaunchQuantizedDispatch(const DispatchParams& params, cudaStream_t stream);  // dispatch_quantized.cu
+int LaunchBulkDispatch(const DispatchParams& params, cudaStream_t stream);       // dispatch_bulk.cu
+int PreloadBulkDispatch();
 int PreloadQuantizedDispatch();
 
 }  // namespace xen_moe

@@ -2,10 +2,10 @@
 //
 // Every wait of every kernel is a WaitUntil. It ends when what it waits for has arrived, when the group has failed (the
 // failure word in this rank's mailbox), when the other rank has announced another operation, or when the time is up.
-// A rank that gives up first puts its failure word into the mailbox of rank 0: whoever comes first there decides, so
-// that all ranks name the same root. Then the word goes to all mailboxes, and all waits of the group end. It stays
-// until the host clears it. Nothing here is on the way of an operation that goes well: the slow half of WaitUntil runs
-// after many polls.
+// A rank that gives up first puts its failure word into the mailbox of the first rank that takes part: whoever comes
+// first there decides, so that all ranks name the same root. Then the word goes to all mailboxes but those of the dead,
+// and all waits of the group end. It stays until the host clears it. Nothing here is on the way of an operation that
+// goes well: the slow half of WaitUntil runs after many polls.
 #pragma once
 
 #include "memory_order.cuh"
@@ -13,8 +13,9 @@
 
 namespace xen_moe {
 
-constexpr uint64_t kShowWaitingNs = 1000000;    // a wait that lasts longer is shown in `progress`, and again this often
-constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announcements, to see which one is odd
+constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
+constexpr uint64_t kDescriptorGraceNs = 100000000;  // for the operation that a failed rank has announced to be readable
+constexpr uint64_t kMismatchGraceNs = 1000000;      // for the other ranks' announcements, to see which one is odd
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
@@ -27,6 +28,8 @@ struct Running {
   uint32_t epoch, signature;
   Operation operation;
   int ranks, rank;
+  uint32_t members;     // bit mask of the ranks that take part
+  uint32_t active;      // of those that this one exchanges anything with: none when it is out itself
   uint32_t generation;  // of the memory that it uses (low byte)
   uint32_t current;     // the one that Control::current had
   uint32_t reported;    // the one that the host knows of
@@ -36,14 +39,23 @@ struct Running {
   bool all_refused;
 };
 
+// Whether the host has said that this rank's process has ended.
+__device__ __forceinline__ bool IsDead(const Running& run, int rank) {
+  return LoadRelaxedSystem(&run.mailbox->dead) >> rank & 1;
+}
+
 static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step step, int rank, int other,
                                          uint64_t waited_ns) {
   uint64_t word = PackFailure({cause, run.operation, step, rank, other, run.epoch});
   StoreRelaxedSystem(&run.mailbox->waited_ns, waited_ns);
   __threadfence_system();
-  const uint64_t first = ClaimWordSystem(&run.control->mailbox[0]->failure, word);
+  const uint32_t alive = ~LoadRelaxedSystem(&run.mailbox->dead);
+  const uint32_t deciding = run.active & alive ? run.active & alive : 1u << run.rank;
+  const uint64_t first = ClaimWordSystem(&run.control->mailbox[__ffs(deciding) - 1]->failure, word);
   if (first) word = first;
-  for (int r = 0; r < run.ranks; ++r) ClaimWordSystem(&run.control->mailbox[r]->failure, word);
+  for (int r = 0; r < run.ranks; ++r) {
+    if (alive >> r & 1) ClaimWordSystem(&run.control->mailbox[r]->failure, word);
+  }
 }
 
 // A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody.
@@ -51,6 +63,7 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
   uint32_t seen = 1u << run.rank;
   while (!(seen >> rank & 1)) {
     seen |= 1u << rank;
+    if (IsDead(run, rank)) break;
     const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
     if (!ProgressWaits(shown)) {
       if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
@@ -66,22 +79,35 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
 
 // `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
 static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
-  const uint64_t* words = run.mailbox->announcements[run.epoch & 1];
-  const uint32_t theirs = AnnouncedSignature(LoadRelaxedSystem(words + rank));
+  auto said = [&](int r) {  // what it announced, or what it came to join
+    const uint64_t word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][r]);
+    return AnnouncedEpoch(word) == run.epoch ? word : LoadRelaxedSystem(&run.mailbox->joins[r]);
+  };
+  const uint32_t theirs = AnnouncedSignature(said(rank));
   const uint64_t start = NowNs();
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
-    for (int r = 0; r < run.ranks; ++r) {
-      const uint64_t word = LoadRelaxedSystem(words + r);
+    for (uint32_t m = run.active; m; m &= m - 1) {
+      const uint64_t word = said(__ffs(m) - 1);
       if (AnnouncedEpoch(word) != run.epoch) continue;
       ++arrived;
       with_me += AnnouncedSignature(word) == run.signature;
       with_them += AnnouncedSignature(word) == theirs;
     }
-  } while (arrived < run.ranks && NowNs() - start < kMismatchGraceNs);
+  } while (arrived < __popc(run.active) && NowNs() - start < kMismatchGraceNs);
   const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
   Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
+}
+
+// Whether `rank` has begun a later operation and never came to this one: it was told that this rank is out. One that
+// agrees about the members does not end an operation before it has seen the announcements of all of them.
+static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) {
+  const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
+  if (shown == 0 || !EpochBefore(run.epoch, ProgressEpoch(shown))) return false;
+  __threadfence_system();
+  return AnnouncedEpoch(LoadAcquireSystem(&run.mailbox->announcements[run.epoch & 1][rank])) != run.epoch &&
+         LoadAcquireSystem(&run.mailbox->joins[rank]) == 0;
 }
 
 struct Waiting {
@@ -97,6 +123,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
       FailMismatch(run, rank);
       return false;
     }
+    if (IsDead(run, rank)) {
+      Fail(run, Cause::kDead, step, rank, run.rank, 0);
+      return false;
+    }
   }
   const uint64_t now = NowNs();
   if (waiting->start == 0) waiting->start = now;
@@ -104,6 +134,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
     StoreRelaxedSystem(&run.mailbox->progress, PackWaiting(run.epoch, step, rank));
+    if (WentOnWithout(run, rank)) {
+      FailMismatch(run, rank);
+      return false;
+    }
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer.
   if (run.timeout_ns && waited / (rank == run.rank ? 2 : 1) > run.timeout_ns) {

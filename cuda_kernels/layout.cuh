@@ -47,10 +47,14 @@ __device__ __forceinline__ int ColumnOf(const int* idx, int entry, const Routing
   return column;
 }
 
-__device__ __forceinline__ void CountSegment(const int* topk, int segment, const LayoutScratch& scratch,
-                                             const Routing& r, const Schedule& schedule, int* counters) {
+__device__ __forceinline__ void CountSegment(const DispatchParams& p, const Running& run, int segment,
+                                             const LayoutScratch& scratch, int* counters) {
+  const Routing& r = p.routing;
+  const Schedule& schedule = p.schedule;
   const int lane = threadIdx.x & 31;
   const int source = segment / scratch.segments_per_source;
+  const int* topk = OfSource(p.topk_idx, run.data[r.rank], p.staging.topk_idx, r, source);
+  const bool moves = run.active >> source & 1;
   const int first = (segment % scratch.segments_per_source) * schedule.segment_tokens;
   const int tokens = min(schedule.segment_tokens, r.tokens - first);
   for (int l = lane; l < scratch.columns; l += 32) counters[l] = 0;
@@ -64,7 +68,7 @@ __device__ __forceinline__ void CountSegment(const int* topk, int segment, const
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int entry = first_entry + i * 32 + lane;
-      columns[i] = entry < entries ? ColumnOf(idx, entry, r) : -1;
+      columns[i] = moves && entry < entries ? ColumnOf(idx, entry, r) : -1;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -116,7 +120,6 @@ template <class Await>
 __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
                                              int* shared, Await await) {
   const Routing& r = p.routing;
-  const char* data = run.data[r.rank];
   Control* const control = run.control;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int counting_warps = min(kWarps, kLayoutSharedBytes / (4 * scratch.columns));
@@ -127,9 +130,7 @@ __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Runn
     if (done == 0 && !await()) return false;
     const int segment = first + warp;
     if (warp < counting_warps && segment < scratch.segments) {
-      const int source = segment / scratch.segments_per_source;
-      CountSegment(OfSource(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
-                   shared + warp * scratch.columns);
+      CountSegment(p, run, segment, scratch, shared + warp * scratch.columns);
     }
     done += min(counting_warps, scratch.segments - first);
   }
@@ -152,14 +153,12 @@ __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Runn
 }
 
 // The same by one block for itself, everything in shared memory. `write`: it also writes recv_counts.
-__device__ __forceinline__ void CountAlone(const DispatchParams& p, const char* data, const LayoutScratch& scratch,
+__device__ __forceinline__ void CountAlone(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
                                            int* counters, bool write) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32;
   for (int segment = warp; segment < scratch.segments; segment += kWarps) {
-    const int source = segment / scratch.segments_per_source;
-    CountSegment(OfSource(p.topk_idx, data, p.staging.topk_idx, r, source), segment, scratch, r, p.schedule,
-                 counters + warp * scratch.columns);
+    CountSegment(p, run, segment, scratch, counters + warp * scratch.columns);
   }
   __syncthreads();
   for (int column = warp; column < scratch.columns; column += kWarps) {

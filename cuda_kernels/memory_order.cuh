@@ -64,6 +64,12 @@ __device__ __forceinline__ uint64_t ClaimWordSystem(uint64_t* p, uint64_t v) {
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "l"(p), "l"(0ull), "l"(v) : "memory");
   return old;
 }
+// 0 in place of `v`, if it is still there.
+__device__ __forceinline__ uint64_t ClearWordSystem(uint64_t* p, uint64_t v) {
+  uint64_t old;
+  asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "l"(p), "l"(v), "l"(0ull) : "memory");
+  return old;
+}
 __device__ __forceinline__ uint32_t ClaimWordGpu(uint32_t* p, uint32_t v) {
   uint32_t old;
   asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(0u), "r"(v) : "memory");

@@ -1,9 +1,9 @@
 // The beginning and the end of every operation.
 //
 // Begin: each block checks in, so that two operations on one channel never mix; block 0 announces the operation to all
-// ranks; all find the memory that this operation uses. End: the last block to finish sees every rank's announcement of
-// this operation (workspace.h says what follows from that), poisons the results if the group has failed, and makes room
-// for the next operation.
+// ranks that take part; all find the memory that this operation uses. End: the last block to finish sees every rank's
+// announcement of this operation (workspace.h says what follows from that), poisons the results if the group has
+// failed, and makes room for the next operation.
 //
 // Blocks that the GPU has not started yet are waited for by nobody but the end: an operation makes progress with any
 // number of resident blocks, and a block that is done leaves its place to the next.
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint64_t AwaitAnnouncement(const Running& run) {
   const int lane = threadIdx.x & 31;
   const uint32_t epoch = run.epoch;
   uint64_t word = 0;
-  if (lane < run.ranks) {
+  if (run.active >> lane & 1) {
     const uint64_t* at = &run.mailbox->announcements[epoch & 1][lane];
     if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, lane) &&
         AnnouncedSignature(word) != run.signature) {
@@ -58,15 +58,38 @@ __device__ __forceinline__ uint64_t AwaitAnnouncement(const Running& run) {
   __syncwarp();
   return word;
 }
-// The oldest generation among lanes below `ranks`, to all lanes; `*rank`: a lane that has it.
-__device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, int ranks, int* rank) {
-  uint32_t oldest = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, 0));
-  *rank = 0;
-  for (int r = 1; r < ranks; ++r) {
+// The oldest generation among the lanes of `ranks`, a bit mask that is not 0, to all lanes; `*rank`: a lane that has
+// it.
+__device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, uint32_t ranks, int* rank) {
+  *rank = __ffs(ranks) - 1;
+  uint32_t oldest = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, *rank));
+  for (uint32_t m = ranks & (ranks - 1); m; m &= m - 1) {
+    const int r = __ffs(m) - 1;
     const uint32_t generation = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, r));
     if (OlderGeneration(generation, oldest)) oldest = generation, *rank = r;
   }
   return oldest;
+}
+
+// The ranks of this operation meet, because some of them were not in the one before (workspace.h). The first warp of
+// block 0, before it announces. False: the group has failed. A rank that is already beyond was here too.
+static __device__ __noinline__ bool Join(const Running& run) {
+  const int lane = threadIdx.x & 31;
+  bool joined = true;
+  uint64_t word = 0;
+  uint64_t* const at = &run.mailbox->joins[lane % kMaxRanks];
+  if (run.active >> lane & 1) {
+    StoreRelaxedSystem(&run.control->mailbox[lane]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
+    joined = WaitUntil([&] { return (word = LoadAcquireSystem(at)) && !EpochBefore(AnnouncedEpoch(word), run.epoch); },
+                       run, Step::kArrival, lane);
+    if (joined && AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) != run.signature) {
+      FailMismatch(run, lane);
+      joined = false;
+    }
+  }
+  joined = __all_sync(0xFFFFFFFFu, joined);
+  if (joined && word && AnnouncedEpoch(word) == run.epoch) ClearWordSystem(at, word);
+  return joined;
 }
 
 // What a lane needs of a memory table that the host or another block may just have written. All loads are under way
@@ -89,13 +112,13 @@ struct LaneMemory {
   }
 };
 
-// The first warp: memory for an operation that the current generation does not suffice for. All ranks see the same
-// words, hence take the same table or fail alike.
+// The first warp: memory for an operation that the current generation does not suffice for, or that some rank joins.
+// All ranks see the same words, hence take the same table or fail alike.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
   const uint64_t word = AwaitAnnouncement(run);
   if (__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0)) return nullptr;
   int rank;
-  const uint32_t oldest = OldestGeneration(word, run.ranks, &rank);
+  const uint32_t oldest = OldestGeneration(word, run.active, &rank);
   const MemoryTable* table = &run.control->memory[oldest % kGenerations];
   const LaneMemory memory(table);
   if (memory.generation == oldest && memory.Suffices(needs)) return table;
@@ -104,12 +127,41 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   return nullptr;
 }
 
+// What an operation announces when some ranks are out.
+static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, uint32_t out) {
+  Descriptor descriptor = all;
+  descriptor.flags |= out << kDescribedOutShift;
+  return Signature(descriptor);
+}
+
+// The first warp of block 0, before it announces the operation: sets the flags of this rank's other half to 0. Nobody
+// writes there: the operation before this one has ended here, so its flags are no longer awaited, and the next one
+// begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay begun.
+static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t other = (run.epoch & 1) ^ 1;
+  char* const own =
+      reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(memory.staging), run.rank));
+  if (own == nullptr) return;
+  uint32_t* const flags = reinterpret_cast<uint32_t*>(own + other * (memory.flag_bytes + memory.data_bytes));
+  for (uint64_t i = lane; i < memory.flag_bytes / 4; i += 32) flags[i] = 0;
+  for (int i = lane; i < 2 * kMaxBlocks; i += 32) {
+    const uint32_t begun = LoadRelaxedGpu(&run.control->started[i]);
+    if (begun != run.epoch) atomicCAS(&run.control->started[i], begun, 0u);
+  }
+  if (lane == 0) run.control->cleared[other] = run.epoch;
+  __syncwarp();
+  __threadfence_system();
+}
+
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
-// do but to poison and to finish.
+// do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
                                                int rank) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
+    const uint32_t everybody = (1u << ranks) - 1;
+    const bool takes_part = lane < ranks && (call.active == nullptr || call.active[lane]);
     if (lane == 0) {
       run.control = call.control;
       run.mailbox = call.mailbox;
@@ -118,29 +170,44 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
       run.operation = operation;
       run.ranks = ranks;
       run.rank = rank;
+      run.active = everybody;
       run.outside = !CheckIn(run, call.call_id);
     }
+    const uint32_t members = __ballot_sync(0xFFFFFFFFu, takes_part), out = everybody & ~members;
+    if (lane == 0) {
+      run.members = members;
+      run.active = members >> rank & 1 ? members : 0;
+      if (out) run.signature = SignatureWithout(call.descriptor, out);
+    }
     __syncwarp();
-    const uint32_t epoch = run.epoch;
+    const uint32_t epoch = run.epoch, active = run.active;
     LaneMemory memory(&call.control->current);
     const uint32_t current = memory.generation;
+    const uint32_t before = LoadRelaxedSystem(&call.control->members);
     const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
     const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
+    const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
     bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
+      const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
       if (blockIdx.x == 0) {
-        // Every rank gets the same word, this one too.
-        const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-        if (lane < ranks) {
-          StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
-        } else if (lane >= 16) {
+        if (lane >= 16) {
           const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-          StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
+          const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
+          StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16,
+                             from[lane - 16] | flags);
         }
         if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+        if (joins) refused = !Join(run);
+        if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
+        // Every rank gets the same word, this one too.
+        const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
+        if (!refused && (active >> lane & 1)) {
+          StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
+        }
       }
-      if (!memory.Suffices(call.needs)) {
+      if (!refused && (joins || (active && !memory.Suffices(call.needs)))) {
         const MemoryTable* chosen = AwaitMemory(run, call.needs);
         refused = chosen == nullptr;
         if (chosen) memory = LaneMemory(chosen);
@@ -187,28 +254,34 @@ __device__ __forceinline__ void FillBytes(void* to, uint64_t bytes, uint8_t valu
 static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t word) {
   Control* const control = run.control;
   if (atomicExch(&control->mirrored, 1u)) return;
-  for (int r = 0; r < run.ranks; ++r)
-    ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+  const uint32_t dead = LoadRelaxedSystem(&run.mailbox->dead);
+  for (int r = 0; r < run.ranks; ++r) {
+    if (!(dead >> r & 1)) ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+  }
   ErrorRecord* const record = control->error;
   const Failure failure = UnpackFailure(word);
   const Mailbox* own = run.mailbox;
   auto copy = [&](int rank, Descriptor* to) {
-    if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead) rank = run.rank;  // touch nothing of the dead
+    if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead || (dead >> rank & 1)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
-    // A descriptor is stored without a fence; in a mismatch its signature, which was announced, says when it is whole.
-    const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
-    for (int attempt = 0; attempt < 1000; ++attempt) {
+    // A descriptor is stored without a fence, and its announcement may not have come here yet. The signature in it says
+    // when the descriptor is whole. In a mismatch both ranks have announced something.
+    const uint64_t start = NowNs();
+    do {
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      if (AnnouncedEpoch(announced) != failure.epoch || Signature(seen) == AnnouncedSignature(announced)) break;
-    }
+      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+      const bool came = AnnouncedEpoch(announced) == failure.epoch;
+      if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
+    } while (NowNs() - start < kDescriptorGraceNs);
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);
     }
   };
   copy(failure.rank, &record->of_rank);
   copy(failure.other, &record->of_other);
-  const int told = failure.cause == Cause::kTimeout && failure.other < run.ranks ? failure.other : run.rank;
+  const bool theirs = failure.cause == Cause::kTimeout && failure.other < run.ranks && !(dead >> failure.other & 1);
+  const int told = theirs ? failure.other : run.rank;
   StoreRelaxedSystem(&record->waited_ns, LoadRelaxedSystem(&control->mailbox[told]->waited_ns));
   __threadfence_system();
   StoreRelaxedSystem(&record->failure, word);
@@ -220,6 +293,7 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   control->ticket = 0;
   control->claimed[0] = control->claimed[1] = control->claimed[2] = control->claimed[3] = 0;
   control->completed[0] = control->completed[1] = 0;
+  control->members = run.members;
   __threadfence();
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }
@@ -248,7 +322,7 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
     // What made a block of this rank give up is in the mailbox by now; the announcements come in beside it.
     uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
     const uint64_t word = all_refused ? 0 : AwaitAnnouncement(run);
-    const bool matches = static_cast<int>(threadIdx.x) >= run.ranks ||
+    const bool matches = !(run.active >> threadIdx.x & 1) ||
                          (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature);
     if (!__all_sync(0xFFFFFFFFu, matches)) failure = LoadRelaxedSystem(&run.mailbox->failure);
     failure = __shfl_sync(0xFFFFFFFFu, failure, 0);
@@ -256,8 +330,9 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
       fill = !all_refused;
       if (threadIdx.x == 0) MirrorFailure(run, failure);
     } else {
-      int rank;
-      const uint32_t next = OldestGeneration(word, run.ranks, &rank);
+      int rank;  // one that is out joins before it uses memory again: it need not hold on to an old generation
+      const uint32_t next =
+          run.active ? OldestGeneration(word, run.active, &rank) : LoadRelaxedSystem(&control->newest) & 0xFF;
       if (run.current != next) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->memory[next % kGenerations]);
         uint32_t* const to = reinterpret_cast<uint32_t*>(&control->current);

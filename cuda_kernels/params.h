@@ -22,6 +22,7 @@ struct Call {
   uint64_t timeout_ns;  // 0: waits for ever, but leaves when the group has failed
   uint32_t call_id;     // of the call site on this device, unique in the process; never 0
   uint32_t signature;   // Signature(descriptor)
+  const bool* active;   // [ranks]: who takes part; null: all
   Needs needs;
   Descriptor descriptor;  // Describe(...)
 };
@@ -64,6 +65,7 @@ struct Schedule {
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
   bool solo_layout;    // every block computes all positions for itself, in shared memory
+  bool bulk;           // rows are placed by bulk copies, where the GPU has them
 };
 
 struct DispatchParams {

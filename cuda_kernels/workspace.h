@@ -12,7 +12,8 @@
 // A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start
 // and data lie at the end:
 //   flags  uint32 words that only ever hold epochs. A word equal to the current epoch says "arrived". Because the word
-//          holds the number of the operation, nothing is ever reset, and a stale word is not mistaken.
+//          holds the number of the operation, nothing has to be reset in between, and a stale word is not mistaken.
+//          Numbers come round after 2^32 operations: long before that every rank clears its flags (kClearAfter).
 //   data   whatever the operation stages (rows, metadata).
 // The border between the two (`MemoryTable::flag_bytes`) never moves in a generation: no operation's data ever lie
 // where another operation looks for flags.
@@ -24,6 +25,13 @@
 // Generations: an announcement carries the newest generation that its rank has. The operation after it uses the least
 // of what all ranks announced, which every rank computes from the same words: all switch at the same operation. An
 // operation that needs more than that waits for the announcements of its own epoch first and takes their least.
+//
+// Ranks that are out: an operation may be given a bit mask of the ranks that take part. Nobody stores to the others or
+// waits for them; "every rank" above is every rank that takes part. One that is out does nothing but count the
+// operation, if it runs it at all; it may run ahead or stay behind. So when an operation has a rank that the one before
+// it had not, all its ranks first meet (`Mailbox::joins`): each has begun it, hence ended everything before, and what
+// is said above holds from there on. Such an operation takes its memory from its own announcements. After a start or a
+// reset the operation before is taken to have had no ranks. The mask is part of the announced signature.
 #pragma once
 
 #include <cstddef>
@@ -115,6 +123,9 @@ XEN_MOE_ANYWHERE inline int ProgressRank(uint64_t word) { return static_cast<int
 
 // The operation's number after `epoch`. 0 is left out, because fresh flags are 0; parity goes on alternating.
 XEN_MOE_ANYWHERE inline uint32_t NextEpoch(uint32_t epoch) { return epoch == 0xFFFFFFFFu ? 2u : epoch + 1u; }
+// So many epochs after its flags were last cleared a half is cleared again: no word lives so long that its number comes
+// round.
+constexpr uint32_t kClearAfter = 1u << 30;
 // Epochs that are ahead of `newest` by less than this are newer.
 XEN_MOE_ANYWHERE inline bool EpochBefore(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
@@ -137,6 +148,7 @@ struct Descriptor {
 };
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8;
+constexpr int kDescribedOutShift = 16;  // from this bit on: the ranks that are out. The host leaves it 0
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
 XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
@@ -156,8 +168,10 @@ XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
 struct alignas(128) Mailbox {
   // Written by the ranks of the group.
   uint64_t announcements[2][kMaxRanks];  // [epoch parity][source rank]
+  uint64_t joins[kMaxRanks];             // [source rank], as an announcement; 0: none, or used
   // By whoever gives up first; 0: none. A line of its own: it is polled.
   alignas(128) uint64_t failure;
+  uint32_t dead;  // by the host: bit mask of the ranks whose process has ended. Nothing is read or stored there
   // Written by this rank alone, for the others to read when something is wrong.
   alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
   uint64_t progress;
@@ -210,11 +224,13 @@ struct alignas(128) Control {
   alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses
+  uint32_t members;                               // bit mask of the ranks that took part in the operation before
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
   uint32_t claimed[4];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`
+  uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
 };
 

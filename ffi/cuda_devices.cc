@@ -95,6 +95,9 @@ class Cuda final : public Devices {
       Gpu gpu;
       Check(cudaFree(nullptr), "creating the CUDA context of GPU " + std::to_string(ordinal));
       Check(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking), "cudaStreamCreate");
+      int lowest = 0, highest = 0;  // the few blocks of a flight come first where a matmul leaves an SM
+      Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+      Check(cudaStreamCreateWithPriority(&gpu.flights, cudaStreamNonBlocking, highest), "cudaStreamCreate");
       Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
       gpus_[ordinal] = gpu;
@@ -217,9 +220,32 @@ class Cuda final : public Devices {
     return result.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready && result.get();
   }
 
+  void* Fork(int ordinal, void* stream) override {
+    const cudaStream_t flights = Find(ordinal).flights;
+    const cudaEvent_t here = TakeEvent(ordinal);
+    cudaError_t e = cudaEventRecord(here, static_cast<cudaStream_t>(stream));
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(flights, here);
+    GiveEvent(ordinal, here);  // what waits for it has seen this record
+    Check(e, "starting a flight on GPU " + std::to_string(ordinal));
+    return flights;
+  }
+  void* Mark(int ordinal) override {
+    const cudaEvent_t mark = TakeEvent(ordinal);
+    Check(cudaEventRecord(mark, Find(ordinal).flights), "starting a flight on GPU " + std::to_string(ordinal));
+    return mark;
+  }
+  void Join(int ordinal, void* stream, void* mark) override {
+    const cudaEvent_t event = static_cast<cudaEvent_t>(mark);
+    const cudaError_t e =
+        stream == nullptr ? cudaSuccess : cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), event);
+    GiveEvent(ordinal, event);
+    Check(e, "finishing a flight on GPU " + std::to_string(ordinal));
+  }
+
  private:
   struct Gpu {
     cudaStream_t stream = nullptr;
+    cudaStream_t flights = nullptr;
     int sms = 0;
   };
   struct Block {
@@ -233,6 +259,26 @@ class Cuda final : public Devices {
     auto found = gpus_.find(ordinal);
     if (found == gpus_.end()) Refuse("GPU " + std::to_string(ordinal) + " was not prepared");
     return found->second;
+  }
+
+  cudaEvent_t TakeEvent(int ordinal) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      std::vector<cudaEvent_t>& free = free_events_[ordinal];
+      if (!free.empty()) {
+        const cudaEvent_t event = free.back();
+        free.pop_back();
+        return event;
+      }
+    }
+    DeviceGuard guard(ordinal);
+    cudaEvent_t event = nullptr;
+    Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return event;
+  }
+  void GiveEvent(int ordinal, cudaEvent_t event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_events_[ordinal].push_back(event);
   }
 
   void AddPage() {
@@ -266,6 +312,7 @@ class Cuda final : public Devices {
   static constexpr uint64_t kPage = 256 * 1024;
   Pinned page_;  // what is left of the newest
   uint64_t page_left_ = 0;
+  std::map<int, std::vector<cudaEvent_t>> free_events_;
   std::map<char*, uint64_t> slots_;  // sizes
   std::multimap<uint64_t, Pinned> free_slots_;
 };

@@ -44,6 +44,12 @@ class Devices {
   virtual void Zero(int ordinal, void* to, uint64_t bytes) = 0;
   // Whether everything that was queued on the GPU ended within `seconds`.
   virtual bool Idle(int ordinal, double seconds) = 0;
+  // Flights (flights.h). A stream of the library's own, which goes on when everything queued on `stream` has ended.
+  virtual void* Fork(int ordinal, void* stream) = 0;
+  // A mark behind everything queued on that stream.
+  virtual void* Mark(int ordinal) = 0;
+  // `stream` goes on when the mark has been reached. The mark is given back; without a stream that is all.
+  virtual void Join(int ordinal, void* stream, void* mark) = 0;
 };
 
 Devices& CudaDevices();

@@ -47,10 +47,14 @@ std::string OperationText(const Descriptor& d) {
   if (d.wire != 0) text += std::string(", wire ") + Word(kWires, d.wire) + (d.flags & kDescribedUe8m0 ? ":ue8m0" : "");
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";
-  return text;
+  std::string out;
+  for (uint32_t rank = 0; rank < d.ranks; ++rank) {
+    if (d.flags >> kDescribedOutShift >> rank & 1) out += (out.empty() ? ", without ranks " : ", ") + Number(rank);
+  }
+  return text + out;
 }
 
-std::string FailureText(const ErrorRecord& record, int channel, bool across,
+std::string FailureText(const ErrorRecord& record, int channel, bool across, bool masked,
                         const std::function<std::string(int)>& where) {
   const Failure f = UnpackFailure(record.failure);
   const std::string root = "rank " + std::to_string(f.rank) + " (" + where(f.rank) + ")";
@@ -71,14 +75,21 @@ std::string FailureText(const ErrorRecord& record, int channel, bool across,
       break;
     case Cause::kMismatch:
       text += what + " failed: the ranks run different operations under this number. " + root + " runs " +
-              OperationText(record.of_rank) + "; " + other + " runs " + shapes + "." + poisoned +
-              ". Every rank must run the same operations in the same order; operations that may run at the same time "
-              "need a KernelConfig.channel each. Correct the program" +
+              OperationText(record.of_rank) + "; " + other + " runs " + shapes + "." +
+              (OperationText(record.of_rank) == shapes && record.of_rank.site != record.of_other.site
+                   ? " These are two calls of the same shapes, at different places of a program or of two programs."
+                   : "") +
+              poisoned +
+              ". Every rank must run the same operations in the same order, with the same `active`; operations that "
+              "may run at the same time need a KernelConfig.channel each. Correct the program" +
               again;
       break;
     case Cause::kDead:
       text += "the process of " + root + " has ended, and with it the group on channel " + std::to_string(channel) +
-              "." + poisoned + ". Start the job again from its last checkpoint";
+              "." + poisoned +
+              (masked ? ". Call xen_moe_jax.cuda.reset() in every process that is left and go on with active="
+                        "xen_moe_jax.cuda.alive(mesh, axis_name), or start the job again from its last checkpoint"
+                      : ". Start the job again from its last checkpoint");
       break;
     case Cause::kMemory:
       text += what + " failed: " + root +

@@ -13,7 +13,7 @@ namespace xen_moe {
 std::string OperationText(const Descriptor& descriptor);
 
 // The whole error. `where(rank)` names the GPU and process of a rank; `across`: the group spans processes.
-std::string FailureText(const ErrorRecord& record, int channel, bool across,
+std::string FailureText(const ErrorRecord& record, int channel, bool across, bool masked,
                         const std::function<std::string(int)>& where);
 
 }  // namespace xen_moe

@@ -87,6 +87,26 @@ bool FakeDevices::Idle(int, double seconds) {
   }
 }
 
+void* FakeDevices::Fork(int, void*) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Count("Fork");
+  return this;
+}
+void* FakeDevices::Mark(int) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Count("Mark");
+  ++marks_;
+  return this;
+}
+void FakeDevices::Join(int, void*, void*) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--marks_ < 0) std::abort();  // given back twice
+}
+int FakeDevices::marks() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return marks_;
+}
+
 void FakeDevices::FailAfter(int calls) {
   std::lock_guard<std::mutex> lock(mutex_);
   fail_at_ = calls < 0 ? -1 : calls_ + calls;

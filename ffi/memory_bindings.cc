@@ -23,20 +23,21 @@ auto WithoutGil(F f) {
   }
 }
 
-// A Python function (key, said, seconds) -> (ticket, [what each process said]).
+// A Python function (key, said, seconds, without_dead) -> (ticket, [what each process said], [who is left out]).
 Agree AgreeThrough(nb::object function) {
   // Never destroyed: the interpreter may be gone by then.
   auto* kept = new nb::object(std::move(function));
-  return [kept](const std::string& key, const std::string& said, double seconds) {
+  return [kept](const std::string& key, const std::string& said, double seconds, bool without_dead) {
     nb::gil_scoped_acquire gil;
     try {
-      nb::object answer = (*kept)(key, nb::bytes(said.data(), said.size()), seconds);
+      nb::object answer = (*kept)(key, nb::bytes(said.data(), said.size()), seconds, without_dead);
       Agreed agreed;
       agreed.ticket = nb::cast<uint64_t>(answer[0]);
       for (nb::handle one : nb::cast<nb::list>(answer[1])) {
         const nb::bytes text = nb::cast<nb::bytes>(one);
         agreed.said.emplace_back(text.c_str(), text.size());
       }
+      for (nb::handle one : nb::cast<nb::list>(answer[2])) agreed.gone.push_back(nb::cast<int>(one));
       return agreed;
     } catch (nb::python_error& e) {
       throw MemoryError{false, nb::cast<std::string>(nb::str(e.value()))};
@@ -75,13 +76,19 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       for (const auto& workspace : Registry::Get().All()) workspace->Renumber(epoch);
     });
   });
+  m.def("gone", [] {
+    const std::set<int> gone = Registry::Get().Gone();
+    return std::vector<int>(gone.begin(), gone.end());
+  });
   m.def("failure", [] { return Registry::Get().Failure(); });
   m.def("workspaces", [] {
     nb::list out;
     for (const auto& workspace : Registry::Get().All()) {
+      if (workspace->for_flights() && workspace->generation() == 0) continue;  // nothing has been in flight
       nb::dict d;
       d["ranks"] = workspace->ranks();
       d["channel"] = workspace->channel();
+      d["flights"] = workspace->for_flights();
       d["devices"] = workspace->devices();
       d["staging_bytes"] = workspace->staging_bytes();
       d["scratch_bytes"] = workspace->scratch_bytes();

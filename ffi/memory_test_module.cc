@@ -10,6 +10,7 @@
 
 #include "ffi/failure_text.h"
 #include "ffi/fake_devices.h"
+#include "ffi/flights.h"
 #include "ffi/memory_bindings.h"
 #include "ffi/symmetric_memory.h"
 
@@ -145,6 +146,23 @@ NB_MODULE(_memory_test, m) {
     }
     return up;
   });
+  m.def("flights", [](std::vector<int64_t> devices, int ranks, int channel) {
+    return Registry::Get().Find(std::move(devices), ranks, channel, true);
+  });
+  // Flights by name: the address of a result. A stream is any number.
+  m.def("start_flight", [](int ordinal, uintptr_t result, int64_t run) {
+    try {
+      Flights::Get().Fork(&FakeDevices::Get(), ordinal, nullptr, run);
+      Flights::Get().Started(&FakeDevices::Get(), ordinal, reinterpret_cast<const void*>(result), run);
+    } catch (const MemoryError& e) {
+      throw std::runtime_error(e.message);
+    }
+  });
+  m.def("land_flight", [](int ordinal, uintptr_t result) {
+    return Flights::Get().Land(&FakeDevices::Get(), ordinal, reinterpret_cast<const void*>(result), nullptr);
+  });
+  m.def("open_flights", [] { return Flights::Get().open(); });
+  m.def("marks", [] { return FakeDevices::Get().marks(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });
@@ -156,8 +174,12 @@ NB_MODULE(_memory_test, m) {
     *member.record = from;
     member.record->generation = generation;
   });
+  m.def("leave_out_the_dead", [](Workspace& w) { w.LeaveOutTheDead(); });
+  m.def("mailbox_dead", [](Workspace& w, size_t i) { return At(w, i).mailbox->dead; });
   m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
   m.def("failure_text", [](nb::dict record, int channel, bool across) {
-    return FailureText(RecordOf(record), channel, across, [](int rank) { return "GPU " + std::to_string(rank); });
+    const bool masked = record.contains("masked") && nb::cast<bool>(record["masked"]);
+    return FailureText(RecordOf(record), channel, across, masked,
+                       [](int rank) { return "GPU " + std::to_string(rank); });
   });
 }

@@ -43,6 +43,7 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
   s.part_elements = ((r.hidden + s.parts - 1) / s.parts + 255) / 256 * 256;
   s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
   s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
+  s.bulk = a.Int("bulk", 0, 1) != 0;
   if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
     Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
            " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));
@@ -61,9 +62,11 @@ int64_t DecodeShared(const Attributes& a, bool scaled, P* plan) {
   p.element = dtype > static_cast<int64_t>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
   p.wire = static_cast<WireType>(a.Int("wire", 0, 2));
   p.ue8m0 = a.Int("ue8m0", 0, 1) != 0;
+  plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
   p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
+  plan->masked = a.Int("masked", 0, 1) != 0;
   return dtype;
 }
 
@@ -134,10 +137,16 @@ uint32_t NextCallId() {
   return id != 0 ? id : next++;
 }
 
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call) {
+  const uint32_t given = static_cast<uint32_t>(attributes.Int("site", 0, std::numeric_limits<uint32_t>::max()));
+  call->descriptor.site = static_cast<int>(workspace.members().size()) == ranks ? call->call_id : given;
+  call->signature = Signature(call->descriptor);
+}
+
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds) {
+                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
-  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel);
+  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel, flight);
   for (const Member& member : workspace->members()) {
     const int sms = CudaDevices().SmCount(member.ordinal);
     if (blocks > sms) {
@@ -146,6 +155,7 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::v
     }
   }
   workspace->Serve(needs, seconds);
+  if (masked) workspace->LeaveOutTheDead();
   return workspace;
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_kernels/params.h"
+#include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,7 +34,9 @@ constexpr int kMaxChannels = 16;
 // The static half of every operation.
 struct Plan {
   std::shared_ptr<Workspace> workspace;
+  bool flight = false;               // a start, that another call finishes
   double timeout_s = 0.0;            // for memory to be agreed on
+  bool masked = false;               // it is told which ranks take part
   std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
 };
 
@@ -77,8 +80,11 @@ ffi::Error ToError(const MemoryError& e);
 
 // The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds);
+                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked);
 uint32_t NextCallId();
+// Descriptor::site and what follows from it. Devices of one process share the plan, so its own number tells it from
+// every other; between processes it is the number that Python gave the call.
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call);
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
 inline int RanksOf(const CombineParams& p) { return p.routing.ranks; }
@@ -100,7 +106,8 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
     plan->workspace =
         PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
-                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s);
+                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
+    NameSite(attributes, *plan->workspace, RanksOf(plan->params), &plan->params.call);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }
@@ -111,19 +118,50 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
 ffi::Error CheckBuffer(const char* name, ffi::DataType given, ffi::Span<const int64_t> given_dims, ffi::DataType dtype,
                        const std::vector<int64_t>& dims);
 
+struct Expected {
+  template <class Buffer>
+  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
+      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
+  const char* name;
+  ffi::DataType given;
+  ffi::Span<const int64_t> dims;
+  ffi::DataType dtype;
+  std::vector<int64_t> shape;
+};
+// At the first call of a call site: the shapes of its buffers never change.
+template <class MakeExpected>
+ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
+  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
+  for (const Expected& e : expected()) {
+    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
+  }
+  plan->checked.store(true, std::memory_order_release);
+  return ffi::Error::Success();
+}
+
 // The member of this device, ready to launch on, or an error. `*launching` is held until the launch is made.
 ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching);
 ffi::Error Launched(int32_t ordinal, int code);
 
-// Runs `launch(member)` on the member of this device, with the memory ready and earlier failures reported.
+// Runs `launch(member, stream)` on the member of this device, with the memory ready and earlier failures reported.
+// `result`: the first of its results, by which the done half finds a flight.
 template <class Launch>
 ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
-                 Launch launch) {
+                 const void* result, Launch launch) {
   std::shared_lock<std::shared_mutex> launching;
   ffi::ErrorOr<const Member*> member = Enter(plan, needs, ordinal, stream, run.run_id, &launching);
   if (!member.has_value()) return member.error();
-  return Launched(ordinal, launch(**member));
+  if (!plan.flight) return Launched(ordinal, launch(**member, stream));
+  try {
+    Flights& flights = Flights::Get();
+    const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, run.run_id));
+    if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return e;
+    flights.Started(&CudaDevices(), ordinal, result, run.run_id);
+  } catch (const MemoryError& e) {
+    return ToError(e);
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace xen_moe

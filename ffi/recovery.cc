@@ -34,7 +34,7 @@ void Workspace::Release(double seconds) {
   }
   if (across_) {
     for (Generation& generation : old) Drop(&generation);
-    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds);
+    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds, false);
     Turns::Get().Begin(agreed.ticket, seconds);
     std::vector<std::string> offers;
     for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");
@@ -75,12 +75,18 @@ uint32_t Workspace::NewestEpoch() {
   return newest;
 }
 
-void Workspace::Reset(double seconds) {
+void Workspace::Interrupt(double seconds) {
   const auto lock = Change(seconds);
   if (homes_.empty()) return;
   for (size_t i = 0; i < members_.size(); ++i) {
     Tell(i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
   }
+}
+
+void Workspace::Reset(double seconds) {
+  Interrupt(seconds);
+  const auto lock = Change(seconds);
+  if (homes_.empty()) return;
   if (!WaitIdle(seconds)) {
     Refuse("reset: a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
            " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
@@ -88,14 +94,19 @@ void Workspace::Reset(double seconds) {
   }
   uint32_t epoch = NewestEpoch();
   if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds);
+    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds, masked_);
     Turns::Get().End(agreed.ticket);
-    for (const std::string& said : agreed.said) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+    for (const std::string& said : agreed.said) {
+      if (!said.empty()) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
+    }
+    Registry::Get().GoOnWithout(agreed.gone);
+    std::lock_guard<std::mutex> dead_lock(dead_mutex_);
+    dead_.insert(agreed.gone.begin(), agreed.gone.end());
   }
   // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
   Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
   if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds);
+    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds, masked_);
     Turns::Get().End(agreed.ticket);
   }
 }
@@ -121,6 +132,7 @@ void Workspace::Restart(uint32_t epoch) {
     job_.gpus->Zero(ordinal, state, sizeof(Control) - offsetof(Control, owner));
     job_.gpus->Write(ordinal, &members_[i].control->epoch, &epoch, sizeof(epoch));
   }
+  WriteDead();
   WriteTables(true);
   for (Member& member : members_) {
     member.record->failure = 0;
@@ -131,8 +143,23 @@ void Workspace::Restart(uint32_t epoch) {
   runs_.fill(kNoRun);
 }
 
+void Workspace::WriteDead() {
+  std::lock_guard<std::mutex> lock(dead_mutex_);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Group& group = groups_[group_of_[i]];
+    uint32_t dead = 0;
+    for (int rank = 0; rank < ranks_; ++rank) dead |= dead_.count(ProcessOf(group.devices[rank])) << rank;
+    job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->dead, &dead, sizeof(dead));
+  }
+}
+
 void Workspace::MarkDead(int process, bool clean) {
+  {
+    std::lock_guard<std::mutex> lock(dead_mutex_);
+    dead_.insert(process);
+  }
   if (!settled_) return;
+  if (masked_) return WriteDead();  // whoever waits for that rank fails
   for (size_t i = 0; i < members_.size(); ++i) {
     const Group& group = groups_[group_of_[i]];
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -144,9 +171,11 @@ void Workspace::MarkDead(int process, bool clean) {
       break;
     }
   }
+  WriteDead();
 }
 
 bool Workspace::Failed() const {
+  if (flights_ && flights_->Failed()) return true;
   if (!settled_.load(std::memory_order_acquire)) return false;
   for (const Member& member : members_) {
     if (LoadVolatile(&member.record->failure) != 0) return true;
@@ -156,17 +185,19 @@ bool Workspace::Failed() const {
 
 std::string Workspace::Failure() const {
   if (!Failed()) return "";
+  if (flights_ && flights_->Failed()) return flights_->Failure();
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
     if (LoadVolatile(&member.record->failure) == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);
     const Group& group = groups_[group_of_[i]];
-    return FailureText(*member.record, channel_, across_, [&](int rank) { return WhereIs(group, rank); });
+    return FailureText(*member.record, channel_, across_, masked_, [&](int rank) { return WhereIs(group, rank); });
   }
   return "";
 }
 
 std::string Workspace::Admit(int64_t run) {
+  if (flights_of_) return flights_of_->Admit(run);  // they fail together
   std::lock_guard<std::mutex> lock(runs_mutex_);
   int64_t& slot = runs_[static_cast<uint64_t>(run) % runs_.size()];
   if (slot == run) return "";
@@ -189,7 +220,8 @@ std::string Workspace::KeyOf(const char* what) {
   uint64_t hash = 1469598103934665603ull;
   for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(key)) * 1099511628211ull;
   std::ostringstream out;
-  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << "/" << what << "/" << ++changes_;
+  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << (flights_of_ ? "-flights" : "")
+      << "/" << what << "/" << ++changes_;
   return out.str();
 }
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <thread>
 
+#include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
@@ -32,7 +33,7 @@ void Registry::SetAgree(Agree agree) {
   job_.agree = std::move(agree);
 }
 
-std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel) {
+std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!configured_) Refuse("the CUDA module was not configured: import xen_moe_jax and load the program through it");
   for (DeviceKey& key : devices) {
@@ -53,6 +54,7 @@ std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ra
     slot = found;
     if (found->across()) kept_.push_back(found);
   }
+  if (flights) return {found, found->flights()};
   return found;
 }
 
@@ -61,7 +63,10 @@ std::vector<std::shared_ptr<Workspace>> Registry::All() {
   std::vector<std::shared_ptr<Workspace>> out;
   for (auto entry = workspaces_.begin(); entry != workspaces_.end();) {
     std::shared_ptr<Workspace> workspace = entry->second.lock();
-    if (workspace) out.push_back(std::move(workspace));
+    if (workspace) {
+      out.emplace_back(workspace, workspace->flights());
+      out.push_back(std::move(workspace));
+    }
     entry = entry->second.expired() ? workspaces_.erase(entry) : std::next(entry);
   }
   return out;
@@ -69,6 +74,7 @@ std::vector<std::shared_ptr<Workspace>> Registry::All() {
 
 void Registry::ResetAll(double seconds) {
   std::string failed;
+  for (auto& workspace : All()) workspace->Interrupt(seconds);  // a GPU is idle when none of them uses it
   for (auto& workspace : All()) {
     try {
       workspace->Reset(seconds);
@@ -77,6 +83,7 @@ void Registry::ResetAll(double seconds) {
     }
   }
   if (!failed.empty()) throw MemoryError{false, failed};
+  Flights::Get().Clear();
   std::vector<std::shared_ptr<Workspace>> failed_ones;
   {
     std::lock_guard<std::mutex> lock(leaving_mutex_);
@@ -118,6 +125,16 @@ void Registry::MarkDead(int process, bool clean) {
   for (auto& workspace : All()) workspace->MarkDead(process, clean);
 }
 
+std::set<int> Registry::Gone() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return gone_;
+}
+
+void Registry::GoOnWithout(const std::vector<int>& processes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  gone_.insert(processes.begin(), processes.end());
+}
+
 std::string Registry::Failure() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& entry : workspaces_) {
@@ -136,11 +153,13 @@ std::string Registry::Failure() {
 
 void Registry::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
+  Flights::Get().Clear();
   kept_.clear();
   workspaces_.clear();
   std::lock_guard<std::mutex> leaving_lock(leaving_mutex_);
   leaving_.clear();
   job_ = Job{};
+  gone_.clear();
   configured_ = false;
 }
 

@@ -5,11 +5,15 @@
 namespace xen_moe {
 namespace {
 
+using Bools = ffi::BufferR1<ffi::PRED>;
 using Ints2 = ffi::BufferR2<ffi::S32>;
 using Ints3 = ffi::BufferR3<ffi::S32>;
 using Floats2 = ffi::BufferR2<ffi::F32>;
 using IntsOut2 = ffi::ResultBufferR2<ffi::S32>;
 using IntsOut3 = ffi::ResultBufferR3<ffi::S32>;
+
+// Of the operand `active`.
+std::vector<int64_t> ActiveShape(const Plan& plan, const Routing& r) { return {plan.masked ? r.ranks : 0}; }
 
 int64_t ScaleBlocks(const Routing& r) { return (r.hidden + kScaleBlock - 1) / kScaleBlock; }
 
@@ -24,38 +28,23 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
-struct Expected {
-  template <class Buffer>
-  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
-      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
-  const char* name;
-  ffi::DataType given;
-  ffi::Span<const int64_t> dims;
-  ffi::DataType dtype;
-  std::vector<int64_t> shape;
-};
-// At the first call of a call site: the shapes of its buffers never change.
-template <class MakeExpected>
-ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
-  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
-  for (const Expected& e : expected()) {
-    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
-  }
-  plan->checked.store(true, std::memory_order_release);
-  return ffi::Error::Success();
-}
+// Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.
+constexpr size_t kHeld = 2;
 
-// x, scales, topk_idx, topk_weights -> rows, row_scales, positions, recv_counts, weights, [local_idx]
+// x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, clean topk_idx,
+// [local_idx]
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
-                    Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, ffi::Result<ffi::AnyBuffer> rows,
-                    ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions, IntsOut2 recv_counts,
-                    ffi::Result<ffi::AnyBuffer> weights, ffi::RemainingRets rest) {
+                    Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, Bools active,
+                    ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions,
+                    IntsOut2 recv_counts, ffi::Result<ffi::AnyBuffer> weights, IntsOut2 clean_topk_idx,
+                    ffi::RemainingRets rest) {
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   const bool ranked = r.layout == Layout::kRanked;
-  if (rest.size() != static_cast<size_t>(ranked)) {
-    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(5 + rest.size()) + " results, not " +
-                                       std::to_string(5 + ranked));
+  const size_t others = ranked + (plan->flight ? kHeld : 0);
+  if (rest.size() != others) {
+    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(6 + rest.size()) + " results, not " +
+                                       std::to_string(6 + others));
   }
   if (ranked) p.local_idx = static_cast<int*>((*rest.get<ffi::AnyBuffer>(0))->untyped_data());
   ffi::Error error = CheckOnce(plan, [&] {
@@ -64,11 +53,13 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
                               {"scales", scales, ffi::F32, {r.tokens, columns}},
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
                               {"topk_weights", topk_weights, ffi::F32, {r.tokens, r.top_k}},
+                              {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)},
                               {"row_scales", *row_scales, ffi::F32, RowsShape(r, columns)},
                               {"positions", *positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
                               {"recv_counts", *recv_counts, ffi::S32, {r.ranks, r.local_experts}},
-                              {"weights", *weights, ffi::F32, WeightsShape(r)}};
+                              {"weights", *weights, ffi::F32, WeightsShape(r)},
+                              {"clean topk_idx", *clean_topk_idx, ffi::S32, {r.tokens, r.top_k}}};
     if (ranked) all.push_back({"local_idx", **rest.get<ffi::AnyBuffer>(0), ffi::S32, WeightsShape(r)});
     return all;
   });
@@ -77,22 +68,25 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.scales = plan->scaled ? scales.typed_data() : nullptr;
   p.topk_idx = topk_idx.typed_data();
   p.topk_weights = topk_weights.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
   p.row_scales = plan->scaled ? static_cast<float*>(row_scales->untyped_data()) : nullptr;
   p.positions = positions->typed_data();
   p.recv_counts = recv_counts->typed_data();
   p.weights = static_cast<float*>(weights->untyped_data());
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  p.clean_topk_idx = clean_topk_idx->typed_data();
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
-// x, topk_idx, positions, recv_counts -> rows
+// x, topk_idx, positions, recv_counts, active -> rows
 ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
-                      Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Result<ffi::AnyBuffer> rows) {
+                      Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active,
+                      ffi::Result<ffi::AnyBuffer> rows) {
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   ffi::Error error = CheckOnce(plan, [&] {
@@ -100,6 +94,7 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
                                  {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
                                  {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
                                  {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                                 {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                                  {"rows", *rows, plan->dtype, RowsShape(r, r.hidden)}};
   });
   if (!error.success()) return error;
@@ -107,26 +102,30 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   p.topk_idx = topk_idx.typed_data();
   p.positions = positions.typed_data();
   p.recv_counts = recv_counts.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchDispatch(p, stream);
+    return LaunchDispatch(p, on);
   });
 }
 
-// y, topk_idx, positions, recv_counts, weights -> out
+// y, topk_idx, positions, recv_counts, active, weights -> out
 ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CombinePlan* plan, ffi::AnyBuffer y,
-                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, ffi::Buffer<ffi::F32> weights,
-                   ffi::Result<ffi::AnyBuffer> out) {
+                   Ints2 topk_idx, ffi::AnyBuffer positions, ffi::AnyBuffer recv_counts, Bools active,
+                   ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
   CombineParams p = plan->params;
   const Routing& r = p.routing;
+  // A flight of a backward pass is given the bits of its integers as float32: only those have cotangents.
+  const ffi::DataType integers = plan->flight && positions.element_type() == ffi::F32 ? ffi::F32 : ffi::S32;
   ffi::Error error = CheckOnce(plan, [&] {
     std::vector<Expected> all{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
-                              {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
-                              {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                              {"positions", positions, integers, {r.ranks, r.tokens, r.slots}},
+                              {"recv_counts", recv_counts, integers, {r.ranks, r.local_experts}},
+                              {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
     if (plan->weighted) all.push_back({"weights", weights, ffi::F32, WeightsShape(r)});
     return all;
@@ -134,15 +133,87 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   if (!error.success()) return error;
   p.y = y.untyped_data();
   p.topk_idx = topk_idx.typed_data();
-  p.positions = positions.typed_data();
+  p.positions = static_cast<const int*>(positions.untyped_data());
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, [&](const Member& member) {
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.out, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
     p.routing.rank = member.rank;
-    return LaunchCombine(p, stream);
+    return LaunchCombine(p, on);
   });
+}
+
+// Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
+// A copy that XLA has made in between was made too early.
+ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flight, ffi::RemainingRets landed) {
+  bool in_place = landed.size() > 0 && in_flight.size() >= landed.size();
+  for (size_t i = 0; in_place && i < landed.size(); ++i) {
+    const ffi::AnyBuffer from = *in_flight.get<ffi::AnyBuffer>(i);
+    in_place = from.size_bytes() == 0 || from.untyped_data() == (*landed.get<ffi::AnyBuffer>(i))->untyped_data();
+  }
+  try {
+    if (in_place &&
+        Flights::Get().Land(&CudaDevices(), ordinal, (*landed.get<ffi::AnyBuffer>(0))->untyped_data(), stream)) {
+      return ffi::Error::Success();
+    }
+  } catch (const MemoryError& e) {
+    return ToError(e);
+  }
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      "xen_moe_jax: no flight lands in the buffers that its done half was given: XLA has copied them since "
+      "the start half, or the start was in another program, or before xen_moe_jax.cuda.reset(). Start and "
+      "finish a flight in one program and in the same turn of a loop; do not carry it through scan, "
+      "while_loop or cond");
+}
+
+auto DispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Floats2>()
+      .Arg<Ints2>()
+      .Arg<Floats2>()
+      .Arg<Bools>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::BufferR3<ffi::S32>>()
+      .Ret<ffi::BufferR2<ffi::S32>>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::BufferR2<ffi::S32>>()
+      .RemainingRets();
+}
+auto RedispatchArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<DispatchPlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
+      .Arg<Bools>()
+      .Ret<ffi::AnyBuffer>();
+}
+auto CombineArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<CombinePlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Bools>()
+      .Arg<ffi::Buffer<ffi::F32>>()
+      .Ret<ffi::AnyBuffer>();
 }
 
 }  // namespace
@@ -150,49 +221,19 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchInstantiate, MakePlan<DispatchPlan>, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineInstantiate, MakePlan<CombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats2>()
-                                  .Arg<Ints2>()
-                                  .Arg<Floats2>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR3<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch, DispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch, RedispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch,
+// The halves of an operation are not for CUDA graphs: a graph may end between the two.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatchStart, Redispatch, RedispatchArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineStart, Combine, CombineArguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDone, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<DispatchPlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<CombinePlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints2>()
-                                  .Arg<Ints3>()
-                                  .Arg<Ints2>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 }  // namespace xen_moe

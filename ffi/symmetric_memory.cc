@@ -44,8 +44,8 @@ std::string WithoutPrefix(const std::string& message) {
 
 }  // namespace
 
-Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel)
-    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel) {
+Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel, Workspace* flights_of)
+    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel), flights_of_(flights_of) {
   runs_.fill(kNoRun);
   if (ranks < 1 || ranks > kMaxRanks || devices_.empty() || devices_.size() % ranks != 0) {
     Refuse("a mesh axis of " + std::to_string(ranks) + " ranks over " + std::to_string(devices_.size()) +
@@ -58,6 +58,7 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int cha
   }
   for (const Member& member : members_) ordinals.push_back(member.ordinal);
   if (!members_.empty()) job_.gpus->Prepare(ordinals);
+  if (flights_of_ == nullptr) flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, channel_, this);
 }
 
 void Workspace::MakeGroups() {
@@ -239,7 +240,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   const bool room = generations_.empty() || HasRoom();
   const bool fresh = homes_.empty();
   const Needs mine{next->flag_bytes, next->data_bytes, next->scratch_bytes};
-  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds);
+  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds, false);
   Turns& turns = Turns::Get();
   bool all_room = true, all_undivided = true;
   std::vector<std::string> offers;
@@ -286,7 +287,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   }
   turns.End(agreed.ticket);
   try {
-    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds);
+    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds, false);
     turns.End(done.ticket);
     AllOk(done.said, what);
   } catch (...) {
@@ -306,7 +307,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   }
   Publish(std::move(*next), alone, seconds);
   if (alone) {  // a peer's first operation may not come before this rank has its table
-    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds);
+    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds, false);
     turns.End(ready.ticket);
   }
 }

@@ -57,7 +57,8 @@ struct Member {
 // The groups of one mesh axis on one channel, as far as this process has a part in them.
 class Workspace {
  public:
-  Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel);
+  // `flights_of`: the workspace whose flights it serves, and which makes and owns it; null: one of its own.
+  Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel, Workspace* flights_of = nullptr);
   // Nothing may use its memory any more: Registry::Leave sees to that.
   ~Workspace();
   Workspace(const Workspace&) = delete;
@@ -68,13 +69,17 @@ class Workspace {
   // An xm.Buffer of `staging_bytes`, which it gives back on Release.
   void Reserve(uint64_t staging_bytes, double seconds);
   void Release(double seconds);
+  // Tells the kernels that use it to leave.
+  void Interrupt(double seconds);
   // Starts again after a failure. Returns, or throws MemoryError, within about `seconds`.
   void Reset(double seconds);
   // For tests: goes on from this number, as after a reset. Nothing may be running.
   void Renumber(uint32_t epoch);
   // The process has ended: every group that has a rank there fails. `clean`: it had said so; then the failure shows
-  // when an operation needs that rank.
+  // when an operation needs that rank. So it does in any case after LeaveOutTheDead.
   void MarkDead(int process, bool clean);
+  // A program of this workspace is told which ranks take part: whether it needs a rank that is dead, only it knows.
+  void LeaveOutTheDead() { masked_.store(true); }
 
   bool Serves(const Needs& needs) const {
     return needs.flag_bytes <= serves_[0].load(std::memory_order_acquire) &&
@@ -94,6 +99,9 @@ class Workspace {
   const std::vector<Member>& members() const { return members_; }
   int ranks() const { return ranks_; }
   int channel() const { return channel_; }
+  // What operations in flight use, beside those that use this one. Null in such a workspace itself.
+  Workspace* flights() const { return flights_.get(); }
+  bool for_flights() const { return flights_of_ != nullptr; }
   const std::vector<DeviceKey>& devices() const { return devices_; }
   uint64_t staging_bytes() const { return staging_bytes_.load(); }
   uint64_t scratch_bytes() const { return scratch_bytes_.load(); }
@@ -155,6 +163,7 @@ class Workspace {
   MemoryTable TableOf(const Generation* generation, size_t member) const;
   uint32_t OldestInUse() const;
   void Tell(size_t member, uint64_t failure);
+  void WriteDead();  // to the mailboxes of this process
   std::unique_lock<std::timed_mutex> Change(double seconds);
   std::string KeyOf(const char* what);
   std::string WhereIs(const Group& group, int rank) const;
@@ -164,6 +173,8 @@ class Workspace {
   const Job job_;
   const std::vector<DeviceKey> devices_;
   const int ranks_, channel_;
+  Workspace* const flights_of_;
+  std::unique_ptr<Workspace> flights_;
   bool across_ = false;
   std::vector<Group> groups_;    // with a rank in this process
   std::vector<Member> members_;  // the ranks of this process, group after group
@@ -179,6 +190,10 @@ class Workspace {
   std::deque<Generation> generations_;
   std::vector<Generation> retired_;  // between processes: to be released by all together
   uint64_t changes_ = 0;             // agreements of this workspace
+
+  std::mutex dead_mutex_;
+  std::set<int> dead_;  // processes
+  std::atomic<bool> masked_{false};
 
   std::atomic<uint64_t> serves_[3] = {};
   std::atomic<uint64_t> staging_bytes_{0}, scratch_bytes_{0};
@@ -216,10 +231,14 @@ class Registry {
   void SetAgree(Agree agree);
   // `devices`: groups of `ranks`, one after the other; a negative number -1-i stands for the i-th device of the job.
   // The workspace lives as long as somebody holds it; between processes, where no one can leave alone, for ever.
-  std::shared_ptr<Workspace> Find(std::vector<DeviceKey> devices, int ranks, int channel);
+  // `flights`: the one for operations in flight, which lives as long as the other.
+  std::shared_ptr<Workspace> Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights = false);
   std::vector<std::shared_ptr<Workspace>> All();
   void ResetAll(double seconds);
   void MarkDead(int process, bool clean);
+  // Processes that a reset has gone on without: the same in all that are left.
+  std::set<int> Gone();
+  void GoOnWithout(const std::vector<int>& processes);
   // Empty, or the first failure of a group.
   std::string Failure();
   // The last user of `workspace` has gone. It is deleted when its GPUs have finished what they were given; if it has
@@ -234,6 +253,7 @@ class Registry {
   Job job_;
   std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::weak_ptr<Workspace>> workspaces_;
   std::vector<std::shared_ptr<Workspace>> kept_;
+  std::set<int> gone_;
   std::mutex leaving_mutex_;
   std::vector<std::shared_ptr<Workspace>> leaving_;
   void Forget(const Workspace* gone);

@@ -56,11 +56,13 @@ class _Refs:
     sent: Any
     send: Any
     scales: Any = None
+    header: Any = None
     recv: Any = None
     credits: Any = None
 
 
-def _encode_rows(x: Any, scales: Any, out: Any, rows: Any, record: Record, quantise: tuple[str, str] | None) -> None:
+def _encode_rows(refs: _Refs, out: Any, rows: Any, record: Record, quantise: tuple[str, str] | None) -> None:
+    x, scales = refs.x, refs.scales
     latest = {}
 
     def chunk(c: int) -> jax.Array:
@@ -73,7 +75,8 @@ def _encode_rows(x: Any, scales: Any, out: Any, rows: Any, record: Record, quant
     def scale(c: int) -> jax.Array:
         return latest["scale"] if scales is None else scales[rows, c : c + 1]
 
-    encode(record, chunk, scale if record.scaled else None, out.put(rows), rows.size)
+    header = None if refs.header is None else refs.header[rows, :]
+    encode(record, chunk, scale if record.scaled else None, out.put(rows), rows.size, header)
 
 
 def _body(
@@ -96,7 +99,7 @@ def _body(
         link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
     def encode_rows(rows: Any) -> None:
-        _encode_rows(refs.x, refs.scales, outgoing(slot), rows, record, quantise)
+        _encode_rows(refs, outgoing(slot), rows, record, quantise)
 
     for_row_groups(refs.x.shape[0], tile_rows(refs.x.dtype), encode_rows)
 
@@ -109,12 +112,13 @@ def _body(
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        link.drain_blocks(outgoing, refs.sent, refs.expected)
+        link.drain_blocks(outgoing, refs.sent, refs.expected, step)
 
 
 def vmem_bytes(record: Record, x_dtype: Any, has_scales: bool, block: int) -> int:
     """VMEM that a block size needs: two input blocks (pipelined) and two record buffers."""
     row = record.hidden * jnp.dtype(x_dtype).itemsize + (4 * LANES * max(1, record.scale_rows) if has_scales else 0)
+    row += 4 * LANES if record.header else 0
     return 2 * block * (row + record.bytes)
 
 
@@ -127,6 +131,7 @@ def push(
     quantise: tuple[str, str] | None,
     axes: peers.Axes | None,
     launch: Launch,
+    header: jax.Array | None = None,
 ) -> jax.Array:
     """Sends every token's record to its destinations.
 
@@ -135,6 +140,7 @@ def push(
       scales: float32 `[T, chunks]` that travel with `x`, or None.
       quantise: (dtype, scale format) to quantise to, or None to send `x` as it is.
       axes: the ranks that are reached; None writes into this rank's own buffer.
+      header: int32 `[T, 128]`, as `record.encode` takes it, where the record has one.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
@@ -156,6 +162,10 @@ def push(
         in_specs.append(pl.BlockSpec((block, record.chunks), lambda i, *_: (i, 0)))
         names.append("scales")
         operands.append(scales)
+    if header is not None:
+        in_specs.append(pl.BlockSpec((block, LANES), lambda i, *_: (i, 0)))
+        names.append("header")
+        operands.append(header)
     names += ["target", "buffers", "sent", "send"] + (["recv", "credits"] if axes is not None else [])
     return launch.call(
         functools.partial(_body, record=record, quantise=quantise, entries=entries, axes=axes),

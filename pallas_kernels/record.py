@@ -27,11 +27,14 @@ class Record:
       hidden: elements of a row, a multiple of 128.
       dtype: dtype name of the values that travel.
       scaled: whether one float32 scale per 128 elements travels with them.
+      header: words of routing that travel with them, in the last lanes of the last block row: beside the scales where
+        there is room, else in a block row of their own.
     """
 
     hidden: int
     dtype: str
     scaled: bool = False
+    header: int = 0
 
     @property
     def chunks(self) -> int:
@@ -51,12 +54,56 @@ class Record:
         return -(-self.chunks // LANES) if self.scaled else 0
 
     @property
+    def header_rows(self) -> int:
+        """Block rows that only the header needs."""
+        room = self.scale_rows * LANES - self.chunks if self.scaled else 0
+        return 1 if self.header > room else 0
+
+    @property
+    def header_row(self) -> int:
+        """The block row that the header is in, if there is one."""
+        return self.shape[0] - 1
+
+    @property
     def shape(self) -> tuple[int, int]:
-        return (self.value_rows + self.scale_rows, LANES)
+        return (self.value_rows + self.scale_rows + self.header_rows, LANES)
 
     @property
     def bytes(self) -> int:
         return self.shape[0] * LANES * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Routing that travels in a record: where each of its token's slots belongs, the same for every destination.
+
+    Attributes:
+      top_k: slots of a token.
+      experts, rows, weights, token: lanes at which they begin: experts (global, `-1` for none), rows of their ranks'
+        results (negative: dropped), bits of float32 weights, `top_k` of each; number of the token.
+    """
+
+    top_k: int
+
+    @property
+    def words(self) -> int:
+        return 3 * self.top_k + 1
+
+    @property
+    def experts(self) -> int:
+        return LANES - self.words
+
+    @property
+    def rows(self) -> int:
+        return self.experts + self.top_k
+
+    @property
+    def weights(self) -> int:
+        return self.rows + self.top_k
+
+    @property
+    def token(self) -> int:
+        return LANES - 1
 
 
 def bits_of(values: jax.Array, dtype: str) -> jax.Array:
@@ -92,6 +139,7 @@ def encode(
     scale: Callable[[int], jax.Array] | None,
     put: Callable[[int, jax.Array], None],
     rows: int,
+    header: jax.Array | None = None,
 ) -> None:
     """A block of `B` rows as records.
 
@@ -100,6 +148,7 @@ def encode(
       scale: number of a block -> its scale float32 `[B, 1]`, called after `chunk` of the same number; None without
         scales.
       put: takes number and value of each block row, int32 `[B, 128]`.
+      header: int32 `[B, 128]`, zeros but for its last lanes, where the record has one.
     """
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     scale_words = [jnp.zeros((rows, LANES), jnp.float32) for _ in range(record.scale_rows)]
@@ -117,8 +166,11 @@ def encode(
                 scale_words[row] = jnp.where(lane == c % LANES, scale(c), scale_words[row])
         assert word is not None
         put(j, word)
-    for row, words in enumerate(scale_words):
-        put(record.value_rows + row, lax.bitcast_convert_type(words, jnp.int32))
+    last = [lax.bitcast_convert_type(words, jnp.int32) for words in scale_words]
+    if header is not None:
+        last = [*last, header] if record.header_rows else [*last[:-1], last[-1] | header]
+    for row, bits in enumerate(last):
+        put(record.value_rows + row, bits)
 
 
 def decode_scale(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Array:

@@ -1,11 +1,12 @@
 """Expert rank: a token's rows -> one partial record -> staging of the token's rank.
 
-What moves: for each block of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout
+What moves: for each group of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout
 of `[C, H]`: a float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words (of which one is
 used). Rows are multiplied by their weights and added in float32 in slot order; the sum becomes a record and leaves by
 remote DMA.
-Double buffers on both sides: the next block's rows arrive, and the last block's records leave, while this block is
-added up.
+Steps: a block of pairs, ordered by `order_pairs`, has a table in SMEM, and its groups follow each other in a loop.
+Double buffers everywhere: the next group's rows and the next block's table arrive, and the last group's records leave,
+while this group is added up. Ranks begin with different blocks, so that they do not all send to the same rank.
 Who waits: as in `push`. Local form (`axes=None`): records go to a send buffer of this rank's own, for `exchange`.
 """
 
@@ -21,22 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels import gather, peers
-from xen_moe_jax.pallas_kernels.launch import Launch, block_rows
+from xen_moe_jax.pallas_kernels import peers
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.order_pairs import Columns, order_pairs
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
 from xen_moe_jax.pallas_kernels.send import Link, Outgoing, await_whole, scratch
-
-GATHERED, DEEPEST, SENT, FACTS = 0, 1, 2, 8
-"""What a step must know of its block: rows, most rows of a pair, pairs; `FACTS` numbers a block."""
-
-
-def _row_values(words: jax.Array, odd: jax.Array, paired: bool) -> jax.Array:
-    """float32 row values; `paired`: even rows are the low halves of the words, odd rows the high halves."""
-    if not paired:
-        return words
-    bits = jnp.where(odd, words & jnp.int32(-65536), words << 16)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +35,9 @@ class Pairs:
     """(source, token) pairs to reduce, and where their sums go.
 
     Attributes:
-      rows: int32 `[P, S]`, rows of each pair in slot order, those in use first, then `-1`.
+      rows: int32 `[P, S]`, rows of each pair in slot order, negative where a slot has none.
       peer: int32 `[P]`, the token's rank, `-1` for no pair.
       address: int32 `[P]`, row of its staging.
-      count: int32 `[]`, how many pairs to visit: those after it are all unused.
       expected: int32 `[R]`, partial records that arrive from each rank. Unused in the local form.
       staging_rows: rows of staging.
     """
@@ -55,7 +45,6 @@ class Pairs:
     rows: jax.Array
     peer: jax.Array
     address: jax.Array
-    count: jax.Array
     expected: jax.Array
     staging_rows: int
 
@@ -64,15 +53,14 @@ class Pairs:
 class _Refs:
     expected: Any
     zero: Any
-    facts: Any
-    following_facts: Any
-    now: Any
-    following: Any
-    peer: Any
-    address: Any
-    rows: Any
+    first: Any
+    columns: Any
+    tables: Any
     y: Any
     target: Any
+    table: Any
+    table_came: Any
+    state: Any
     buffer: Any
     arrived: Any
     acc: Any
@@ -85,91 +73,143 @@ class _Refs:
     credits: Any = None
 
 
+TILE = 8
+"""Rows of a group that one turn of a loop asks for: a turn costs as much as a row, and their places are constants."""
+GROUP, GATHERED = 0, 1
+"""`state`: how many groups are done; from here on, rows that each buffer waits for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Static:
     record: Record
     quantise: tuple[str, str] | None
-    slots: int
+    columns: Columns
     weighted: bool
     paired: bool
     axes: peers.Axes | None
 
 
-def _fetch(refs: _Refs, static: _Static) -> Any:
-    """This step's rows in a buffer, the next step's on their way; the buffer's number."""
-    y, buffer, arrived = refs.y, refs.buffer, refs.arrived
-    rows = y.bitcast(jnp.int32) if y.dtype == jnp.bfloat16 else y
-
-    at_once = next(n for n in (gather.AT_ONCE, 2, 1) if buffer.shape[2] % n == 0)
-
-    def start(table: Any, slot: Any, step: Any) -> None:
-        facts = refs.facts if table is refs.now else refs.following_facts
-
-        @pl.loop(0, facts[0, 0, DEEPEST])
-        def _(s: Any) -> None:
-            @pl.loop(0, buffer.shape[2] // at_once)
-            def _(i: Any) -> None:
-                for n in range(at_once):
-                    pair = i * at_once + n
-                    row = table[0, 0, pair * static.slots + s]
-
-                    @pl.when(row >= 0)
-                    def _(row: Any = row, pair: Any = pair) -> None:
-                        if static.weighted:
-                            from_row = refs.weights.at[pl.ds(lax.shift_right_logical(row, 7), 1)]
-                            into = refs.weight_rows.at[slot, s, pl.ds(pair, 1)]
-                            pltpu.make_async_copy(from_row, into, arrived.at[slot]).start()
-                        row = lax.shift_right_logical(row, 1) if static.paired else row
-                        into = buffer.at[slot, s, pl.ds(pair, 1)]
-                        pltpu.make_async_copy(rows.at[pl.ds(row, 1)], into, arrived.at[slot]).start()
-
-    def wait(slot: Any) -> None:
-        for rows in (buffer, *([refs.weight_rows] if static.weighted else [])):
-            first = rows.at[slot, 0]
-            await_whole(first, refs.facts[0, 0, GATHERED], arrived.at[slot])
-
-    return gather.double_buffered(start, wait, refs.now, refs.following)
+def _table_copy(refs: _Refs, block: Any) -> Any:
+    blocks, _, words = refs.tables.shape
+    at = lax.rem(block + refs.first[0], blocks)
+    slot = lax.rem(block, 2)
+    into = pl.ds(pl.multiple_of(slot * words, words), words)
+    return pltpu.make_async_copy(refs.tables.at[at, 0], refs.table.at[into], refs.table_came.at[slot])
 
 
-def _add_up(refs: _Refs, static: _Static, slot: Any) -> None:
-    """`acc`: the float32 sums of a block of pairs."""
-    acc, table = refs.acc, refs.rows[...]
-    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1)
-    lane = lax.broadcasted_iota(jnp.int32, (table.shape[0], LANES), 1)
-    acc[...] = jnp.zeros(acc.shape, jnp.float32)
+def _known(refs: _Refs, static: _Static, block: Any, row: int, n: Any) -> Any:
+    """Number `n` of a row of the table of a block."""
+    return refs.table[lax.rem(block, 2) * static.columns.words + row * static.columns.block + n]
 
-    @pl.loop(0, refs.facts[0, 0, DEEPEST])
+
+def _start(refs: _Refs, static: _Static, block: Any, group: Any, slot: Any) -> None:
+    """Starts the DMAs of a group's rows. Pairs are ordered: those that have a row `s` are the first `n` of them."""
+    pairs = refs.acc.shape[0]
+    first = group * pairs
+    rows = refs.y.bitcast(jnp.int32) if refs.y.dtype == jnp.bfloat16 else refs.y
+
+    def fetch(s: Any, tile: Any, sublane: Any, count: int) -> None:
+        first_pair = tile * TILE + sublane
+        at = lax.rem(block, 2) * static.columns.words + s * static.columns.block + first + first_pair
+        # all numbers are read before the first DMA starts: the compiler does not move a read before a DMA
+        numbers = [refs.table[at + n] for n in range(count)]
+        for n, row in enumerate(numbers):
+            row = lax.shift_right_logical(row, 1) if static.paired else row
+            into = refs.buffer.at[slot, s, tile, pl.ds(sublane + n, 1)]
+            pltpu.make_async_copy(rows.at[pl.ds(row, 1)], into, refs.arrived.at[slot]).start()
+        if static.weighted:
+            for n, row in enumerate(numbers):
+                from_row = refs.weights.at[pl.ds(lax.shift_right_logical(row, 7), 1)]
+                into = refs.weight_rows.at[slot, s, tile, pl.ds(sublane + n, 1)]
+                pltpu.make_async_copy(from_row, into, refs.arrived.at[slot]).start()
+
+    refs.state[GATHERED + slot] = 0
+
+    @pl.loop(0, _known(refs, static, block, static.columns.depth, first))
     def _(s: Any) -> None:
+        n = jnp.clip(_known(refs, static, block, static.columns.facts, s) - first, 0, pairs)
+        refs.state[GATHERED + slot] = refs.state[GATHERED + slot] + n
+        whole = lax.div(n, TILE)
+
+        @pl.loop(0, whole)
+        def _(tile: Any) -> None:
+            fetch(s, tile, 0, TILE)
+
+        @pl.loop(0, lax.rem(n, TILE))
+        def _(sublane: Any) -> None:
+            fetch(s, whole, sublane, 1)
+
+
+def _wait(refs: _Refs, static: _Static, slot: Any) -> None:
+    for rows in (refs.buffer, *([refs.weight_rows] if static.weighted else [])):
+        await_whole(rows.at[slot, 0, 0], refs.state[GATHERED + slot], refs.arrived.at[slot])
+
+
+def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
+    """float32 values of rows, `+0.0` where `number [N, 1]` is negative; `paired`: even rows are the low halves of the
+    words, odd rows the high halves.
+    """
+    there = jnp.where(number >= 0, jnp.int32(-65536 if paired else -1), 0)
+    if paired:
+        words = words << jnp.where((number & 1) == 1, 0, 16)
+    else:
+        words = lax.bitcast_convert_type(words, jnp.int32)
+    return lax.bitcast_convert_type(words & there, jnp.float32)
+
+
+def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> None:
+    """`acc`: the float32 sums of a group of pairs. What is absent adds `+0.0`, which changes no sum: none is `-0.0`."""
+    pairs = refs.acc.shape[0]
+    table = refs.columns[0, pl.ds(pl.multiple_of(group * pairs, pairs), pairs), :]
+    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (pairs, LANES), 1)
+
+    def add(s: Any, before: Any) -> None:
         number = jnp.max(jnp.where(slot_lane == s, table, -1), axis=1, keepdims=True)
         weight = None
         if static.weighted:
-            mine = lane == (number & (LANES - 1))
-            weight = jnp.sum(jnp.where(mine, refs.weight_rows[slot, s], 0.0), axis=1, keepdims=True)
+            mine = (lane == (number & (LANES - 1))) & (number >= 0)
+            weights = refs.weight_rows[slot, s].reshape(pairs, LANES)
+            weight = jnp.sum(jnp.where(mine, weights, 0.0), axis=1, keepdims=True)
         for c in range(static.record.chunks):
             columns = slice(c * LANES, (c + 1) * LANES)
-            row = _row_values(refs.buffer[slot, s, :, columns], (number & 1) == 1, static.paired)
+            words = refs.buffer[slot, s, :, :, columns].reshape(pairs, LANES)
+            row = _values(words, number, static.paired)
             if weight is not None:
                 row = keep(row * weight, refs.zero[0])
-            acc[:, columns] = jnp.where(number >= 0, acc[:, columns] + row, acc[:, columns])
+            refs.acc[:, columns] = before(columns) + row
+
+    nothing = lax.bitcast_convert_type(jnp.full((pairs, LANES), refs.zero[0]), jnp.float32)
+    add(0, lambda columns: nothing)
+
+    @pl.loop(1, depth)
+    def _(s: Any) -> None:
+        add(s, lambda columns: refs.acc[:, columns])
 
 
-def _body(refs: _Refs, *, static: _Static) -> None:
-    step, steps = pl.program_id(0), pl.num_programs(0)
-    pairs = refs.buffer.shape[2]
+def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, group: Any, last: Any) -> None:
+    """One group of pairs; `last` of its block or not."""
+    pairs = refs.acc.shape[0]
+    number = refs.state[GROUP]
+    slot = lax.rem(number, 2)
+    first = group * pairs
+    ends = last & (block == blocks - 1)
 
     def outgoing(slot: Any) -> Outgoing:
         return Outgoing(refs.outgoing.at[slot], spread=True)
 
-    link = Link(static.axes, refs.target, refs.send, refs.recv, refs.credits)
-
-    @pl.when(step == 0)
+    @pl.when(last & (block + 1 < blocks))
     def _() -> None:
-        link.announce()
+        _table_copy(refs, block + 1).wait()
 
-    slot = _fetch(refs, static)
-    _add_up(refs, static, slot)
+    @pl.when(jnp.logical_not(ends))
+    def _() -> None:
+        _start(refs, static, jnp.where(last, block + 1, block), jnp.where(last, 0, group + 1), 1 - slot)
 
-    @pl.when(step >= 2)
+    _wait(refs, static, slot)
+    _add_up(refs, static, group, _known(refs, static, block, static.columns.depth, first), slot)
+
+    @pl.when(number >= 2)
     def _() -> None:
         link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
@@ -182,16 +222,49 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         pairs,
     )
 
-    @pl.when(step == 0)
+    @pl.when(number == 0)
     def _() -> None:
         link.await_peers()
 
-    link.start_block(outgoing(slot), refs.peer, refs.address, 1, slot)
-    refs.sent[slot] = refs.facts[0, 0, SENT]
+    exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
+    leave = jnp.clip(exist - first, 0, pairs)
 
-    @pl.when(step == steps - 1)
+    def entry(row: int) -> Any:
+        return lambda i: _known(refs, static, block, row, first + i)
+
+    link.start_records(outgoing(slot), leave, entry(static.columns.peer), entry(static.columns.address), slot)
+    refs.sent[slot] = leave
+    refs.state[GROUP] = number + 1
+
+    @pl.when(ends)
     def _() -> None:
-        link.drain_blocks(outgoing, refs.sent, refs.expected)
+        link.drain_blocks(outgoing, refs.sent, refs.expected, number)
+
+
+def _body(refs: _Refs, *, static: _Static) -> None:
+    block, blocks = pl.program_id(0), pl.num_programs(0)
+    pairs = refs.acc.shape[0]
+    link = Link(static.axes, refs.target, refs.send, refs.recv, refs.credits)
+
+    @pl.when(block == 0)
+    def _() -> None:
+        link.announce()
+        refs.state[GROUP] = 0
+        _table_copy(refs, block).start()
+        _table_copy(refs, block).wait()
+        _start(refs, static, block, 0, 0)
+
+    @pl.when(block + 1 < blocks)
+    def _() -> None:
+        _table_copy(refs, block + 1).start()
+
+    exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
+    # a block without pairs has one empty group, so that the next one's rows are asked for in one place
+    groups = jnp.maximum(lax.div(exist + (pairs - 1), pairs), 1)
+
+    @pl.loop(0, groups)
+    def _(group: Any) -> None:
+        _group(refs, static, link, block, blocks, group, group + 1 == groups)
 
 
 def _pair_words(y: jax.Array) -> jax.Array:
@@ -229,84 +302,56 @@ def reduce_slots(
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
     """
-    count, slots = pairs.rows.shape
+    slots = pairs.rows.shape[1]
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
-    block = block_rows(launch.block, count, 8)
-    steps = -(-count // block)
-    pad = steps * block - count
-    rows = jnp.pad(pairs.rows, ((0, pad), (0, 0)), constant_values=-1)
-    peer = jnp.pad(pairs.peer, (0, pad), constant_values=-1).reshape(steps, 1, block)
-    address = jnp.pad(pairs.address, (0, pad)).reshape(steps, 1, block)
-    used = (rows >= 0).reshape(steps, block, slots)
-    table = rows.reshape(steps, 1, block * slots)
-    numbers = [
-        jnp.sum(used, axis=(1, 2), dtype=jnp.int32),
-        jnp.max(jnp.sum(used, axis=2, dtype=jnp.int32), axis=1),
-        jnp.sum(peer[:, 0] >= 0, axis=1, dtype=jnp.int32),
-    ]
-    known = jnp.stack([*numbers, *[numbers[0]] * (FACTS - len(numbers))], axis=1).reshape(steps, 1, FACTS)
+    columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, launch=launch)
+    blocks = ordered.shape[0]
+    group = next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
+    first = jnp.zeros((), jnp.int32)
+    if axes is not None:
+        first = lax.div((lax.axis_index(axes.names) + 1) * blocks, axes.num_ranks).astype(jnp.int32)
 
-    def following(i: Any, *_: Any) -> Any:
-        return jnp.minimum(i + 1, steps - 1), 0, 0
-
-    smem = functools.partial(pl.BlockSpec, (1, 1, block * slots), memory_space=pltpu.SMEM)
-    facts = pl.BlockSpec((1, 1, FACTS), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
-    following_facts = pl.BlockSpec((1, 1, FACTS), following, memory_space=pltpu.SMEM)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    per_pair = pl.BlockSpec((1, 1, block), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
-    names = ["expected", "zero", "facts", "following_facts", "now", "following", "peer", "address", "rows", "y"]
+    names = ["expected", "zero", "first", "columns", "tables", "y"]
     scratch_shapes = [
-        pltpu.VMEM((2, slots, block, record.hidden), jnp.int32 if paired else y.dtype),
+        pltpu.SMEM((2 * columns.words,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
-        pltpu.VMEM((block, record.hidden), jnp.float32),
-        Outgoing.scratch(record.shape, block, spread=True),
+        pltpu.SMEM((GATHERED + 2,), jnp.int32),
+        pltpu.VMEM((2, slots, group // TILE, TILE, record.hidden), jnp.int32 if paired else y.dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((group, record.hidden), jnp.float32),
+        Outgoing.scratch(record.shape, group, spread=True),
         pltpu.SMEM((2,), jnp.int32),
         *scratch(axes, axes.num_ranks if axes else 0, 2),
     ]
     operands = []
     if weights is not None:
         names.append("weights")
-        scratch_shapes.append(pltpu.VMEM((2, slots, block, LANES), jnp.float32))
+        scratch_shapes.append(pltpu.VMEM((2, slots, group // TILE, TILE, LANES), jnp.float32))
         operands.append(jnp.pad(weights, (0, -weights.shape[0] % LANES)).reshape(-1, LANES))
-    names += ["target", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
+    names += ["target", "table", "table_came", "state", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
     names += ["recv", "credits"] if axes is not None else []
     names += ["weight_rows"] if operands else []
     return launch.call(
-        functools.partial(_body, static=_Static(record, quantise, slots, weights is not None, paired, axes)),
+        functools.partial(_body, static=_Static(record, quantise, columns, weights is not None, paired, axes)),
         _Refs,
         names,
         name="xen_moe_reduce_slots" if axes is not None else "xen_moe_reduce_slots_local",
         remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(jnp.maximum(-(-pairs.count // block), 1),),
+            num_scalar_prefetch=3,
+            grid=(blocks,),
             in_specs=[
-                facts,
-                following_facts,
-                smem(lambda i, *_: (i, 0, 0)),
-                smem(following),
-                per_pair,
-                per_pair,
-                pl.BlockSpec((block, slots), lambda i, *_: (i, 0)),
-                *[hbm] * (1 + len(operands)),
+                pl.BlockSpec(
+                    (1, columns.block, slots), lambda i, expected, zero, first: (lax.rem(i + first[0], blocks), 0, 0)
+                ),
+                *[hbm] * (2 + len(operands)),
             ],
             out_specs=hbm,
             scratch_shapes=scratch_shapes,
         ),
         out_shape=((pairs.staging_rows, *record.shape), jnp.int32),
-    )(
-        pairs.expected,
-        zero,
-        known,
-        known,
-        table,
-        table,
-        peer,
-        address,
-        rows,
-        y,
-        *operands,
-    )
+    )(pairs.expected, zero, first.reshape(1), ordered, tables, y, *operands)

@@ -21,6 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import peers
 
 RECV_SEMAPHORES = 16
+SEND_BATCH = 4
+"""Records that one turn of a loop sends."""
 WAIT_BATCH = 8
 """Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
 
@@ -152,18 +154,49 @@ class Link:
     def start_block(self, records: Outgoing, peer: Any, address: Any, entries: int, buffer: Any) -> None:
         """Starts one DMA per table entry `>= 0`: record `i` to its `entries` destinations. Tables `[1, 1, N]`."""
 
-        link = self
-        if self.axes is not None and self.place is None:  # asked for once, not for every record
-            link = dataclasses.replace(self, place=lax.axis_index(self.axes.names))
+        link = self._placed()
 
         @pl.loop(0, records.count)
         def _(i: Any) -> None:
-            for entry in range(entries):
-                to = peer[0, 0, i * entries + entry]
+            # read before the first DMA starts: the compiler does not move a read before a DMA
+            known = [tuple(table[0, 0, i * entries + n] for table in (peer, address)) for n in range(entries)]
+            for to, at in known:
 
                 @pl.when(to >= 0)
-                def _(to: Any = to, entry: int = entry) -> None:
-                    link.start(records.record(i), address[0, 0, i * entries + entry], to, buffer)
+                def _(to: Any = to, at: Any = at) -> None:
+                    link.start(records.record(i), at, to, buffer)
+
+    def start_records(
+        self,
+        records: Outgoing,
+        count: Any,
+        peer: Callable[[Any], Any],
+        address: Callable[[Any], Any],
+        buffer: Any,
+    ) -> None:
+        """Starts the DMAs of the first `count` records, to `peer(i)` each."""
+        link = self._placed()
+        whole = lax.div(count, SEND_BATCH)
+
+        def start(first: Any, batch: int) -> None:
+            # read before the first DMA starts: the compiler does not move a read before a DMA
+            to = [(address(first + n), peer(first + n)) for n in range(batch)]
+            for n, (at, rank) in enumerate(to):
+                link.start(records.record(first + n), at, rank, buffer)
+
+        @pl.loop(0, whole)
+        def _(i: Any) -> None:
+            start(i * SEND_BATCH, SEND_BATCH)
+
+        @pl.loop(whole * SEND_BATCH, count)
+        def _(i: Any) -> None:
+            start(i, 1)
+
+    def _placed(self) -> Link:
+        """With its rank asked for once, not for every record."""
+        if self.axes is None or self.place is not None:
+            return self
+        return dataclasses.replace(self, place=lax.axis_index(self.axes.names))
 
     def await_sent(self, records: Outgoing, count: Any, buffer: Any = 0) -> None:
         """Waits until `count` records have left by a semaphore."""
@@ -178,12 +211,11 @@ class Link:
         def _(source: Any) -> None:
             await_whole(self.target, expected[source], self._arrivals(source))
 
-    def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any) -> None:
-        """At the last step of a grid whose steps send from two buffers in turn: all has left, all has come.
+    def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
+        """At the last of the steps that send from two buffers in turn: all has left, all has come.
 
-        `sent` holds what each buffer sent last.
+        `sent` holds what each buffer sent last; `step` numbers the last step.
         """
-        step = pl.program_id(0)
         buffer = lax.rem(step, 2)
 
         @pl.when(step >= 1)

@@ -16,8 +16,7 @@ import pytest
 
 import xen_moe_jax as xm
 from tests.support import oracle
-from xen_moe_jax import autotune
-from xen_moe_jax.benchmark import accounting, modes, options, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import accounting, decode_step, options, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
@@ -243,7 +242,8 @@ def test_normal_mode_end_to_end(tmp_path):
     document = json.loads(path.read_text())
     rows = document["results"]
     assert [row["operation"] for row in rows] == ["dispatch", "combine", *["round trip"] * 4]
-    assert {row["name"] for row in rows[3:]} == set(peers.PEERS) - {"ragged_all_to_all"}
+    usual = {name for name, entry in peers.PEERS.items() if entry.usual and "cpu" in entry.platforms}
+    assert {row["name"] for row in rows[3:]} == usual and len(usual) == 3
     for row in rows:
         assert row["us_min"] <= row["us_median"] <= row["us_max"] and len(row["us_repeats"]) == 2
         assert row["memory_bytes"]["total"] > 0
@@ -417,92 +417,87 @@ def test_every_command_of_the_suites_parses():
         parsed = options.build_parser().parse_args(shlex.split(line))
         options.check(parsed)
         assert options.workload(parsed, 4).tokens > 0
+        assert set(options.peer_names(parsed) or ()) <= set(peers.PEERS), line
 
 
-# ---------------------------------------------------------------------------------------------------- autotune
-def test_autotune_measures_saves_and_loads(tmp_path, problem):
-    base = xm.KernelConfig(backend="reference", channel=3)
-    configs = [dataclasses.replace(base, chunk_tokens=n) for n in (None, 8, 24)]
-    tuned = autotune.autotune(problem, base=base, configs=configs, inner=2, repeats=2)
-    assert set(tuned) == {"dispatch", "combine"}
-    for entry in tuned.values():
-        assert {m.config for m in entry.measured} == set(configs)
-        times = [m.us_median for m in entry.measured]
-        assert times == sorted(times) and times[0] > 0 and entry.best == entry.measured[0].config
-    path = tmp_path / "tuned.json"
-    autotune.save(path, SMALL, tuned)
-    assert autotune.load(path, SMALL, base) == {name: entry.best for name, entry in tuned.items()}
-    other = dataclasses.replace(SMALL, tokens=25)
-    assert autotune.load(path, other, base) == {}
-    autotune.save(path, other, tuned)
-    assert autotune.load(path, SMALL, base) and autotune.load(path, other, base)
+# ----------------------------------------------------------------------------------------------------- decode step
+STEP = ("--mode", "decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
 
 
-def test_autotune_bad_input(tmp_path, problem):
-    with pytest.raises(ValueError, match="operations"):
-        autotune.autotune(problem, operations=("sort",))
-    with pytest.raises(ValueError, match="at least one"):
-        autotune.autotune(problem, configs=[])
-    with pytest.raises(ValueError, match="ranks=4"):
-        make_problem(SMALL, mesh=jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2]))
-    for count in ({"inner": 0}, {"repeats": 0}):
-        with pytest.raises(ValueError, match="=0: must be at least 1"):
-            autotune.autotune(problem, **count)
+def test_a_decode_step_end_to_end(tmp_path):
+    out = tmp_path / "step.json"
+    sizes = ("--top-k", "2", "--ranks", "2", "--batches", "1", "5", "--replays", "9", "--peer-replays", "6")
+    done = run_command(*STEP, *sizes, "--platform", "cpu", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert document["layers"] == 3 and document["weight_bytes_per_layer_and_rank"] == 3 * 3 * 128 * 16 * 2
+    assert {row["tokens"] for row in document["results"]} == {1, 5}
+    for row in document["results"]:
+        own = row["name"] == "xen_moe_jax"
+        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.1
+    assert "9, 0 wrong" in done.stdout and "us a layer" in done.stdout
 
 
-@pytest.fixture
-def profile(tmp_path):
-    """A file of tuned configs, as `save` writes it, and its content."""
-    config = xm.KernelConfig(chunk_tokens=8)
-    tuned = {"dispatch": autotune.Tuned("dispatch", (autotune.Measured(config, 2.0, 1.0, 3.0),))}
-    autotune.save(tmp_path / "tuned.json", SMALL, tuned)
-    assert autotune.load(tmp_path / "tuned.json", SMALL) == {"dispatch": config}
-    return tmp_path / "tuned.json", json.loads((tmp_path / "tuned.json").read_text())
+def test_a_decode_step_takes_batches():
+    done = run_command(*STEP, "--tokens", "4", "--platform", "cpu")
+    assert done.returncode == 1 and "--mode decode-step takes --batches" in done.stderr
 
 
-@pytest.mark.parametrize("field", ["device", "jax", "jaxlib"])
-def test_configs_tuned_elsewhere_are_refused_with_the_reason(profile, field):
-    path, content = profile
-    content["entries"][0]["machine"][field] = "another"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"tuned with .*{field} another.*; this is .*: tune again here"):
-        autotune.load(path, SMALL)
-    assert autotune.load(path, dataclasses.replace(SMALL, ranks=2)) == {}, "another shape was never tuned"
+@pytest.fixture(scope="module")
+def small_step():
+    problem = make_problem(dataclasses.replace(SMALL, experts=7, tokens=3))
+    weights = decode_step.make_weights(problem.work, problem.mesh, layers=2, width=8)
+    own = programs.own_round_trip(problem.work, problem.caps, REFERENCE)
+    return decode_step.lower_step("own", own, problem, weights)(), weights
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda c: "[1, 2",
-        lambda c: json.dumps([c]),
-        lambda c: json.dumps(c | {"format": "another"}),
-        lambda c: json.dumps(c | {"entries": [{"machine": {}}]}),
-        lambda c: json.dumps(c).replace('"chunk_tokens": 8', '"chunk_tokens": -8'),
-        lambda c: json.dumps(c).replace('"chunk_tokens"', '"unknown_field"'),
-        lambda c: json.dumps(c).replace('"dispatch"', '"sort"'),
-    ],
-)
-def test_damaged_and_foreign_profiles_are_refused(profile, damage):
-    path, content = profile
-    text = damage(content)
-    path.write_text(text)
-    for use in (lambda: autotune.load(path, SMALL), lambda: autotune.save(path, SMALL, {})):
-        with pytest.raises(ValueError, match=r"tuned.json: not a file of tuned configs \(.*\); make it with"):
-            use()
-    assert path.read_text() == text, "a file that is refused is not overwritten"
+def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
+    step, weights = small_step
+    truth = decode_step.plain_results(step.problem, weights, REFERENCE)
+    row = decode_step.measure(step, weights, truth, 8)
+    assert row["wrong"] == 0 and row["relative_error"] < 0.02
+    genuine = decode_step.first_results
+
+    def one_bit_off(step, weights):
+        found, state = genuine(step, weights)
+        return found, state._replace(hashes=state.hashes ^ (jnp.arange(state.hashes.size, dtype=jnp.uint32) == 1))
+
+    monkeypatch.setattr(decode_step, "first_results", one_bit_off)
+    wrong = len(range(1, 8, SMALL.pool))
+    with pytest.raises(verify.WrongResultError, match=f"{wrong} results of 8 replays"):
+        decode_step.measure(step, weights, truth, 8)
 
 
-def test_tune_refuses_a_foreign_file_before_it_measures(tmp_path, monkeypatch):
-    path = tmp_path / "other.json"
-    path.write_text("{}")
-    monkeypatch.setattr(timing, "compile_program", lambda *a: pytest.fail("measured first"))
-    parsed = options.build_parser().parse_args(["--tune", "--tuned", str(path), "--tokens", "8", "--ranks", "4"])
-    with pytest.raises(ValueError, match="not a file of tuned configs"):
-        modes.run(parsed, [])
+def test_a_wrong_first_result_is_an_error(small_step):
+    step, weights = small_step
+    truth, _ = decode_step.first_results(step, weights)
+    with pytest.raises(verify.WrongResultError, match="relative error .* against plain JAX"):
+        decode_step.measure(step, weights, [t + 1 for t in truth], 4)
 
 
-@pytest.mark.parametrize(("platform", "field"), [("gpu", "num_sms"), ("tpu", "block_tokens"), ("cpu", "chunk_tokens")])
-def test_candidates_start_with_the_default_and_differ(platform, field):
-    found = autotune.candidates(xm.KernelConfig(channel=2), platform, 64)
-    assert found[0] == xm.KernelConfig(channel=2) and len(set(found)) == len(found) > 3
-    assert all(c.channel == 2 for c in found) and len({getattr(c, field) for c in found}) > 3
+def test_the_digest_sees_every_bit_and_its_place():
+    values = jnp.arange(32, dtype=jnp.bfloat16).reshape(4, 8)
+    digests = {int(decode_step.digest(values))}
+    for flip in (values.at[0, 0].set(-0.0), values.at[3, 7].add(1), values[::-1], values[:, ::-1]):
+        digests.add(int(decode_step.digest(flip)))
+    assert len(digests) == 5
+
+
+def test_experts_are_the_same_in_every_layout_of_rows():
+    """By expert, in blocks, and as the padded exchange brings them: against a loop over the rows."""
+    rng = np.random.default_rng(0)
+    up, down = rng.standard_normal((3, 8, 10)).astype(np.float32), rng.standard_normal((3, 5, 8)).astype(np.float32)
+    experts = decode_step.grouped_matmuls((jnp.asarray(up), jnp.asarray(down)), 4)
+    rows = rng.standard_normal((7, 8)).astype(np.float32)
+    local = np.array([0, 0, 2, 2, 2, 3, 3])  # none for 1; two rows past the last group
+
+    def one(row, expert):
+        gate, value = np.split(row @ up[expert], 2)
+        return (gate / (1 + np.exp(-gate)) * value) @ down[expert]
+
+    want = np.stack([one(rows[i], local[i]) for i in range(5)])
+    np.testing.assert_allclose(experts(jnp.asarray(rows), jnp.asarray(local))[:5], want, rtol=1e-4, atol=1e-4)
+    blocks = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
+    want = np.stack([[[one(row, e) for row in blocks[r, e]] for e in range(3)] for r in range(2)])
+    np.testing.assert_allclose(experts(jnp.asarray(blocks), None), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(experts(jnp.asarray(blocks[0]), None), want[0], rtol=1e-4, atol=1e-4)

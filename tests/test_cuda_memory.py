@@ -297,6 +297,18 @@ def test_a_failure_is_sticky_until_reset(memory):
     assert run(memory, workspace, times=4)
 
 
+def test_a_death_fails_a_group_at_once_unless_its_programs_are_told_who_takes_part(memory):
+    """Then the mailboxes alone know, also after a reset: kernels that need the dead rank find it there."""
+    told, other = memory.workspace([0, 1], 2, 0), memory.workspace([0, 1], 2, 1)
+    for workspace in (told, other):
+        memory.serve(workspace, *SMALL, 1.0)
+    memory.leave_out_the_dead(told)
+    memory.mark_dead(0, False)
+    assert [memory.mailbox_failure(w, 0) != 0 for w in (told, other)] == [False, True]
+    assert [memory.mailbox_dead(w, 0) for w in (told, other)] == [0b11, 0b11]
+    assert memory.admit(told, 1) == "" and "has ended" in memory.admit(other, 1)
+
+
 def test_a_failure_outlives_the_program_that_failed(memory):
     """Its workspace goes with its last user, perhaps before anybody has asked."""
     workspace = memory.workspace([0, 1], 2, 0)
@@ -428,6 +440,14 @@ BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch"
              "rank 1 runs " + SHAPES["dispatch"], "KernelConfig.channel"],
         ),
         (BOTH | {"cause": 3}, ["the process of rank 2 (GPU 2) has ended", "last checkpoint"]),
+        (
+            BOTH | {"cause": 3, "masked": True},
+            ["the process of rank 2 (GPU 2) has ended", "xen_moe_jax.cuda.alive("],
+        ),
+        (
+            BOTH | {"cause": 2, "of_other": DISPATCH | {"flags": 1 | 0b1010 << 16}},
+            [SHAPES["dispatch"] + ", without ranks 1, 3", "the same `active`"],
+        ),
         (BOTH | {"cause": 4}, ["rank 2 (GPU 2) has released its symmetric memory", "xm.Buffer", SHAPES["dispatch"]]),
         (BOTH | {"cause": 5}, ["given to rank 2", "counts below zero", "as dispatch returned it"]),
         (BOTH | {"cause": 6}, ["another operation held the channel for 12.3 s", "KernelConfig.channel each"]),
@@ -458,3 +478,60 @@ def wait_until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.002)
+
+
+# -- flights -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flight_is_found_by_its_result_and_once(memory):
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(0, 0x200, 1)
+    memory.start_flight(1, 0x100, 1)  # another GPU
+    assert memory.open_flights() == memory.marks() == 3
+    assert memory.land_flight(0, 0x200) and not memory.land_flight(0, 0x200)
+    assert not memory.land_flight(0, 0x300)
+    assert memory.land_flight(0, 0x100) and memory.land_flight(1, 0x100)
+    assert memory.open_flights() == memory.marks() == 0
+
+
+def test_a_result_that_serves_two_flights_of_a_run_is_refused(memory):
+    memory.start_flight(0, 0x100, 1)
+    with pytest.raises(RuntimeError, match="started and never finished.*finish every flight once"):
+        memory.start_flight(0, 0x100, 1)
+    assert memory.land_flight(0, 0x100)
+
+
+def test_flights_of_a_run_that_ended_early_are_forgotten_by_the_next(memory):
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(1, 0x100, 1)
+    memory.start_flight(0, 0x100, 2)
+    assert memory.open_flights() == memory.marks() == 2  # that of the other GPU, which has not begun the next run
+    memory.reset(5.0)
+    assert memory.open_flights() == memory.marks() == 0
+    assert not memory.land_flight(0, 0x100)
+
+
+def test_a_start_that_fails_leaves_nothing_open(memory):
+    for calls in range(2):
+        memory.fail_after(calls)
+        with pytest.raises(RuntimeError, match="told to fail"):
+            memory.start_flight(0, 0x100, 1)
+        memory.fail_after(-1)
+        assert memory.open_flights() == memory.marks() == 0
+
+
+def test_flights_have_memory_of_their_own_and_fail_with_the_others(memory):
+    workspace = memory.workspace([0, 1], 2, 0)
+    flights = memory.flights([0, 1], 2, 0)
+    memory.serve(flights, *SMALL, 1.0)
+    assert run(memory, flights) and not memory.serves(workspace, *SMALL)
+    assert [w["flights"] for w in memory.workspaces() if w["staging_bytes"]] == [True]
+    memory.serve(workspace, *LARGE, 1.0)
+    assert run(memory, workspace, LARGE) and run(memory, flights)
+    memory.fail(flights, 0, {"cause": 1, "rank": 1, "other": 0})
+    for which in (workspace, flights):
+        assert "rank 1" in memory.admit(which, 5)
+    assert "rank 1" in memory.failure()
+    memory.reset(5.0)
+    assert memory.failure() == "" and memory.admit(workspace, 6) == memory.admit(flights, 6) == ""
+    assert run(memory, workspace, LARGE) and run(memory, flights)

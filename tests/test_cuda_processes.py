@@ -123,6 +123,28 @@ def test_a_killed_process_is_named_within_ten_seconds_and_ends_the_wait_for_it(t
             assert "process 1 has died" in result["errors"][1] and result["ended"] - killed < 10
 
 
+def test_the_others_reset_and_go_on_without_a_killed_process(tmp_path):
+    """Where programs are told who takes part: no failure until an operation needs it, then one reset of all others."""
+    with Job("one_is_left_out", str(tmp_path)) as job:
+        job.ready()
+        job.processes[1].kill()
+        for result in job.results(0, 2):
+            assert result["errors"] == [""] and result["failure"] == "" and result["dead"] == 0b10
+            assert result["after"] == ["", 0b10, [1]] and result["epoch"] == 104
+
+
+def test_without_dead_only_who_is_known_to_be_dead_is_left_out():
+    store = DictStore()
+    store.set(f"{agreement.PREFIX}/key/2", b"two")
+    agree = agreement.Agreement(store, 0, 3, dead=lambda: {1})
+    assert agree("key", b"zero", 5.0, True) == (1, [b"zero", b"", b"two"], [1])
+    assert agreement.Agreement(store, 2, 3)("key", b"two", 5.0, True) == (1, [b"zero", b"", b"two"], [1])
+    with pytest.raises(RuntimeError, match="process 2 did not come"):
+        agree("other", b"zero", 0.2, True)
+    with pytest.raises(RuntimeError, match="process 1 has died"):
+        agreement.Agreement(store, 0, 2, dead=lambda: {1})("third", b"zero", 5.0)
+
+
 def test_a_stopped_process_is_slow_not_dead(tmp_path):
     with Job("one_stops", str(tmp_path)) as job:
         job.ready()

@@ -49,15 +49,18 @@ def test_a_broken_backend_is_a_fault_and_does_not_hide_the_rest(monkeypatch, cap
     assert "on cuda" in out
 
 
+@pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_platform_that_jax_cannot_start_is_not_called_ok(monkeypatch, installed):
+def test_a_platform_that_jax_cannot_start_is_not_called_ok(monkeypatch, installed, present):
     monkeypatch.setattr(backends, "load", lambda name: None)
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/something"] * present)
     monkeypatch.setattr(doctor, "installed_version", lambda package: "1" if installed else None)
     found = by_name(doctor.backends())
     assert found["on cpu"].ok
     for platform, package in (("tpu", "libtpu"), ("cuda", "jax-cuda13-plugin")):
         finding = found[f"on {platform}"]
-        assert finding.ok == (True if installed else None)
+        assert finding.ok == (True if installed and present else None)
+        assert present or not installed or "not run" in finding.detail
         assert installed or (package in finding.detail and "pip install" in finding.remedy)
 
 

@@ -63,17 +63,38 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-RUNNABLE = [f"docs/{name}.md" for name in ("concepts", "flax", "memory", "migrating")]
+RUNNABLE = [f"docs/{path.name}" for path in DOCUMENTS if path.parent.name == "docs" and python_blocks(path)]
+NOT_EVERYWHERE = "docs/transfer.md"
 no_transfer = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
 )
 
 
-@pytest.mark.parametrize("document", [*RUNNABLE, pytest.param("docs/transfer.md", marks=no_transfer)])
+def test_the_pages_with_examples_are_found():
+    assert {"docs/concepts.md", "docs/failures.md", "docs/benchmarks.md", NOT_EVERYWHERE} <= set(RUNNABLE)
+
+
+@pytest.mark.parametrize(
+    "document", [pytest.param(name, marks=[no_transfer] * (name == NOT_EVERYWHERE)) for name in RUNNABLE]
+)
 def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
-    blocks = python_blocks(ROOT / document)
-    assert blocks, f"{document} has no example"
-    run("\n".join(blocks), tmp_path, environment)
+    run("\n".join(python_blocks(ROOT / document)), tmp_path, environment)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the tutorial needs xen-moe-jax[plot]")
+def test_the_tutorial_runs_and_holds_the_output_of_a_run(tmp_path, environment):
+    """Every cell in a process of its own, as a reader runs them; what the file shows is what the run printed."""
+    program = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import pathlib, notebook
+path = pathlib.Path({str(ROOT / "docs" / "tutorial.ipynb")!r})
+for held, ran in zip(notebook.code_cells(notebook.read(path)), notebook.code_cells(notebook.run(path)), strict=True):
+    kinds = [[output["output_type"] for output in cell["outputs"]] for cell in (held, ran)]
+    assert kinds[0] == kinds[1] and held["execution_count"], (kinds, held["source"])
+    print(len(ran["outputs"]))
+"""
+    assert sum(map(int, run(program, tmp_path, environment).split())) > 5
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
-from tests.support.conformance import ragged_operands
+from tests.support.conformance import in_pieces, ragged_operands
 
 RANKS, BATCH = 4, 3
 
@@ -37,6 +37,38 @@ def batches(shared_segments: bool):
     made = [ragged_operands(np.random.default_rng(seed), RANKS, "random", (5,), "float32") for seed in range(BATCH)]
     stacked = [np.stack(parts, axis=1) for parts in zip(*made, strict=True)]
     return [*stacked[:2], *made[0][2:]] if shared_segments else stacked
+
+
+# -- several segments for each peer ------------------------------------------------------------------------------------
+def test_several_segments_for_each_peer(mesh4):
+    """As one segment, as the oracle says, and linear: the gradient is the transpose."""
+    whole = ragged_operands(np.random.default_rng(7), RANKS, "random", (5,), "float32")
+    pieces = in_pieces(*whole)
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
+    moved = on(mesh4, exchange)(*pieces)
+    assert_bits(moved, oracle.ragged_all_to_all(*pieces), "three segments, by the oracle")
+    assert_bits(moved, on(mesh4, exchange)(*whole), "three segments as one")
+
+    def pulled(cotangent, operand, output, *segments):
+        return jax.vjp(lambda operand, output: exchange(operand, output, *segments), operand, output)[1](cotangent)
+
+    cotangent = np.random.default_rng(8).integers(-9, 9, moved.shape).astype("float32")
+    by_operand, by_output = (np.asarray(a) for a in on(mesh4, pulled)(cotangent, *pieces))
+    assert (cotangent * np.asarray(moved)).sum() == (by_operand * pieces[0]).sum() + (by_output * pieces[1]).sum()
+    assert by_operand.any() and by_output.any()
+
+
+def test_several_segments_in_groups(mesh4):
+    groups = [[0, 3], [2, 1]]
+    parts = [in_pieces(*ragged_operands(np.random.default_rng(g), 2, "random", (3,), "float32")) for g in range(2)]
+    operands = [np.zeros((RANKS, *a.shape[1:]), a.dtype) for a in parts[0]]
+    expected = np.zeros((RANKS, *parts[0][1].shape[1:]), np.float32)
+    for group, part in zip(groups, parts, strict=True):
+        for whole, a in zip(operands, part, strict=True):
+            whole[group] = a
+        expected[group] = oracle.ragged_all_to_all(*part)
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep", axis_index_groups=groups)
+    assert_bits(on(mesh4, exchange)(*operands), expected, "three segments in groups")
 
 
 # -- vmap of ragged_all_to_all -----------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ INSIDE = {
     "ragged-trailing-shape": lambda x, i, w: ragged(x, i, w, output=x[:, :5]),
     "ragged-dtype": lambda x, i, w: ragged(x, i, w, output=x.astype(jnp.bfloat16)),
     "ragged-sizes-shape": lambda x, i, w: ragged(x, i, w, send_sizes=jnp.zeros(3, jnp.int32)),
+    "ragged-sizes-differ": lambda x, i, w: ragged(x, i, w, send_sizes=jnp.zeros(2 * RANKS, jnp.int32)),
     "ragged-sizes-dtype": lambda x, i, w: ragged(x, i, w, recv_sizes=jnp.zeros(RANKS)),
 }
 

@@ -4,7 +4,7 @@ from xen_moe_jax import routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start
+from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
@@ -38,6 +38,7 @@ __all__ = [
     "dispatch_done",
     "dispatch_start",
     "get_dispatch_layout",
+    "overlap",
     "perf_model",
     "quantize",
     "ragged_all_to_all",

@@ -27,6 +27,7 @@ def dispatch(
     alignment: int = 1,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Routed:
     """Sends every token's hidden state to the ranks that hold its experts. Call it inside `jax.shard_map`.
@@ -50,6 +51,10 @@ def dispatch(
       wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantises on
         the wire and dequantises on arrival. Gradients go straight through.
       gradient_wire: what gradients travel as, named as in `wire`; None is their own dtype.
+      active: bool `[R]`, the same on every rank: who takes part. An array like any other, so that it changes from call
+        to call without a new program. Nothing goes to a rank that is out and nothing comes from it; its tokens' results
+        are zero, what others would have sent there is left out and counted in `routed.num_dropped`. On GPUs nobody
+        waits for it, whether it runs the program or not; docs/failures.md says how it comes back. None is all ranks.
       config: tuning; never changes the result.
 
     Returns:
@@ -70,16 +75,27 @@ def dispatch(
         alignment=alignment,
         wire=wire,
         gradient_wire=gradient_wire,
+        active=active,
         config=config,
     )
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)
-    return routed(primitives.Dispatched(*results), prepared.topk_idx, prepared.static.spec)
+    return routed(
+        primitives.Dispatched(*results),
+        prepared.static.spec,
+        active=prepared.handle_active,
+        withheld=prepared.withheld,
+    )
 
 
-def routed(out: primitives.Dispatched, topk_idx: jax.Array, spec: Spec) -> Routed:
-    """The public result of a dispatch; its arrays carry `checkpoint_name`s."""
+def routed(
+    out: primitives.Dispatched,
+    spec: Spec,
+    *,
+    active: jax.Array | None = None,
+    withheld: jax.Array | None = None,
+) -> Routed:
+    """The public result of a dispatch; its arrays carry `checkpoint_name`s. `withheld`: rows that did not leave."""
     out = out.named()
-    topk_idx = checkpoint_name(topk_idx, primitives.HANDLE)
     ranked = spec.layout == "ranked"
     if ranked:
         counts = _layout.ranked_counts(out.recv_counts, out.local_idx, spec)
@@ -89,11 +105,11 @@ def routed(out: primitives.Dispatched, topk_idx: jax.Array, spec: Spec) -> Route
         x=out.rows if out.rows.dtype.itemsize > 1 else BlockScaled(out.rows, out.row_scales),
         group_sizes=counts.group_sizes,
         num_tokens_per_expert=counts.num_tokens_per_expert,
-        num_dropped=counts.num_dropped,
+        num_dropped=counts.num_dropped if withheld is None else counts.num_dropped + withheld,
         weights=None if ranked else out.weights,
         topk_idx=out.local_idx,
         topk_weights=out.weights if ranked else None,
-        handle=Handle(topk_idx, out.positions, out.recv_counts, out.weights, spec),
+        handle=Handle(out.topk_idx, out.positions, out.recv_counts, out.weights, spec, active),
     )
 
 
@@ -105,6 +121,7 @@ def combine(
     weighted: bool | None = None,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array:
     """Brings expert outputs back to their tokens and adds them up, in an order that every backend shares.
@@ -120,6 +137,7 @@ def combine(
         reduced over its local experts and it must be False.
       wire: as in `dispatch`; the default sends partial sums in `y.dtype`.
       gradient_wire: as in `dispatch`.
+      active: as in `dispatch`; the default is what the dispatch was given.
       config: tuning; never changes the result.
 
     Returns:
@@ -129,7 +147,7 @@ def combine(
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
     """
     prepared = _prepare.combine(
-        "combine", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, config=config
+        "combine", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, active=active, config=config
     )
     (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
     return checkpoint_name(out, primitives.OUT)
@@ -142,6 +160,7 @@ def redispatch(
     *,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array:
     """Sends a new payload along a known routing: no layout work.
@@ -150,11 +169,14 @@ def redispatch(
       x: `[T, H2]` float32, bfloat16 or float16; `H2` need not be the first payload's.
       handle: `routed.handle` of an earlier `dispatch`.
       wire, gradient_wire, config: as in `dispatch`.
+      active: as in `dispatch`; the default is what the dispatch was given. Rows of a rank that is out are zero.
 
     Returns:
       rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`.
     """
-    prepared = _prepare.redispatch("redispatch", x, handle, wire=wire, gradient_wire=gradient_wire, config=config)
+    prepared = _prepare.redispatch(
+        "redispatch", x, handle, wire=wire, gradient_wire=gradient_wire, active=active, config=config
+    )
     (rows,) = primitives.redispatch_p.bind(*prepared.operands, **prepared.static.params)
     return checkpoint_name(rows, primitives.ROWS)
 

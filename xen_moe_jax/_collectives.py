@@ -102,13 +102,14 @@ def ragged_all_to_all(
       operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing
         arrives.
       input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank
-        `p`'s output; `recv_sizes[s]` is what source `s` sends here.
+        `p`'s output; `recv_sizes[s]` is what source `s` sends here. `[n * R]` for `n` segments for each peer, those of
+        a peer side by side: they are `n` exchanges one after the other, so one segment for each peer is the fastest.
       axis_name, axis_index_groups: as in `jax.lax.ragged_all_to_all`.
       config: tuning; never changes the result.
 
     Returns:
-      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row,
-      either may win.
+      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row with
+      the same of their segments, either may win; else the later segment does.
     """
     caller = "ragged_all_to_all"
     config = _validate.config(config, caller)
@@ -129,7 +130,7 @@ def ragged_all_to_all(
     for name, rows in (("operand", operand), ("output", output)):
         _validate.known_shape(rows, caller, name)
     size = _mesh.group_size(sizes, groups)
-    offsets = []
+    offsets: list[jax.Array] = []
     for name, value in (
         ("input_offsets", input_offsets),
         ("send_sizes", send_sizes),
@@ -137,15 +138,29 @@ def ragged_all_to_all(
         ("recv_sizes", recv_sizes),
     ):
         value = jnp.asarray(value)
-        if value.shape != (size,):
-            raise ValueError(f"{caller}: {name} has shape {value.shape}: must be ({size},), one entry per rank")
+        if value.ndim != 1 or not value.shape[0] or value.shape[0] % size:
+            raise ValueError(
+                f"{caller}: {name} has shape {value.shape}: must be ({size},), one entry for each rank, or a multiple "
+                "of that for several segments for each"
+            )
+        if offsets and value.shape != offsets[0].shape:
+            raise ValueError(
+                f"{caller}: {name} has shape {value.shape} and input_offsets {offsets[0].shape}: they must be equal"
+            )
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
         offsets.append(value.astype(jnp.int32))
     operand, wrap = _key_data(operand)
     output, _ = _key_data(output)
-    operands = _mesh.vary_over([operand, output, *offsets], names)
-    (out,) = ragged_all_to_all_p.bind(
-        *operands, axis_name=names, axis_sizes=sizes, axis_index_groups=groups, config=config
-    )
-    return wrap(out)
+    operand, output, *offsets = _mesh.vary_over([operand, output, *offsets], names)
+
+    def exchange(output: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        (out,) = ragged_all_to_all_p.bind(
+            operand, output, *segment, axis_name=names, axis_sizes=sizes, axis_index_groups=groups, config=config
+        )
+        return out, None
+
+    if offsets[0].shape[0] == size:
+        return wrap(exchange(output, tuple(offsets))[0])
+    in_turn = tuple(value.reshape(size, -1).T for value in offsets)  # the i-th segment of every peer
+    return wrap(jax.lax.scan(exchange, output, in_turn)[0])

@@ -1,4 +1,4 @@
-"""Dispatch, combine, redispatch and their halves as primitives, with their derivatives.
+"""Dispatch, combine and redispatch as primitives, with their derivatives.
 
 Both directions are linear in the rows that they carry. The tangent of a dispatch is a redispatch of the tangent, the
 transpose of a redispatch is an unweighted combine, and that of a combine a redispatch; the rest is JAX's. A quantised
@@ -14,12 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from xen_moe_jax import _layout, _shapes, backends
+from xen_moe_jax import _active, _layout, _shapes
 from xen_moe_jax._collective_primitives import all_to_all_p
-from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._mesh import platform
 from xen_moe_jax._primitive import declare, declare_composite
-from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 
 ROWS, HANDLE, OUT = "xen_moe_rows", "xen_moe_handle", "xen_moe_out"
@@ -34,6 +31,7 @@ class Dispatched(NamedTuple):
     positions: Any
     recv_counts: Any
     weights: Any
+    topk_idx: Any
     local_idx: Any = None
 
     def named(self) -> Dispatched:
@@ -45,74 +43,58 @@ class Dispatched(NamedTuple):
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-def _halves_backend(spec: Spec, config: KernelConfig) -> Any:
-    return backends.for_halves(platform(), spec, config)
-
-
-def splits(spec: Spec, config: KernelConfig) -> bool:
-    """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
-    return spec.capacity > 0 and _halves_backend(spec, config) is not None
-
-
-def _dispatch_start_shapes(*operands: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> list[ShapeDtype]:
-    backend = _halves_backend(spec, config)
-    whole = _shapes.dispatch(*operands, spec=spec)
-    return [*whole[2:], *backend.dispatch_in_flight(*operands[:2], spec=spec, wire=wire)]
-
-
-def _dispatch_done_shapes(*operands: Any, spec: Spec, **_: Any) -> list[ShapeDtype]:
-    return _shapes.dispatch(*operands, spec=spec)[:2]
-
-
-def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> list[ShapeDtype]:
-    return _halves_backend(spec, config).combine_in_flight(y, spec=spec, wire=wire)
-
-
-dispatch_p = declare("dispatch", _shapes.dispatch)
-combine_p = declare("combine", _shapes.combine)
-redispatch_p = declare("redispatch", _shapes.redispatch)
-dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes)
-dispatch_done_p = declare("dispatch_done", _dispatch_done_shapes)
-combine_start_p = declare("combine_start", _combine_start_shapes)
-combine_done_p = declare("combine_done", _shapes.combine)
+# Operands: docs/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
+dispatch_p = declare("dispatch", _shapes.dispatch, mask=_active.mask_dispatch)
+combine_p = declare("combine", _shapes.combine, mask=_active.mask_handle)
+redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle, finish=_active.zero_left_out)
 
 
 # -- derivatives of a dispatch -----------------------------------------------------------------------------------------
 
 
-def _zero(primal: Any) -> ad.Zero:
+def zero(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def _is_zero(*tangents: Any) -> bool:
+def are_zero(*tangents: Any) -> bool:
     return all(type(t) is ad.Zero for t in tangents)
 
 
-def _rows_tangent(rows: Any, x_dot: Any, scales_dot: Any, handle: Any, params: Any) -> Any:
+def rows_tangent(rows: Any, x_dot: Any, scales_dot: Any, handle: Any, params: Any) -> Any:
     """Tangent of the rows that a dispatch of `x` gave."""
-    if _is_zero(x_dot, scales_dot):
-        return _zero(rows)
-    if rows.dtype.itemsize == 1:
+    if are_zero(x_dot, scales_dot):
+        return zero(rows)
+    check_carries_gradient(rows)
+    (rows_dot,) = redispatch_p.bind(x_dot, *handle, **_for_gradients(params))
+    return rows_dot
+
+
+def check_carries_gradient(x: Any) -> None:
+    """Raises TypeError for values of one byte."""
+    if x.dtype.itemsize == 1:
         raise TypeError(
             "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float "
             "array and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients "
             "straight through."
         )
-    (rows_dot,) = redispatch_p.bind(x_dot, *handle, **_for_gradients(params))
-    return rows_dot
 
 
 def _for_gradients(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "wire": params["gradient_wire"]}
 
 
-def _weights_tangent(weights: Any, topk_weights_dot: Any, topk_idx: Any, positions: Any, params: Any) -> Any:
-    """Tangent of the rows' router weights: one number per (token, slot), sent to where its row went."""
-    if _is_zero(topk_weights_dot):
-        return _zero(weights)
+def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any) -> Any:
+    """Tangent of the rows' router weights: one number per (token, slot), sent to where its row went. `known`: results
+    of the dispatch from the positions on."""
+    positions, recv_counts, weights, topk_idx, *local_idx = known
+    if are_zero(topk_weights_dot):
+        return zero(weights)
     spec: Spec = params["spec"]
     if 0 in spec.row_dims:
         return jnp.zeros_like(weights)
+    if _active.given(active):
+        handle = topk_idx, positions, recv_counts, active
+        return _weights_tangent_by_rows(topk_weights_dot, handle, local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
     sent = jnp.where(owner[None] == ranks[:, None, None], topk_weights_dot[None], 0.0)
@@ -133,16 +115,32 @@ def _weights_tangent(weights: Any, topk_weights_dot: Any, topk_idx: Any, positio
     return jnp.zeros(rows, weights.dtype).at[at].add(came, mode="drop").reshape(weights.shape)
 
 
+def _weights_tangent_by_rows(topk_weights_dot: Any, handle: Any, local_idx: Any, params: Any) -> Any:
+    """The same where ranks are out, whom an all-to-all would wait for: every row takes its token's slots along."""
+    spec: Spec = params["spec"]
+    (rows,) = redispatch_p.bind(topk_weights_dot, *handle, **{**params, "wire": None, "gradient_wire": None})
+    if local_idx:
+        return jnp.where(local_idx[0] >= 0, rows, 0.0)
+    positions = handle[1]
+    flat = rows.reshape(-1, spec.top_k)
+    at = jnp.where(positions >= 0, positions, flat.shape[0])
+    slots = jnp.broadcast_to(jnp.arange(spec.top_k, dtype=jnp.int32), positions.shape)
+    slot = jnp.full(flat.shape[0], -1, jnp.int32).at[at].set(slots, mode="drop", unique_indices=True)
+    chosen = jnp.take_along_axis(flat, jnp.maximum(slot, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(slot >= 0, chosen, 0.0).reshape(spec.row_dims)
+
+
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx = _layout.sanitize(primals[2], params["spec"].num_experts)
-    x_dot, scales_dot, _, weights_dot = tangents
+    active = primals[4]
+    x_dot, scales_dot, _, weights_dot, _ = tangents
     # what the tangent needs is named, so that a policy that saves the names does not dispatch again
     out = Dispatched(*dispatch_p.bind(*primals, **params)).named()
-    rows_dot = _rows_tangent(out.rows, x_dot, scales_dot, (topk_idx, out.positions, out.recv_counts), params)
+    handle = out.topk_idx, out.positions, out.recv_counts, active
+    rows_dot = rows_tangent(out.rows, x_dot, scales_dot, handle, params)
     results = [a for a in out if a is not None]
-    dots = [_zero(a) for a in results]
+    dots = [zero(a) for a in results]
     dots[0] = rows_dot
-    dots[4] = _weights_tangent(out.weights, weights_dot, topk_idx, out.positions, params)
+    dots[4] = weights_tangent(results[2:], weights_dot, active, params)
     return results, dots
 
 
@@ -151,18 +149,16 @@ ad.primitive_jvps[dispatch_p] = _dispatch_jvp
 
 def _redispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     (rows,) = redispatch_p.bind(*primals, **params)
-    return [rows], [_rows_tangent(rows, tangents[0], tangents[0], primals[1:], params)]
+    return [rows], [rows_tangent(rows, tangents[0], tangents[0], primals[1:], params)]
 
 
-def _redispatch_transpose(cotangents: Any, x: Any, topk_idx: Any, positions: Any, recv_counts: Any, **params: Any):
+def _redispatch_transpose(cotangents: Any, x: Any, *handle: Any, **params: Any):
     (cotangent,) = cotangents
-    if _is_zero(cotangent):
-        return [ad.Zero(x.aval), None, None, None]
+    if are_zero(cotangent):
+        return [ad.Zero(x.aval), *[None] * len(handle)]
     weights = jnp.zeros(params["spec"].weights_shape, jnp.float32)
-    (x_ct,) = combine_p.bind(
-        cotangent, topk_idx, positions, recv_counts, weights, weighted=False, **_for_gradients(params)
-    )
-    return [x_ct, None, None, None]
+    (x_ct,) = combine_p.bind(cotangent, *handle, weights, weighted=False, **_for_gradients(params))
+    return [x_ct, *[None] * len(handle)]
 
 
 ad.primitive_jvps[redispatch_p] = _redispatch_jvp
@@ -182,14 +178,14 @@ def _two_combines(y_dot: Any, weights_dot: Any, y: Any, weights: Any, *handle: A
 combine_tangent_p = declare_composite("combine_tangent", _shapes.combine, _two_combines)
 
 
-def _tangent(y_dot: Any, weights_dot: Any, y: Any, weights: Any, handle: Any, params: Any) -> Any:
+def combine_tangent(y_dot: Any, weights_dot: Any, y: Any, weights: Any, handle: Any, params: Any) -> Any:
     """`combine(y_dot, weights) + combine(y, weights_dot)`; None where it is zero."""
     params = _for_gradients(params)
-    if not params["weighted"] or _is_zero(weights_dot):
-        if _is_zero(y_dot):
+    if not params["weighted"] or are_zero(weights_dot):
+        if are_zero(y_dot):
             return None
         return combine_p.bind(y_dot, *handle, weights, **params)[0]
-    if _is_zero(y_dot):
+    if are_zero(y_dot):
         return combine_p.bind(y, *handle, weights_dot, **params)[0]
     return combine_tangent_p.bind(y_dot, weights_dot, y, weights, *handle, **params)[0]
 
@@ -197,16 +193,24 @@ def _tangent(y_dot: Any, weights_dot: Any, y: Any, weights: Any, handle: Any, pa
 def _combine_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     y, *handle, weights = primals
     out = combine_p.bind(*primals, **params)
-    out_dot = _tangent(tangents[0], tangents[-1], y, weights, handle, params)
-    return out, [_zero(out[0]) if out_dot is None else out_dot]
+    out_dot = combine_tangent(tangents[0], tangents[-1], y, weights, handle, params)
+    return out, [zero(out[0]) if out_dot is None else out_dot]
 
 
-def _cotangents(cotangent: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: Any) -> list[Any]:
+def combine_cotangents(
+    cotangent: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: Any
+) -> list[Any]:
     """Cotangents of the rows and of the weights; `y`, `weights` are values, or avals of what is not known."""
-    topk_idx, positions, recv_counts = handle
     moved = {name: value for name, value in _for_gradients(params).items() if name != "weighted"}
-    (rows,) = redispatch_p.bind(cotangent, topk_idx, positions, recv_counts, **moved)
-    used = _layout.used_rows(recv_counts, params["spec"])
+    (rows,) = redispatch_p.bind(cotangent, *handle, **moved)
+    return row_cotangents(rows, y, weights, wanted, handle, params)
+
+
+def row_cotangents(
+    rows: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: dict[str, Any]
+) -> list[Any]:
+    """`combine_cotangents` from the cotangent's rows, where the experts' rows are."""
+    used = _layout.used_rows(handle[2], params["spec"])
     y_ct = weights_ct = None
     if wanted[0] and params["weighted"]:
         product = weights[..., None] * rows.astype(jnp.float32)
@@ -223,28 +227,30 @@ def _known_or_aval(value: Any) -> Any:
     return value.aval if ad.is_undefined_primal(value) else value
 
 
-def _zero_if(wanted: bool, value: Any) -> Any:
+def zero_if(wanted: bool, value: Any) -> Any:
     return ad.Zero(value.aval) if wanted else None
 
 
 def _combine_transpose(cotangents: Any, y: Any, *rest: Any, **params: Any) -> list[Any]:
     *handle, weights = rest
     wanted = ad.is_undefined_primal(y), ad.is_undefined_primal(weights)
-    if _is_zero(*cotangents):
-        return [_zero_if(wanted[0], y), None, None, None, _zero_if(wanted[1], weights)]
-    y_ct, weights_ct = _cotangents(cotangents[0], _known_or_aval(y), _known_or_aval(weights), wanted, handle, params)
-    return [y_ct, None, None, None, weights_ct]
+    if are_zero(*cotangents):
+        return [zero_if(wanted[0], y), *[None] * len(handle), zero_if(wanted[1], weights)]
+    y_ct, weights_ct = combine_cotangents(
+        cotangents[0], _known_or_aval(y), _known_or_aval(weights), wanted, handle, params
+    )
+    return [y_ct, *[None] * len(handle), weights_ct]
 
 
 def _combine_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     y_dot, weights_dot, y, weights, *handle = primals
     out = combine_tangent_p.bind(*primals, **params)
     parts = (
-        _tangent(tangents[0], tangents[1], y, weights, handle, params),
-        _tangent(tangents[2], tangents[3], y_dot, weights_dot, handle, params),
+        combine_tangent(tangents[0], tangents[1], y, weights, handle, params),
+        combine_tangent(tangents[2], tangents[3], y_dot, weights_dot, handle, params),
     )
     moving = [part for part in parts if part is not None]
-    return out, [sum(moving[1:], moving[0]) if moving else _zero(out[0])]
+    return out, [sum(moving[1:], moving[0]) if moving else zero(out[0])]
 
 
 def _combine_tangent_transpose(
@@ -252,49 +258,12 @@ def _combine_tangent_transpose(
 ) -> list[Any]:
     wanted = ad.is_undefined_primal(y_dot), ad.is_undefined_primal(weights_dot)
     rest = [None] * (2 + len(handle))
-    if _is_zero(*cotangents):
-        return [_zero_if(wanted[0], y_dot), _zero_if(wanted[1], weights_dot), *rest]
-    return [*_cotangents(cotangents[0], y, weights, wanted, handle, params), *rest]
+    if are_zero(*cotangents):
+        return [zero_if(wanted[0], y_dot), zero_if(wanted[1], weights_dot), *rest]
+    return [*combine_cotangents(cotangents[0], y, weights, wanted, handle, params), *rest]
 
 
 ad.primitive_jvps[combine_p] = _combine_jvp
 ad.primitive_transposes[combine_p] = _combine_transpose
 ad.primitive_jvps[combine_tangent_p] = _combine_tangent_jvp
 ad.primitive_transposes[combine_tangent_p] = _combine_tangent_transpose
-
-
-# -- halves: the done half knows the float operands of the start, and carries their derivatives ------------------------
-
-
-def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx = primals[2]
-    results = list(dispatch_start_p.bind(*primals, **params))
-    known = 4 if params["spec"].layout == "ranked" else 3
-    results[:known] = [checkpoint_name(a, HANDLE) for a in results[:known]]
-    dots = [_zero(a) for a in results]
-    dots[2] = _weights_tangent(results[2], tangents[3], topk_idx, results[0], params)
-    return results, dots
-
-
-def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    rows, row_scales = (checkpoint_name(a, ROWS) for a in dispatch_done_p.bind(*primals, **params))
-    rows_dot = _rows_tangent(rows, tangents[0], tangents[1], primals[2:5], params)
-    return [rows, row_scales], [rows_dot, _zero(row_scales)]
-
-
-def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results = combine_start_p.bind(*primals, **params)
-    return results, [_zero(a) for a in results]
-
-
-def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    y, topk_idx, positions, recv_counts, weights = primals[:5]
-    out = combine_done_p.bind(*primals, **params)
-    out_dot = _tangent(tangents[0], tangents[4], y, weights, (topk_idx, positions, recv_counts), params)
-    return out, [_zero(out[0]) if out_dot is None else out_dot]
-
-
-ad.primitive_jvps[dispatch_start_p] = _dispatch_start_jvp
-ad.primitive_jvps[dispatch_done_p] = _dispatch_done_jvp
-ad.primitive_jvps[combine_start_p] = _combine_start_jvp
-ad.primitive_jvps[combine_done_p] = _combine_done_jvp

@@ -6,13 +6,16 @@ the same program gives the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _api, _prepare
+from xen_moe_jax import _active, _api, _prepare
+from xen_moe_jax import _flight_primitives as halves
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
@@ -20,17 +23,18 @@ from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
 
 @pytree(static=("static",))
 class DispatchInFlight:
-    """Operands, which derivatives go to; the routing, which is known already; and what the backend left under way."""
+    """Operands, which the done half is given again; rows that `active` keeps from leaving; what the backend left under
+    way."""
 
     operands: Any
-    known: Any
+    withheld: Any
     in_flight: Any
     static: _prepare.Static
 
 
 @pytree(static=("static", "weighted"))
 class CombineInFlight:
-    """Operands, which derivatives go to, and what the backend left under way."""
+    """Operands, which the done half is given again, and what the backend left under way."""
 
     operands: Any
     in_flight: Any
@@ -51,12 +55,12 @@ def dispatch_start(
     alignment: int = 1,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
 
-    XLA keeps the halves apart only around work that data dependencies put between them: tie it with
-    `jax.lax.optimization_barrier`, as docs/tpu.md shows.
+    XLA keeps the halves apart only around work that data dependencies put between them: give it to `overlap`.
     """
     prepared = _prepare.dispatch(
         "dispatch_start",
@@ -70,16 +74,21 @@ def dispatch_start(
         alignment=alignment,
         wire=wire,
         gradient_wire=gradient_wire,
+        active=active,
         config=config,
     )
     static = prepared.static
-    if not primitives.splits(static.spec, static.config):
+    if not halves.splits(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
-        whole = _api.routed(primitives.Dispatched(*results), prepared.topk_idx, static.spec)
+        whole = _api.routed(
+            primitives.Dispatched(*results),
+            static.spec,
+            active=prepared.handle_active,
+            withheld=prepared.withheld,
+        )
         return Flight(whole, "dispatch")
-    results = primitives.dispatch_start_p.bind(*prepared.start_operands, **static.params)
-    known = 4 if static.spec.layout == "ranked" else 3
-    return Flight(DispatchInFlight(prepared.start_operands, results[:known], results[known:], static), "dispatch")
+    in_flight = halves.dispatch_start_p.bind(*prepared.start_operands, **static.params)
+    return Flight(DispatchInFlight(prepared.start_operands, prepared.withheld, in_flight, static), "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")
@@ -92,12 +101,14 @@ def dispatch_done(flight: Flight) -> Routed:
     state = _land(flight, "dispatch")
     if not isinstance(state, DispatchInFlight):
         return state
-    x, scales, topk_idx, _ = state.operands
-    positions, recv_counts, *_ = state.known
-    rows = primitives.dispatch_done_p.bind(
-        x, scales, topk_idx, positions, recv_counts, *state.in_flight, **state.static.params
+    results = halves.dispatch_done_p.bind(*state.operands, *state.in_flight, **state.static.params)
+    *_, active = state.operands
+    return _api.routed(
+        primitives.Dispatched(*results),
+        state.static.spec,
+        active=active if _active.given(active) else None,
+        withheld=state.withheld,
     )
-    return _api.routed(primitives.Dispatched(*rows, *state.known), topk_idx, state.static.spec)
 
 
 @jax.named_scope("xen_moe_combine_start")
@@ -108,17 +119,25 @@ def combine_start(
     weighted: bool | None = None,
     wire: Any = None,
     gradient_wire: Any = None,
+    active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """First half of `combine`, same arguments. Finish with `combine_done`."""
     prepared = _prepare.combine(
-        "combine_start", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, config=config
+        "combine_start",
+        y,
+        handle,
+        weighted=weighted,
+        wire=wire,
+        gradient_wire=gradient_wire,
+        active=active,
+        config=config,
     )
     static = prepared.static
-    if not primitives.splits(static.spec, static.config):
+    if not halves.splits(static.spec, static.config):
         (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
         return Flight(checkpoint_name(out, primitives.OUT), "combine")
-    in_flight = primitives.combine_start_p.bind(*prepared.operands, **prepared.params)
+    in_flight = halves.combine_start_p.bind(*prepared.operands, **prepared.params)
     return Flight(CombineInFlight(prepared.operands, in_flight, static, prepared.weighted), "combine")
 
 
@@ -129,8 +148,62 @@ def combine_done(flight: Flight) -> jax.Array:
     if not isinstance(state, CombineInFlight):
         return state
     params = {**state.static.params, "weighted": state.weighted}
-    (out,) = primitives.combine_done_p.bind(*state.operands, *state.in_flight, **params)
+    (out,) = halves.combine_done_p.bind(*state.operands, *state.in_flight, **params)
     return checkpoint_name(out, primitives.OUT)
+
+
+@jax.named_scope("xen_moe_overlap")
+def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any]:
+    """Runs `work(*args)` while flights are under way: after their starts and before they are finished.
+
+    XLA orders operations by their data alone, and would else put a done half right behind its start. Here the
+    arguments of `work` wait for the starts, and the flights that come back wait for all that `work` returns. The same
+    holds in the backward pass, for the flights that it makes of these and the transpose of `work`.
+
+        flight = xm.dispatch_start(x, topk_idx, topk_weights, num_experts=E, axis_name="ep")
+        flight, dense = xm.overlap(flight, shared_expert, x)
+        routed = xm.dispatch_done(flight)
+
+    Args:
+      flights: a `Flight` or a pytree of them, none of them finished.
+      work: called once; it returns a pytree of arrays. It may start and finish other flights.
+      args: pytrees with an array among them. Work that does not depend on them may run at any time.
+
+    Returns:
+      The flights, to be finished instead of those given, and what `work` returned. Where nothing can overlap (plain
+      JAX, two axes on TPU) the flights have arrived already, and no order is imposed.
+
+    Raises:
+      TypeError: `flights` holds no flight. ValueError: there is no array among `args`.
+    """
+    is_flight = lambda node: isinstance(node, Flight)  # noqa: E731
+    nodes, tree = jax.tree.flatten(flights, is_leaf=is_flight)
+    if not nodes or not all(map(is_flight, nodes)):
+        raise TypeError(
+            f"overlap: flights={type(flights).__name__}: pass what dispatch_start or combine_start returned, or a "
+            "pytree of that"
+        )
+    if not jax.tree.leaves(args):
+        raise ValueError(
+            "overlap: no array among args: work can only be held back until the flights have started by what it is "
+            "given. Pass an array that it begins with, as in overlap(flight, work, x)"
+        )
+    split = [i for i, flight in enumerate(nodes) if under_way(flight)]
+    if not split:
+        return flights, work(*args)
+    for i in split:
+        _use(nodes[i], "overlap")
+    in_flight, args = halves.order([nodes[i].state.in_flight for i in split], args)
+    in_flight, out = halves.order(in_flight, work(*args))
+    for i, arrays in zip(split, in_flight, strict=True):
+        state = dataclasses.replace(nodes[i].state, in_flight=arrays)
+        nodes[i] = dataclasses.replace(nodes[i], state=state)
+    return jax.tree.unflatten(tree, nodes), out
+
+
+def under_way(flight: Flight) -> bool:
+    """Whether its start left something to its done; elsewhere it is the whole operation."""
+    return isinstance(flight.state, DispatchInFlight | CombineInFlight)
 
 
 _finished: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -141,14 +214,18 @@ def _land(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
-    split = isinstance(flight.state, DispatchInFlight | CombineInFlight)
-    ticket = jax.tree.leaves(flight.state.in_flight if split else flight.state)[0]
-    if _finished.get(id(ticket)) is ticket:
-        raise ValueError(
-            f"{kind}_done: flight was finished before: a flight is used once. Keep the result of the first "
-            f"{kind}_done, or call {kind}_start again"
-        )
-    _finished[id(ticket)] = ticket
-    if split:
+    _use(flight, f"{kind}_done")
+    if under_way(flight):
         return flight.state
     return jax.lax.optimization_barrier(flight.state)
+
+
+def _use(flight: Flight, caller: str) -> None:
+    """Raises ValueError at the second use."""
+    ticket = jax.tree.leaves(flight.state.in_flight if under_way(flight) else flight.state)[0]
+    if _finished.get(id(ticket)) is ticket:
+        raise ValueError(
+            f"{caller}: flight was finished before: a flight is used once, and xm.overlap returns another one in its "
+            f"place. Keep the result of the first {flight.kind}_done, or call {flight.kind}_start again"
+        )
+    _finished[id(ticket)] = ticket

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _layout, _validate
+from xen_moe_jax import _active, _layout, _validate
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._quantize import Wire
@@ -35,7 +35,9 @@ class PreparedDispatch(NamedTuple):
     """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`.
 
     `given_topk_idx`: as the caller gave it, int32; the operand of a dispatch, which treats what is out of range itself.
-    So a kernel need not wait for the sanitised one, which goes into the handle.
+    It also returns it sanitised, with -1 for what `active` leaves out: so nothing else need run before a dispatch. The
+    start of a dispatch in halves takes `topk_idx`.
+    `active`: bool `[R]` or `[0]`; `withheld`: rows that stay at home for it, None where it is `[0]`.
     """
 
     static: Static
@@ -44,16 +46,23 @@ class PreparedDispatch(NamedTuple):
     topk_idx: jax.Array
     topk_weights: jax.Array
     given_topk_idx: jax.Array
+    active: jax.Array
+    withheld: jax.Array | None
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
         """Of a dispatch in one piece."""
-        return self.x, self.scales, self.given_topk_idx, self.topk_weights
+        return self.x, self.scales, self.given_topk_idx, self.topk_weights, self.active
 
     @property
     def start_operands(self) -> tuple[jax.Array, ...]:
         """Of the start of a dispatch in two halves, whose routing the second half reads again."""
-        return self.x, self.scales, self.topk_idx, self.topk_weights
+        return self.x, self.scales, self.topk_idx, self.topk_weights, self.active
+
+    @property
+    def handle_active(self) -> jax.Array | None:
+        """What the handle remembers."""
+        return self.active if _active.given(self.active) else None
 
 
 class PreparedCombine(NamedTuple):
@@ -65,6 +74,7 @@ class PreparedCombine(NamedTuple):
     topk_idx: jax.Array
     positions: jax.Array
     recv_counts: jax.Array
+    active: jax.Array
     weights: jax.Array
 
     @property
@@ -84,6 +94,7 @@ class PreparedRedispatch(NamedTuple):
     topk_idx: jax.Array
     positions: jax.Array
     recv_counts: jax.Array
+    active: jax.Array
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
@@ -103,6 +114,7 @@ def dispatch(
     alignment: Any,
     wire: Any,
     gradient_wire: Any,
+    active: Any,
     config: KernelConfig | None,
 ) -> PreparedDispatch:
     config = _validate.config(config, caller)
@@ -128,11 +140,25 @@ def dispatch(
     if scales is None:
         scales = jnp.zeros((num_tokens, 0), jnp.float32)
     given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold what int32 cannot
-    return PreparedDispatch(static, *vary_over([values, scales, idx, weights, given], spec.axis_name))
+    checked = _validate.active(active, spec.num_ranks, caller)
+    values, scales, idx, weights, given, checked = vary_over(
+        [values, scales, idx, weights, given, checked], spec.axis_name
+    )
+    kept = _active.entries(idx, checked, spec)
+    withheld = _active.withheld(idx, kept, spec) if _active.given(checked) else None
+    return PreparedDispatch(static, values, scales, kept, weights, given, checked, withheld)
 
 
 def combine(
-    caller: str, y: Any, handle: Any, *, weighted: Any, wire: Any, gradient_wire: Any, config: KernelConfig | None
+    caller: str,
+    y: Any,
+    handle: Any,
+    *,
+    weighted: Any,
+    wire: Any,
+    gradient_wire: Any,
+    active: Any,
+    config: KernelConfig | None,
 ) -> PreparedCombine:
     config = _validate.config(config, caller)
     handle = _validate.handle(handle, caller)
@@ -148,12 +174,13 @@ def combine(
             "routed.topk_weights while reducing over the local experts and pass weighted=False"
         )
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, y.shape[-1], caller)
-    operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, handle.weights]
+    checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
+    operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, checked, handle.weights]
     return PreparedCombine(static, bool(weighted), *vary_over(operands, spec.axis_name))
 
 
 def redispatch(
-    caller: str, x: Any, handle: Any, *, wire: Any, gradient_wire: Any, config: KernelConfig | None
+    caller: str, x: Any, handle: Any, *, wire: Any, gradient_wire: Any, active: Any, config: KernelConfig | None
 ) -> PreparedRedispatch:
     config = _validate.config(config, caller)
     handle = _validate.handle(handle, caller)
@@ -164,7 +191,8 @@ def redispatch(
     if values.shape[0] != spec.num_tokens:
         raise ValueError(f"{caller}: x has {values.shape[0]} tokens: the handle was made for {spec.num_tokens}")
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, values.shape[1], caller)
-    operands = [values, handle.topk_idx, handle.positions, handle.recv_counts]
+    checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
+    operands = [values, handle.topk_idx, handle.positions, handle.recv_counts, checked]
     return PreparedRedispatch(static, *vary_over(operands, spec.axis_name))
 
 

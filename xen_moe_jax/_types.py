@@ -59,6 +59,7 @@ class Handle:
       recv_counts: int32 `[R, L]`, real rows per source rank and local expert before dropping.
       weights: float32, router weight of each row of `routed.x` (ranked: per row and slot).
       spec: static description.
+      active: bool `[R]`, the ranks that took part; None where the dispatch was given none.
     """
 
     topk_idx: Any
@@ -66,6 +67,7 @@ class Handle:
     recv_counts: Any
     weights: Any
     spec: Spec
+    active: Any = None
 
 
 @pytree()
@@ -76,7 +78,8 @@ class Routed:
       x: rows. grouped `[C, H]`, ranked `[C, H]`, padded `[L, R*T, H]`; `BlockScaled` if the input was.
       group_sizes: grouped: int32 `[L]`, rows of each local expert, alignment padding included.
       num_tokens_per_expert: int32 `[L]`, real rows of each local expert.
-      num_dropped: int32 `[]`, rows that did not fit under `capacity` on this rank.
+      num_dropped: int32 `[]`, rows that did not fit under `capacity` on this rank, and rows of this rank's tokens that
+        stayed at home because `active` leaves out their expert's rank, or this one.
       weights: float32 `[C]` (padded `[L, R*T]`), router weight of each row; None in the ranked layout.
       topk_idx: ranked: int32 `[C, K]`, local expert ids, `-1` elsewhere and past the last row.
       topk_weights: ranked: float32 `[C, K]`, zero where `topk_idx` is `-1`.

@@ -141,6 +141,21 @@ def routing(
     return topk_idx, topk_weights
 
 
+def active(value: Any, num_ranks: int, caller: str) -> jax.Array:
+    """bool `[R]`; `[0]` for None, which is every rank."""
+    if value is None:
+        return jnp.zeros((0,), jnp.bool_)
+    value = _array(value, caller, "active")
+    if value.dtype != jnp.bool_:
+        raise TypeError(f"{caller}: active has dtype {value.dtype}: must be bool, True for every rank that takes part")
+    if value.shape != (num_ranks,):
+        raise ValueError(
+            f"{caller}: active has shape {value.shape}: must be ({num_ranks},), one entry for every rank of axis_name, "
+            "the same on all of them"
+        )
+    return value
+
+
 def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
     """`y` of a combine: the rows that a dispatch with this handle produced, any hidden size."""
     if isinstance(y, BlockScaled):
@@ -193,6 +208,8 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
                 f"{list(shape)}, as dispatch returned it; a handle is passed on as a whole"
             )
         arrays[name] = array
+    if value.active is not None:
+        arrays["active"] = active(value.active, spec.num_ranks, f"{caller} (handle)")
     return arrays
 
 

@@ -1,5 +1,5 @@
 """The CUDA backend's symmetric memory, for those who look after it themselves, and its restart after a failure."""
 
-from xen_moe_jax.backends.cuda.memory import reset, workspaces
+from xen_moe_jax.backends.cuda.memory import alive, reset, workspaces
 
-__all__ = ["reset", "workspaces"]
+__all__ = ["alive", "reset", "workspaces"]

@@ -20,6 +20,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
+from xen_moe_jax import _profiles
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.flax import grouped_matmul
@@ -152,10 +153,14 @@ def devices() -> list[Finding]:
     ]
 
 
+def _device_files(platform: str) -> list[str]:
+    patterns = {"cuda": ("/dev/nvidia[0-9]*",), "tpu": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")}[platform]
+    return sorted(path for pattern in patterns for path in glob.glob(pattern))
+
+
 def accelerators() -> list[Finding]:
     """Accelerators that the operating system shows, whether JAX uses them or not."""
-    gpus = sorted(path for path in glob.glob("/dev/nvidia[0-9]*"))
-    chips = sorted(glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*"))
+    gpus, chips = _device_files("cuda"), _device_files("tpu")
     has_cuda_jax = installed_version("jax-cuda13-plugin") is not None
     return [
         Finding(
@@ -238,8 +243,12 @@ def backends() -> list[Finding]:
 def _ready(name: str, backend: str) -> Finding:
     """A backend that imports; what JAX itself lacks to start the platform is no part of that, and is said."""
     package, extra = JAX_RUNS_ON.get(name, (None, None))
-    if package is None or installed_version(package) is not None:
+    if package is None:
         return Finding(f"on {name}", True, backend)
+    if installed_version(package) is not None:
+        here = _device_files(name)
+        seen = "" if here else f"; this machine shows no {name} device, so programs can be compiled for one, not run"
+        return Finding(f"on {name}", True if here else None, backend + seen)
     detail = f"{backend}; but JAX has no {name} without {package}, which is not installed"
     return Finding(f"on {name}", None, detail, f"pip install 'xen-moe-jax[{extra}]'")
 
@@ -250,6 +259,19 @@ def grouped_matmul_of(name: str) -> Finding:
     return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
+def profiles() -> list[Finding]:
+    """Profiles of tuned configs that the package holds, and which of them serve this machine's first device."""
+    found = []
+    for path, holds, reason in _profiles.survey():
+        damaged = not holds
+        remedy = "reinstall xen-moe-jax, or report this" if damaged else "xen-moe-jax autotune --output FILE makes one"
+        detail = reason if damaged else f"not used: {reason}" if reason else f"in use: {holds}"
+        found.append(
+            Finding(path.name, False if damaged else None if reason else True, detail, remedy if reason else "")
+        )
+    return found or [Finding("profiles", None, "none: operations run with their defaults")]
+
+
 def examine() -> dict[str, list[Finding]]:
     """The whole report, by section."""
     return {
@@ -258,6 +280,7 @@ def examine() -> dict[str, list[Finding]]:
         "Accelerators of this machine": accelerators(),
         "Compiled modules": [*native_modules(), nvshmem_library()],
         "Backend by platform": backends(),
+        "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],
     }
 

@@ -160,6 +160,31 @@ def one_dies(rank: Rank) -> dict:
     return {"errors": [first, second], "failure": rank.memory.failure(), "named": named, "ended": time.time()}
 
 
+def one_is_left_out(rank: Rank) -> dict:
+    """Process 1 is killed by the test; the others say that their programs know who takes part, and go on."""
+    workspace = rank.workspace()
+    first = rank.serve(workspace, SMALL)
+    rank.memory.leave_out_the_dead(workspace)
+    rank.memory.set_epoch(workspace, 0, 100 + rank.process)
+    rank.meet("up")
+    print("ready", flush=True)
+    if rank.process == 1:
+        time.sleep(600)
+    began = time.monotonic()
+    while 1 not in rank.watcher.dead() and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    failure, dead = rank.memory.failure(), rank.memory.mailbox_dead(workspace, 0)
+    rank.memory.fail(workspace, 0, {"cause": 3, "rank": 1, "other": rank.process})  # an operation has needed it
+    rank.memory.reset(30.0)
+    return {
+        "errors": [first],
+        "failure": failure,
+        "dead": dead,
+        "after": [rank.memory.failure(), rank.memory.mailbox_dead(workspace, 0), rank.memory.gone()],
+        "epoch": rank.memory.epoch(workspace, 0),
+    }
+
+
 def one_stops(rank: Rank) -> dict:
     """Process 1 is stopped by the test for a while: slow, not dead."""
     workspace = rank.workspace()

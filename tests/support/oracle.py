@@ -145,11 +145,15 @@ def dispatch(
     wire: str | None = None,
     scale_format: str = "float32",
     scales: np.ndarray | None = None,
+    active: np.ndarray | None = None,
 ) -> Dispatched:
     """Dispatch of all ranks. Weights default to one; with `scales`, `x` is `BlockScaled` and travels as it is."""
     num_ranks, num_tokens, hidden = x.shape
     top_k = topk_idx.shape[-1]
     idx = sanitize(topk_idx, num_experts)
+    withheld = np.zeros(num_ranks, np.int32)
+    if active is not None:
+        idx, withheld = leave_out(idx, active, num_experts, layout)
     local = -(-num_experts // num_ranks)
     if capacity is None or layout == "padded":
         capacity = worst_case_capacity(layout, num_ranks, num_tokens, top_k, num_experts, alignment)
@@ -160,7 +164,7 @@ def dispatch(
     padding = np.zeros((num_ranks, capacity), bool)  # alignment padding
     kept = np.zeros((num_ranks, local), np.int32)
     group_sizes = np.zeros((num_ranks, local), np.int32)
-    num_dropped = np.zeros(num_ranks, np.int32)
+    num_dropped = withheld
 
     for rank in range(num_ranks):
         if layout == "ranked":
@@ -221,6 +225,30 @@ def dispatch(
         specified=specified,
         topk_idx=idx,
     )
+
+
+def leave_out(idx: np.ndarray, active: np.ndarray, num_experts: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """What still moves of sanitised `idx [R, T, K]`, and how many rows each source keeps back."""
+    num_ranks = idx.shape[0]
+    local = -(-num_experts // num_ranks)
+    kept, withheld = idx.copy(), np.zeros(num_ranks, np.int32)
+    for source, token in np.ndindex(*idx.shape[:2]):
+        refused = []
+        for slot, expert in enumerate(idx[source, token]):
+            if expert >= 0 and not (active[source] and active[expert // local]):
+                kept[source, token, slot] = -1
+                refused.append(expert // local)
+        withheld[source] += len(set(refused)) if layout == "ranked" else len(refused)
+    return kept, withheld
+
+
+def without(routed: Dispatched, active: np.ndarray) -> Dispatched:
+    """A dispatch among all ranks as an operation on its handle sees it when it is given `active`."""
+    positions = routed.positions.copy()
+    for holder, source in np.ndindex(*positions.shape[:2]):
+        if not (active[holder] and active[source]):
+            positions[holder, source] = -1
+    return dataclasses.replace(routed, positions=positions)
 
 
 def _place_grouped(rank, idx, local, capacity, alignment, positions, recv_counts, kept, occupied, num_dropped) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark import tpu_static, tpu_topologies
+from xen_moe_jax.benchmark import tpu_bundles, tpu_static, tpu_topologies
 from xen_moe_jax.benchmark.tpu_static import Case
 
 pytestmark = pytest.mark.tpu_aot
@@ -25,7 +25,14 @@ BF16 = Case("bf16", 4096, "grouped", None, None)
 DECODE = Case("decode", 128, "padded", "float8_e4m3fn", None)
 DECODE_INT8 = Case("decode-int8", 128, "padded", "int8", "int8")
 RANKED = Case("ranked", 1024, "ranked", None, None)
-FUSED = ["xen_moe_scatter", "xen_moe_push", "xen_moe_place", "xen_moe_reduce_slots", "xen_moe_reduce_ranks"]
+FUSED = [
+    "xen_moe_push",
+    "xen_moe_index_rows",
+    "xen_moe_place",
+    "xen_moe_order_pairs",
+    "xen_moe_reduce_slots",
+    "xen_moe_reduce_ranks",
+]
 
 IN_CI = {"v4": "decode", "v5e": "decode-int8", "v5p": "fp8", "v6e": "bf16", "tpu7x": "decode"}
 """The full-size program that every run of the suite compiles for a generation: each case and each generation once. The
@@ -57,15 +64,15 @@ def copies(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(("generation", "case"), PROGRAMS, ids=lambda p: p if isinstance(p, str) else p.name)
 def test_full_size_program(generation, case):
-    """Our five kernels, metadata as the only collective, no full-size copy, memory as predicted."""
+    """Our kernels, counts as the only collective, no full-size copy, memory as predicted."""
     compiled = tpu_static.compile_own(generation, case, "both", DEEPSEEK)
     text = compiled.as_text()
     assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
 
     tokens_bytes = case.tokens * DEEPSEEK["hidden"] * 2
-    metadata = 8 * (3 * case.tokens * DEEPSEEK["top_k"] + DEEPSEEK["experts"] + 8) * 4
     moved = tpu_static.collectives(text)
-    assert "ragged-all-to-all" not in moved and sum(moved.values()) <= 1.01 * metadata + 65536, moved
+    assert "ragged-all-to-all" not in moved and sum(moved.values()) <= 8 * (DEEPSEEK["experts"] + 8) * 4, moved
+    assert_no_large_scalar_operation(text, case)
     too_large = [c for c in copies(text) if c[0] >= tokens_bytes]
     assert not too_large, too_large
 
@@ -76,6 +83,12 @@ def test_full_size_program(generation, case):
     # tpu7x: XLA reuses fewer of these buffers at 4096 tokens than on the other generations
     slack = 2.2 if generation == "tpu7x" else 1.1
     assert predicted * 0.95 <= temp <= slack * predicted + 2 * 8 * case.tokens * 8 * 4 * 40, (temp, predicted)
+
+
+def assert_no_large_scalar_operation(text: str, case: Case) -> None:
+    entries = case.tokens * DEEPSEEK["top_k"]
+    found = tpu_bundles.scalar_operations(text)
+    assert all(found.get(kind, 0) <= entries for kind in ("gather", "scatter", "sort")), found
 
 
 def predicted_staging(case: Case, operation: str) -> int:
@@ -119,7 +132,7 @@ def test_quantised_tokens_travel_as_they_are(generation, dtype):
     operands = struct((8 * 128, 2048), dtype), struct((8 * 128, 16), jnp.float32), struct((8 * 128, 4), jnp.int32)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     text = program.trace(*operands).lower(lowering_platforms=("tpu",)).compile().as_text()
-    assert set(tpu_static.kernels(text)) == {"xen_moe_scatter", "xen_moe_push", "xen_moe_place"}
+    assert set(tpu_static.kernels(text)) == {"xen_moe_push", "xen_moe_index_rows", "xen_moe_place"}
 
 
 def halves_program(generation: str, gradient: bool = False):
@@ -194,7 +207,7 @@ def test_two_slices(generation):
     text = compiled.as_text()
     assert "xen_moe_forward" in tpu_static.kernels(text)
     assert sorted(set(tpu_static.kernels(text))) == sorted(
-        {"xen_moe_pack", "xen_moe_forward", *FUSED} - {"xen_moe_push"}
+        {"xen_moe_pack", "xen_moe_forward", "xen_moe_scatter", *FUSED} - {"xen_moe_push", "xen_moe_index_rows"}
     )
 
 
@@ -209,6 +222,13 @@ def test_large_topology(generation):
     case = Case("large", 128, "grouped", "float8_e4m3fn", None)
     text = tpu_static.compile_own(generation, case, "both", DEEPSEEK, large=True).as_text()
     assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
+    assert_only_counts_travel(text, case)
+
+
+def assert_only_counts_travel(text: str, case: Case) -> None:
+    moved = tpu_static.collectives(text)
+    assert sum(moved.values()) <= 2**20, moved
+    assert_no_large_scalar_operation(text, case)
 
 
 @pytest.mark.slow
@@ -219,6 +239,8 @@ def test_large_topology_at_real_token_counts(generation, tokens, operation):
     case = Case("large", tokens, "grouped", "float8_e4m3fn", None)
     text = tpu_static.compile_own(generation, case, operation, DEEPSEEK, large=True).as_text()
     assert set(tpu_static.kernels(text)) <= set(FUSED)
+    if generation == "v5e":  # 256 chips; 512 gather twice as many counts
+        assert_only_counts_travel(text, case)
 
 
 @pytest.mark.parametrize(

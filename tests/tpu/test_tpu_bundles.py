@@ -57,9 +57,21 @@ def test_scalar_operations_of_a_program():
 def test_random_routing_counts_what_it_says():
     routing = tpu_bundles.random_routing(256, 8, 64, 8, 16, seed=0)
     assert 256 * 8 * 0.9 < routing.placed < 256 * 8 * 1.1
-    assert routing.sent < routing.placed and 1 < routing.depth <= 8
+    assert routing.sent < routing.placed
+    pairs = routing.pairs
+    assert pairs.blocks == 8 and 8 * pairs.tiles + pairs.singles == routing.placed
+    assert routing.sent / 16 <= pairs.groups <= routing.sent / 16 + pairs.blocks
+    assert routing.placed / 16 <= pairs.turns <= 8 * pairs.groups
+    assert len(routing.sources) == 8 and sum(routing.sources) == routing.sent
     assert len(routing.experts) == 8 and sum(routing.experts) == routing.placed
     assert routing.placed <= routing.visited(32, padded=False) <= routing.visited(32, padded=True)
+
+
+def test_visited_pairs_of_a_few_depths():
+    """Twenty pairs of three rows and one of one: two groups, of 3 + 3 turns, the second with 5, 4 and 4 pairs."""
+    depths = np.zeros(100, int)
+    depths[:20], depths[50] = 3, 1
+    assert tpu_bundles.visited_pairs(depths, 16) == tpu_bundles.Visited(1, 2, 6, 6, 5 + 4 + 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +83,11 @@ def test_all_to_all_bandwidth_of_a_torus(generation, gb_per_s):
 
 BUDGETS = {  # bundles of one turn of a loop; a few percent over what jax 0.11.2 with libtpu 0.0.48 gives
     "v5p": {
-        "xen_moe_push": {"encode": 1790, "send": 120},
+        "xen_moe_push": {"encode": 1790, "send": 100},
         "xen_moe_place": {"fetch": 26, "decode": 470},
-        "xen_moe_scatter": {"entries": 105},
-        "xen_moe_reduce_slots": {"fetch": 105, "add": 260, "send": 40},
+        "xen_moe_index_rows": {"table": 870, "slots": 90},
+        "xen_moe_order_pairs": {},
+        "xen_moe_reduce_slots": {"group": 540, "turn": 60, "fetch": 120, "fetch one": 30, "add": 215, "send": 52},
         "xen_moe_reduce_ranks": {"fetch": 26, "add": 180},
     },
 }

@@ -17,8 +17,9 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
     "TestEager": "[grouped/uniform] or ranked/duplicates or padded-fp8 or grouped-scaled or two-axes/uniform",
     "TestOnWait": (
         "padded/zipf or align8-capacity-one-below or grouped-top1/uniform or grouped-int8-f32 or ranked-odd-hidden or "
-        "operation[grouped] or (ragged_all_to_all and random and int8) or (test_all_to_all and bfloat16)"
+        "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
+    "TestTwoCores": "[grouped/uniform] or padded/zipf",
     "TestHalves": "[grouped/uniform] or ranked-capacity-one-below or padded-fp8",
 }
 
@@ -36,6 +37,10 @@ def run_suite(expression: str, seconds: float, file: str = "interpret_conformanc
 @pytest.mark.parametrize("mode", SHORT)
 def test_conformance_in_interpret_mode(mode):
     run_suite(f"{mode} and ({SHORT[mode]})", 900)
+
+
+def test_ranks_that_are_out():
+    run_suite("test_ranks_that_are_out", 900)
 
 
 def test_a_mesh_with_another_axis():

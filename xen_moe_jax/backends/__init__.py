@@ -7,6 +7,8 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
                                    `dispatch_start`, `dispatch_done`, `combine_start`, `combine_done`, and
                                    `dispatch_in_flight`, `combine_in_flight` give what travels between them
   operand_avals(operation, avals)  avals under which an operation is traced, where they are not its operands' own
+  TAKES_ACTIVE = True              its operations take `active` as an operand, and wait for no rank that is out; the
+                                   others get operands in which what does not move is masked
   open_buffer, buffer_size_hint    symmetric memory
   failure()                        why an operation of this process gave up; "" when none did
 """

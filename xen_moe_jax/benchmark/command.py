@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from xen_moe_jax.benchmark import options as command_options
+
+GRAPH_FLAGS = ("--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL", "--xla_gpu_graph_min_graph_size=1")
 
 
 def start_jax(options: argparse.Namespace) -> None:
@@ -37,6 +40,13 @@ def start_jax(options: argparse.Namespace) -> None:
         ) from error
 
 
+def force_graphs() -> None:
+    """CUDA graphs for every program, as a server has them; what the user has set stays."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in GRAPH_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+
+
 def gpu_of_process(options: argparse.Namespace) -> list[int] | None:
     """One GPU for each process of this host; CPU processes keep all of their virtual devices."""
     return None if options.platform == "cpu" else [options.process_id]
@@ -64,21 +74,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, ImportError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    if options.mode in command_options.LAYER_MODES and importlib.util.find_spec("flax") is None:
+        print(f"error: --mode {options.mode}: needs flax: pip install 'xen-moe-jax[flax]'", file=sys.stderr)
+        return 1
+    if options.mode == "jax-best":
+        from xen_moe_jax.benchmark import jax_best
+
+        if not options.setting:
+            return jax_best.main(options, arguments)
+        start_jax(options)
+        return jax_best.run_setting(options)
     from xen_moe_jax import BackendUnavailable
-    from xen_moe_jax.benchmark import modes, report
+    from xen_moe_jax.benchmark import decode_step, modes, report
     from xen_moe_jax.benchmark.verify import WrongResultError
 
+    run, describe, plot = modes.run, modes.describe_results, report.write_plot
+    if options.mode in command_options.LAYER_MODES:
+        from xen_moe_jax.benchmark import layer
+
+        run, describe, plot = layer.run, layer.describe_results, layer.write_plot
+    elif options.mode == "decode-step":
+        run, describe = decode_step.main, decode_step.describe
     try:
+        if options.mode == "decode-step":
+            force_graphs()
         start_jax(options)
-        document = modes.run(options, arguments)
+        document = run(options, arguments)
     except (ValueError, BackendUnavailable, WrongResultError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if document["machine"]["processes"] > 1 and options.process_id != 0:
         return 0
-    print(modes.describe_results(document))
+    print(describe(document))
     if options.json:
         report.write_json(options.json, document)
     if options.plot:
-        report.write_plot(options.plot, document)
+        plot(options.plot, document)
     return 0

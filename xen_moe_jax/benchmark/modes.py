@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark import accounting, peers, programs, report, timing, tuning, verify
+from xen_moe_jax import _profiles
+from xen_moe_jax.benchmark import accounting, overlap, peers, programs, report, timing, tuning, verify
 from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark.problem import Problem, make_problem
 from xen_moe_jax.benchmark.workload import Workload
@@ -73,11 +74,15 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         return head | tune(problem, config, options)
     checks = own_checks(problem, config, options)
     operations = command_options.operations(options)
+    if options.mode == "overlap":
+        return head | {"overlap": overlap.run(problem, config, options), "results": []}
     if options.mode == "sweep-sms":
         results = sweep(problem, config, operations, options, checks)
     else:
         chosen = programs.own_programs(work, problem.caps, config, operations)
-        chosen += peers.peer_programs(work, problem.caps, problem.platform, command_options.peer_names(options))
+        names = command_options.peer_names(options)
+        theirs = command_options.operations(options, "peer_operations")
+        chosen += peers.peer_programs(work, problem.caps, problem.platform, names, theirs)
         if options.mode == "low-latency":
             chosen.append(programs.empty_loop())
         results = measure_programs(problem, chosen, options, checks)
@@ -134,7 +139,7 @@ def tune(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace)
     inner = command_options.inner_calls(options, problem.platform, problem.work.tokens)
     operations = tuple(name for name in command_options.operations(options) if name in tuning.OPERATIONS)
     if options.tuned and pathlib.Path(options.tuned).exists():
-        tuning.read(options.tuned)  # a foreign file is an error before hours of work, not after
+        _profiles.read(options.tuned)  # a foreign file is an error before hours of work, not after
     tuned = tuning.autotune(
         problem, base=config, operations=operations, inner=inner, repeats=options.repeats, progress=report.progress
     )
@@ -162,5 +167,7 @@ def describe_results(document: dict[str, Any]) -> str:
             ]
             parts += [report.format_table([f"{operation}: best first", "us", "min..max"], lines), ""]
         return "\n".join(parts)
+    if "overlap" in document:
+        return "\n".join([*parts, overlap.table(document["overlap"]), ""])
     parts += [report.results_table(document["results"]), "", report.FOOTNOTE]
     return "\n".join(parts)

@@ -8,7 +8,21 @@ import json
 import pathlib
 from typing import Any
 
-MODES = ("normal", "low-latency", "sweep-sms", "tpu-static", "transfer")
+from xen_moe_jax.benchmark import jax_settings
+
+MODES = (
+    "normal",
+    "low-latency",
+    "sweep-sms",
+    "overlap",
+    "jax-best",
+    "layer",
+    "model",
+    "decode-step",
+    "tpu-static",
+    "transfer",
+)
+LAYER_MODES = ("layer", "model")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -50,8 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mode", choices=MODES, default="normal",
         help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
+        "jax-best: beside JAX's own collectives tuned, a process for each setting of XLA; "
+        "layer: a whole MoE layer, forward and backward; model: a stack of four; "
+        "overlap: dispatch and combine in halves, with matmuls between them; "
         "tpu-static: what the compiled TPU programs say, no TPU needed; "
-        "transfer: writes to another process (xen_moe_jax.transfer)")  # fmt: skip
+        "transfer: writes to another process (xen_moe_jax.transfer); "
+        "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
     sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
     size = sizes.add_argument
     size("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
@@ -65,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="--mode transfer: sizes of a piece (default: a table)",
     )
+    size("--width", type=positive, help="--mode layer, model: features inside an expert (default 3/8 of hidden)")
     size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
     size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
     size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
@@ -78,18 +97,34 @@ def build_parser() -> argparse.ArgumentParser:
     run = runs.add_argument
     run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
     run("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
-    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms")
+    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms or overlap")
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
+    run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
+    run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
+    run("--lock", metavar="FILE", help="--mode layer, model: hold this file's lock while measuring")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
     run("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
+    run("--peer-operations", default="round trip", help="comma-separated, of the peers")
     run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
     run("--num-processes", type=positive, default=1)
     run("--process-id", type=not_negative, default=0)
     run("--tune", action="store_true", help="measure candidate KernelConfigs and report them, best first")
+    steps = parser.add_argument_group("--mode decode-step").add_argument
+    steps("--layers", type=positive, default=60, help="MoE layers of the step")
+    steps("--intermediate", type=positive, default=128, help="width of an expert")
+    steps("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
+    steps("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
+    steps("--peer-replays", type=positive, default=200, help="of the others, at the most")
+    tuned_jax = parser.add_argument_group("--mode jax-best").add_argument
+    tuned_jax("--settings", nargs="+", metavar="NAME", help="settings of XLA to run (default: all)")
+    tuned_jax("--seconds", type=factor, default=600.0, help="for all settings; the last are left out")
+    tuned_jax("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
+    tuned_jax("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
+    tuned_jax("--part", help=argparse.SUPPRESS)
     out = parser.add_argument_group("output").add_argument
     out("--json", metavar="FILE")
     out("--plot", metavar="FILE")
@@ -122,11 +157,35 @@ def check(options: argparse.Namespace) -> None:
         )
     if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
-    if options.num_sms and len(options.num_sms) > 1 and options.mode != "sweep-sms":
-        raise ValueError(f"--num-sms {' '.join(map(str, options.num_sms))}: several need --mode sweep-sms; give one")
+    if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
+        several = " ".join(map(str, options.num_sms))
+        raise ValueError(f"--num-sms {several}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
+    if options.mode == "decode-step" and options.tokens:
+        raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
+    if options.mode == "jax-best":
+        jax_settings.check(options)
+        for name in ("plot", "tune", "link_ceiling"):
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
+    elif options.settings:
+        raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
+    if options.mode not in LAYER_MODES and (
+        options.width or options.ways or options.lock or options.grouped_matmul != "auto"
+    ):
+        layer: dict[str, Any] = {
+            "width": options.width,
+            "ways": options.ways,
+            "lock": options.lock,
+            "grouped-matmul": options.grouped_matmul,
+        }
+        name = next(name for name, value in layer.items() if value)
+        raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
+    if options.mode in LAYER_MODES and options.tune:
+        raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     operations(options)
+    operations(options, "peer_operations")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
     for name in ("json", "plot", "tuned"):
@@ -204,14 +263,16 @@ def kernel_config(options: argparse.Namespace) -> Any:
     from xen_moe_jax import KernelConfig
 
     mode = {"normal": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
-    num_sms = options.num_sms[0] if options.num_sms and options.mode != "sweep-sms" else None
+    num_sms = options.num_sms[0] if options.num_sms and options.mode not in ("sweep-sms", "overlap") else None
     return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
 
 
-def operations(options: argparse.Namespace) -> tuple[str, ...]:
-    chosen = tuple(name.strip() for name in options.operations.split(","))
+def operations(options: argparse.Namespace, argument: str = "operations") -> tuple[str, ...]:
+    """Of the library's own programs, or of the peers where `argument` is "peer_operations"."""
+    given = getattr(options, argument)
+    chosen = tuple(name.strip() for name in given.split(","))
     if not set(chosen) <= set(OPERATIONS):
-        raise ValueError(f"--operations {options.operations!r}: must be among {OPERATIONS}")
+        raise ValueError(f"--{argument.replace('_', '-')} {given!r}: must be among {OPERATIONS}")
     return chosen
 
 

@@ -196,6 +196,83 @@ def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name:
     return Program(name, "combine", prepare, initial, step)
 
 
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Another way to write the round trip, in its two halves; both run on one rank inside `shard_map`.
+
+    Attributes:
+      dispatch: `(tokens, topk_idx [T,K]) -> (rows, local expert of each row int32, route)`; `tokens` is an array or a
+        `BlockScaled`, `rows` is of the same kind; `route` holds arrays of rank >= 1.
+      combine: `(y, route, topk_weights [T,K]) -> [T,H]`.
+      quantised: whether `dispatch` takes a `BlockScaled`; where it does not, tokens travel in the compute dtype.
+    """
+
+    dispatch: Callable[..., Any]
+    combine: Callable[..., Any]
+    quantised: bool = True
+
+
+def peer_wire(work: Workload, peer: Peer) -> str | None:
+    """The quantised wire of a peer's dispatch, None where rows travel in the compute dtype."""
+    wire = work.dtype if work.block_scaled else work.wire
+    return wire if peer.quantised else None
+
+
+def peer_round_trip(work: Workload, peer: Peer) -> RoundTrip:
+    """Quantise where the workload does, dispatch, dequantise, experts, combine."""
+    wire = peer_wire(work, peer)
+
+    def round_trip(x, topk_idx, topk_weights, experts):
+        tokens = x if wire is None else xm.quantize(x, dtype=wire)
+        rows, local_expert, route = peer.dispatch(tokens, topk_idx)
+        rows = rows if wire is None else xm.dequantize(rows, x.dtype)
+        return peer.combine(experts(rows, local_expert), route, topk_weights)
+
+    return round_trip
+
+
+def peer_dispatch(work: Workload, peer: Peer, name: str, relative_cost: int = 1) -> Program:
+    """A peer's dispatch alone; tokens that come quantised arrive quantised, as they do in `own_dispatch`."""
+    comes_scaled = work.block_scaled and peer.quantised
+
+    def prepare(x, topk_idx, topk_weights):
+        return xm.quantize(x, dtype=work.dtype) if comes_scaled else x
+
+    def step(tokens, carry, topk_idx, topk_weights):
+        if work.wire is not None and peer.quantised:
+            rows = xm.dequantize(peer.dispatch(xm.quantize(tokens, dtype=work.wire), topk_idx)[0], tokens.dtype)
+        else:
+            rows = peer.dispatch(tokens, topk_idx)[0]
+        return jax.lax.optimization_barrier(rows)
+
+    def initial(tokens, topk_idx, topk_weights):
+        rows = jax.eval_shape(lambda: step(tokens, None, topk_idx, topk_weights))
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rows)
+
+    def chain(rows):
+        return sum(never(leaf) for leaf in jax.tree.leaves(rows))
+
+    return Program(name, "dispatch", prepare, initial, step, chain, relative_cost=relative_cost)
+
+
+def peer_combine(work: Workload, peer: Peer, name: str, relative_cost: int = 1) -> Program:
+    """A peer's combine alone, of the rows that its dispatch of the first routing brought in the compute dtype."""
+
+    def prepare(x, topk_idx, topk_weights):
+        rows, _, route = peer.dispatch(x, topk_idx)
+        return rows, route, topk_weights
+
+    def initial(operands, topk_idx, topk_weights):
+        return jnp.zeros((work.tokens, work.hidden), operands[0].dtype)
+
+    def step(operands, out, topk_idx, topk_weights):
+        y, route, weights = operands
+        again = never(out)  # one for all: nothing of a call can be computed before the last one has ended
+        return peer.combine(y, jax.tree.map(lambda leaf: leaf - again, route), weights)
+
+    return Program(name, "combine", prepare, initial, step, relative_cost=relative_cost)
+
+
 def empty_loop() -> Program:
     """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls. Shown, never subtracted."""
 

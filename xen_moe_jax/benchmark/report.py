@@ -55,10 +55,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command_line(arguments: list[str]) -> str:
+    return "python -m xen_moe_jax.benchmark " + shlex.join(arguments)
+
+
 def header(arguments: list[str], work: Workload | None) -> dict[str, Any]:
     """The part of every JSON file that says what ran where."""
     head: dict[str, Any] = {
-        "command": "python -m xen_moe_jax.benchmark " + shlex.join(arguments),
+        "command": command_line(arguments),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),

@@ -4,10 +4,12 @@ repeats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -72,15 +74,31 @@ def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(pool, jax.lax.rem(i, jnp.int32(pool.shape[0])), keepdims=False)
 
 
-def compile_program(program: Program, problem: Problem, inner: int, unroll: int = 1) -> Timed:
-    """Prepares operands, compiles the loop and, for its memory, a single call."""
+def compile_program(
+    program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = True
+) -> Timed:
+    """Compiles the loop and, for its memory, a single call, and prepares the operands."""
+    return compile_only(program, problem, inner, unroll, with_memory=with_memory)()
+
+
+def compile_only(
+    program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = False
+) -> Callable[[], Timed]:
+    """What `compile_program` does, in two steps: compiling, which threads may do side by side, and preparing the
+    operands, which runs collectives: every process must do that for one program after the other, in the same order.
+    """
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
 
     def first(x, idx_pool, weights_pool):
         return program.prepare(x, idx_pool[0], weights_pool[0])
 
-    operands = (on_ranks(first, mesh, SPECS)(*inputs.arrays()), inputs.topk_idx, inputs.topk_weights)
+    whole = on_ranks(first, mesh, SPECS)
+    sharding = jax.sharding.NamedSharding(mesh, RANK_SPEC)
+    prepared = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), jax.eval_shape(whole, *inputs.arrays())
+    )
+    prepare = whole.lower(*inputs.arrays()).compile()
 
     def loop(prepared, idx_pool, weights_pool):
         def body(i, carry):
@@ -94,10 +112,28 @@ def compile_program(program: Program, problem: Problem, inner: int, unroll: int 
         carry = program.initial(prepared, topk_idx, topk_weights)
         return program.step(prepared, carry, topk_idx, topk_weights)
 
-    compiled = on_ranks(loop, mesh, SPECS).lower(*operands).compile()
-    one = (operands[0], *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands[1:]))
-    memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
-    return Timed(program, inner, compiled, operands, memory)
+    pools = (inputs.topk_idx, inputs.topk_weights)
+    compiled = on_ranks(loop, mesh, SPECS).lower(prepared, *pools).compile()
+    memory = {}
+    if with_memory:
+        one = (prepared, *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in pools))
+        memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
+
+    def start() -> Timed:
+        return Timed(program, inner, compiled, (prepare(*inputs.arrays()), *pools), memory)
+
+    return start
+
+
+@contextlib.contextmanager
+def alone(path: str | None) -> Iterator[None]:
+    """Holds an exclusive lock on a file, so that processes which compile side by side measure one after the other."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def slowest_process(microseconds: float) -> float:

@@ -19,19 +19,22 @@ from typing import Any
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
 OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
+SHARED = "BarrierMegacore"
+"""What a kernel has whose grid is divided between two cores: they meet when it begins."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-FETCH, SEND = "dma.hbm_to_vmem", "dma.general"
-"""What a DMA is called: within the chip, and to another one."""
+FETCH, SEND, WAIT = "dma.hbm_to_vmem", "dma.general", "dma.done.wait"
+"""What a DMA is called, within the chip and to another one, and what waits for it."""
 
 
 @dataclasses.dataclass
 class Loop:
-    """A loop's own bundles, what they do, and the loops inside it."""
+    """A loop's own bundles, what they do, and the loops inside it. `cores`: TensorCores that share a kernel's steps."""
 
     depth: int
     bundles: int = 0
     operations: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     inner: list[Loop] = dataclasses.field(default_factory=list)
+    cores: int = 1
 
     def all_inner(self) -> Iterator[Loop]:
         for loop in self.inner:
@@ -41,7 +44,7 @@ class Loop:
 
 def loops(text: str) -> Loop:
     """The loops of a kernel; the grid is the first of them."""
-    top = Loop(0)
+    top = Loop(0, cores=2 if SHARED in text else 1)
     stack = [top]
     for line in text.splitlines():
         match = BUNDLE.match(line)
@@ -87,12 +90,14 @@ def take_dump(folder: str) -> dict[str, Loop]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid.
+    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid. Without an operation:
+    what no other part names.
 
     Attributes:
       trips: of all steps together.
-      copies: where the loop shows in pieces, cut by conditions inside it: how often the program has it. All of its
-        pieces are counted then, also the branches that are not taken.
+      copies: where the loop shows in pieces, cut by conditions inside it, or the program has it several times: how
+        often. All of its pieces are counted then, also the branches that are not taken.
+      at_most: and at most so often. depth: of the loop; the grid is 1, None is any.
     """
 
     name: str
@@ -100,6 +105,14 @@ class Part:
     trips: float
     at_least: int = 1
     copies: int = 0
+    at_most: int | None = None
+    depth: int | None = None
+
+    def names(self, loop: Loop) -> bool:
+        if self.depth not in (None, loop.depth):
+            return False
+        count = loop.operations[self.operation] if self.operation else 0
+        return not self.operation or (count >= self.at_least and count <= (self.at_most or count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +125,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together."""
+    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together, on one of
+    the cores that share them.
+    """
 
     step: int
     turn: dict[str, int]
     total: float
+    cores: int = 1
 
 
 def count(kernel: Loop, work: Work) -> Count:
@@ -131,13 +147,51 @@ def count(kernel: Loop, work: Work) -> Count:
     inner = [loop for loop in found if loop.depth > grid]
     turn, total = {}, kernel.bundles + work.steps * step
     for part in work.parts:
-        chosen = [loop for loop in inner if loop.operations[part.operation] >= part.at_least]
+        named = [other for other in work.parts if other.operation] if not part.operation else []
+        chosen = [loop for loop in inner if part.names(loop) and not any(p.names(loop) for p in named)]
         if not chosen:
             raise ValueError(f"no loop with {part.operation} for {part.name}: {[dict(x.operations) for x in inner]}")
         bundles = [loop.bundles for loop in chosen]
         turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
         total += part.trips * turn[part.name]
-    return Count(step, turn, total)
+    return Count(step, turn, total / kernel.cores, kernel.cores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visited:
+    """Attributes:
+    blocks: of pairs, ordered together. groups: of pairs that exist, of these blocks.
+    turns: rows of the pair of each group that has most, together.
+    tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
+    """
+
+    blocks: int
+    groups: int
+    turns: int
+    tiles: int
+    singles: int
+    odd: int
+
+
+def visited_pairs(depths: Any, group: int) -> Visited:
+    """What `order_pairs` and `reduce_slots` make of pairs with so many rows each, 0 for none. `depths [P]`."""
+    import numpy as np
+
+    from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots, send
+
+    block = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128)
+    blocks = -np.sort(-np.pad(depths, (0, -len(depths) % block)).reshape(-1, block), axis=1)
+    groups = blocks.reshape(-1, group)
+    here = (groups[:, :, None] > np.arange(groups.max(initial=0))).sum(1)  # [group, slot]: pairs with such a row
+    tile = reduce_slots.TILE
+    return Visited(
+        len(blocks),
+        int(np.maximum(-(-(blocks > 0).sum(1) // group), 1).sum()),
+        int(groups[:, 0].sum()),
+        int((here // tile).sum()),
+        int((here % tile).sum()),
+        int(((blocks > 0).sum(1) % send.SEND_BATCH).sum()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +200,7 @@ class Routing:
 
     Attributes:
       tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
-      depth: mean over blocks of 16 pairs of the most rows that a pair of the block has. experts: rows of each local
-        expert.
+      pairs: what a combine visits. experts: rows of each local expert. sources: records from each rank.
     """
 
     tokens: int
@@ -155,8 +208,9 @@ class Routing:
     ranks: int
     sent: int
     placed: int
-    depth: float
+    pairs: Visited
     experts: tuple[int, ...]
+    sources: tuple[int, ...]
 
     def visited(self, block: int, padded: bool) -> int:
         """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
@@ -165,12 +219,14 @@ class Routing:
 
 def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
+    from xen_moe_jax.pallas_kernels import index_rows
+
     entries = routing.ranks * routing.tokens * routing.top_k
-    pairs = routing.ranks * routing.tokens
+    pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
-    push, place, slots, ranks = (blocks[name] for name in ("push", "place", "reduce_slots", "reduce_ranks"))
+    push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
     placing = routing.visited(place, padded)
-    visited = min(pairs, routing.sent + slots) if routing.ranks > routing.top_k else pairs
+    records = index_rows.records_at_once(routing.tokens)
     return {
         "xen_moe_push": Work(
             routing.tokens / push,
@@ -180,13 +236,26 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
         ),
-        "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
-        "xen_moe_reduce_slots": Work(
-            visited / slots,
+        "xen_moe_index_rows": Work(
+            routing.ranks,
             (
-                Part("fetch", FETCH, visited * routing.depth / 4, copies=2),
-                Part("add", "vld", visited * routing.depth / slots, 16),
-                Part("send", SEND, visited),
+                Part("table", "", sum(-(-n // records) for n in routing.sources), copies=1, depth=2),
+                Part("slots", "sst", routing.placed / 8, 8, depth=4),
+            ),
+        ),
+        "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
+        "xen_moe_order_pairs": Work(pairs.blocks),
+        "xen_moe_reduce_slots": Work(
+            pairs.blocks,
+            (
+                Part("group", "", pairs.groups, copies=1, depth=2),
+                Part("turn", "", pairs.turns, copies=1, depth=3),
+                Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
+                Part("fetch one", FETCH, pairs.singles, at_most=1, copies=2),
+                Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
+                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
+                Part("send one", SEND, pairs.odd, at_most=1),
+                Part("wait", WAIT, 2 * pairs.tiles + routing.sent / 8, depth=3),
             ),
         ),
         "xen_moe_reduce_ranks": Work(
@@ -261,7 +330,7 @@ def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]
     return {name: count(loop, known[name]) for name, loop in program.kernels.items() if name in known}
 
 
-def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_block: int, seed: int) -> Routing:
+def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
     """Uniform routing with distinct experts: what the busiest rank of it does."""
     import numpy as np
 
@@ -270,18 +339,15 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_block
     owner = idx // -(-experts // ranks)
     rows = np.stack([(owner == r).sum(2) for r in range(ranks)])  # [destination, source, token]
     busiest = int(rows.sum((1, 2)).argmax())
-    depths = rows[busiest].reshape(-1)
-    if ranks > top_k:
-        depths = depths[depths > 0]
-    blocks = np.pad(depths, (0, -len(depths) % pair_block)).reshape(-1, pair_block)
     return Routing(
         tokens,
         top_k,
         ranks,
         int((rows[busiest] > 0).sum()),
         int(rows[busiest].sum()),
-        float(blocks.max(1).mean()),
+        visited_pairs(rows[busiest].reshape(-1), pair_group),
         tuple(np.bincount(idx[owner == busiest], minlength=experts)[np.unique(idx[owner == busiest])].tolist()),
+        tuple((rows[busiest] > 0).sum(1).tolist()),
     )
 
 
@@ -324,13 +390,15 @@ def main() -> int:
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():
             print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")
-            print(f"  {found[name].step} a step, {found[name].turn}" if name in found else "")
+            shared = " on each of two cores" if name in found and found[name].cores > 1 else ""
+            print(f"  {found[name].step} a step, {found[name].turn}{shared}" if name in found else "")
         total += sum(cycles.values())
         document["operations"][operation] = {
             "wire_us": wire_us,
             "cycles": cycles,
             "step": {name: c.step for name, c in found.items()},
             "turn": {name: c.turn for name, c in found.items()},
+            "cores": {name: c.cores for name, c in found.items()},
             "scalar_operations": scalar_operations(program.text),
             "collective_bytes": tpu_static.collectives(program.text),
         }

@@ -129,7 +129,7 @@ def count_rows(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> 
     return Counts(busiest(reached), busiest(duplicated), int(reached.sum(0).max()), int(duplicated.sum(0).max()))
 
 
-def traffic(case: Case, operation: str, counts: Counts, hidden: int) -> dict[str, int]:
+def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8) -> dict[str, int]:
     """Bytes and DMAs of our kernels on the busiest rank.
 
     HBM passes. Dispatch: tokens read once, records written by arriving DMAs, records read once per row, rows written
@@ -142,10 +142,12 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int) -> dict[str
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
     from xen_moe_jax.backends.pallas.dispatch import record_of
+    from xen_moe_jax.pallas_kernels.record import Header
 
     operation, _, halves = operation.partition(" ")
     wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire
-    record = record_of(hidden, "bfloat16", False, parse_wire(wire)).bytes
+    header = Header(top_k).words if operation == "dispatch" and not halves else 0
+    record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2
     if operation == "dispatch":
@@ -316,7 +318,7 @@ def own_row(generation: str, case: Case, operation: str, sizes: dict[str, int], 
     facts = compiled_facts(compile_own(generation, case, operation, sizes), time.monotonic() - begin)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
     row = {"generation": generation, "program": "xen_moe_jax", "case": case.name, "operation": operation}
-    row |= dataclasses.asdict(case) | traffic(case, operation, counts, sizes["hidden"]) | facts
+    row |= dataclasses.asdict(case) | traffic(case, operation, counts, sizes["hidden"], sizes["top_k"]) | facts
     return row | lower_bounds(row, TOPOLOGIES[generation])
 
 

@@ -1,30 +1,28 @@
 """Finding the fastest `KernelConfig` for a problem by measuring it on the machine at hand.
 
-Nothing is looked up behind a caller's back: `autotune` returns configs, `save` and `load` move them through a JSON
-file that the caller names, and an operation runs with the config that it is given.
+`autotune` returns configs; `save` keeps them in a profile, a JSON file; `load` gives them back. `_profiles` says how
+a profile is looked up when a program is lowered.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
+from xen_moe_jax import _profiles
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._profiles import OPERATIONS, TUNED_FIELDS
 from xen_moe_jax.backends import for_platform
 from xen_moe_jax.benchmark import programs, timing
 from xen_moe_jax.benchmark.problem import Problem
 from xen_moe_jax.benchmark.workload import Workload
 
-OPERATIONS = ("dispatch", "combine")
-TUNED_FIELDS = ("mode", "num_sms", "chunk_tokens", "block_tokens")
-"""Fields of `KernelConfig` that candidates vary, and that a saved result holds; the others stay the caller's."""
-FORMAT = "xen_moe_jax tuned configs 1"
+WITHIN = 1.01
+MOST_SHARED_SMS = 96
+"""Candidates stay below it: a profile is used by default, and a default leaves thread blocks to XLA's collectives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Tuned:
 
     @property
     def best(self) -> KernelConfig:
-        return self.measured[0].config
+        return choose(self.measured)
 
 
 def candidates(base: KernelConfig, platform: str, num_tokens: int) -> list[KernelConfig]:
@@ -56,8 +54,11 @@ def candidates(base: KernelConfig, platform: str, num_tokens: int) -> list[Kerne
     backend = base.backend or for_platform({"gpu": "cuda"}.get(platform, platform))
     changes: list[dict[str, Any]] = [{}]
     if backend == "cuda":
-        changes += [{"num_sms": n} for n in (8, 16, 24, 32, 48, 64, 96, 132)]
-        changes += [{"mode": mode} for mode in ("throughput", "low_latency")]
+        few = num_tokens <= 512
+        counts = (32, 64, MOST_SHARED_SMS) if few else (24, 32, 48, 64, MOST_SHARED_SMS)
+        changes += [{"num_sms": n} for n in counts]
+        if few:
+            changes += [{"mode": "low_latency"}, *({"mode": "low_latency", "num_sms": n} for n in counts)]
     elif backend == "pallas":
         changes += [{"block_tokens": n} for n in (8, 16, 32, 64, 128, 256) if n <= num_tokens]
     else:
@@ -87,7 +88,8 @@ def autotune(
       progress: is told after every repeat how far it is.
 
     Returns:
-      operation -> its candidates, fastest first.
+      operation -> its candidates, fastest first, and the best: of those within a hundredth of the fastest, the one
+      with the fewest thread blocks.
 
     Raises:
       ValueError: an unknown operation, no candidates, or a count below 1.
@@ -104,11 +106,12 @@ def autotune(
         configs = candidates(base, problem.platform, work.tokens)
     if not configs:
         raise ValueError("configs=[]: there must be at least one candidate")
-    timed = [
-        (config, timing.compile_program(program, problem, inner))
-        for config in configs
-        for program in programs.own_programs(work, problem.caps, config, tuple(operations))
-    ]
+    with _profiles.ignored():  # a candidate's unset fields are the defaults, not what was tuned before
+        timed = [
+            (config, timing.compile_program(program, problem, inner, with_memory=False))
+            for config in configs
+            for program in programs.own_programs(work, problem.caps, config, tuple(operations))
+        ]
     timing.measure([entry for _, entry in timed], repeats, progress=progress)
     tuned = {}
     for operation in operations:
@@ -121,72 +124,57 @@ def autotune(
     return tuned
 
 
-def machine() -> dict[str, str]:
-    """What a saved result is valid for, beside the workload: the device and the versions that made its programs."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
-    }
-
-
-def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The entries of a file that `save` wrote: machine, workload, and per operation a config and its time.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is something else, or damaged.
+def choose(measured: Sequence[Measured]) -> KernelConfig:
+    """The fastest, and of those within a hundredth of it the one with the fewest thread blocks: what is left over
+    is of use to whatever runs beside.
     """
-    try:
-        content = json.loads(pathlib.Path(path).read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, not {FORMAT!r}")
-        for entry in content["entries"]:
-            if set(entry) != {"machine", "workload", "operations"}:
-                raise ValueError(f"an entry has the fields {sorted(entry)}")
-            for operation, saved in entry["operations"].items():
-                if operation not in OPERATIONS or set(saved["config"]) != set(TUNED_FIELDS):
-                    raise ValueError(f"an entry for {operation!r} has the fields {sorted(saved['config'])}")
-                KernelConfig(**saved["config"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a file of tuned configs ({error}); make it with autotune.save") from error
-    return content["entries"]
+    near = [m.config for m in measured if m.us_median <= measured[0].us_median * WITHIN]
+    counted = [config for config in near if config.num_sms is not None]
+    return min(counted, key=lambda config: config.num_sms or 0) if counted else near[0]
 
 
 def save(path: str | pathlib.Path, work: Workload, tuned: dict[str, Tuned]) -> None:
-    """Adds the best configs to the JSON file at `path`, replacing those of the same machine and workload.
+    """Adds the best configs to the profile at `path`, replacing those of the same machine and workload.
 
     Raises:
-      ValueError: the file exists and is not one of tuned configs.
+      ProfileError: the file exists and is not one of tuned configs.
     """
     path = pathlib.Path(path)
-    here = {"machine": machine(), "workload": dataclasses.asdict(work)}
-    entries = [e for e in (read(path) if path.exists() else []) if {k: e[k] for k in here} != here]
-    operations = {
-        operation: {"us_median": t.measured[0].us_median, "config": {f: getattr(t.best, f) for f in TUNED_FIELDS}}
-        for operation, t in tuned.items()
-    }
+    here = {"machine": _profiles.machine(), "workload": dataclasses.asdict(work)}
+    entries = [e for e in (_profiles.read(path) if path.exists() else []) if {k: e[k] for k in here} != here]
+    operations = {}
+    for operation, found in tuned.items():
+        chosen = found.best
+        (us,) = [m.us_median for m in found.measured if m.config == chosen]
+        operations[operation] = {
+            "us_median": round(us, 2),
+            "config": {field: getattr(chosen, field) for field in TUNED_FIELDS},
+            "us_of_candidates": [
+                {"us_median": round(m.us_median, 2), **{f: getattr(m.config, f) for f in TUNED_FIELDS}}
+                for m in found.measured
+            ],
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "entries": [*entries, here | {"operations": operations}]}
+    content = {"format": _profiles.FORMAT, "entries": [*entries, here | {"operations": operations}]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def load(path: str | pathlib.Path, work: Workload, base: KernelConfig | None = None) -> dict[str, KernelConfig]:
-    """Operation -> config saved for this machine and `work`, on top of `base`; empty where nothing was saved for
-    `work`.
+    """Operation -> config saved for this machine and exactly `work`, on top of `base`; empty where nothing was saved
+    for `work`.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not a file that `save` wrote, or `work` was tuned on another device or with another jax only.
+      ProfileError: it is not a file that `save` wrote, or `work` was tuned on another device or with other versions
+        only.
     """
-    of_work = [e for e in read(path) if e["workload"] == dataclasses.asdict(work)]
-    here = machine()
+    of_work = [e for e in _profiles.read(path) if e["workload"] == dataclasses.asdict(work)]
+    here = _profiles.machine()
     for entry in of_work:
         if entry["machine"] == here:
             saved = entry["operations"].items()
             return {name: dataclasses.replace(base or KernelConfig(), **found["config"]) for name, found in saved}
     if of_work:
-        elsewhere = "; ".join(", ".join(f"{k} {v}" for k, v in e["machine"].items()) for e in of_work)
-        raise ValueError(
-            f"{path}: tuned with {elsewhere}; this is {', '.join(f'{k} {v}' for k, v in here.items())}: tune again here"
-        )
+        reasons = "; ".join(_profiles.differences(entry, here) for entry in of_work)
+        raise _profiles.ProfileError(f"{path}: tuned with {reasons}: tune again here")
     return {}

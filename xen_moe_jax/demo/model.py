@@ -19,13 +19,17 @@ ApplyMoE = Callable[[MoE, jax.Array], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the language model; `moe` is shared by its MoE layers."""
+    """Sizes of the language model; `moe` is shared by its MoE layers.
+
+    `attention` is the implementation of `jax.nn.dot_product_attention`: None is XLA's, "cudnn" needs a GPU and 16 bits.
+    """
 
     layers: int
     heads: int
     context: int
     dense_size: int
     moe: MoEConfig
+    attention: Any = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -48,8 +52,9 @@ class SwiGLU(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions (arXiv:2104.09864)."""
 
-    def __init__(self, hidden: int, heads: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, hidden: int, heads: int, *, implementation: Any = None, rngs: nnx.Rngs) -> None:
         self.heads = heads
+        self.implementation = implementation
         self.qkv = nnx.Linear(hidden, 3 * hidden, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(hidden, hidden, use_bias=False, rngs=rngs)
 
@@ -57,7 +62,9 @@ class Attention(nnx.Module):
         batch, length, hidden = x.shape
         qkv = self.qkv(x).reshape(batch, length, 3, self.heads, hidden // self.heads)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        mixed = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        mixed = jax.nn.dot_product_attention(
+            _rotate(q), _rotate(k), v, is_causal=True, implementation=self.implementation
+        )
         return self.out(mixed.reshape(batch, length, hidden))
 
 
@@ -67,7 +74,7 @@ def _rotate(x: jax.Array) -> jax.Array:
     angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -76,7 +83,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, use_moe: bool, *, rngs: nnx.Rngs) -> None:
         hidden = config.moe.hidden_size
         self.attention_norm = nnx.RMSNorm(hidden, rngs=rngs)
-        self.attention = Attention(hidden, config.heads, rngs=rngs)
+        self.attention = Attention(hidden, config.heads, implementation=config.attention, rngs=rngs)
         self.ffn_norm = nnx.RMSNorm(hidden, rngs=rngs)
         self.use_moe = use_moe
         self.ffn: Any = MoE(config.moe, rngs=rngs) if use_moe else SwiGLU(hidden, config.dense_size, rngs=rngs)

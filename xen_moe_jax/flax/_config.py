@@ -56,7 +56,8 @@ class MoEConfig:
         into the parameters' metadata; None is `(axis_name, None, tensor_axis)`.
       layout: "grouped" (training and prefill: a grouped matmul) or "padded" (decode: masked batched matmul).
       capacity: rows per rank in the grouped layout; None with `capacity_factor=None` can never overflow.
-      capacity_factor: the same relative to balanced routing: `ceil(capacity_factor * T * K)` rows, `T` tokens a rank.
+      capacity_factor: the same relative to balanced routing: `ceil(capacity_factor * T * K)` rows, `T` tokens a rank,
+        and room for the padding of `alignment`.
       alignment: rows of each expert's group are rounded up to a multiple of this (grouped layout).
       num_chunks: a rank's tokens are sent in this many parts, one after the other: buffers shrink by it, and on a
         backend with halves the wire works under the experts. A capacity is divided by it too.
@@ -65,7 +66,7 @@ class MoEConfig:
       experts: in place of the built-in experts: `experts(rows, group_sizes, weights) -> rows`, with this rank's
         `weights` by name. Grouped: `rows [C, H]`, int32 `group_sizes [L]`; padded: `rows [L, M, H]` of which expert `l`
         uses the first `group_sizes[l]`. Rows outside the groups are unspecified, and what comes out of them is ignored.
-      grouped_matmul: "auto" (the best that is installed), "ragged_dot", "tokamax", or a callable
+      grouped_matmul: "auto" (the fastest that is here), "ragged_dot", "tokamax", "hopper", or a callable
         `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.flax.grouped_matmul`).
       wire: what dispatch sends: None, "float8_e4m3fn" or "int8".
       combine_wire: what combine sends.
@@ -154,4 +155,5 @@ class MoEConfig:
             num_experts=self.num_experts,
             alignment=self.alignment,
         )
-        return min(worst, math.ceil(self.capacity_factor * num_tokens * self.top_k))
+        padding = -(-self.num_experts // num_ranks) * (self.alignment - 1)
+        return min(worst, math.ceil(self.capacity_factor * num_tokens * self.top_k) + padding)

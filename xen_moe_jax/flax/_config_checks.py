@@ -18,7 +18,7 @@ CHOICES = {
     "remat": ("none", "experts", "all"),
 }
 LAYER_LAYOUTS = ("grouped", "padded")
-GROUPED_MATMULS = ("auto", "ragged_dot", "tokamax")
+GROUPED_MATMULS = ("auto", "ragged_dot", "tokamax", "hopper")
 
 
 def check(config: Any) -> None:

@@ -39,6 +39,7 @@ def moe_on_rank(
     num_sequences: int | None,
     weights: dict[str, jax.Array],
     given: Tokens,
+    active: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs inside `shard_map`, with `config.layer_axes` manual.
 
@@ -48,6 +49,7 @@ def moe_on_rank(
       weights: by the names of `parameter_table`, plus the router bias if there is one; of each one this rank's part, or
         all of it.
       given: this rank's tokens.
+      active: as in `xm.dispatch`.
     """
     dtype = config.dtype or given.x.dtype
     sequences = _sequences(config, num_sequences, given)
@@ -72,7 +74,7 @@ def moe_on_rank(
         # over the expert ranks in float32, as combine adds
         out, dropped = jax.lax.psum(out, config.axis_name).astype(dtype), jnp.zeros((), jnp.int32)
     else:
-        out, dropped = through_experts(config, built_in(config), parts, tokens)
+        out, dropped = through_experts(config, built_in(config), parts, tokens, active)
     if config.num_shared_experts:
         out = out + shared_expert(config, tokens.x, shared)
     if config.tensor_axis:

@@ -79,6 +79,7 @@ def apply_moe(
     x: jax.Array,
     mask: jax.Array | None = None,
     token_ids: jax.Array | None = None,
+    active: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """The MoE layer on `x [..., H]`, wherever it is called.
 
@@ -89,17 +90,23 @@ def apply_moe(
       x: floating-point tokens `[..., H]`; inside a `shard_map` over the expert axis, this rank's.
       mask: bool, `x.shape[:-1]`; False leaves a token out.
       token_ids: integer, `x.shape[:-1]`; with choice="hash" and only then.
+      active: bool, one entry for every rank of `config.axis_name`.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
     _check_input(config, x, mask, token_ids)
+    if active is not None and config.replicated_tokens:
+        raise ValueError(
+            f"active with MoEConfig.token_axes={config.token_axes}: where tokens are replicated the ranks' outputs are "
+            "added up by XLA, which waits for every rank; split the tokens over the expert axis, or pass active=None"
+        )
     given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids)
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
     inside = [axis for axis in config.layer_axes if axis in manual]
     if len(inside) == len(config.layer_axes):
-        return moe_on_rank(config, _varying_axes(config, x), None, weights, given)
+        return moe_on_rank(config, _varying_axes(config, x), None, weights, given, active)
     if inside:
         name = "axis_name" if set(config.expert_axes) - manual else "tensor_axis"
         raise ValueError(
@@ -108,8 +115,8 @@ def apply_moe(
         )
     mesh = None if manual else _mesh_of(config, mesh, weights, x)
     if mesh is None and not manual:
-        return _on_one_device(config, weights, given)
-    return _on_mesh(config, _place(config, mesh, context, manual), weights, given)
+        return _on_one_device(config, weights, given, active)
+    return _on_mesh(config, _place(config, mesh, context, manual), weights, given, active)
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any) -> None:
@@ -188,7 +195,9 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _on_one_device(config: MoEConfig, weights: dict[str, jax.Array], given: Tokens) -> tuple[jax.Array, MoEMetrics]:
+def _on_one_device(
+    config: MoEConfig, weights: dict[str, jax.Array], given: Tokens, active: jax.Array | None
+) -> tuple[jax.Array, MoEMetrics]:
     """A mesh of one, so that a single rank runs the very same code as many."""
     axes = config.layer_axes
     place = _Placement(
@@ -200,26 +209,32 @@ def _on_one_device(config: MoEConfig, weights: dict[str, jax.Array], given: Toke
         explicit=False,
     )
     tokens, num_sequences = _in_shards(config, given, 1)
-    out, metrics = _mapped(config, place, num_sequences, weights, tokens)
+    out, metrics = _mapped(config, place, num_sequences, weights, tokens, active)
     return _as_it_came(out, given.x), metrics
 
 
 def _mapped(
-    config: MoEConfig, place: _Placement, num_sequences: int | None, weights: dict[str, jax.Array], given: Tokens
+    config: MoEConfig,
+    place: _Placement,
+    num_sequences: int | None,
+    weights: dict[str, jax.Array],
+    given: Tokens,
+    active: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """The `shard_map`; tokens and weights divide by the mesh."""
     over_tokens = PartitionSpec(place.token_axes)
     specs = {name: spec for name, spec in rank_specs(config).items() if name in weights}
     weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
     given = Tokens(*(a if a is None else place.reshard(a, over_tokens) for a in given))
+    active = None if active is None else place.reshard(jnp.asarray(active), PartitionSpec())
     mapped = jax.shard_map(
         functools.partial(moe_on_rank, config, place.token_axes, num_sequences),
         mesh=place.mesh,
-        in_specs=(specs, over_tokens),
+        in_specs=(specs, over_tokens, PartitionSpec()),
         out_specs=(over_tokens, PartitionSpec()),
         axis_names=set(place.free_axes),
     )
-    return mapped(weights, given)
+    return mapped(weights, given, active)
 
 
 def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Tokens, int | None]:
@@ -250,7 +265,11 @@ def _as_it_came(out: jax.Array, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(
-    config: MoEConfig, place: _Placement, weights: dict[str, jax.Array], given: Tokens
+    config: MoEConfig,
+    place: _Placement,
+    weights: dict[str, jax.Array],
+    given: Tokens,
+    active: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """The layer's own `shard_map`; what the mesh does not divide is padded, tokens with left-out ones."""
     came, num_sequences = given.x, None
@@ -264,7 +283,7 @@ def _on_mesh(
         if parameter.dims[0] == "expert" and config.num_experts % place.num_ranks:
             whole = place.reshard(weights[name], PartitionSpec())
             weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
-    out, metrics = _mapped(config, place, num_sequences, weights, given)
+    out, metrics = _mapped(config, place, num_sequences, weights, given, active)
     if not divides:
         out = _as_it_came(place.reshard(out, PartitionSpec()), came)
     if place.explicit:

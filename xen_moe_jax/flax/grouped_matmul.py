@@ -2,7 +2,8 @@
 
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
-peak. tokamax (the extra "tokamax") has kernels for NVIDIA GPUs and TPUs behind the same call.
+peak. This library has kernels of its own for Hopper GPUs (`hopper.py`). tokamax (the extra "tokamax") has kernels for
+NVIDIA GPUs and TPUs behind the same call. docs/performance.md says what each of them reaches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import warnings
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+
+from xen_moe_jax.flax import hopper
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows [C, A], weights [L, A, B], group_sizes int32 [L]) -> [C, B]`; rows past the last group are unspecified."""
@@ -27,13 +31,20 @@ def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> j
 
 
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached."""
+    """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached.
+
+    Its gradient of the weights multiplies what lies past the last group by zero, and a NaN there would stay one: rows
+    and, by the transpose of the second mask, cotangents are zero there.
+    """
     import tokamax as library
 
-    return library.ragged_dot(rows, weights, group_sizes, manual_axis_type=jax.typeof(rows).manual_axis_type)
+    used = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
+    rows = jnp.where(used, rows, jnp.zeros((), rows.dtype))
+    out = library.ragged_dot(rows, weights, group_sizes, manual_axis_type=jax.typeof(rows).manual_axis_type)
+    return jnp.where(used, out, jnp.zeros((), out.dtype))
 
 
-BY_NAME: dict[str, GroupedMatmul] = {"ragged_dot": ragged_dot, "tokamax": tokamax}
+BY_NAME: dict[str, GroupedMatmul] = {"ragged_dot": ragged_dot, "tokamax": tokamax, "hopper": hopper.grouped_matmul}
 
 
 def installed() -> bool:
@@ -49,7 +60,7 @@ def choose(grouped_matmul: str | GroupedMatmul) -> GroupedMatmul:
     if not isinstance(grouped_matmul, str):
         return grouped_matmul
     if grouped_matmul == "auto":
-        return BY_NAME[automatic(jax.default_backend())]
+        return auto
     if grouped_matmul == "tokamax" and not installed():
         raise ModuleNotFoundError(
             "MoEConfig.grouped_matmul='tokamax': not installed; pip install 'xen-moe-jax[tokamax]', or use 'auto'",
@@ -58,9 +69,16 @@ def choose(grouped_matmul: str | GroupedMatmul) -> GroupedMatmul:
     return BY_NAME[grouped_matmul]
 
 
+def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """This library's kernels for what they support, on a Hopper GPU; else what `automatic` says."""
+    if hopper.supports(rows, weights):
+        return hopper.grouped_matmul(rows, weights, group_sizes)
+    return BY_NAME[automatic(jax.default_backend())](rows, weights, group_sizes)
+
+
 @functools.cache
 def automatic(platform: str) -> str:
-    """What "auto" means on a platform, decided once; on a GPU without tokamax it warns, once."""
+    """What "auto" means on a platform where `hopper` is no choice; on a GPU without tokamax it warns, once."""
     if platform in TOKAMAX_PLATFORMS and installed():
         return "tokamax"
     if platform in ("gpu", "cuda"):
@@ -76,6 +94,11 @@ def automatic(platform: str) -> str:
 def describe(platform: str) -> dict[str, str]:
     """For `doctor`: the choice on a platform without its warning, what tokamax is here, and the remedy if any."""
     has = installed()
+    if platform in ("gpu", "cuda") and jax.default_backend() == "gpu" and hopper.on_hopper():
+        other = "tokamax" if has else "jax.lax.ragged_dot"
+        kinds = " and ".join(hopper.DTYPES)
+        choice = f"this library's Hopper kernels for {kinds}, widths of 128 times n; else {other}"
+        return {"choice": choice, "remedy": ""}
     name = "tokamax" if has and platform in TOKAMAX_PLATFORMS else "ragged_dot"
     slow = platform in ("gpu", "cuda") and not has
     choice = "tokamax" if name == "tokamax" else "jax.lax.ragged_dot"

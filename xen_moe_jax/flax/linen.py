@@ -59,7 +59,12 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | None = None, token_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -68,6 +73,9 @@ class MoE(nn.Module):
           mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
             and its output is zero.
           token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
+          active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: ranks that are out get no
+            tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
+            ranks: a program that has to run without some of them must not use them.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -83,7 +91,7 @@ class MoE(nn.Module):
         if config.balancing == "bias":
             bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
             weights[ROUTER_BIAS] = bias.value
-        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids)
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active)
         if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics

@@ -77,7 +77,12 @@ class MoE(nnx.Module):
         return nnx.merge(graph, state)
 
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | None = None, token_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -86,6 +91,9 @@ class MoE(nnx.Module):
           mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
             and its output is zero.
           token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
+          active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: ranks that are out get no
+            tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
+            ranks: a program that has to run without some of them must not use them.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -93,7 +101,7 @@ class MoE(nnx.Module):
         weights = {name: getattr(self, name)[...] for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
-        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids)
+        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""

@@ -1,5 +1,5 @@
 // Runs the kernels with several ranks in one process, without JAX: what goes well, and what goes wrong.
-//   harness --ranks R --gpus N --scenario NAME|all --calls N --seed S --json FILE
+//   harness --ranks R --gpus N --scenario NAME|all --calls N --seed S --patience F --json FILE
 // One line per scenario. Exit status 0: all passed; 1: some failed; 3: one did not end (the watchdog ended the
 // process).
 #include <atomic>
@@ -65,6 +65,8 @@ int main(int argc, char** argv) {
       options.calls = std::atoll(value);
     } else if (name == "--seed") {
       options.seed = static_cast<uint32_t>(std::atoll(value));
+    } else if (name == "--patience") {
+      options.patience = std::atof(value);
     } else if (name == "--json") {
       path = value;
     } else {
@@ -72,7 +74,8 @@ int main(int argc, char** argv) {
     }
   }
   if (argc % 2 == 0)
-    return Fail("options come as pairs: --ranks R --gpus N --scenario NAME --calls N --seed S --json FILE");
+    return Fail(
+        "options come as pairs: --ranks R --gpus N --scenario NAME --calls N --seed S --patience F --json FILE");
   int gpus = 0;
   if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) return Fail("no GPU");
   if (options.gpus < 1 || options.gpus > gpus)
@@ -86,7 +89,7 @@ int main(int argc, char** argv) {
     const auto start = std::chrono::steady_clock::now();
     auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
     std::atomic<bool> done{false};
-    const double limit = scenario.limit_s + 60e-6 * static_cast<double>(options.calls);
+    const double limit = (scenario.limit_s + 60e-6 * static_cast<double>(options.calls)) * options.patience;
     std::thread watchdog([&] {
       while (!done && seconds() < limit) std::this_thread::sleep_for(std::chrono::milliseconds(50));
       if (done) return;

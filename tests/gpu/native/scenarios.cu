@@ -56,7 +56,7 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
         } while (p.operation != Operation::kExchange || p.ragged != (i / 4 % 2 == 0));
       }
     }
-    pool.push_back(world.AddAll(p, timeout_s));
+    pool.push_back(world.AddAll(p, timeout_s * o.patience));
   }
   return pool;
 }
@@ -64,11 +64,11 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
 std::string Name(const Problem& p) {
   static const char* const operations[] = {"dispatch", "redispatch", "combine", "exchange"};
   return Text(
-      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d "
-      "lanes %d ragged %d seed %u",
+      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d bulk %d "
+      "lanes %d ragged %d wire %d ue8m0 %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
-      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
-      p.lanes, p.ragged, p.seed);
+      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo, p.bulk,
+      p.lanes, p.ragged, static_cast<int>(p.wire), p.ue8m0, p.seed);
 }
 
 std::string FailureText(uint64_t word) {
@@ -102,9 +102,11 @@ void ExpectRight(World& world, const std::string& what) {
 
 // `calls` operations out of the pool on every rank, with random pauses; never far ahead of the GPU, so that one rank's
 // full queue cannot hold up another's launch.
+// Ranks of the bit mask `absent` call nothing.
 void RunRandom(World& world, const std::vector<std::vector<Prepared*>>& pool, const Options& o, int64_t calls,
-               bool pauses) {
+               bool pauses, uint32_t absent = 0) {
   world.Each([&](int rank) {
+    if (absent >> rank & 1) return;
     std::mt19937 same(o.seed + 7), own(o.seed * 31 + rank);
     const cudaStream_t stream = world.states[rank].stream[0];
     for (int64_t i = 0; i < calls; ++i) {
@@ -144,17 +146,110 @@ std::string Random(const Options& o) {
               seconds * 1e6 / static_cast<double>(o.calls));
 }
 
+// Problems whose ranks are those of `masks`, one after the other.
+std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const std::vector<uint32_t>& masks,
+                                           double timeout_s) {
+  std::mt19937 rng(o.seed + 3);
+  std::vector<std::vector<Prepared*>> pool;
+  for (uint32_t members : masks) {
+    Problem p;
+    do {
+      p = RandomProblem(rng, world.ranks(), std::min(16, MostBlocks(o)));
+    } while (p.operation == Operation::kExchange);
+    p.members = members;
+    pool.push_back(world.AddAll(p, timeout_s * o.patience));
+  }
+  return pool;
+}
+
+// Ranks that are out: those that run the program all the same, and those that run nothing.
+std::string Members(const Options& o) {
+  const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<uint32_t> any, without;
+  for (int i = 0; i < 40; ++i) any.push_back(i < 4 ? all : i < 6 ? 0 : rng() & all);
+  for (int i = 0; i < 24; ++i) without.push_back((rng() | 1) & all & ~absent);
+  for (int i = 0; i < 4; ++i) without[i] = all & ~absent;
+  const auto pool = PoolOf(world, o, any, 20), rest = PoolOf(world, o, without, 2);
+  const auto whole = PoolOf(world, o, {all, all, all}, 2), needs_absent = PoolOf(world, o, {all}, 0);
+  world.Start(Largest({pool[0], pool[1]}));  // the rest needs more: memory is chosen by those who take part
+  const uint32_t generation = world.Allocate([&] {
+    std::vector<std::vector<Prepared*>> every = pool;
+    for (const auto& more : {rest, whole, needs_absent}) every.insert(every.end(), more.begin(), more.end());
+    return Largest(every);
+  }());
+  for (int r = 0; r < o.ranks; ++r) world.Publish(r, generation);
+  const int64_t calls = std::max<int64_t>(40, o.calls / 20);
+  const double start = Now();
+  RunRandom(world, pool, o, calls, true);  // all ranks call; who is out runs ahead
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls with changing members");
+  const double each = (Now() - start) * 1e6 / static_cast<double>(calls);
+  RunRandom(world, rest, o, calls, true, absent);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls without a rank that calls nothing");
+  world.Reset();  // it comes back
+  RunRandom(world, whole, o, 60, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls of all after reset");
+  // Its process ends: nobody who leaves it out minds, and who needs it knows at once.
+  for (const RankState& state : world.states) {
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    NATIVE_CHECK(cudaMemcpy(&state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+  }
+  RunRandom(world, rest, o, 100, true, absent);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls without a dead rank");
+  const double needed = Now();
+  world.Each([&](int rank) {
+    if (!(absent >> rank & 1)) needs_absent[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+  });
+  ExpectRight(world, "a result that needs a dead rank is not poisoned");
+  const Failure dead = UnpackFailure(world.FailureOf(0));
+  Expect(dead.cause == Cause::kDead && dead.rank == o.ranks - 1, FailureText(world.FailureOf(0)));
+  Expect(world.FailureOf(o.ranks - 1) == 0, "the dead rank was written to");
+  Expect(Now() - needed < o.patience, Text("it took %.2f s", Now() - needed));
+  // Ranks that disagree about the members: those that one of them leaves out wait for it in vain, and are told.
+  std::string seen;
+  for (const uint32_t mine : {all & ~2u, 1u, all}) {
+    world.Reset();
+    RunRandom(world, whole, o, 8, false);
+    const uint32_t theirs = mine == all ? all & ~2u : all;
+    const auto odd = PoolOf(world, o, {mine}, 20), others = PoolOf(world, o, {theirs}, 20);
+    const double from = Now();
+    world.Each([&](int rank) {
+      const cudaStream_t stream = world.states[rank].stream[0];
+      for (int i = 0; i < 3; ++i) {
+        (rank == 0 ? odd : others)[0][rank]->Launch(stream);
+        (rank == 0 ? odd : others)[0][rank]->VerifyBorders(stream);
+      }
+    });
+    world.Synchronize();
+    world.ClearWrong();
+    const Failure f = UnpackFailure(world.FailureOf(2 % o.ranks));
+    Expect(f.cause == Cause::kMismatch, "another cause: " + FailureText(world.FailureOf(2 % o.ranks)));
+    Expect(Now() - from < 5 * o.patience, Text("took %.2f s", Now() - from));
+    seen += Text(" %d", f.rank);
+  }
+  return Text(
+      "%lld calls with changing members, %.1f us each; as many without a rank that calls nothing; dead named; "
+      "disagreement named:%s",
+      static_cast<long long>(calls), each, seen.c_str());
+}
+
 std::string EpochWrap(const Options& o) {
   World world(o.ranks, o.gpus, 0xFFFFFFF0u);
   const auto pool = Pool(world, o, 24, 5);
   world.Start(Largest(pool));
+  world.LeaveOldFlags(40);
   RunRandom(world, pool, o, 200, true);
   ExpectNoFailure(world);
   ExpectRight(world, "calls over the wrap");
   uint32_t epoch = 0;
   NATIVE_CHECK(cudaMemcpy(&epoch, &world.states[0].control->epoch, 4, cudaMemcpyDeviceToHost));
   Expect(epoch == 0xFFFFFFF0u + 200 + 2, Text("the epoch is %u after 200 calls", epoch));  // 0 and 1 are left out
-  return Text("200 calls from epoch 0xFFFFFFF0 to %u", epoch);
+  return Text("200 calls from epoch 0xFFFFFFF0 to %u, flags of the round before left up", epoch);
 }
 
 std::string Late(const Options& o) {
@@ -191,7 +286,7 @@ std::string Absent(const Options& o) {
   });
   const double seconds = Now() - start;
   ExpectRight(world, "results that are not poisoned");
-  Expect(seconds < 2 * 0.5 + 0.5, Text("500 operations took %.2f s", seconds));
+  Expect(seconds < (2 * 0.5 + 0.5) * o.patience, Text("500 operations took %.2f s", seconds));
   // It comes after all: its results are poisoned at once, and it says the same.
   world.Each([&](int rank) {
     if (rank == absent) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
@@ -221,7 +316,7 @@ std::string Skip(const Options& o) {
   const double seconds = Now() - start;
   const Failure f = ExpectFailure(world, Cause::kMismatch);
   Expect(o.ranks == 2 || f.rank == 0, Text("rank %d was named", f.rank));
-  Expect(seconds < 2, Text("took %.2f s", seconds));
+  Expect(seconds < 2 * o.patience, Text("took %.2f s", seconds));
   for (const RankState& state : world.states) {
     Expect(Signature(state.error->of_rank) != Signature(state.error->of_other), "both descriptors are the same");
     const uint32_t first = pool[0][0]->signature(), second = pool[1][0]->signature();
@@ -250,14 +345,14 @@ std::string Shapes(const Options& o) {
                          ? o.ranks * other.tokens + (other.ragged ? 1 : 0)
                          : other.capacity + 8 * o.ranks * other.top_k * other.local_experts();
     if (other.layout == Layout::kPadded && kind != 3) other.capacity = other.local_experts() * o.ranks * other.tokens;
-    const auto mine = world.AddAll(p, 20), theirs = world.AddAll(other, 20);
+    const auto mine = world.AddAll(p, 20 * o.patience), theirs = world.AddAll(other, 20 * o.patience);
     world.Start(Largest({mine, theirs}));
     const double start = Now();
     world.Each([&](int rank) {
       (rank == o.ranks - 1 ? theirs : mine)[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
     });
     ExpectRight(world, "results that are not poisoned: " + Name(p));
-    Expect(Now() - start < 2, Text("took %.2f s", Now() - start));
+    Expect(Now() - start < 2 * o.patience, Text("took %.2f s", Now() - start));
     const Failure f = ExpectFailure(world, Cause::kMismatch);
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
     const bool units = p.operation == Operation::kExchange;  // of an exchange the operand's units are told
@@ -271,6 +366,51 @@ std::string Shapes(const Options& o) {
     ++seen;
   }
   return Text("%d kinds of operation", seen);
+}
+
+// Two calls of the same shapes, which the last rank starts the other way round. Without Descriptor::site nobody could
+// tell, and each would get the other's rows.
+std::string Order(const Options& o) {
+  for (int kind = 0; kind < 4; ++kind) {
+    World world(o.ranks, o.gpus);
+    std::mt19937 rng(o.seed + kind);
+    Problem p;
+    do {
+      p = RandomProblem(rng, o.ranks, 8);
+    } while (static_cast<int>(p.operation) != kind);
+    Problem other = p;
+    p.site = 1, other.site = 2, other.seed = p.seed + 1;
+    const std::vector<std::vector<Prepared*>> both = {world.AddAll(p, 20 * o.patience),
+                                                      world.AddAll(other, 20 * o.patience)};
+    world.Start(Largest(both));
+    auto run = [&](bool turned, bool poisoned) {
+      const double start = Now();
+      world.Each([&](int rank) {
+        for (int i = 0; i < 2; ++i) {
+          const int which = turned && rank == o.ranks - 1 ? 1 - i : i;
+          both[which][rank]->LaunchAndVerify(world.states[rank].stream[0], poisoned);
+        }
+      });
+      world.Synchronize();
+      Expect(Now() - start < 2 * o.patience, Text("took %.2f s", Now() - start));
+    };
+    run(false, false);
+    ExpectNoFailure(world);
+    ExpectRight(world, Name(p) + " in one order");
+    run(true, true);
+    ExpectRight(world, "results that are not poisoned: " + Name(p));
+    const Failure f = ExpectFailure(world, Cause::kMismatch);
+    Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
+    for (const RankState& state : world.states) {
+      Expect(state.error->of_rank.site == 2 && state.error->of_other.site == 1,
+             "the error does not tell the two calls");
+    }
+    world.Reset();
+    run(false, false);
+    ExpectNoFailure(world);
+    ExpectRight(world, Name(p) + " after reset");
+  }
+  return "4 kinds of operation, two calls of equal shapes in two orders";
 }
 
 // The host of one rank learns that a process is dead, and tells its own mailbox alone.
@@ -298,7 +438,7 @@ std::string Dead(const Options& o) {
   });
   ExpectRight(world, "results that are not poisoned");
   const Failure f = ExpectFailure(world, Cause::kDead);
-  Expect(f.rank == dead && seconds < 2, Text("rank %d, %.2f s", f.rank, seconds));
+  Expect(f.rank == dead && seconds < 2 * o.patience, Text("rank %d, %.2f s", f.rank, seconds));
   return Text("all left %.2f s after the start, without a time-out", seconds);
 }
 
@@ -312,7 +452,7 @@ std::string Indices(const Options& o) {
     do {
       p = RandomProblem(rng, o.ranks, 8);
     } while (p.operation == Operation::kDispatch || (p.operation == Operation::kExchange && !p.ragged));
-    const auto ranks = world.AddAll(p, 0.3);
+    const auto ranks = world.AddAll(p, 0.3 * o.patience);
     world.Start(ranks[0]->needs());
     const std::vector<RankCase> cases = Reference(p);
     bool bad_counts = false;
@@ -369,7 +509,7 @@ std::string Generations(const Options& o) {
     } while (p.operation == Operation::kExchange);
     p.tokens = 50 + 10 * step, p.hidden = 1024 + 128 * step, p.capacity = o.ranks * p.tokens * p.top_k * 2 + 64;
     if (p.layout == Layout::kPadded) p.capacity = p.local_experts() * o.ranks * p.tokens;
-    large.push_back(world.AddAll(p, 20));
+    large.push_back(world.AddAll(p, 20 * o.patience));
     needs = Largest({large.back(), large[step ? step - 1 : 0], small[0]});
     const Needs of_small = Largest(small);
     needs.flag_bytes = std::max(needs.flag_bytes, of_small.flag_bytes);
@@ -403,7 +543,7 @@ std::string Generations(const Options& o) {
   Problem p = small[0][0]->problem;
   p.operation = Operation::kDispatch, p.layout = Layout::kGrouped, p.element = Element::kF32, p.scaled = false;
   p.tokens = 300, p.hidden = 4096, p.capacity = 100, p.alignment = 1;
-  const auto too_large = world.AddAll(p, 5);
+  const auto too_large = world.AddAll(p, 5 * o.patience);
   world.Each([&](int rank) { too_large[rank]->LaunchAndVerify(world.states[rank].stream[0], true); });
   ExpectRight(world, "the result of the operation without memory is not poisoned");
   ExpectFailure(world, Cause::kMemory);
@@ -467,7 +607,7 @@ std::string Company(const Options& o) {
     Problem p = RandomProblem(rng, ranks, 48);
     p.blocks = std::max(p.blocks, 24);
     if (p.operation == Operation::kExchange) p.lanes = 24 / ranks;
-    pool.push_back(world.AddAll(p, 4));
+    pool.push_back(world.AddAll(p, 4 * o.patience));
   }
   world.Start(Largest(pool));
   int* stop = nullptr;
@@ -498,7 +638,7 @@ std::string Graphs(const Options& o) {
   World world(o.ranks, o.gpus);
   const auto pool = Pool(world, o, 16, 2);
   world.Start(Largest(pool));
-  const int replays = static_cast<int>(std::min<int64_t>(10000, std::max<int64_t>(100, o.calls)));
+  const int replays = static_cast<int>(std::min<int64_t>(10000, std::max<int64_t>(10, o.calls)));
   std::vector<cudaGraphExec_t> graphs(o.ranks);
   std::vector<size_t> nodes(o.ranks);
   // Captured one after the other: nothing runs.
@@ -541,7 +681,8 @@ std::string Graphs(const Options& o) {
   Expect(UnpackFailure(world.FailureOf(0)).rank == o.ranks - 1, FailureText(world.FailureOf(0)));
   world.Reset();
   graphs.swap(good);
-  replay(100, -1);
+  const int afterwards = std::min(100, replays);
+  replay(afterwards, -1);
   ExpectNoFailure(world);
   ExpectRight(world, "replays after reset");
   for (const RankState& state : world.states) {
@@ -549,26 +690,21 @@ std::string Graphs(const Options& o) {
     NATIVE_CHECK(cudaGraphExecDestroy(graphs[state.rank]));
     NATIVE_CHECK(cudaGraphExecDestroy(good[state.rank]));
   }
-  return Text("%d replays of %zu operations, %.1f us each; failure during a replay named; 100 after reset", replays,
-              pool.size(), seconds * 1e6 / replays / static_cast<double>(pool.size()));
+  return Text("%d replays of %zu operations, %.1f us each; failure during a replay named; %d after reset", replays,
+              pool.size(), seconds * 1e6 / replays / static_cast<double>(pool.size()), afterwards);
 }
 
 }  // namespace
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},
-      {"wrap", EpochWrap, 20},
-      {"late", Late, 30},
-      {"absent", Absent, 20},
-      {"skip", Skip, 20},
-      {"shapes", Shapes, 30},
-      {"dead", Dead, 20},
-      {"indices", Indices, 60},
-      {"generations", Generations, 40},
-      {"company", Company, 60},
-      {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},
+      {"normal", Normal, 40},   {"wrap", EpochWrap, 20},
+      {"late", Late, 30},       {"absent", Absent, 20},
+      {"skip", Skip, 20},       {"shapes", Shapes, 30},
+      {"order", Order, 30},     {"dead", Dead, 20},
+      {"indices", Indices, 60}, {"generations", Generations, 40},
+      {"company", Company, 60}, {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},   {"members", Members, 60},
       {"random", Random, 60},
   };
   return all;

@@ -12,6 +12,7 @@ struct Options {
   int ranks = 4, gpus = 1;
   int64_t calls = 20000;
   uint32_t seed = 1;
+  double patience = 1;  // time-outs and limits are so much longer: for a slow machine
 };
 
 struct Scenario {

@@ -7,19 +7,40 @@ capturable in CUDA graphs. See docs/cuda.md.
 from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
+from xen_moe_jax.backends.cuda.halves import (
+    LANDS_IN_RESULTS,
+    can_split,
+    combine_done,
+    combine_start,
+    dispatch_done,
+    dispatch_start,
+    redispatch_done,
+    redispatch_start,
+)
 from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer
 from xen_moe_jax.backends.cuda.module import compiled
 
+TAKES_ACTIVE = True
+
 __all__ = [
+    "LANDS_IN_RESULTS",
+    "TAKES_ACTIVE",
     "all_to_all",
     "buffer_size_hint",
+    "can_split",
     "check_available",
     "combine",
+    "combine_done",
+    "combine_start",
     "dispatch",
+    "dispatch_done",
+    "dispatch_start",
     "failure",
     "open_buffer",
     "ragged_all_to_all",
     "redispatch",
+    "redispatch_done",
+    "redispatch_start",
 ]
 
 

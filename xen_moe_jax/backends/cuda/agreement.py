@@ -60,11 +60,14 @@ class Agreement:
         self._tickets = itertools.count(1)
         self._order = threading.Lock()
 
-    def __call__(self, key: str, payload: bytes, seconds: float) -> tuple[int, list[bytes]]:
-        """A ticket, and what every process said, by process.
+    def __call__(
+        self, key: str, payload: bytes, seconds: float, without_dead: bool = False
+    ) -> tuple[int, list[bytes], list[int]]:
+        """A ticket; what every process said, by process; and the processes that it goes on without.
 
         Tickets count the agreements of the job, 1, 2, ...: whoever acts in their order acts in the same order as all.
-        Process 0 gives them out, to agreements that all processes have entered.
+        Process 0 gives them out, to agreements that all processes have entered; `without_dead`: or have died before.
+        Who is left out then, process 0 decides for all, and their words are empty.
 
         Raises:
           RuntimeError: a process did not come within `seconds`, or has died; it is named, by every process that came.
@@ -74,24 +77,28 @@ class Agreement:
         limit = self._clock() + seconds
         if self._process == 0:
             said = [self._wait(f"{base}/{p}", limit, range(self._count)) for p in range(self._count)]
-            late = [p for p, value in enumerate(said) if value is None]
+            absent = [p for p, value in enumerate(said) if value is None]
+            gone = sorted(set(absent) & set(self._dead())) if without_dead else []
+            late = [p for p in absent if p not in gone]
             if late:
                 self._store.set(f"{base}/verdict", f"late {','.join(map(str, late))} {seconds:.0f}".encode())
                 raise RuntimeError(self._text(key, late, seconds))
             with self._order:
                 ticket = next(self._tickets)
-            self._store.set(f"{base}/verdict", f"ticket {ticket}".encode())
-            return ticket, [value for value in said if value is not None]
+            verdict = " ".join(["ticket", str(ticket), *map(str, gone)])
+            self._store.set(f"{base}/verdict", verdict.encode())
+            return ticket, [value or b"" for value in said], gone
         grace = 5.0  # process 0 began to wait when it came, perhaps later than this one
-        verdict = self._wait(f"{base}/verdict", limit + grace, (0,))
-        if verdict is None:
+        answer = self._wait(f"{base}/verdict", limit + grace, (0,))
+        if answer is None:
             late = [p for p in range(self._count) if self._store.get(f"{base}/{p}", 0.001) is None]
             raise RuntimeError(self._text(key, late or [0], seconds))
-        word, value, *rest = verdict.decode().split()
+        word, value, *rest = answer.decode().split()
         if word == "late":
             raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
-        said = [self._store.get(f"{base}/{p}", SLICE_S) for p in range(self._count)]
-        return int(value), [value or b"" for value in said]
+        gone = [int(p) for p in rest]
+        words = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
+        return int(value), words, gone
 
     def _wait(self, key: str, limit: float, watched: Collection[int]) -> bytes | None:
         while True:
@@ -99,7 +106,7 @@ class Agreement:
             value = self._store.get(key, max(0.001, min(SLICE_S, left)))
             if value is not None or left <= 0:
                 return value
-            if gone := sorted(set(self._dead()) & set(watched)):
+            if gone := set(self._dead()) & set(watched):
                 # what a dead process said before it died still counts
                 return self._store.get(key, 0.001) if key.rsplit("/", 1)[1] not in map(str, gone) else None
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -27,6 +28,8 @@ def attributes(
     scaled: bool = False,
     weighted: bool = False,
     known_positions: bool = False,
+    flight: bool = False,
+    masked: bool = False,
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
@@ -47,12 +50,15 @@ def attributes(
         "scaled": int(scaled),
         "weighted": int(weighted),
         "known_positions": int(known_positions),
+        "flight": int(flight),
+        "masked": int(masked),
         "blocks": cut.blocks,
         "push_blocks": cut.push_blocks,
         "layout_blocks": cut.layout_blocks,
         "parts": cut.parts,
         "segment_tokens": cut.segment_tokens,
         "solo_layout": int(cut.solo_layout),
+        "bulk": int(cut.bulk),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -78,8 +84,10 @@ def check_limits(spec: Spec) -> None:
 def call(
     target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
 ):
-    """One FFI call. Returns a list of results."""
+    """One FFI call; of a flight the start half, which may not be left out. Returns a list of results."""
     devices.prepare(keys)
+    if attrs.get("flight"):
+        target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)
-    numbers = {name: np.int64(value) for name, value in attrs.items()}
+    numbers = {name: np.int64(value) for name, value in {**attrs, "site": _mesh.lowering_site()}.items()}
     return list(function(*operands, devices=keys.reshape(-1), **numbers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -17,12 +17,14 @@ def combine(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
+    active: jax.Array,
     weights: jax.Array,
     *,
     spec: Spec,
     weighted: bool,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`.
 
@@ -31,11 +33,14 @@ def combine(
     """
     if y.dtype.name not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
     cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh))
-    attrs = attributes(spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted)
+    attrs = attributes(
+        spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight
+    )
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
-    operands = (y, topk_idx, positions, recv_counts, weights)
+    operands = (y, topk_idx, positions, recv_counts, active, weights)
     (out,) = call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return out

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _mesh, _shapes
+from xen_moe_jax import _active, _mesh, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -32,20 +33,29 @@ def dispatch(
     scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/internals.md."""
+    """Results in the order of docs/internals.md; of a flight, two held arrays more."""
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled)
-    operands = (x, scales, topk_idx, topk_weights)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
+    )
+    operands = (x, scales, topk_idx, topk_weights, active)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
+    if flight:
+        results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
     out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)
@@ -57,18 +67,25 @@ def redispatch(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
+    active: jax.Array,
     *,
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
+    flight: bool = False,
 ) -> jax.Array:
     """A new payload on a known routing."""
+    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
-    attrs = attributes(spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
+    attrs = attributes(
+        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
+    )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
-    operands = (x, topk_idx, positions, recv_counts)
+    operands = (x, topk_idx, positions, recv_counts, active)
     (rows,) = call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return rows if original is None else lax.bitcast_convert_type(rows, original)

@@ -70,11 +70,30 @@ def failure() -> str:
     return loaded.failure() if loaded is not None else ""
 
 
+def alive(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarray:
+    """bool, the sizes of the mesh's other axes and then `[R]`: False for ranks whose process the last `reset` has gone
+    on without. It is the same in every process that is left: what to give to `active`.
+
+    Raises:
+      ValueError: an axis is not in the mesh.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(f"alive: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
+    others = [size for name, size in mesh.shape.items() if name not in names]
+    loaded = module.loaded()
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    order = [mesh.axis_names.index(name) for name in mesh.axis_names if name not in names]
+    by_group = processes.transpose(order + [mesh.axis_names.index(name) for name in names]).reshape(*others, -1)
+    return ~np.isin(by_group, loaded.gone() if loaded is not None else [])
+
+
 def reset(timeout_s: float = RESET_S) -> None:
     """Makes every group of this process usable again after a failure. No program may be running.
 
     Operations of this library that still wait are told to end. Where an axis spans processes, every process must call
-    it.
+    it; one that has died is left out where the programs of a group take `active` (see `alive`), else it is an error.
 
     Args:
       timeout_s: seconds to wait for GPUs to become idle, and for the other processes.

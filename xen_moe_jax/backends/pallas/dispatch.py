@@ -1,4 +1,6 @@
-"""Dispatch and redispatch on TPU: metadata by one small all-gather, rows by remote DMA, placed by local DMA."""
+"""Dispatch and redispatch on TPU: counts by one small all-gather, rows and their routing by remote DMA, placed by local
+DMA.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, padding, plan, tables, two_axes
+from xen_moe_jax.backends.pallas import hardware, headers, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Record
+from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
 LOW_LATENCY_TOKENS = 256
 """Up to this many tokens a rank, blocks are small, so that the first rows leave early."""
@@ -37,10 +39,41 @@ def dispatch(
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
-    known, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent_scales = given_scales(x, scales)
+    if headers.ride(spec):
+        rows, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+        return (*with_scales(rows), *known)
+    known, todo, source = routing(topk_idx, topk_weights, spec, config)
     rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
     return (*with_scales(rows), *known)
+
+
+def _ridden(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    spec: Spec,
+    wire: Wire | None,
+    config: KernelConfig,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Rows (and scales), and what `routing` gives first: routing rides in the records."""
+    riding = headers.sending(topk_idx, topk_weights, spec)
+    rows = rows_of(x, wire, header=Header(spec.top_k).words)
+    staged = push_kernel.push(
+        padding.pad_hidden(x),
+        scales,
+        riding.routes,
+        record=rows.record,
+        quantise=rows.quantise,
+        axes=plan.kernel_axes(spec),
+        launch=push_launch(rows, spec, config),
+        header=riding.header,
+    )
+    source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
+    placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
+    return placed, (positions, riding.recv_counts, weights, topk_idx)
 
 
 def is_quantised(x: Any) -> bool:
@@ -61,8 +94,8 @@ def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def routing(
     topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec, config: KernelConfig
 ) -> tuple[tuple[jax.Array, ...], plan.SendPlan, jax.Array]:
-    """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them; the plan that follows;
-    and the staged record of each row, int32 `[rows]`, `-1` for none.
+    """What docs/internals.md lists from the positions on, out of sanitised `topk_idx`; the plan that follows; and the
+    staged record of each row, int32 `[rows]`, `-1` for none.
     """
     if spec.layout == "ranked":
         return _ranked_routing(topk_idx, topk_weights, spec)
@@ -72,7 +105,7 @@ def routing(
     bits = lax.all_gather(bits, spec.axis_name)
     source, weights = tables.scattered(positions, [(todo.staged, -1), (bits, 0)], recv_counts, spec, config)
     weights = lax.bitcast_convert_type(weights, jnp.float32).reshape(spec.row_dims)
-    return (positions, recv_counts, weights), todo, source
+    return (positions, recv_counts, weights, topk_idx), todo, source
 
 
 def _ranked_routing(
@@ -82,7 +115,7 @@ def _ranked_routing(
     sources, weights, _pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(sources.topk_idx, sources.order, sources.counts, rank, spec)
     local_idx = place_slots(layout.local_idx, layout.positions, spec, fill=-1)
-    known = layout.positions, layout.recv_counts, place_weights(weights, layout, spec), local_idx
+    known = layout.positions, layout.recv_counts, place_weights(weights, layout, spec), topk_idx, local_idx
     todo = plan.dispatch_plan(topk_idx, layout.positions, spec)
     return known, todo, place_slots(todo.staged[..., None], layout.positions, spec, fill=-1, flat=True)
 
@@ -97,7 +130,9 @@ def redispatch(
     wire: Wire | None,
     config: KernelConfig,
 ) -> jax.Array:
-    """A new payload on a known routing."""
+    """A new payload on a known routing: rows keep their places also where ranks have gone out since, so that they
+    follow from `positions`, not from counts.
+    """
     padding.check("redispatch", x.dtype, spec)
     todo = plan.dispatch_plan(topk_idx, positions, spec)
     (source,) = tables.scattered(positions, [(todo.staged, -1)], recv_counts, spec, config)
@@ -106,12 +141,12 @@ def redispatch(
     return rows
 
 
-def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None) -> Record:
-    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire."""
+def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int = 0) -> Record:
+    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire, with `header` words."""
     hidden = -(-hidden // LANES) * LANES
     if wire is not None:
-        return Record(hidden, wire.dtype, scaled=True)
-    return Record(hidden, jnp.dtype(dtype).name, scaled=scaled)
+        return Record(hidden, wire.dtype, scaled=True, header=header)
+    return Record(hidden, jnp.dtype(dtype).name, scaled=scaled, header=header)
 
 
 class Rows(NamedTuple):
@@ -129,10 +164,10 @@ class Rows(NamedTuple):
     quantise: tuple[str, str] | None
 
 
-def rows_of(x: Any, wire: Wire | None) -> Rows:
-    """Of `x [T, H]`, an array or its aval."""
+def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
+    """Of `x [T, H]`, an array or its aval; `header` words travel with each."""
     scaled = is_quantised(x)
-    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire), quantisation(wire))
+    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantisation(wire))
 
 
 def quantisation(wire: Wire | None) -> tuple[str, str] | None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -133,25 +133,25 @@ def dispatch_start(
         launch=push_launch(rows, spec, config),
     )
     flight = _start(buffer, sizes, todo.remote_start, todo.routes, spec, config)
-    return (*known, *flight, source)
+    return (*flight, source, *known)
 
 
 def dispatch_done(
     x: jax.Array,
     scales: jax.Array,
     topk_idx: jax.Array,
-    positions: jax.Array,
-    recv_counts: jax.Array,
+    topk_weights: jax.Array,
     *under_way: jax.Array,
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """Rows and scales. `x` and `topk_idx` are here for derivatives; only the shape and dtype of `x` are read."""
-    del topk_idx, positions
-    *flight, source = under_way
+    """All results. The operands of the start are here for derivatives; only the shape and dtype of `x` are read."""
+    del topk_idx, topk_weights
+    flight, (source, *known) = under_way[: len(InFlight._fields)], under_way[len(InFlight._fields) :]
     staged = _landed(InFlight(*flight), config)
-    return with_scales(place_rows(staged, source, recv_counts, rows_of(x, wire), spec=spec, config=config))
+    rows = place_rows(staged, source, known[1], rows_of(x, wire), spec=spec, config=config)
+    return (*with_scales(rows), *known)
 
 
 def combine_start(
@@ -176,15 +176,13 @@ def combine_start(
     starts = _layout.exclusive_cumsum(sizes, axis=0)
     local = starts[:, None] + _layout.exclusive_cumsum(todo.came.astype(jnp.int32), axis=1)
     source_rank = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None]
-    all_pairs = slots_kernel.Pairs(
-        rows=plan.first_used(positions).reshape(local.size, -1),
+    pairs = slots_kernel.Pairs(
+        rows=positions.reshape(local.size, -1),
         peer=jnp.where(todo.came, source_rank, -1).reshape(-1),
         address=local.reshape(-1),
-        count=jnp.int32(local.size),
         expected=jnp.zeros((1,), jnp.int32),
         staging_rows=spec.num_ranks * spec.num_tokens,
     )
-    pairs = plan.listed(all_pairs, spec.num_ranks > spec.top_k)
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
@@ -235,10 +233,9 @@ def can_split(spec: Spec, config: KernelConfig) -> bool:
 
 def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
-    del scales
     record = rows_of(x, wire).record
     flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec)
-    return [*flight, ((math.prod(spec.row_dims),), jnp.int32)]
+    return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *_shapes.dispatch(x, scales, spec=spec)[2:]]
 
 
 def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
@@ -248,8 +245,8 @@ def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
 
-OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 5}
-"""Operands of a done half that come before `InFlight`."""
+OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
+"""Operands of the primitive of a done half that come before `InFlight`, `active` among them."""
 
 
 def operand_avals(operation: str, avals: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,6 @@ each while there are at most `K` ranks, else packed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -70,24 +69,32 @@ def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Send
     """Plan of a dispatch or redispatch, the same on both sides of every link."""
     num_ranks, tokens = spec.num_ranks, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
-    peer = distinct_ranks(topk_idx, spec)
-    packed = packs_staging(spec)
-    if packed:
+    if packs_staging(spec):
         came = jnp.any(positions >= 0, axis=-1)
         sent = to_peers(came.astype(jnp.int8), spec.axis_name).T.astype(jnp.int32)
         start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
         remote_start = to_peers(start, spec.axis_name)
-        peer = jnp.where(pick(sent, peer) > 0, peer, -1)
     else:
         came = jnp.any(positions != -1, axis=-1)
         sent = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
         start = jnp.arange(num_ranks, dtype=jnp.int32) * tokens
         remote_start = jnp.full((num_ranks,), rank * tokens, jnp.int32)
-    address = pick(remote_start + _layout.exclusive_cumsum(sent, axis=0), peer)
+    address = remote_start + _layout.exclusive_cumsum(sent, axis=0)
     staged = start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)
     expected = jnp.sum(came, axis=1, dtype=jnp.int32)
-    routes = Routes(_rotated(peer, rank), _rotated(address, rank), expected, dispatch_staging_rows(spec))
+    routes = routes_to(topk_idx, sent, address, expected, dispatch_staging_rows(spec), spec)
     return SendPlan(routes, staged, sent, remote_start)
+
+
+def routes_to(
+    topk_idx: jax.Array, sent: jax.Array, address: jax.Array, expected: jax.Array, staging_rows: int, spec: Spec
+) -> Routes:
+    """Routes of records that go to the ranks that `sent [T, R]` names, to rows `address [T, R]` there."""
+    rank = lax.axis_index(spec.axis_name)
+    peer = distinct_ranks(topk_idx, spec)
+    if packs_staging(spec):
+        peer = jnp.where(pick(sent, peer) > 0, peer, -1)
+    return Routes(_rotated(peer, rank), _rotated(pick(address, peer), rank), expected, staging_rows)
 
 
 def dispatch_staging_rows(spec: Spec) -> int:
@@ -146,27 +153,5 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     came = jnp.any(positions != -1, axis=-1)
     address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
-    rows = first_used(positions).reshape(num_ranks * tokens, -1)
-    all_pairs = Pairs(rows, peer, address, jnp.int32(peer.shape[0]), counts, combine_staging_rows(spec))
-    pairs = listed(all_pairs, not few_ranks)
+    pairs = Pairs(positions.reshape(num_ranks * tokens, -1), peer, address, counts, combine_staging_rows(spec))
     return CombinePlan(came, remote_start, pairs, source)
-
-
-def listed(pairs: Pairs, sparse: bool) -> Pairs:
-    """All pairs, or with `sparse` (most do not exist) those that do first, in order, and how many they are."""
-    if not sparse:
-        return pairs
-    order = jnp.argsort(pairs.peer < 0, stable=True)
-    count = jnp.sum(pairs.peer >= 0, dtype=jnp.int32)
-    rows, peer, address = (a[order] for a in (pairs.rows, pairs.peer, pairs.address))
-    return dataclasses.replace(pairs, rows=rows, peer=peer, address=address, count=count)
-
-
-def first_used(positions: jax.Array) -> jax.Array:
-    """`positions [R, T, slots]` with the rows in use first, in slot order, and `-1` after them."""
-    used = positions >= 0
-    place = _layout.exclusive_cumsum(used.astype(jnp.int32), axis=-1)
-    slots = range(positions.shape[-1])
-    # compared and added densely: a TPU gathers scalars slowly
-    columns = [jnp.max(jnp.where(used & (place == s), positions, -1), axis=-1) for s in slots]
-    return jnp.stack(columns, axis=-1)

@@ -25,18 +25,41 @@ ENTRIES = 2048
 """Entries that a step of a scatter looks at."""
 
 
+class Order:
+    """The order of entries within their bins: blocks of entries as one-hot rows, ordered by a triangular matrix
+    product.
+
+    Attributes:
+      counts: int32 `[num_bins]`, entries of each bin.
+    """
+
+    def __init__(self, bins: jax.Array, num_bins: int) -> None:
+        self._size = bins.shape[0]
+        block = min(ORDER_BLOCK, self._size)
+        padded = jnp.pad(bins, (0, -self._size % block), constant_values=-1).reshape(-1, block, 1)
+        self._hot = padded == jnp.arange(num_bins, dtype=jnp.int32)
+        earlier = jnp.tril(jnp.ones((block, block), jnp.bfloat16), -1)
+        self._within = jnp.einsum(
+            "ij,bje->bie", earlier, self._hot.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        )
+        self._counts = jnp.sum(self._hot, axis=1, dtype=jnp.int32)
+        self.counts = jnp.sum(self._counts, axis=0, dtype=jnp.int32)
+
+    def among(self, base: jax.Array | None = None) -> jax.Array:
+        """int32 `[N]`: `base [num_bins]` of each entry's bin, and how many earlier entries name the same bin. Entries
+        outside the bins get zero.
+        """
+        before = _layout.exclusive_cumsum(self._counts, axis=0)
+        if base is not None:
+            before = before + base
+        chosen = jnp.where(self._hot, self._within.astype(jnp.int32) + before[:, None], 0)
+        return jnp.sum(chosen, axis=2, dtype=jnp.int32).reshape(-1)[: self._size]
+
+
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
-    """As `_layout.order_within_bins`: blocks of entries as one-hot rows, ordered by a triangular matrix product."""
-    n = bins.shape[0]
-    block = min(ORDER_BLOCK, n)
-    padded = jnp.pad(bins, (0, -n % block), constant_values=-1).reshape(-1, block, 1)
-    hot = padded == jnp.arange(num_bins, dtype=jnp.int32)
-    earlier = jnp.tril(jnp.ones((block, block), jnp.bfloat16), -1)
-    within = jnp.einsum("ij,bje->bie", earlier, hot.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    counts = jnp.sum(hot, axis=1, dtype=jnp.int32)
-    before = _layout.exclusive_cumsum(counts, axis=0)
-    order = jnp.sum(jnp.where(hot, within.astype(jnp.int32) + before[:, None], 0), axis=2, dtype=jnp.int32)
-    return order.reshape(-1)[:n], jnp.sum(counts, axis=0, dtype=jnp.int32)
+    """As `_layout.order_within_bins`."""
+    order = Order(bins, num_bins)
+    return order.among(), order.counts
 
 
 def positions_of(topk_idx: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:

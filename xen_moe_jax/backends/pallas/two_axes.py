@@ -171,16 +171,13 @@ def combine(
     came = jnp.any(positions != -1, axis=-1).reshape(slices, fast, tokens)
     address = remote.T[:, :, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=2)
     peer = jnp.where(came, jnp.arange(fast, dtype=jnp.int32)[:, None], -1)
-    pair_rows = plan.first_used(positions).reshape(slices * fast * tokens, -1)
-    all_pairs = Pairs(
-        rows=pair_rows,
+    pairs = Pairs(
+        rows=positions.reshape(slices * fast * tokens, -1),
         peer=peer.reshape(-1),
         address=address.reshape(-1),
-        count=jnp.int32(peer.size),
         expected=jnp.sum(counts, axis=1, dtype=jnp.int32),
         staging_rows=slices * tokens * min(fast, spec.top_k),
     )
-    pairs = plan.listed(all_pairs, spec.num_ranks > spec.top_k)
     staged = slots_kernel.reduce_slots(
         rows,
         pairs,

@@ -3,5 +3,27 @@
 from xen_moe_jax.backends.reference.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.reference.combine import combine
 from xen_moe_jax.backends.reference.dispatch import dispatch, redispatch
+from xen_moe_jax.backends.reference.halves import (
+    LANDS_IN_RESULTS,
+    combine_done,
+    combine_start,
+    dispatch_done,
+    dispatch_start,
+    redispatch_done,
+    redispatch_start,
+)
 
-__all__ = ["all_to_all", "combine", "dispatch", "ragged_all_to_all", "redispatch"]
+__all__ = [
+    "LANDS_IN_RESULTS",
+    "all_to_all",
+    "combine",
+    "combine_done",
+    "combine_start",
+    "dispatch",
+    "dispatch_done",
+    "dispatch_start",
+    "ragged_all_to_all",
+    "redispatch",
+    "redispatch_done",
+    "redispatch_start",
+]

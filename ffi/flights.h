@@ -1,0 +1,43 @@
+// Operations in flight: started by one FFI call, finished by another. See docs/cuda.md, "In two halves".
+//
+// A start is a whole operation on a stream of the library's own, in symmetric memory of its own; its results are
+// buffers of XLA's that only the done half gives to anybody else. So the address of the first result is the flight's
+// name, and the done half, which has all of them aliased through, finds the flight by it. Where XLA has copied a
+// result in between, the copy was made too early and the name is unknown: an error, never data.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "ffi/devices.h"
+
+namespace xen_moe {
+
+class Flights {
+ public:
+  static Flights& Get();
+  // The stream that a start launches on: it goes on when everything queued on `stream` so far has ended. Flights of
+  // earlier runs that nobody finished are waited for by `stream`, and forgotten.
+  void* Fork(Devices* gpus, int ordinal, void* stream, int64_t run);
+  // The start has been launched: `result` is the address of its first result.
+  // Throws MemoryError where a flight with that result is open: it was started and never finished.
+  void Started(Devices* gpus, int ordinal, const void* result, int64_t run);
+  // Everything queued on `stream` from here on comes after the flight. False: there is none of that name.
+  bool Land(Devices* gpus, int ordinal, const void* result, void* stream);
+  // Forgets all. Nothing may be running.
+  void Clear();
+  int open();
+
+ private:
+  struct Flight {
+    Devices* gpus;
+    void* mark;
+    int64_t run;
+  };
+  std::mutex mutex_;
+  std::map<std::pair<int, const void*>, Flight> open_;  // by GPU and address
+};
+
+}  // namespace xen_moe

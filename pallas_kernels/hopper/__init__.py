@@ -1,0 +1,9 @@
+"""Grouped matmuls for Hopper GPUs, in Pallas (Mosaic GPU): persistent kernels over rows `[C, A]` sorted by group.
+
+| module | what |
+|---|---|
+| `tiles` | how the work is cut: a thread block's tile, and the groups' rows into tiles |
+| `ring` | loads with TMA, multiplications with wgmma, stores with TMA, and what holds them apart |
+| `rows` | rows times the weights of their groups, as they lie or transposed |
+| `contraction` | the sum over a group's rows: gradients of weights |
+"""

@@ -1,0 +1,130 @@
+"""A group's rows times its other rows, the sum over the group: the gradient of a grouped matmul's weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.pallas_kernels.hopper import ring
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "num_sms"))  # calls alike are lowered once
+def rows_by_rows(
+    rows: jax.Array, others: jax.Array, group_sizes: jax.Array, *, tiles: Tiles, num_sms: int | None = None
+) -> jax.Array:
+    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group."""
+    dtype = rows.dtype
+    num_groups, (height, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
+    if height % tiles.cluster_m or width % tiles.cluster_n or rows.shape[0] % ROW_ALIGNMENT:
+        raise ValueError(
+            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of "
+            f"{tiles.cluster_m} and {tiles.cluster_n}, and the rows of {ROW_ALIGNMENT}"
+        )
+    m_tiles, n_tiles = height // tiles.cluster_m, width // tiles.cluster_n
+    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+
+    def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
+        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        grid = (num_groups, m_tiles, n_tiles)
+
+        def place(info: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+            group, m, n = info.index
+            start, end = starts[group], ends[group]
+            first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
+            steps = lax.select(end > start, pl.cdiv(end - first, tiles.k), jnp.int32(0))
+            m, n = m * tiles.cluster_m, n * tiles.cluster_n
+            if tiles.cluster == "m":
+                m = m + peer * tiles.m
+            if tiles.cluster == "n":
+                n = n + peer * tiles.n
+            return group, m, n, first, (start - first, end - first), steps
+
+        def load_all() -> None:
+            plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
+
+            def tile(info: Any, carry: Any) -> Any:
+                _, m, n, first, _, steps = place(info)
+
+                def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
+                    depth_at = pl.ds(pl.multiple_of(first + k * tiles.k, ROW_ALIGNMENT), tiles.k)
+                    plgpu.copy_gmem_to_smem(
+                        rows.at[depth_at, pl.ds(m, tiles.m)],
+                        left,
+                        barrier,
+                        collective_axes="cluster" if tiles.cluster == "n" else None,
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        others.at[depth_at, pl.ds(n, tiles.n)],
+                        right,
+                        barrier,
+                        collective_axes="cluster" if tiles.cluster == "m" else None,
+                    )
+
+                return ring.load_steps(tiles, s, steps, carry, load)
+
+            done = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            ring.drain(tiles, s, done)
+
+        def multiply_all() -> None:
+            plgpu.set_max_registers(ring.COMPUTE_REGISTERS, action="increase")
+            m_at = pl.ds(wg * tiles.warpgroup_m, tiles.warpgroup_m) if tiles.split == "m" else pl.ds(0, tiles.m)
+            n_at = pl.ds(wg * tiles.warpgroup_n, tiles.warpgroup_n) if tiles.split == "n" else pl.ds(0, tiles.n)
+
+            def parts(slot: Any) -> tuple[Any, Any]:
+                return s["left"].at[slot].at[:, m_at], s["right"].at[slot].at[:, n_at]
+
+            def multiply(acc: Any, slot: Any) -> None:
+                left, right = parts(slot)
+                plgpu.wgmma(acc, left.transpose((1, 0)), right)
+
+            def silence(ref: Any, columns: int, low: Any, high: Any) -> None:
+                """Zeroes the rows of a stage outside `[low, high)`: the other warpgroup may do so too, alike."""
+                row = plgpu.broadcasted_iota(jnp.int32, (tiles.k, ring.STORE_TILE), 0, layout=plgpu.Layout.WGMMA)
+                keep = (row >= low) & (row < high)
+                for column in range(0, columns, ring.STORE_TILE):
+                    part = ref.at[:, pl.ds(column, ring.STORE_TILE)]
+                    value = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+                    part[...] = jnp.where(keep, value, jnp.zeros((), dtype))
+
+            def tile(info: Any, carry: Any) -> Any:
+                group, m, n, _, (low, high), steps = place(info)
+
+                def at_edge(k: Any, slot: Any) -> None:
+                    @pl.when((k * tiles.k < low) | ((k + 1) * tiles.k > high))
+                    def _() -> None:
+                        for ref, columns in zip(parts(slot), (tiles.warpgroup_m, tiles.warpgroup_n), strict=True):
+                            silence(ref, columns, low - k * tiles.k, high - k * tiles.k)
+                        plgpu.commit_smem()
+
+                acc, done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
+                if tiles.split == "m":
+                    m = m + wg * tiles.warpgroup_m
+                else:
+                    n = n + wg * tiles.warpgroup_n
+
+                def out_at(piece_m: int, piece_n: int, buffer: Any, valid: Any) -> None:
+                    at = (group, pl.ds(m + piece_m, ring.STORE_TILE), pl.ds(n + piece_n, ring.STORE_TILE))
+                    plgpu.copy_smem_to_gmem(buffer, out.at[at], commit_group=False)
+
+                ring.store(acc, tiles, s["pieces"], wg, out_at, None, dtype)
+                return done
+
+            plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(wg == COMPUTE_WARPGROUPS, load_all, multiply_all)
+
+    out_type = jax.ShapeDtypeStruct((num_groups, height, width), dtype)
+    scratch = ring.scratch(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n), dtype)
+    return ring.kernel(body, tiles, num_sms, out_type, scratch, "xen_moe_grouped_contraction")(
+        rows, others, starts, ends
+    )

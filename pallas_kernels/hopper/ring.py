@@ -1,0 +1,177 @@
+"""What the Hopper kernels are made of: a ring of stages between a loading and two multiplying warpgroups, and stores.
+
+The ring runs on from one output tile to the next, so that the loads of a tile begin under the stores of the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
+
+SWIZZLE_BYTES = 128
+STORE_TILE = 64
+"""Rows, and columns, of the pieces in which a warpgroup stores its accumulators."""
+LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
+"""Of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
+
+
+def _swizzled(rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+
+
+def scratch(tiles: Tiles, left: tuple[int, int], right: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """Scratch of a kernel: stages of both operands, their barriers, and two pieces of output a warpgroup."""
+    released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
+    if tiles.cluster is not None:
+        released = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
+        )
+    return {
+        "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(8, dtype)),
+        "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(8, dtype)),
+        # rows of a piece may be stored one by one: no tile of it has more than one
+        "pieces": plgpu.SMEM((COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(1, dtype)),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        "released": released,
+    }
+
+
+def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
+    if num_sms is None:
+        num_sms = jax.devices()[0].core_count
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(num_sms // tiles.cluster_size,),
+        grid_names=("sm",),
+        cluster=(tiles.cluster_size,),
+        cluster_names=("cluster",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name=name,
+    )
+
+
+def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any) -> Any:
+    """Loads `steps` stages, `done` after those of earlier tiles; returns how many have been loaded in all."""
+
+    def step(k: Any, count: Any) -> Any:
+        slot = lax.rem(count, jnp.int32(tiles.stages))
+
+        @pl.when(count >= tiles.stages)
+        def _() -> None:
+            plgpu.barrier_wait(scratch["released"].at[slot])
+
+        load(k, scratch["left"].at[slot], scratch["right"].at[slot], scratch["loaded"].at[slot])
+        return count + 1
+
+    return lax.fori_loop(0, steps, step, done)
+
+
+def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
+    """Waits until every stage that was loaded has been read: barriers and clusters are left in a good state."""
+
+    def step(count: Any, _: Any) -> Any:
+        plgpu.barrier_wait(scratch["released"].at[lax.rem(count, jnp.int32(tiles.stages))])
+        return _
+
+    lax.fori_loop(jnp.maximum(done - tiles.stages, 0), done, step, None)
+
+
+def multiply_steps(
+    tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None
+) -> tuple[Any, Any]:
+    """The accumulators after `steps` stages, and how many have been multiplied in all.
+
+    `at_edge(k, slot)`, if any, runs before the first and the last stage are multiplied. They are loops of their own,
+    since ptxas runs every wgmma of a loop to its end if it sees a branch between them.
+    """
+
+    def slot_of(count: Any) -> Any:
+        return lax.rem(count, jnp.int32(tiles.stages))
+
+    def scope(acc: Any) -> Any:
+        def edge(k: Any, count: Any) -> Any:
+            slot = slot_of(count)
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            at_edge(k, slot)
+            multiply(acc, slot)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["released"].at[slot])
+            return count + 1
+
+        def step(k: Any, count: Any) -> Any:
+            slot = slot_of(count)
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            multiply(acc, slot)
+            plgpu.wgmma_wait(tiles.delay)
+            if tiles.delay:  # the wgmma before this one has read its stage
+                plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > first)
+            else:
+                plgpu.barrier_arrive(scratch["released"].at[slot])
+            return count + 1
+
+        first, last = (0, steps) if at_edge is None else (1, steps - 1)
+        count = done
+        if at_edge is not None:
+            count = lax.fori_loop(0, jnp.minimum(steps, 1), edge, count)
+        count = lax.fori_loop(first, last, step, count)
+        if tiles.delay:
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=last > first)
+        if at_edge is not None:
+            count = lax.fori_loop(jnp.maximum(last, first), steps, edge, count)
+        return acc[...], count
+
+    return pl.run_scoped(scope, plgpu.ACC((tiles.warpgroup_m, tiles.warpgroup_n)))
+
+
+def store(acc: Any, tiles: Tiles, scratch: Any, wg: Any, out_at: Any, valid: Any, dtype: Any) -> None:
+    """Writes a warpgroup's accumulators, in pieces, through `scratch`; of each piece the rows that `valid` allows."""
+    value = acc.astype(dtype)
+    piece = 0
+    for m in range(0, tiles.warpgroup_m, STORE_TILE):
+        for n in range(0, tiles.warpgroup_n, STORE_TILE):
+            buffer = scratch.at[wg, piece % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            buffer[...] = value[m : m + STORE_TILE, n : n + STORE_TILE]
+            plgpu.commit_smem()
+            out_at(m, n, buffer, valid)
+            plgpu.commit_smem_to_gmem_group()
+            piece += 1
+
+
+def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
+    """Rows `[low, high)` of a piece to `out` from `row`: whole, or in powers of two, since a TMA box is static."""
+    count = jnp.maximum(high - low, 0)
+
+    @pl.when(count == STORE_TILE)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, STORE_TILE), pl.ds(column, STORE_TILE)], commit_group=False)
+
+    @pl.when(count < STORE_TILE)
+    def _() -> None:
+        at = low
+        size = STORE_TILE // 2
+        while size:
+
+            @pl.when((count & size) != 0)
+            def _(at: Any = at, size: int = size) -> None:
+                plgpu.copy_smem_to_gmem(
+                    buffer.at[pl.ds(at, size)],
+                    out.at[pl.ds(row + at, size), pl.ds(column, STORE_TILE)],
+                    commit_group=False,
+                )
+
+            at = at + (count & size)
+            size //= 2

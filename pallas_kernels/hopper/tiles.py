@@ -1,0 +1,79 @@
+"""How the Hopper kernels cut their work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+ROW_ALIGNMENT = 8
+"""TMA boxes of swizzled tiles begin at rows that are multiples of this."""
+COMPUTE_WARPGROUPS = 2
+"""Of a thread block, beside the one that loads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts its work.
+
+    Attributes:
+      m, n, k: a thread block's output tile, and the depth of one stage.
+      stages: of the ring.
+      split: the dimension of the tile that the two warpgroups share out, "m" or "n".
+      cluster: the dimension along which two blocks stand side by side, or None: "m" shares the right operand, "n" the
+        left one.
+      delay: how many wgmma are under way when the next one begins.
+    """
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    stages: int = 4
+    split: str = "m"
+    cluster: str | None = None
+    delay: int = 1
+
+    @property
+    def warpgroup_m(self) -> int:
+        return self.m // COMPUTE_WARPGROUPS if self.split == "m" else self.m
+
+    @property
+    def warpgroup_n(self) -> int:
+        return self.n // COMPUTE_WARPGROUPS if self.split == "n" else self.n
+
+    @property
+    def cluster_size(self) -> int:
+        return 1 if self.cluster is None else 2
+
+    @property
+    def cluster_m(self) -> int:
+        return self.m * (2 if self.cluster == "m" else 1)
+
+    @property
+    def cluster_n(self) -> int:
+        return self.n * (2 if self.cluster == "n" else 1)
+
+
+def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.Array, ...]:
+    """Cuts the groups' rows into tiles: int32 `[N]` each group, first row (a multiple of 8), rows to leave out at the
+    beginning, and end of the valid rows, counted from the tile's first; and int32 `[1]`, how many tiles there are.
+
+    `N` is the most tiles that any groups of `capacity` rows can need.
+    """
+    num_groups = group_sizes.shape[0]
+    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    tiles = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
+    last_tile = jnp.cumsum(tiles)
+    most = pl.cdiv(capacity, tile_m) + num_groups - 1
+    index = jnp.arange(most, dtype=jnp.int32)
+    group = (index[:, None] >= last_tile[None, :]).sum(1, dtype=jnp.int32)
+    group = jnp.minimum(group, num_groups - 1)
+    first = aligned[group] + (index - (last_tile - tiles)[group]) * tile_m
+    skip = jnp.maximum(starts[group] - first, 0)
+    end = ends[group] - first
+    return group, first, skip, end, last_tile[-1:]

@@ -1,0 +1,175 @@
+"""(source, token) pairs, ordered within blocks: those with most rows first, those that do not exist last.
+
+What moves: nothing but tables, block by block through VMEM. So that `reduce_slots` visits only pairs that exist, in
+groups of nearly the same number of rows. The order is stable, and the rows of a pair stay in slot order.
+A table is permuted by a matrix product with a matrix of zeros and ones, byte by byte, which is exact: a TPU gathers
+scalars slowly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from xen_moe_jax.pallas_kernels.launch import Launch
+
+BLOCK = 256
+"""Pairs that are ordered together at most: counts up to this are exact in bfloat16."""
+SUBLANES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What a table says of `slots` rows a pair, `block` pairs: row `n` of it begins at word `n * block`.
+
+    Rows 0 to `slots - 1`: rows of `y` in slot order, those in use first, then `-1`. Then peer (`-1` for no pair),
+    address, how many rows the pair has, and facts: number `s` is how many pairs have more than `s` rows, number
+    `slots` how many pairs there are.
+    """
+
+    slots: int
+    block: int
+
+    @property
+    def peer(self) -> int:
+        return self.slots
+
+    @property
+    def address(self) -> int:
+        return self.slots + 1
+
+    @property
+    def depth(self) -> int:
+        return self.slots + 2
+
+    @property
+    def facts(self) -> int:
+        return self.slots + 3
+
+    @property
+    def rows(self) -> int:
+        return -(-(self.slots + 4) // SUBLANES) * SUBLANES
+
+    @property
+    def words(self) -> int:
+        return self.rows * self.block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    given: Any
+    facts: Any
+    table: Any
+    columns: Any
+
+
+def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Each of int32 `tables [slots, N]` with the rows that are `used` first, in order, and `-1` after them; and how
+    many they are, int32 `[1, N]`.
+    """
+    slots = used.shape[0]
+    place, count = [], jnp.zeros((1, used.shape[1]), jnp.int32)
+    for s in range(slots):
+        place.append(jnp.where(used[s : s + 1], count, -1))
+        count = count + used[s : s + 1].astype(jnp.int32)
+    at = jnp.concatenate(place, axis=0)
+    lowest = jnp.iinfo(jnp.int32).min
+    out = []
+    for table in tables:
+        found = [jnp.max(jnp.where(at == s, table, lowest), axis=0, keepdims=True) for s in range(slots)]
+        out.append(jnp.concatenate([jnp.where(count > s, f, -1) for s, f in enumerate(found)], axis=0))
+    return out, count
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
+
+
+def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
+    """Columns of int32 `table [V, N]` in ascending order of int32 `key [1, N]`, in `[0, bins)`; stable. `V` is a
+    multiple of 8, `N` at most `BLOCK`.
+    """
+    count = key.shape[1]
+    number = lax.broadcasted_iota(jnp.int32, (-(-bins // SUBLANES) * SUBLANES, count), 0)
+    hot = (number == key).astype(jnp.float32)
+    row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
+    earlier = _dot(hot, (row < column).astype(jnp.float32), (1, 0))
+    behind, to = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, count), jnp.float32)
+    for b in range(bins):
+        to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
+        behind = behind + jnp.sum(hot[b : b + 1], axis=1, keepdims=True)
+
+    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for what goes to place `j`
+    out = jnp.zeros(table.shape, jnp.int32)
+    for byte in range(4):
+        part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
+        out = out | (_dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
+    return out
+
+
+def _body(refs: _Refs, *, slots: int, block: int) -> None:
+    columns = Columns(slots, block)
+    given = refs.given[...]
+    rows, peer = given[:slots], given[slots : slots + 1]
+    (rows,), depth = packed(rows >= 0, rows)
+    key = jnp.where(peer >= 0, slots - depth, slots + 1)
+    none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
+    table = ordered(key, slots + 2, jnp.concatenate([rows, given[slots : slots + 2], depth, none], axis=0))
+    for n in range(columns.rows):
+        line = refs.facts[0] if n == columns.facts else table[n : n + 1]
+        refs.table[0, :, n * block : (n + 1) * block] = line
+    refs.columns[0] = jnp.transpose(table)[:, :slots]
+
+
+def order_pairs(
+    rows: jax.Array, peer: jax.Array, address: jax.Array, *, launch: Launch
+) -> tuple[Columns, jax.Array, jax.Array]:
+    """Orders pairs within blocks.
+
+    Args:
+      rows: int32 `[P, slots]`, rows of each pair in slot order, negative where there is none.
+      peer, address: int32 `[P]`; the peer is `-1` for no pair.
+
+    Returns:
+      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns: int32 `[blocks, block,
+      slots]`.
+    """
+    count, slots = rows.shape
+    block = min(BLOCK, -(-count // 128) * 128)
+    blocks = -(-count // block)
+    columns = Columns(slots, block)
+    given = jnp.concatenate([rows.T, peer[None], address[None]], axis=0)
+    given = jnp.pad(given, ((0, 0), (0, blocks * block - count)), constant_values=-1)
+    depth = jnp.sum(given[:slots] >= 0, axis=0, dtype=jnp.int32).reshape(blocks, block)
+    known = [jnp.sum(depth > s, axis=1, dtype=jnp.int32) for s in range(slots)]
+    known.append(jnp.sum(given[slots].reshape(blocks, block) >= 0, axis=1, dtype=jnp.int32))
+    facts = jnp.pad(jnp.stack(known, axis=1), ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
+    table, ordered = launch.call(
+        functools.partial(_body, slots=slots, block=block),
+        _Refs,
+        ["given", "facts", "table", "columns"],
+        name="xen_moe_order_pairs",
+        remote=False,
+        by_dma=False,
+        shared=True,
+        grid_spec=pl.GridSpec(
+            grid=(blocks,),
+            in_specs=[
+                pl.BlockSpec((slots + 2, block), lambda i: (0, i)),
+                pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0)),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, columns.words), lambda i: (i, 0, 0)),
+                pl.BlockSpec((1, block, slots), lambda i: (i, 0, 0)),
+            ],
+        ),
+        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, block, slots), jnp.int32)],
+    )(given, facts)
+    return columns, table, ordered

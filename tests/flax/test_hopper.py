@@ -1,0 +1,109 @@
+"""The grouped matmul for Hopper GPUs: its kernels in Pallas' GPU interpreter, its tiles, and its lowering for CUDA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.flax import hopper
+from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles
+
+SIZES = (70, 0, 131, 37)
+SMALL = {"plain": Tiles(m=128, n=128, stages=2), "cluster m": Tiles(m=128, n=128, stages=2, cluster="m")}
+
+
+@pytest.mark.parametrize("tile_m", [64, 128, 256])
+@pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (512,), (8, 8, 256)])
+def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m):
+    capacity = sum(sizes) + 13
+    group, first, skip, end, total = map(np.asarray, row_tiles(jnp.asarray(sizes, jnp.int32), capacity, tile_m))
+    seen = np.full(capacity, -1)
+    for tile in range(int(total[0])):
+        rows = first[tile] + np.arange(max(skip[tile], 0), min(end[tile], tile_m))
+        assert rows.size and first[tile] % 8 == 0
+        assert (seen[rows] == -1).all()
+        seen[rows] = group[tile]
+    np.testing.assert_array_equal(seen[: sum(sizes)], np.repeat(np.arange(len(sizes)), sizes))
+    assert (seen[sum(sizes) :] == -1).all() and total[0] <= group.size
+
+
+def operands():
+    """Rows with NaN past the last group, weights, cotangents with NaN there too."""
+    rng = np.random.default_rng(0)
+    used = sum(SIZES)
+    rows, cotangent = rng.normal(size=(used + 2, 128)), rng.normal(size=(used + 2, 256))
+    rows[used:], cotangent[used:] = np.nan, np.nan
+    weights = rng.normal(size=(len(SIZES), 128, 256))
+    return *(jnp.asarray(a, jnp.bfloat16) for a in (rows, weights, cotangent)), jnp.asarray(SIZES, jnp.int32)
+
+
+def close(got, expected):
+    got, expected = (np.asarray(a, np.float64) for a in (got, expected))
+    np.testing.assert_allclose(got / np.abs(expected).max(), expected / np.abs(expected).max(), atol=0.005)
+
+
+@pytest.mark.parametrize("tiles", SMALL)
+def test_kernels_in_the_interpreter(tiles):
+    rows, weights, cotangent, sizes = operands()
+    transposed = jnp.swapaxes(weights, 1, 2)
+    starts = np.cumsum((0, *SIZES))
+    parts = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    exact = [np.asarray(a, np.float64) for a in (rows, weights, cotangent)]
+    product = np.concatenate([exact[0][part] @ exact[1][group] for group, part in enumerate(parts)])
+    with plgpu.force_gpu_interpret_mode():
+        run = functools.partial(rows_by_weights, tiles=SMALL[tiles], num_sms=2)
+        close(run(rows, weights, sizes, transposed=False)[: starts[-1]], product)
+        close(run(rows, transposed, sizes, transposed=True)[: starts[-1]], product)
+        both = jnp.concatenate([rows, -rows], axis=1)
+        by_weights = rows_by_rows(both, cotangent, sizes, tiles=SMALL[tiles], num_sms=2)
+    for group, part in enumerate(parts):
+        expected = exact[0][part].T @ exact[2][part]
+        if SIZES[group]:
+            close(by_weights[group], np.concatenate([expected, -expected]))
+        else:
+            assert not np.asarray(by_weights[group], np.float32).any()
+
+
+def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
+    """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    for kernel in ("rows_by_weights", "rows_by_rows"):
+        monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(rows, weights, sizes):
+        def on_rank(rows, weights, sizes):
+            return hopper.grouped_matmul(rows, weights, sizes).astype(jnp.float32).sum()[None]
+
+        specs = (jax.P("ep"),) * 3
+        return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))(rows, weights, sizes).sum()
+
+    rows = jax.ShapeDtypeStruct((2 * 1001, 512), jnp.bfloat16)  # rows that are no multiple of 8
+    weights = jax.ShapeDtypeStruct((8, 512, 768), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    exported = export.export(gradient, platforms=["cuda"], disabled_checks=checks)(rows, weights, sizes)
+    assert [a.shape for a in exported.out_avals] == [rows.shape, weights.shape]
+
+
+def test_plans():
+    assert hopper.plan(4096, 1536) is not None
+    assert hopper.plan(1536, 4096) is not None
+    assert hopper.plan(2048, 128) is not None
+    for depth, columns in ((4096, 100), (100, 4096), (4096, 64)):
+        assert hopper.plan(depth, columns) is None
+
+
+def test_not_on_this_machine():
+    rows, weights, _, sizes = operands()
+    with pytest.raises(ValueError, match="grouped_matmul='hopper'.*needs a Hopper GPU.*use 'auto'"):
+        hopper.grouped_matmul(rows, weights, sizes)

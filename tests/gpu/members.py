@@ -1,0 +1,101 @@
+"""Programs whose ranks come and go by `active`, for tests on any backend and mesh."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.gpu.bodies import REFERENCE, Setup, defined_rows, draw_operands, draw_outputs, draw_routing
+from xen_moe_jax.benchmark.verify import local_total, unequal_bits
+
+
+def subsets(num_ranks: int) -> list[np.ndarray]:
+    """bool `[R]`, every subset: all of them first, then none, then the rest."""
+    found = [np.array(bits) for bits in itertools.product([False, True], repeat=num_ranks)]
+    return sorted(found, key=lambda bits: -1 if bits.all() else bits.sum())
+
+
+def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.Array | None, idx: jax.Array) -> dict:
+    """Every result, and what is specified of it. With `active` None, `idx` is masked already."""
+    case = setup.case
+    x, weights, seed = operands
+    wire, _ = case.wire_parts
+    options = {
+        "num_experts": setup.experts,
+        "axis_name": setup.axis_name,
+        "layout": case.layout,
+        "capacity": case.capacity,
+        "alignment": case.alignment,
+        "config": config,
+        "active": active,
+    }
+
+    def layer(x, weights):
+        routed = xm.dispatch(x, idx, weights, wire=case.wire, **options)
+        keep = defined_rows(case.layout, routed)
+        y = draw_outputs((*keep.shape, x.shape[1]), x.dtype, seed) * jnp.where(keep[..., None], routed.x, 0)
+        weighted = case.layout != "ranked"
+        out = xm.combine(y, routed.handle, weighted=weighted, wire=case.wire, config=config)
+        return out, (routed, keep)
+
+    out, backward, (routed, keep) = jax.vjp(layer, x, weights, has_aux=True)
+    dx, dweights = backward(x)
+    results: dict[str, Any] = {
+        "out": (out, None),
+        "rows": (routed.x, keep),
+        "positions": (routed.handle.positions, None),
+        "recv_counts": (routed.handle.recv_counts, None),
+        "redispatch": (xm.redispatch(x, routed.handle, config=config), keep),
+    }
+    if wire is None:  # through a wire the gradients differ in what the wire does, not in who takes part
+        results |= {"gradient of x": (dx, None), "gradient of weights": (dweights, None)}
+    # the routing of all, and a rank that is out only when the rows come back
+    every = xm.dispatch(x, idx, weights, wire=case.wire, **{**options, "active": None})
+    rows = jnp.where(defined_rows(case.layout, every)[..., None], every.x, 0)
+    if active is not None:
+        results["combine alone"] = xm.combine(rows, every.handle, weighted=False, active=active, config=config), None
+        keep = defined_rows(case.layout, every)
+        results["redispatch alone"] = xm.redispatch(x, every.handle, active=active, config=config), keep
+    results["dropped"] = routed.num_dropped.reshape(1), None
+    return results
+
+
+class Comparison:
+    """`config` against plain JAX with `active`, both in one program that is traced once; `traces` counts."""
+
+    def __init__(self, setup: Setup, config: xm.KernelConfig) -> None:
+        self.setup, self.traces = setup, 0
+        self.idx = draw_routing(setup, "uniform")
+        x, flat, weights, seed = draw_operands(setup, self.idx)
+        self.operands = [setup.place(a) for a in (x, flat, weights, seed)]
+
+        def compare(x, idx, weights, seed, active):
+            self.traces += 1
+            ours = outcome(setup, config, (x, weights, seed), active, idx)
+            theirs = outcome(setup, REFERENCE, (x, weights, seed), active, idx)
+            return {
+                name: unequal_bits(ours[name][0], expected, jnp.ones((), bool) if keep is None else keep)
+                for name, (expected, keep) in theirs.items()
+            }
+
+        self._program = jax.jit(
+            jax.shard_map(
+                compare,
+                mesh=setup.mesh,
+                in_specs=(setup.spec,) * 4 + (P(),),
+                out_specs=setup.spec,
+                check_vma=False,
+            )
+        )
+
+    def wrong(self, active: np.ndarray) -> dict[str, int]:
+        """Elements that differ, by result, where any do."""
+        counts = self._program(*self.operands, self.setup.place(active, P()))
+        totals = {name: local_total(count) for name, count in counts.items()}
+        return {name: total for name, total in totals.items() if total}

@@ -1,0 +1,93 @@
+"""One process of test_gpu_active.py: serves checked steps until one fails, then goes on without who has died.
+
+Prints `ready`, and at the end one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--num-processes", type=int, required=True)
+    parser.add_argument("--process-id", type=int, required=True)
+    options = parser.parse_args()
+    jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
+    jax.distributed.initialize(
+        options.coordinator, options.num_processes, options.process_id, local_device_ids=[options.process_id]
+    )
+
+    import xen_moe_jax as xm
+    from tests.gpu import programs
+    from tests.gpu.chaos_rank import distributed_operands
+    from xen_moe_jax import cuda
+
+    devices = sorted(jax.devices(), key=lambda d: d.process_index)
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    config, sizes = xm.KernelConfig(backend="cuda"), programs.SIZES  # the default timeout: ten minutes
+    traces = 0
+
+    def body(x, idx, weights, active):
+        """Identity experts: a token comes back times the number of its slots whose expert's rank takes part, / 4."""
+        nonlocal traces
+        traces += 1
+        routed = xm.dispatch(x, idx, weights, num_experts=sizes.experts, axis_name="ep", active=active, config=config)
+        rows = jnp.arange(routed.x.shape[0])[:, None] < routed.group_sizes.sum()
+        out = xm.combine(jnp.where(rows, routed.x, 0), routed.handle, config=config)
+        owner = idx // (sizes.experts // mesh.size)
+        share = active[owner].sum(axis=1) * active[jax.lax.axis_index("ep")] / 4
+        wrong = jnp.sum((out != x * share[:, None]) & ~jnp.isnan(out))
+        dropped = routed.num_dropped != sum(~active[owner]).sum()
+        return jnp.sum(out).reshape(1), (wrong + dropped * ~jnp.isnan(out).any()).reshape(1)
+
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3 + (P(),), out_specs=P("ep"), check_vma=False))
+    operands = distributed_operands(mesh)
+    result = {"failure": "", "wrong": 0, "steps_before": 0}
+
+    def members(active):
+        return jax.make_array_from_callback(active.shape, NamedSharding(mesh, P()), lambda i: active[i])
+
+    def serve(active):
+        total, wrong = jax.block_until_ready(step(*operands, active))
+        xm.check()
+        result["wrong"] += int(wrong.addressable_shards[0].data[0])
+        return float(total.addressable_shards[0].data[0])
+
+    active = members(cuda.alive(mesh, "ep"))
+    serve(active)
+    print("ready", flush=True)
+    try:
+        while True:
+            serve(active)
+            result["steps_before"] += 1
+    except (xm.OperationFailed, jax.errors.JaxRuntimeError) as error:
+        result["failure"], result["named"] = str(error), time.time()
+    cuda.reset()
+    alive = cuda.alive(mesh, "ep")
+    active = members(alive)
+    began = time.time()
+    for _ in range(200):
+        assert np.isfinite(serve(active))
+    print(
+        json.dumps(
+            result
+            | {"alive": alive.tolist(), "traces": traces, "steps_after": 200, "seconds_after": time.time() - began}
+        ),
+        flush=True,
+    )
+    os._exit(0)  # jax.distributed would wait for the dead at exit
+
+
+if __name__ == "__main__":
+    main()

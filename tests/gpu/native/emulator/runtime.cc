@@ -1,0 +1,604 @@
+// Runs thread blocks on host threads: README.md says what is modelled.
+//
+// A block runs on one host thread; each of its threads has a stack, and gives way when it polls memory or waits at a
+// barrier. A GPU has so many multiprocessors, each of which holds one block; blocks wait for a free one in the order in
+// which their kernels reached the GPU. A stream is a host thread that does one thing after the other.
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+thread_local uint3 threadIdx, blockIdx;
+thread_local dim3 gridDim, blockDim;
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kBarriers = 16;
+constexpr int kGpus = 16;
+
+int Setting(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+int Multiprocessors() {
+  static const int count = std::max(1, Setting("EMULATOR_SMS", 64));
+  return count;
+}
+
+[[noreturn]] void Broken(const char* what) {
+  std::fprintf(stderr, "emulator: %s\n", what);
+  std::abort();
+}
+
+// -- a block ----------------------------------------------------------------------------------------------------------
+
+struct Gate {
+  int arrived = 0, wanted = 0, any = 0, all = 1, any_before = 0, all_before = 1;
+  uint64_t opened = 0;
+};
+// Lanes that talk to each other, by the mask that they name.
+struct Lanes {
+  unsigned mask = 0;
+  Gate gate;
+  uint64_t values[2][32];
+};
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes, zeros;
+};
+enum class State { kNew, kReady, kPolls, kSleeps, kWaits, kEnded };
+struct Fiber {
+  State state = State::kNew;
+  char* stack = nullptr;
+  jmp_buf context;
+  const Gate* gate = nullptr;  // kWaits: until it has opened more often than `seen`
+  uint64_t seen = 0, wakes = 0;
+  std::vector<std::vector<Copy>> copies;  // groups under way; the last is not committed
+};
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<std::vector<std::unique_ptr<Lanes>>> warps;
+  Gate barriers[kBarriers];
+  int current = 0, alive = 0;
+  const std::function<void()>* body = nullptr;
+  jmp_buf scheduler;
+  std::minstd_rand random;
+};
+
+thread_local Block* block = nullptr;
+alignas(256) thread_local char shared_window[232448 + 512];  // dynamic shared memory, and where addresses count from
+
+std::mutex stacks_mutex;
+std::vector<char*> stacks;  // of ended threads
+
+char* TakeStack() {
+  {
+    std::lock_guard<std::mutex> lock(stacks_mutex);
+    if (!stacks.empty()) {
+      char* stack = stacks.back();
+      stacks.pop_back();
+      return stack;
+    }
+  }
+  void* at = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED || mprotect(at, 4096, PROT_NONE)) Broken("no memory for a thread's stack");
+  return static_cast<char*>(at);
+}
+
+void GiveWay(State state) {
+  Fiber& fiber = block->fibers[block->current];
+  fiber.state = state;
+  if (!_setjmp(fiber.context)) _longjmp(block->scheduler, 1);
+}
+
+void WaitAt(Gate& gate, int wanted) {
+  Fiber& fiber = block->fibers[block->current];
+  gate.wanted = wanted;
+  if (++gate.arrived == wanted) {
+    gate.arrived = 0;
+    ++gate.opened;
+    return;
+  }
+  fiber.gate = &gate;
+  fiber.seen = gate.opened;
+  GiveWay(State::kWaits);
+}
+
+void Entry() {
+  Block& b = *block;
+  (*b.body)();
+  Fiber& fiber = b.fibers[b.current];
+  AwaitCopies(0);
+  fiber.state = State::kEnded;
+  --b.alive;
+  Gate& all = b.barriers[0];  // those that wait for the whole block wait for those that have not ended
+  if (all.arrived && all.arrived == b.alive) all.arrived = 0, ++all.opened;
+  _longjmp(b.scheduler, 1);
+}
+
+void Resume(Block& b, int thread) {
+  Fiber& fiber = b.fibers[thread];
+  b.current = thread;
+  threadIdx = {static_cast<unsigned>(thread), 0, 0};
+  if (_setjmp(b.scheduler)) return;
+  if (fiber.state != State::kNew) {
+    fiber.state = State::kReady;
+    _longjmp(fiber.context, 1);
+  }
+  fiber.state = State::kReady;
+  fiber.stack = TakeStack();
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = fiber.stack;
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, Entry, 0);
+  setcontext(&start);
+}
+
+void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void()>& body, unsigned seed) {
+  const int count = static_cast<int>(threads.x);
+  Block b;
+  b.fibers.resize(count);
+  b.warps.resize((count + 31) / 32);
+  b.alive = count;
+  b.body = &body;
+  b.random.seed(seed);
+  block = &b;
+  gridDim = grid, blockDim = threads;
+  blockIdx = {index, 0, 0};
+  std::memset(shared_window, 0xA5, 4096);  // what nobody has written is anything
+  int idle = 0;
+  while (b.alive) {
+    bool went_on = false, sleeps_only = true;
+    const uint64_t now = NowNs();
+    const int first = static_cast<int>(b.random() % count);
+    for (int i = 0; i < count; ++i) {
+      const int thread = (first + i) % count;
+      Fiber& fiber = b.fibers[thread];
+      if (fiber.state == State::kEnded) continue;
+      if (fiber.state == State::kWaits && fiber.gate->opened == fiber.seen) continue;
+      if (fiber.state == State::kSleeps && now < fiber.wakes) continue;
+      const bool polled = fiber.state == State::kPolls;
+      Resume(b, thread);
+      went_on |= !polled || fiber.state != State::kPolls;
+      sleeps_only = false;
+      if (fiber.state == State::kEnded) {
+        std::lock_guard<std::mutex> lock(stacks_mutex);
+        stacks.push_back(fiber.stack);
+      }
+    }
+    if (sleeps_only) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    } else if (went_on) {
+      idle = 0;
+    } else if (++idle < 64) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  block = nullptr;
+}
+
+// -- a GPU ------------------------------------------------------------------------------------------------------------
+
+struct Kernel {
+  dim3 grid, threads;
+  std::function<void()> body;
+  unsigned started = 0, ended = 0;
+};
+struct Gpu {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int free = Multiprocessors();
+  std::deque<Kernel*> waiting;  // kernels with blocks that have not started
+  unsigned blocks = 0;
+};
+Gpu& GpuOf(int device) {
+  static Gpu* const gpus = new Gpu[kGpus];
+  return gpus[device];
+}
+
+// Host threads that run blocks; as many as there are blocks at a time.
+struct Workers {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> work;
+  int idle = 0;
+  void Do(std::function<void()> f) {
+    std::lock_guard<std::mutex> lock(mutex);
+    work.push_back(std::move(f));
+    if (static_cast<int>(work.size()) > idle) std::thread([this] { Serve(); }).detach();
+    changed.notify_one();
+  }
+  void Serve() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      ++idle;
+      changed.wait(lock, [&] { return !work.empty(); });
+      --idle;
+      const std::function<void()> f = std::move(work.front());
+      work.pop_front();
+      lock.unlock();
+      f();
+      lock.lock();
+    }
+  }
+};
+Workers& AllWorkers() {
+  static Workers* const workers = new Workers;
+  return *workers;
+}
+
+// With the GPU's mutex: starts blocks where multiprocessors are free.
+void StartBlocks(Gpu& gpu) {
+  static const unsigned seed = static_cast<unsigned>(Setting("EMULATOR_SEED", 1));
+  while (gpu.free > 0 && !gpu.waiting.empty()) {
+    Kernel* kernel = gpu.waiting.front();
+    const unsigned index = kernel->started++;
+    if (kernel->started == kernel->grid.x) gpu.waiting.pop_front();
+    --gpu.free;
+    const unsigned own = seed + 7919u * ++gpu.blocks;
+    AllWorkers().Do([&gpu, kernel, index, own] {
+      RunBlock(kernel->grid, index, kernel->threads, kernel->body, own);
+      std::lock_guard<std::mutex> lock(gpu.mutex);
+      ++gpu.free;
+      ++kernel->ended;
+      StartBlocks(gpu);
+      gpu.changed.notify_all();
+    });
+  }
+}
+void RunKernel(int device, Kernel kernel) {
+  Gpu& gpu = GpuOf(device);
+  std::unique_lock<std::mutex> lock(gpu.mutex);
+  gpu.waiting.push_back(&kernel);
+  StartBlocks(gpu);
+  gpu.changed.wait(lock, [&] { return kernel.ended == kernel.grid.x; });
+}
+
+}  // namespace
+
+// -- what threads call
+// --------------------------------------------------------------------------------------------------
+
+uint64_t NowNs() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+void Poll() { GiveWay(State::kPolls); }
+void Pause(uint64_t ns) {
+  block->fibers[block->current].wakes = NowNs() + ns;
+  GiveWay(State::kSleeps);
+}
+void Shake() {
+  if (block->random() % 8 == 0) GiveWay(State::kReady);
+}
+void* DynamicShared() { return shared_window; }
+char* SharedWindow() { return shared_window; }
+void Barrier(int id, int threads) {
+  if (id >= kBarriers) Broken("there are 16 barriers");
+  WaitAt(block->barriers[id], threads ? threads : block->alive);
+}
+int Vote(int predicate, bool all) {
+  Gate& gate = block->barriers[0];
+  if (gate.arrived == 0) gate.any = 0, gate.all = 1;
+  gate.any |= predicate != 0;
+  gate.all &= predicate != 0;
+  if (gate.arrived + 1 == block->alive) gate.any_before = gate.any, gate.all_before = gate.all;
+  WaitAt(gate, block->alive);
+  return all ? gate.all_before : gate.any_before;
+}
+const uint64_t* Exchange(unsigned mask, uint64_t value) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = Lane();
+  const int lanes = std::min(32, static_cast<int>(blockDim.x) - 32 * warp);
+  if (lanes < 32) mask &= (1u << lanes) - 1;
+  if (!(mask >> lane & 1)) Broken("a lane is not in the mask that it names");
+  auto& groups = block->warps[warp];
+  Lanes* group = nullptr;
+  for (const auto& g : groups) {
+    if (g->mask == mask) group = g.get();
+  }
+  if (!group) {
+    groups.push_back(std::make_unique<Lanes>());
+    group = groups.back().get();
+    group->mask = mask;
+  }
+  uint64_t* values = group->values[group->gate.opened & 1];
+  values[lane] = value;
+  WaitAt(group->gate, __builtin_popcount(mask));
+  return values;
+}
+
+// Asynchronous copies are made when they are waited for, not before: who forgets to wait reads what was there.
+void CopyLater(void* to, const void* from, size_t bytes, size_t taken) {
+  Fiber& fiber = block->fibers[block->current];
+  if (fiber.copies.empty()) fiber.copies.emplace_back();
+  fiber.copies.back().push_back({to, from, bytes, taken});
+}
+void CommitCopies() {
+  Fiber& fiber = block->fibers[block->current];
+  if (fiber.copies.empty()) fiber.copies.emplace_back();
+  fiber.copies.emplace_back();
+}
+void AwaitCopies(int groups_left) {
+  auto& copies = block->fibers[block->current].copies;
+  while (!copies.empty() && static_cast<int>(copies.size()) - 1 > groups_left) {
+    for (const Copy& c : copies.front()) {
+      std::memcpy(c.to, c.from, c.zeros);
+      std::memset(static_cast<char*>(c.to) + c.zeros, 0, c.bytes - c.zeros);
+    }
+    copies.erase(copies.begin());
+  }
+}
+
+// -- streams ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+using Task = std::function<void()>;
+thread_local int current_gpu = 0;
+
+struct Stream {
+  int gpu;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> tasks;
+  bool busy = false, ends = false;
+  std::vector<Task>* captured = nullptr;
+  std::thread thread;
+
+  explicit Stream(int gpu) : gpu(gpu), thread([this] { Serve(); }) {}
+  ~Stream() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      ends = true;
+    }
+    changed.notify_all();
+    thread.join();
+  }
+  void Serve() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] { return ends || !tasks.empty(); });
+      if (tasks.empty()) return;
+      const Task task = std::move(tasks.front());
+      tasks.pop_front();
+      busy = true;
+      lock.unlock();
+      task();
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+  void Put(Task task) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (captured) {
+      captured->push_back(std::move(task));
+    } else {
+      tasks.push_back(std::move(task));
+      changed.notify_all();
+    }
+  }
+  bool Idle() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return tasks.empty() && !busy;
+  }
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return tasks.empty() && !busy; });
+  }
+};
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0, done = 0;
+  void Wait(uint64_t number) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return done >= number; });
+  }
+};
+struct Graph {
+  std::vector<Task> tasks;
+};
+
+std::mutex streams_mutex;
+std::set<Stream*> streams;
+
+Stream* Of(cudaStream_t stream) {
+  if (stream) return reinterpret_cast<Stream*>(stream);
+  static std::mutex mutex;
+  static Stream* defaults[kGpus] = {};
+  std::lock_guard<std::mutex> lock(mutex);
+  Stream*& own = defaults[current_gpu];
+  if (!own) {
+    own = new Stream(current_gpu);
+    std::lock_guard<std::mutex> all(streams_mutex);
+    streams.insert(own);
+  }
+  return own;
+}
+
+// Words that a running kernel polls are written whole.
+void CopyWords(void* to, const void* from, size_t bytes) {
+  if (bytes == 4) {
+    __atomic_store_n(static_cast<uint32_t*>(to), *static_cast<const uint32_t*>(from), __ATOMIC_SEQ_CST);
+  } else if (bytes == 8) {
+    __atomic_store_n(static_cast<uint64_t*>(to), *static_cast<const uint64_t*>(from), __ATOMIC_SEQ_CST);
+  } else {
+    std::memcpy(to, from, bytes);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  }
+}
+
+}  // namespace
+
+void Launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t stream, std::function<void()> body) {
+  if (shared_bytes > sizeof(shared_window) - 512) Broken("a kernel asks for more shared memory than there is");
+  if (grid.y * grid.z * threads.y * threads.z != 1) Broken("grids and blocks have one dimension");
+  Stream* const to = Of(stream);
+  to->Put([=] { RunKernel(to->gpu, Kernel{grid, threads, body}); });
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+cudaError_t cudaGetDeviceCount(int* count) { return *count = kGpus, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kGpus) return cudaErrorInvalidValue;
+  return current_gpu = device, cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) { return *device = current_gpu, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value =
+      attribute == cudaDevAttrMultiProcessorCount ? Multiprocessors() : static_cast<int>(sizeof(shared_window)) - 512;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t error) {
+  thread_local char text[32];
+  std::snprintf(text, sizeof(text), "error %d", static_cast<int>(error));
+  return text;
+}
+cudaError_t cudaDeviceSynchronize() {
+  std::vector<Stream*> own;
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    for (Stream* s : streams) {
+      if (s->gpu == current_gpu) own.push_back(s);
+    }
+  }
+  for (Stream* s : own) s->Wait();
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+  const size_t whole = (bytes + 255) / 256 * 256;
+  *p = std::aligned_alloc(256, whole);
+  std::memset(*p, 0xA5, whole);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* p) { return std::free(p), cudaSuccess; }
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeHost(void* p) { return std::free(p), cudaSuccess; }
+cudaError_t cudaMemset(void* p, int value, size_t bytes) { return std::memset(p, value, bytes), cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+  Of(stream)->Put([=] { std::memset(p, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (kind != cudaMemcpyHostToDevice) {
+    Of(stream)->Put([=] { CopyWords(to, from, bytes); });
+    return cudaSuccess;
+  }
+  const auto copy =
+      std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+  Of(stream)->Put([=] { CopyWords(to, copy->data(), bytes); });  // pageable memory is read before the call returns
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  Stream* const made = new Stream(current_gpu);
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  streams.insert(made);
+  *stream = reinterpret_cast<cudaStream_t>(made);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Stream* const s = Of(stream);
+  s->Wait();
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    streams.erase(s);
+  }
+  delete s;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return Of(stream)->Wait(), cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return Of(stream)->Idle() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = Of(stream)->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<Event*>(event), cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Stream* const s = Of(stream);
+  if (s->captured) return cudaErrorStreamCaptureUnsupported;  // a graph here is one chain
+  Event* const e = reinterpret_cast<Event*>(event);
+  std::unique_lock<std::mutex> lock(e->mutex);
+  const uint64_t number = ++e->recorded;
+  lock.unlock();
+  s->Put([=] {
+    std::lock_guard<std::mutex> lock(e->mutex);
+    e->done = std::max(e->done, number);
+    e->changed.notify_all();
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  Event* const e = reinterpret_cast<Event*>(event);
+  return e->Wait(e->recorded), cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Event* const e = reinterpret_cast<Event*>(event);
+  const uint64_t number = e->recorded;
+  Of(stream)->Put([=] { e->Wait(number); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  Of(stream)->captured = new std::vector<Task>;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  Stream* const s = Of(stream);
+  if (!s->captured) return cudaErrorInvalidValue;
+  *graph = reinterpret_cast<cudaGraph_t>(new Graph{std::move(*s->captured)});
+  delete s->captured;
+  s->captured = nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  return *count = reinterpret_cast<Graph*>(graph)->tasks.size(), cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  for (const Task& task : reinterpret_cast<Graph*>(exec)->tasks) Of(stream)->Put(task);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete reinterpret_cast<Graph*>(graph), cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete reinterpret_cast<Graph*>(exec), cudaSuccess; }

@@ -1,0 +1,99 @@
+"""The CUDA kernels, run on host threads by the emulator of this folder (README.md): no GPU, no CUDA, a minute or so."""
+
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.native.emulator import build
+
+PATIENCE = 20  # other tests run beside
+SECONDS = 240
+
+
+@pytest.fixture(scope="session")
+def harness() -> pathlib.Path:
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if sys.platform != "linux":
+        pytest.skip("the emulator needs Linux")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not installed")
+    if not (build.ROOT / "cuda_kernels").is_dir():
+        pytest.skip("the kernels' sources are not part of this installation")
+    folder = build.ROOT / "build" / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # test processes side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(folder)
+
+
+# scenario, ranks, GPUs, multiprocessors of each, calls. One multiprocessor means that a block runs only when the one
+# before it has ended: nobody may wait for a block that has not started.
+CASES = [
+    ("normal", 4, 4, 64, 0),
+    ("normal", 3, 3, 1, 0),
+    ("wrap", 2, 2, 64, 0),
+    ("late", 2, 2, 64, 0),
+    ("absent", 2, 2, 64, 0),
+    ("skip", 3, 3, 64, 0),
+    ("shapes", 3, 3, 64, 0),
+    ("order", 3, 3, 64, 0),
+    ("dead", 3, 3, 64, 0),
+    ("indices", 2, 2, 64, 0),
+    ("generations", 2, 2, 64, 0),
+    ("company", 2, 2, 8, 0),
+    ("concurrent", 2, 2, 64, 0),
+    ("members", 3, 3, 64, 0),
+    ("members", 4, 2, 2, 0),
+    ("graphs", 2, 2, 64, 15),
+    ("random", 2, 2, 64, 1500),
+    ("random", 4, 2, 64, 300),
+    ("random", 3, 3, 2, 300),
+]
+
+
+@pytest.mark.parametrize("scenario, ranks, gpus, multiprocessors, calls", CASES)
+def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, calls):
+    out = tmp_path / "out.json"
+    command = [harness, "--ranks", ranks, "--gpus", gpus, "--scenario", scenario, "--calls", calls]
+    command += ["--patience", PATIENCE if scenario != "absent" else 4, "--json", out]
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = json.loads(out.read_text())["scenarios"]
+    assert entry["name"] == scenario and entry["verdict"] == "passed"
+
+
+def test_a_wrong_result_is_seen(harness):
+    """The kernels with one fault built in: a row that is placed one row too far."""
+    folder = harness.parent / "broken"
+    with open(harness.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = build.build(
+            folder, {"cuda_kernels/layout.cuh": ("return position < r.capacity", "return position + 1 < r.capacity")}
+        )
+    command = [program, "--ranks", "2", "--gpus", "2", "--scenario", "normal", "--patience", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(a));',
+        'asm volatile("ld.const.u32 %0, [%1];" : "=r"(v) : "l"(p));',
+    ],
+)
+def test_an_unknown_instruction_is_an_error(statement):
+    with pytest.raises(build.Untranslated):
+        build.translate(statement)

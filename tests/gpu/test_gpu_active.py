@@ -1,0 +1,66 @@
+"""Ranks that are out, on GPUs: every subset of four ranks in one program, and a process that dies and is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+
+import jax
+import pytest
+
+import xen_moe_jax as xm
+from tests.gpu import members, processes
+from tests.gpu.bodies import Setup
+from tests.gpu.chaos import START_S, Rank
+from tests.support.cases import CASES
+
+BY_NAME = {case.name: case for case in CASES}
+SHORT = dataclasses.replace(BY_NAME["grouped"], name="grouped-short", capacity=24)
+"""Rows are dropped for want of room too."""
+CHOSEN = (*(BY_NAME[n] for n in ("grouped", "ranked", "padded", "grouped-fp8", "grouped-align8")), SHORT)
+CONFIG = xm.KernelConfig(backend="cuda", timeout_s=20.0)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("case", [*CHOSEN, BY_NAME["ranked-two-axes"]], ids=lambda case: case.name)
+def test_every_subset_of_four_ranks(gpu_mesh, case):
+    """The same bits as plain JAX for all sixteen, in two orders, forwards and backwards, from one trace."""
+    mesh = gpu_mesh((2, 2), ("node", "gpu")) if case.axes == 2 else gpu_mesh((4,), ("ep",))
+    comparison = members.Comparison(Setup(case, mesh, mesh.axis_names, 20, 256), CONFIG)
+    for active in members.subsets(4) + members.subsets(4)[::-1]:
+        wrong = comparison.wrong(active)
+        assert not wrong, f"active={active}: elements that differ: {wrong}"
+    assert comparison.traces == 1
+    xm.check()
+
+
+@pytest.mark.gpu2
+def test_a_server_goes_on_without_a_killed_process():
+    """docs/failures.md, "Going on without a rank": one program, lowered once. The others know who died within ten
+    seconds, reset, and serve on, right and without a wait; `members_rank.py` is what each of them runs."""
+    count = min(4, jax.device_count())
+    environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.2")
+    program = ["-m", "tests.gpu.members_rank", "--coordinator", f"127.0.0.1:{processes.free_port()}"]
+    command = [sys.executable, *program, "--num-processes", str(count)]
+    running = [Rank([*command, "--process-id", str(p)], environment) for p in range(count)]
+    try:
+        for rank in running:
+            assert rank.line(START_S) == "ready", rank.last_words()
+        time.sleep(0.3)
+        running[-1].signal(signal.SIGKILL)
+        killed = time.time()
+        for rank in running[:-1]:
+            line = rank.line(60.0)
+            assert line, rank.last_words()
+            result = json.loads(line)
+            assert f"rank {count - 1} (" in result["failure"] and "cuda.alive" in result["failure"], result
+            assert result["named"] - killed < 10.0
+            assert result["alive"] == [True] * (count - 1) + [False]
+            assert result["traces"] == 1 and result["wrong"] == 0 and result["steps_before"] > 0, result
+            assert result["steps_after"] == 200 and result["seconds_after"] < 10.0, result
+    finally:
+        for rank in running:
+            rank.end()

@@ -1,0 +1,101 @@
+"""The Hopper kernels on a Hopper GPU: outputs and gradients against float64, at groups of every kind."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xen_moe_jax.flax import hopper
+from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or not hopper.on_hopper(), reason="needs a Hopper GPU (compute capability 9.0)"
+)
+
+GROUPS = {
+    "whole tiles": (128, 256, 128, 512),
+    "odd": (77, 1, 300, 130),
+    "empty ones": (0, 0, 513, 0, 5, 0),
+    "all empty": (0, 0, 0),
+    "many small": (3,) * 40,
+    "one": (1000,),
+}
+TILINGS = {
+    "default": Tiles(),
+    "clusters n": Tiles(cluster="n"),
+    "clusters m": Tiles(cluster="m"),
+    "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
+    "split n": Tiles(split="n"),
+    "no delay": Tiles(delay=0),
+}
+
+
+def operands(sizes, dtype=jnp.bfloat16, extra=72, depth=256, columns=512):
+    """Rows with NaN past the last group, weights, cotangents with NaN there too."""
+    used = sum(sizes)
+    keys = jax.random.split(jax.random.key(used), 3)
+    rows = jax.random.normal(keys[0], (used + extra, depth)).at[used:].set(jnp.nan).astype(dtype)
+    weights = (jax.random.normal(keys[1], (len(sizes), depth, columns)) / depth**0.5).astype(dtype)
+    cotangent = jax.random.normal(keys[2], (used + extra, columns)).at[used:].set(jnp.nan).astype(dtype)
+    return rows, weights, jnp.asarray(sizes, jnp.int32), cotangent
+
+
+def exact(rows, weights, sizes, cotangent):
+    rows, weights, cotangent = (np.asarray(a, np.float64) for a in (rows, weights, cotangent))
+    out = np.zeros((rows.shape[0], weights.shape[2]))
+    by_rows, by_weights = np.zeros_like(rows), np.zeros_like(weights)
+    start = 0
+    for group, size in enumerate(np.asarray(sizes)):
+        part = slice(start, start + size)
+        out[part] = rows[part] @ weights[group]
+        by_rows[part] = cotangent[part] @ weights[group].T
+        by_weights[group] = rows[part].T @ cotangent[part]
+        start += size
+    return out, by_rows, by_weights, start
+
+
+def check(rows, weights, sizes, cotangent, plan=None):
+    def both(rows, weights, cotangent):
+        out, pull = jax.vjp(lambda r, w: hopper.grouped_matmul(r, w, sizes, plan), rows, weights)
+        return out, *pull(cotangent)
+
+    got = jax.jit(both)(rows, weights, cotangent)
+    *expected, used = exact(rows, weights, sizes, cotangent)
+    for name, one, other in zip(("out", "rows", "weights"), got, expected, strict=True):
+        one, other = (a if name == "weights" else a[:used] for a in (np.asarray(one, np.float64), other))
+        scale = max(np.abs(other).max(initial=0.0), 1e-3)
+        np.testing.assert_allclose(one / scale, other / scale, atol=0.01, err_msg=name)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups(groups):
+    check(*operands(GROUPS[groups]))
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_tilings(tiling):
+    plan = hopper.Plan(*[TILINGS[tiling]] * 3)
+    check(*operands((300, 0, 77, 128)), plan)
+    check(*operands((1, 700, 9, 1200)), plan)
+
+
+def test_float16_and_rows_that_are_no_multiple_of_eight():
+    check(*operands((77, 13, 256), jnp.float16, extra=3))
+
+
+def test_the_same_bits_again():
+    rows, weights, sizes, _ = operands((2000, 1, 700, 33), extra=0, depth=512)
+    run = jax.jit(hopper.grouped_matmul)
+    first = np.asarray(run(rows, weights, sizes)).view(np.uint16)
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(rows, weights, sizes)).view(np.uint16), first)
+
+
+def test_what_it_does_not_support_is_an_error():
+    rows, weights, sizes, _ = operands((77, 13))
+    with pytest.raises(ValueError, match="grouped_matmul='hopper'.*use 'auto'"):
+        hopper.grouped_matmul(rows.astype(jnp.float32), weights.astype(jnp.float32), sizes)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        hopper.grouped_matmul(rows, weights[..., :100], sizes)

@@ -1,0 +1,179 @@
+"""Operations in two halves on GPUs: the same bits as whole ones, several under way, gradients, and what goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xen_moe_jax as xm
+from tests.gpu import flights
+from tests.gpu.programs import assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
+from tests.support import conformance
+from xen_moe_jax import cuda
+
+pytestmark = pytest.mark.gpu2
+CONFIG = xm.KernelConfig(backend="cuda", timeout_s=20.0)
+HASTY = dataclasses.replace(CONFIG, timeout_s=3.0)
+
+
+class Halves(conformance.Conformance):
+    config = dataclasses.replace(CONFIG, channel=1)  # programs are cached by it: not one of whole operations
+
+    @pytest.fixture(autouse=True)
+    def in_halves(self, monkeypatch):
+        monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
+        monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))
+        before = launched(1)
+        yield
+        assert launched(1) >= before  # the memory of flights is theirs alone
+
+
+def launched(channel: int) -> int:
+    return sum(w["launches"] for w in cuda.workspaces() if w["flights"] and w["channel"] == channel)
+
+
+class TestTwoRanks(Halves):
+    num_ranks = 2
+    two_axis_sizes = None
+
+
+@pytest.mark.gpu4
+class TestFourRanks(Halves):
+    num_ranks = 4
+    two_axis_sizes = (2, 2)
+
+
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.gpu4)])
+def mesh(request, gpu_mesh):
+    yield gpu_mesh((request.param,), ("ep",))
+    cuda.reset()
+    xm.check()
+
+
+def assert_same(mesh, body, *args, **options):
+    """`body(halves, ...)` gives the same bits in halves and whole."""
+    whole = over(mesh, lambda *a: body(flights.WHOLE, CONFIG, *a), len(args), **options)(*args)
+    for _ in range(3):
+        before = launched(0)
+        split = over(mesh, lambda *a: body(flights.SPLIT, CONFIG, *a), len(args), **options)(*args)
+        for got, wanted in zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        assert launched(0) > before
+
+
+@pytest.mark.parametrize("name", flights.BODIES)
+def test_the_same_bits(mesh, name):
+    assert_same(mesh, flights.BODIES[name], *flights.arguments(mesh))
+
+
+@pytest.mark.parametrize("layout", ["grouped", "ranked", "padded"])
+@pytest.mark.parametrize("remat", ["none", "all", "names"])
+def test_gradients(mesh, layout, remat):
+    assert_same(mesh, flights.gradients(layout, remat), *flights.arguments(mesh))
+
+
+def test_gradients_travel_by_their_own_wire(mesh):
+    assert_same(mesh, flights.gradients("grouped", "none", gradient_wire="float8_e4m3fn"), *flights.arguments(mesh))
+
+
+def test_a_flight_that_xla_moves_is_an_error_or_right(mesh):
+    """Carried through a loop its buffers may be copied, too early."""
+    x, idx, weights = operands(mesh)
+
+    def body(x, idx, weights):
+        def turn(carry, _):
+            flight, total = carry
+            routed = xm.dispatch_done(flight)
+            again = xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=CONFIG)
+            return (again, total + jnp.sum(routed.weights)), None
+
+        first = xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=CONFIG)
+        (last, total), _ = jax.lax.scan(turn, (first, jnp.zeros(())), length=4)
+        return xm.combine(xm.dispatch_done(last).x, xm.dispatch(x, idx, weights, num_experts=16, axis_name="ep").handle)
+
+    try:
+        out = np.asarray(over(mesh, body)(x, idx, weights))
+    except Exception as error:
+        assert "no flight lands in the buffers" in str(error)
+    else:
+        np.testing.assert_array_equal(out, np.asarray(x))
+
+
+def test_halves_in_two_programs_are_an_error(mesh):
+    x, idx, weights = operands(mesh)
+    start = over(mesh, lambda *a: xm.dispatch_start(*a, num_experts=16, axis_name="ep", config=CONFIG))
+    flight = start(x, idx, weights)
+    done = over(mesh, lambda flight: xm.dispatch_done(flight).x, 1)
+    with pytest.raises(Exception, match="no flight lands in the buffers"):
+        jax.block_until_ready(done(flight))
+    out = over(mesh, round_trip(CONFIG))(x, idx, weights)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
+
+
+def both_halves(x, idx, weights):
+    routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=HASTY))
+    return routed.x, routed.handle.positions, routed.num_tokens_per_expert, routed.handle
+
+
+def test_a_rank_that_does_not_start_is_named(mesh):
+    args = operands(mesh)
+
+    def body(x, idx, weights):
+        def operation():
+            return both_halves(x, idx, weights)
+
+        return skipped_on(1, operation, zeros_like_results(operation))[:3]
+
+    began = time.monotonic()
+    rows, positions, counts = jax.block_until_ready(over(mesh, body)(*args))
+    assert time.monotonic() - began < 30.0
+    per_rank = rows.shape[0] // mesh.size
+    assert_poisoned(np.asarray(rows)[:per_rank])
+    assert np.all(np.asarray(counts)[: counts.shape[0] // mesh.size] == 0)
+    with pytest.raises(xm.OperationFailed, match=r"GPU 1"):
+        xm.check()
+    with pytest.raises(Exception, match=r"GPU 1"):  # whole operations of the channel too
+        jax.block_until_ready(over(mesh, round_trip(HASTY))(*args))
+
+
+def test_another_operation_under_the_number_is_named(mesh):
+    args = operands(mesh)
+
+    def body(x, idx, weights):
+        routed = dispatch(x, idx, weights, CONFIG)
+
+        def one(_):
+            return xm.combine_done(xm.combine_start(routed.x, routed.handle, config=CONFIG))
+
+        def other(_):
+            return xm.combine_done(xm.combine_start(routed.x, routed.handle, weighted=False, config=CONFIG))
+
+        return jax.lax.cond(jax.lax.axis_index("ep") == 1, one, other, 0)
+
+    out = jax.block_until_ready(over(mesh, body)(*args))
+    assert_poisoned(np.asarray(out))
+    with pytest.raises(xm.OperationFailed, match="different operations under this number"):
+        xm.check()
+
+
+def test_flights_grow_their_own_memory(mesh):
+    """A larger flight compiled while a smaller one's memory is in use; the smaller one then runs in the larger."""
+    small, large = operands(mesh), flights.arguments(mesh)[:3]
+    config = dataclasses.replace(CONFIG, channel=5)
+
+    def body(x, idx, weights):
+        routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=config))
+        return xm.combine_done(xm.combine_start(routed.x, routed.handle, config=config))
+
+    first = np.asarray(over(mesh, body)(*small))
+    for args in (large, small, large):
+        out = np.asarray(over(mesh, body)(*args))
+        if args is small:
+            np.testing.assert_array_equal(out, first)
+    (memory,) = [w for w in cuda.workspaces() if w["flights"] and w["channel"] == 5 and w["launches"]]
+    assert memory["generation"] >= 2

@@ -1,0 +1,193 @@
+"""JAX's own collectives, tuned: every peer is right in both halves; every setting ends, is told, and is compared."""
+
+import functools
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import xen_moe_jax as xm
+from xen_moe_jax.benchmark import jax_best, jax_settings, options, peers, peers_ragged, timing, verify
+from xen_moe_jax.benchmark.jax_settings import OURS, SETTINGS, Setting
+from xen_moe_jax.benchmark.problem import make_problem
+from xen_moe_jax.benchmark.workload import Workload
+
+
+@functools.cache
+def drawn(dtype):
+    return make_problem(Workload(tokens=12, hidden=128, experts=6, top_k=3, ranks=4, pool=2, dtype=dtype))
+
+
+# By the drop-in: XLA has no ragged_all_to_all for CPU. 6 experts on 4 ranks: two of a rank, and the last has none.
+RAGGED = {
+    f"ragged, {segments} segments": peers.Entry(
+        functools.partial(peers_ragged.sorted_ragged, segments=segments, ragged=xm.ragged_all_to_all),
+        ("cpu",),
+        usual=False,
+    )
+    for segments in (1, 3, 4)
+}
+TESTED = [
+    *((name, "bfloat16") for name, entry in peers.PEERS.items() if "cpu" in entry.platforms),
+    *((name, "float8_e4m3fn") for name in ("padded all_to_all", "all_gather + psum_scatter", *RAGGED)),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), TESTED)
+def test_both_halves_of_every_peer(name, dtype, monkeypatch):
+    """The round trip against NumPy; dispatch and combine alone run, chained, and leave finite values."""
+    problem = drawn(dtype)
+    monkeypatch.setattr(peers, "PEERS", peers.PEERS | RAGGED)
+    found = peers.peer_programs(problem.work, problem.caps, "cpu", (name,), options.OPERATIONS)
+    assert [program.operation for program in found] == list(options.OPERATIONS)
+    for program in found:
+        timed = timing.compile_program(program, problem, inner=2, with_memory=False)
+        timing.measure([timed], repeats=1)
+        verify.check_timed_result(timed, problem)
+        text = timed.compiled.as_text()
+        assert "all-to-all" in text or "all-gather" in text or "reduce-scatter" in text
+        if program.round_trip:
+            assert 0 < verify.check_round_trip(program, problem) <= verify.tolerance(problem.work)
+
+
+def test_a_rank_cut_into_pieces_loses_no_row():
+    offsets, sizes = peers_ragged.cut(jax.numpy.array([5, 20]), jax.numpy.array([7, 2]), 4)
+    assert sizes.tolist() == [1, 2, 2, 2, 0, 1, 0, 1] and offsets.tolist() == [5, 6, 8, 10, 20, 20, 21, 21]
+
+
+def test_settings_name_peers_that_exist_and_the_default_has_the_untuned_ones():
+    for setting in SETTINGS.values():
+        assert set(setting.peers) <= set(peers.PEERS)
+    assert set(jax_settings.JAX_DEFAULT) <= set(SETTINGS["default"].peers) and not SETTINGS["default"].flags
+    assert list(SETTINGS)[0] == OURS and not SETTINGS[OURS].peers
+
+
+# ------------------------------------------------------------------------------------------------ processes and limits
+def started(program):
+    return lambda name, given, part, stream: [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(part)], stdout=stream, stderr=stream, start_new_session=True
+        )
+    ]
+
+
+ONE_ROW = (
+    "import json, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(json.dumps({'head': {}, 'results': [7]}));"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "ended", "kept"),
+    [
+        (ONE_ROW, "finished", [7]),
+        (ONE_ROW + "time.sleep(100)", "did not finish in 2 s; last words: ", [7]),
+        (
+            ONE_ROW + "raise ValueError('no such flag')",
+            "failed with exit status 1; last words: ValueError: no such",
+            [7],
+        ),
+        ("import time; time.sleep(100)", "did not finish in 2 s", []),
+    ],
+)
+def test_what_hangs_or_dies_is_told_and_loses_only_what_was_not_measured(program, ended, kept, monkeypatch):
+    monkeypatch.setattr(jax_best, "start", started(program))
+    began = time.monotonic()
+    entry, _ = jax_best.run_in_processes("default", None, 2.0)
+    assert entry["ended"].startswith(ended) and entry["results"] == kept
+    assert time.monotonic() - began < 20
+
+
+def test_flags_and_processes_reach_the_child(monkeypatch):
+    given = []
+
+    def popen(command, env, **_):
+        given.append((command, env["XLA_FLAGS"]))
+
+    monkeypatch.setattr(jax_best.subprocess, "Popen", popen)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_caller=1")
+    parsed = options.build_parser().parse_args("--mode jax-best --deepseek-v3 --ranks 3".split())
+    monkeypatch.setitem(SETTINGS, "x", Setting((), "--xla_a=1", process_per_device=True))
+    jax_best.start("x", parsed, "part", None)
+    assert len(given) == 3 and all(flags == "--xla_of_the_caller=1 --xla_a=1" for _, flags in given)
+    for number, (command, _) in enumerate(given):
+        child = options.build_parser().parse_args(command[3:])
+        assert (child.setting, child.process_id, child.num_processes, child.part) == ("x", number, 3, "part")
+        assert child.deepseek_v3 and child.ranks == 3
+
+
+def test_no_setting_starts_without_time(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(jax_best, "run_in_processes", lambda *_: pytest.fail("started"))
+    path = tmp_path / "out.json"
+    parsed = options.build_parser().parse_args(["--mode", "jax-best", "--seconds", "10", "--json", str(path)])
+    options.check(parsed)
+    jax_best.main(parsed, [])
+    assert json.loads(path.read_text())["left_out"] == list(SETTINGS)
+    assert "left out, no time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "jax-best", "--settings", "warp speed"], r"--settings \['warp speed'\]: must be among"),
+        (["--settings", "default"], "needs --mode jax-best"),
+        (["--mode", "jax-best", "--plot", "a.png"], "--plot: --mode jax-best has none"),
+        (["--peer-operations", "sort"], "--peer-operations 'sort': must be among"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        options.check(options.build_parser().parse_args(arguments))
+
+
+# --------------------------------------------------------------------------------------------------- the comparison
+def row(name, us, operation="round trip", dtype="bfloat16", tokens=4096):
+    return {"name": name, "us_median": us, "operation": operation, "dtype": dtype, "tokens": tokens}
+
+
+def document(**settings):
+    entries = {name: {"results": rows, "ended": "finished", "seconds": 1.0} for name, rows in settings.items()}
+    return {"settings": entries, "left_out": []}
+
+
+def test_the_best_of_every_setting_is_compared_and_the_default_is_untuned():
+    given = document(
+        ours=[row("xen_moe_jax (default backend)", 100.0)],
+        default=[row("padded all_to_all", 400.0), row("ragged_all_to_all k=64", 300.0)],
+        flag=[row("padded all_to_all", 240.0), row("padded all_to_all", 90.0, "dispatch")],
+    )
+    dispatch, trip = jax_best.compare(given)
+    assert (dispatch.operation, dispatch.ratio) == ("dispatch", None)
+    assert [r["us_median"] for r in trip.default] == [400.0] and trip.best["setting"] == "flag"
+    assert trip.ratio == 2.4
+    assert jax_best.goal_line(given).endswith("is missed: 4096 tokens bfloat16 2.40x.")
+    given["settings"]["flag"]["results"][0]["us_median"] = 250.0
+    assert jax_best.goal_line(given).endswith("is met in all 1 cases.")
+    assert "2.50x" in jax_best.describe(given) and "finished" in jax_best.describe(given)
+
+
+def test_nothing_is_claimed_where_nothing_was_measured():
+    assert jax_best.goal_line(document(ours=[row("xen_moe_jax", 1.0)])).endswith("not measured.")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_command_end_to_end(count, tmp_path, monkeypatch, capsys):
+    """One process with two devices, and two processes with one: the figures of both come back."""
+    monkeypatch.setenv("XLA_FLAGS", "")  # the suite's eight devices for each process are too many
+    sizes = "--platform cpu --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
+    path = tmp_path / "out.json"
+    setting = "memcpy p2p" if count == 1 else "one process per device"
+    arguments = ["--mode", "jax-best", *sizes, "--settings", setting, "--json", str(path)]
+    parsed = options.build_parser().parse_args([*arguments, "--setting-seconds", "200"])
+    assert jax_best.main(parsed, arguments) == 0
+    written = json.loads(path.read_text())
+    (entry,) = written["settings"].values()
+    assert entry["ended"] == "finished", entry
+    assert {(r["operation"], r["dtype"]) for r in entry["results"]} == {
+        ("round trip", "bfloat16"), ("dispatch", "bfloat16"), ("combine", "bfloat16"),
+        ("dispatch", "float8_e4m3fn"), ("round trip", "float8_e4m3fn"),
+    }  # fmt: skip
+    assert written["machine"]["platform"] == "cpu" and written["machine"]["processes"] == count
+    assert "not measured" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""Hooks of mkdocs (mkdocs.yml): what the site holds beside the pages of docs/.
+
+The pages are written to be read in the repository, so they link to files outside docs/. Such a file becomes part of the
+site: Markdown as a page, a folder as a list of its files, everything else as it is. The API pages are made of the
+docstrings of every public name, the tutorial of the notebook with the output it holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import posixpath
+import re
+import sys
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import notebook  # noqa: E402
+
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/README.md")
+"""Of the repository, in the site whether a page of docs/ links to them or not."""
+MODULES = ("", ".routing", ".flax", ".autotune", ".cuda", ".transfer")
+"""Public modules that have an API page; "" is the package itself."""
+LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")
+OUTSIDE = "repository/"
+"""Where files from outside docs/ stand in the site."""
+
+
+def repository_path(page: str, target: str) -> str:
+    """The file of the repository that a page of the site links to with `target`."""
+    source = page.removeprefix(OUTSIDE) if page.startswith(OUTSIDE) else f"docs/{page}"
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def site_path(path: str) -> str:
+    """Where a file or folder of the repository stands in the site."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/").removesuffix(".ipynb") + (".md" if path.endswith(".ipynb") else "")
+    return f"{OUTSIDE}{path}/index.md" if (ROOT / path).is_dir() else OUTSIDE + path
+
+
+def outside_links(page: str, text: str) -> set[str]:
+    """Existing files and folders outside docs/ that a page links to."""
+    targets = {match["target"] for match in LINK.finditer(text) if ":" not in match["target"]}
+    found = {repository_path(page, target) for target in targets}
+    return {path for path in found if not path.startswith(("docs/", "..")) and (ROOT / path).exists()}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    wanted = set(PAGES)
+    for file in files.documentation_pages():
+        wanted |= outside_links(file.src_uri, file.content_string)
+    done: set[str] = set()
+    while wanted - done:
+        path = min(wanted - done)
+        done.add(path)
+        if (ROOT / path).is_dir():
+            text = folder_page(path)
+            files.append(File.generated(config, site_path(path), content=text))
+            wanted |= {f"{path}/{name}" for name in listed(path)}
+        elif path.endswith(".md"):
+            text = (ROOT / path).read_text()
+            files.append(File.generated(config, site_path(path), content=text))
+            wanted |= outside_links(site_path(path), text)
+        else:
+            files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
+    for module in MODULES:
+        name = f"xen_moe_jax{module}"
+        files.append(File.generated(config, f"reference/{name}.md", content=api_page(name)))
+    files.append(File.generated(config, "tutorial.md", content=notebook.as_markdown(ROOT / "docs" / "tutorial.ipynb")))
+    files.remove(files.get_file_from_path("tutorial.ipynb"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links as the site needs them."""
+    here = page.file.src_uri
+
+    def rewrite(match: re.Match) -> str:
+        target = match["target"]
+        if ":" in target or here.startswith("reference/"):
+            return match[0]
+        path = repository_path(here, target)
+        if not (ROOT / path).exists():
+            return match[0]  # mkdocs complains about it, as it should
+        relative = posixpath.relpath(site_path(path), posixpath.dirname(here) or ".")
+        return f"{match['open']}{relative}{match['rest'] or ''}{match['close']}"
+
+    return LINK.sub(rewrite, markdown)
+
+
+def listed(folder: str) -> list[str]:
+    return sorted(path.name for path in (ROOT / folder).iterdir() if path.is_file() and not path.name.startswith("."))
+
+
+def folder_page(folder: str) -> str:
+    lines = [f"# {folder}/", "", *(f"- [{name}]({name})" for name in listed(folder))]
+    return "\n".join(lines) + "\n"
+
+
+def public_names(module: str) -> list[str]:
+    """`__all__` of a module, or its own functions and classes where it has none; read, not imported."""
+    path = ROOT.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(source.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return sorted(ast.literal_eval(node.value))
+    return sorted(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    )
+
+
+def api_page(module: str) -> str:
+    """Every public name of a module by its docstring; names that are modules have pages of their own."""
+    modules = {name.removeprefix(".") for name in MODULES}
+    names = [name for name in public_names(module) if name not in modules]
+    return "\n".join([f"# `{module}`", "", *(f"::: {module}.{name}\n" for name in names)])

@@ -1,0 +1,78 @@
+"""Ranks that are out: which entries of a routing still move.
+
+`active` is an operand, bool `[R]`, or `[0]` where a call has none. An entry of `topk_idx` whose expert's rank is out
+counts as an unused slot, and so do all entries of a rank that is out itself. Every backend that knows nothing of
+`active` gets operands masked here; one that takes it (`TAKES_ACTIVE`) also waits for nobody who is out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._spec import Spec
+
+
+def given(active: Any) -> bool:
+    """Whether a call has ranks to leave out at all; static."""
+    return active.shape[0] > 0
+
+
+def _mine(active: jax.Array, spec: Spec) -> jax.Array:
+    """bool `[R]`: the ranks that this one exchanges rows with: none when it is out itself."""
+    return active & active[lax.axis_index(spec.axis_name)]
+
+
+def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
+    """Sanitised `topk_idx [T, K]` with `-1` for what does not move."""
+    if not given(active):
+        return topk_idx
+    owner = jnp.maximum(_layout.owners(topk_idx, spec.local_experts), 0)
+    return jnp.where(_mine(active, spec).at[owner].get(mode="promise_in_bounds"), topk_idx, -1)
+
+
+def positions_of(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
+    """`positions [R, T, slots]` with `-1` for every source that is out."""
+    return jnp.where(_mine(active, spec)[:, None, None], positions, -1) if given(active) else positions
+
+
+def withheld(topk_idx: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
+    """int32 `[]`: rows of this rank's tokens that stay at home; `kept` is what `entries` left of `topk_idx`."""
+    if spec.layout == "ranked":
+        pairs = [_layout.ranks_hit(idx, spec.num_ranks, spec.local_experts) for idx in (topk_idx, kept)]
+        return jnp.sum(pairs[0] & ~pairs[1], dtype=jnp.int32)
+    return jnp.sum((topk_idx >= 0) & (kept < 0), dtype=jnp.int32)
+
+
+# -- operands of the primitives, for a backend that does not take `active` ---------------------------------------------
+
+
+def mask_dispatch(operands: Sequence[Any], spec: Spec) -> list[Any]:
+    x, scales, topk_idx, topk_weights, active = operands
+    if given(active):
+        topk_idx = entries(_layout.sanitize(topk_idx, spec.num_experts), active, spec)
+    return [x, scales, topk_idx, topk_weights]
+
+
+def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
+    """Of an operation on a handle: `x` or `y`, `topk_idx`, `positions`, `recv_counts`, `active`, and what follows."""
+    first, topk_idx, positions, recv_counts, active, *rest = operands
+    topk_idx, positions = entries(topk_idx, active, spec), positions_of(positions, active, spec)
+    return [first, topk_idx, positions, recv_counts, *rest]
+
+
+def zero_left_out(rows: jax.Array, operands: Sequence[Any], spec: Spec) -> jax.Array:
+    """Rows of a redispatch that the handle knows and nobody sends: its counts say that they are in use, so zero."""
+    positions, active = operands[2], operands[4]
+    if not given(active):
+        return rows
+    num_rows = math.prod(spec.row_dims)
+    lost = (positions >= 0) & (positions_of(positions, active, spec) < 0)
+    left_out = jnp.zeros(num_rows, jnp.bool_).at[jnp.where(lost, positions, num_rows)].set(True, mode="drop")
+    return jnp.where(left_out.reshape(*spec.row_dims, 1), jnp.zeros((), rows.dtype), rows)

@@ -1,0 +1,387 @@
+"""Dispatch and combine in two halves as primitives, with their derivatives.
+
+A done half takes the operands of its start half again, and whatever the backend left under way. Where a flight lands in
+its results (`backends`), that is the results themselves, which nobody else reads before, and their cotangents are
+flights in the other direction: the transpose of the second half of a dispatch starts a combine, and that of the first
+finishes it. So what stands between the halves in the forward pass stands between them in the backward pass too.
+
+    dispatch_start -> work -> dispatch_done         combine_done <- work's transpose <- combine_start
+
+Elsewhere derivatives belong to the done half, and are whole operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.interpreters import partial_eval as pe
+
+from xen_moe_jax import _active, _shapes, backends
+from xen_moe_jax import _moe_primitives as whole
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._mesh import platform
+from xen_moe_jax._moe_primitives import Dispatched
+from xen_moe_jax._primitive import declare, declare_composite
+from xen_moe_jax._shapes import ShapeDtype
+from xen_moe_jax._spec import Spec
+
+
+def _backend(spec: Spec, config: KernelConfig) -> Any:
+    return backends.for_halves(platform(), spec, config)
+
+
+def splits(spec: Spec, config: KernelConfig) -> bool:
+    """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
+    return spec.capacity > 0 and _backend(spec, config) is not None
+
+
+def _lands_in_results(params: dict[str, Any]) -> bool:
+    return getattr(_backend(params["spec"], params["config"]), "LANDS_IN_RESULTS", False)
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+def _hold_shapes(spec: Spec) -> list[ShapeDtype]:
+    """Of arrays of no meaning. Their cotangents are the positions and counts of a combine under way: kept alive."""
+    return [
+        ((spec.num_ranks, spec.num_tokens, spec.slots), jnp.float32),
+        ((spec.num_ranks, spec.local_experts), jnp.float32),
+    ]
+
+
+def _dispatch_start_shapes(x: Any, scales: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> Any:
+    backend = _backend(spec, config)
+    if getattr(backend, "LANDS_IN_RESULTS", False):
+        return [*_shapes.dispatch(x, scales, spec=spec), *_hold_shapes(spec), (x.shape, x.dtype)]
+    return backend.dispatch_in_flight(x, scales, spec=spec, wire=wire)
+
+
+def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> Any:
+    backend = _backend(spec, config)
+    if getattr(backend, "LANDS_IN_RESULTS", False):
+        return [((spec.num_tokens, y.shape[-1]), y.dtype), (y.shape, y.dtype)]
+    return backend.combine_in_flight(y, spec=spec, wire=wire)
+
+
+def _mask_done(operands: Any, spec: Spec) -> list[Any]:
+    return [*_active.mask_dispatch(operands[:5], spec), *operands[5:]]
+
+
+def _mask_combine(operands: Any, spec: Spec) -> list[Any]:
+    """Positions and counts of a backward pass come as the bits of float32."""
+    y, topk_idx, *handle = operands
+    handle[:2] = [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in handle[:2]]
+    return _active.mask_handle([y, topk_idx, *handle], spec)
+
+
+dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
+"""Operands of a dispatch -> what is under way. Landing in results: those, two that are held, `x`."""
+dispatch_done_p = declare("dispatch_done", _shapes.dispatch, mask=_mask_done)
+"""Operands of the start, then what is under way -> results of a dispatch."""
+combine_start_p = declare("combine_start", _combine_start_shapes, mask=_mask_combine)
+"""Operands of a combine -> what is under way. Landing in results: `out`, `y`."""
+combine_done_p = declare("combine_done", _shapes.combine, mask=_mask_combine)
+redispatch_start_p = declare("redispatch_start", _shapes.redispatch, mask=_active.mask_handle)
+"""Only where flights land in results, and only in the backward pass of a combine in halves."""
+redispatch_done_p = declare("redispatch_done", _shapes.redispatch, mask=_active.mask_handle)
+
+
+# -- order: XLA goes by data alone -------------------------------------------------------------------------------------
+
+order_p = Primitive("xen_moe_order")
+"""All operands -> the same. The first `num_in_flight` of them are under way: whoever uses a result comes after whatever
+makes an operand. An optimization barrier that vanishes where nobody finishes the flight, as in what remat computes
+again: a flight that nobody finishes must not start."""
+order_p.multiple_results = True
+order_p.def_impl(lambda *a, num_in_flight: lax.optimization_barrier_p.bind(*a))
+order_p.def_abstract_eval(lambda *avals, num_in_flight: list(avals))
+mlir.register_lowering(
+    order_p, mlir.lower_fun(lambda *a, num_in_flight: list(lax.optimization_barrier(list(a))), multiple_results=True)
+)
+
+
+def _order_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    count = eqn.params["num_in_flight"]
+    if not any(used):
+        return [False] * len(used), None
+    flies = any(used[:count])
+    kept = [flies if i < count else u for i, u in enumerate(used)]
+    keep = lambda items: [item for item, k in zip(items, kept, strict=True) if k]  # noqa: E731
+    params = {"num_in_flight": count if flies else 0}
+    return kept, eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars), params=params)
+
+
+def _order_nonzero(values: Any, count: int) -> list[Any]:
+    """The same order among those of `values` that are not symbolic zeros."""
+    moving = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
+    if not moving:
+        return list(values)
+    results = order_p.bind(*(values[i] for i in moving), num_in_flight=sum(i < count for i in moving))
+    out = list(values)
+    for i, result in zip(moving, results, strict=True):
+        out[i] = result
+    return out
+
+
+def _order_jvp(primals: Any, tangents: Any, *, num_in_flight: int) -> Any:
+    return order_p.bind(*primals, num_in_flight=num_in_flight), _order_nonzero(tangents, num_in_flight)
+
+
+pe.dce_rules[order_p] = _order_dce
+ad.primitive_jvps[order_p] = _order_jvp
+ad.primitive_transposes[order_p] = lambda cotangents, *_, num_in_flight: _order_nonzero(cotangents, num_in_flight)
+
+
+def order(in_flight: Any, others: Any) -> tuple[Any, Any]:
+    """Both pytrees again; whoever uses either of the results comes after whatever makes either of the arguments."""
+    leaves, tree = jax.tree.flatten((in_flight, others))
+    count = len(jax.tree.leaves(in_flight))
+    return jax.tree.unflatten(tree, order_p.bind(*leaves, num_in_flight=count))
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+# The linear half-operations below never run in halves: forward mode computes the whole operation in one of them. They
+# are there for what their transposes are.
+
+
+def _zeros(shapes: list[ShapeDtype]) -> list[Any]:
+    return [jnp.zeros(shape, dtype) for shape, dtype in shapes]
+
+
+def _linear(primitive: Primitive, count: int) -> None:
+    """`primitive` is linear in its first `count` operands together, and has no derivative in the others."""
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        moving = [ad.instantiate_zeros(t) for t in tangents[:count]]
+        return primitive.bind(*primals, **params), primitive.bind(*moving, *primals[count:], **params)
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def _cotangents(operands: Any, values: list[Any]) -> list[Any]:
+    """`values` of the first operands; a zero for any that is linear and has none."""
+    given = [*values, *[None] * (len(operands) - len(values))]
+    pairs = zip(operands, given, strict=True)
+    return [(ad.Zero(o.aval) if v is None else v) if ad.is_undefined_primal(o) else None for o, v in pairs]
+
+
+def _no_weights(params: dict[str, Any]) -> Any:
+    return jnp.zeros(params["spec"].weights_shape, jnp.float32)
+
+
+def _of_combine(params: dict[str, Any]) -> dict[str, Any]:
+    return {**params, "wire": params["gradient_wire"], "weighted": False}
+
+
+# A dispatch. The tangents of rows, held arrays and x under way: nothing, nothing and the tangent of x.
+
+
+def _dispatch_link_start_shapes(x: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeDtype]:
+    return [(spec.rows_shape(x.shape[1]), x.dtype), *_hold_shapes(spec), (x.shape, x.dtype)]
+
+
+def _dispatch_link_start(x: Any, *_: Any, **params: Any) -> tuple[Any, ...]:
+    return *_zeros(_dispatch_link_start_shapes(x, **params)[:3]), x
+
+
+def _dispatch_link_done(rows: Any, held: Any, counts: Any, x: Any, *handle: Any, **params: Any) -> Any:
+    del rows, held, counts
+    return whole.redispatch_p.bind(x, *handle, **{**params, "wire": params["gradient_wire"]})[0]
+
+
+def _dispatch_link_done_shapes(rows: Any, *_: Any, **__: Any) -> list[ShapeDtype]:
+    return [(rows.shape, rows.dtype)]
+
+
+dispatch_link_start_p = declare_composite("dispatch_link_start", _dispatch_link_start_shapes, _dispatch_link_start)
+"""`x, topk_idx, active` -> `rows, positions, counts, x`."""
+dispatch_link_done_p = declare_composite("dispatch_link_done", _dispatch_link_done_shapes, _dispatch_link_done)
+"""`rows, positions, counts, x, topk_idx, positions, recv_counts, active` -> `rows`."""
+
+
+def _dispatch_link_done_transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+    (rows,) = cotangents
+    if type(rows) is ad.Zero or not ad.is_undefined_primal(operands[3]):
+        return _cotangents(operands, [])
+    topk_idx, positions, recv_counts, active = operands[4:]
+    held = lax.bitcast_convert_type(positions, jnp.float32)
+    counts = lax.bitcast_convert_type(recv_counts, jnp.float32)
+    out, rows = combine_start_p.bind(rows, topk_idx, held, counts, active, _no_weights(params), **_of_combine(params))
+    return _cotangents(operands, [rows, held, counts, out])
+
+
+def _dispatch_link_start_transpose(cotangents: Any, x: Any, topk_idx: Any, active: Any, **params: Any) -> list[Any]:
+    rows, held, counts, out = cotangents
+    if type(out) is ad.Zero:
+        return [ad.Zero(x.aval), None, None]
+    handle = (topk_idx, held, counts, active, _no_weights(params))
+    (x_ct,) = combine_done_p.bind(rows, *handle, out, rows, **_of_combine(params))
+    return [x_ct, None, None]
+
+
+_linear(dispatch_link_start_p, 1)
+_linear(dispatch_link_done_p, 4)
+ad.primitive_transposes[dispatch_link_start_p] = _dispatch_link_start_transpose
+ad.primitive_transposes[dispatch_link_done_p] = _dispatch_link_done_transpose
+
+
+def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    x, _, topk_idx, _, active = primals
+    results = dispatch_start_p.bind(*primals, **params)
+    dots = [whole.zero(a) for a in results]
+    if _lands_in_results(params) and type(tangents[0]) is not ad.Zero:
+        whole.check_carries_gradient(x)
+        dots[0], dots[-3], dots[-2], dots[-1] = dispatch_link_start_p.bind(
+            tangents[0], topk_idx, active, **_link_params(params)
+        )
+    return results, dots
+
+
+def _link_params(params: dict[str, Any]) -> dict[str, Any]:
+    return {**params, "wire": params["gradient_wire"]}
+
+
+def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    active = primals[4]
+    out = Dispatched(*dispatch_done_p.bind(*primals, **params)).named()
+    handle = (out.topk_idx, out.positions, out.recv_counts, active)
+    if not _lands_in_results(params):
+        rows_dot = whole.rows_tangent(out.rows, tangents[0], tangents[1], handle, params)
+    elif type(tangents[-1]) is ad.Zero:
+        rows_dot = whole.zero(out.rows)
+    else:
+        first = len(primals) - len(_dispatch_start_shapes(*primals, **params))
+        link = [ad.instantiate_zeros(tangents[i]) for i in (first, -3, -2, -1)]
+        (rows_dot,) = dispatch_link_done_p.bind(*link, *handle, **_link_params(params))
+    results = [a for a in out if a is not None]
+    dots = [whole.zero(a) for a in results]
+    dots[0] = rows_dot
+    dots[4] = whole.weights_tangent(results[2:], tangents[3], active, params)
+    return results, dots
+
+
+ad.primitive_jvps[dispatch_start_p] = _dispatch_start_jvp
+ad.primitive_jvps[dispatch_done_p] = _dispatch_done_jvp
+
+
+# A combine. The tangents of out and y under way: the whole tangent, and nothing.
+
+
+def _combine_link_start_shapes(y: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeDtype]:
+    return [((spec.num_tokens, y.shape[-1]), y.dtype), (y.shape, y.dtype)]
+
+
+def _combine_link_start(y_dot: Any, weights_dot: Any, y: Any, weights: Any, *handle: Any, **params: Any) -> Any:
+    out = whole.combine_p.bind(y_dot, *handle, weights, **params)[0]
+    if params["weighted"]:
+        out = out + whole.combine_p.bind(y, *handle, weights_dot, **params)[0]
+    return out, jnp.zeros_like(y_dot)
+
+
+combine_link_start_p = declare_composite("combine_link_start", _combine_link_start_shapes, _combine_link_start)
+"""`y_dot, weights_dot, y, weights, handle...` -> `out, y`."""
+combine_link_done_p = declare_composite(
+    "combine_link_done", lambda out, *_, **__: [(out.shape, out.dtype)], lambda out, *_, **__: out
+)
+"""`out, y, handle...` -> `out`."""
+
+
+def _combine_link_done_transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+    (out,) = cotangents
+    y, *handle = operands[1:]
+    if type(out) is ad.Zero or not ad.is_undefined_primal(y):
+        return _cotangents(operands, [out])
+    moved = {name: value for name, value in params.items() if name != "weighted"}
+    (rows,) = redispatch_start_p.bind(out, *handle, **moved)
+    return _cotangents(operands, [out, rows])
+
+
+def _combine_link_start_transpose(
+    cotangents: Any, y_dot: Any, weights_dot: Any, y: Any, weights: Any, *handle: Any, **params: Any
+) -> list[Any]:
+    out, rows = cotangents
+    wanted = ad.is_undefined_primal(y_dot), ad.is_undefined_primal(weights_dot)
+    rest = [None] * (2 + len(handle))
+    if type(out) is ad.Zero:
+        return [whole.zero_if(wanted[0], y_dot), whole.zero_if(wanted[1], weights_dot), *rest]
+    if type(rows) is ad.Zero:
+        return [*whole.combine_cotangents(out, y, weights, wanted, handle, params), *rest]
+    moved = {name: value for name, value in params.items() if name != "weighted"}
+    (rows,) = redispatch_done_p.bind(out, *handle, rows, **moved)
+    return [*whole.row_cotangents(rows, y, weights, wanted, handle, params), *rest]
+
+
+def _combine_link_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    y_dot, weights_dot, y, weights, *handle = primals
+    out, link = combine_link_start_p.bind(*primals, **params)
+    parts = (
+        whole.combine_tangent(tangents[0], tangents[1], y, weights, handle, params),
+        whole.combine_tangent(tangents[2], tangents[3], y_dot, weights_dot, handle, params),
+    )
+    moving = [part for part in parts if part is not None]
+    return [out, link], [sum(moving[1:], moving[0]) if moving else whole.zero(out), whole.zero(link)]
+
+
+def _combine_link_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = combine_link_done_p.bind(*primals, **params)
+    if type(tangents[0]) is ad.Zero and type(tangents[1]) is ad.Zero:
+        return out, [whole.zero(out[0])]
+    moving = [ad.instantiate_zeros(t) for t in tangents[:2]]
+    return out, combine_link_done_p.bind(*moving, *primals[2:], **params)
+
+
+ad.primitive_jvps[combine_link_start_p] = _combine_link_start_jvp
+ad.primitive_jvps[combine_link_done_p] = _combine_link_done_jvp
+ad.primitive_transposes[combine_link_start_p] = _combine_link_start_transpose
+ad.primitive_transposes[combine_link_done_p] = _combine_link_done_transpose
+
+
+def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    y, *handle, weights = primals
+    results = combine_start_p.bind(*primals, **params)
+    dots = [whole.zero(a) for a in results]
+    given = tangents[0], tangents[-1] if params["weighted"] else ad.Zero(weights.to_tangent_aval())
+    if _lands_in_results(params) and not whole.are_zero(*given):
+        moving = [ad.instantiate_zeros(t) for t in given]
+        dots = combine_link_start_p.bind(*moving, y, weights, *handle, **_link_params(params))
+    return results, dots
+
+
+def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    count = len(primals) - len(_combine_start_shapes(*primals, **params))
+    y, *handle, weights = primals[:count]
+    out = combine_done_p.bind(*primals, **params)
+    if not _lands_in_results(params):
+        out_dot = whole.combine_tangent(tangents[0], tangents[count - 1], y, weights, handle, params)
+        return out, [whole.zero(out[0]) if out_dot is None else out_dot]
+    if whole.are_zero(*tangents[count:]):
+        return out, [whole.zero(out[0])]
+    link = [ad.instantiate_zeros(t) for t in tangents[count:]]
+    return out, combine_link_done_p.bind(*link, *handle, **_link_params(params))
+
+
+ad.primitive_jvps[combine_start_p] = _combine_start_jvp
+ad.primitive_jvps[combine_done_p] = _combine_done_jvp
+
+
+# A redispatch: flights of a backward pass. Their own derivatives belong to the done half.
+
+
+def _redispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    results = redispatch_start_p.bind(*primals, **params)
+    return results, [whole.zero(a) for a in results]
+
+
+def _redispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    (rows,) = redispatch_done_p.bind(*primals, **params)
+    return [rows], [whole.rows_tangent(rows, tangents[0], tangents[0], primals[1:-1], params)]
+
+
+ad.primitive_jvps[redispatch_start_p] = _redispatch_start_jvp
+ad.primitive_jvps[redispatch_done_p] = _redispatch_done_jvp

@@ -1,0 +1,70 @@
+"""What of XLA is tuned when JAX's own collectives are timed: flags, processes, and which peers each concerns.
+
+XLA reads its flags once, when it starts, so every setting is a process of its own (`jax_best`). The flags are XLA's own
+(`xla/xla.proto`); "unsupported" and "experimental" are part of their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+ALL_TO_ALL = ("padded all_to_all",)
+GATHER = ("all_gather + psum_scatter", "all_gather + psum_scatter by token")
+RAGGED = tuple(f"ragged_all_to_all k={segments}" for segments in (1, 8, 32, 64, 128, 256))
+JAX_DEFAULT = ("padded all_to_all", "ragged_all_to_all k=1")
+"""Peers that, with no flag set, are what a user gets who does not tune: "JAX default" in the tables."""
+OURS = "ours"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Attributes:
+    peers: names in `peers.PEERS`; none for the library's own programs.
+    flags: added to XLA_FLAGS.
+    processes: one process for each device, joined by `jax.distributed`, where else one process has all devices.
+    seconds: the most that it may take; None is `--setting-seconds`.
+    """
+
+    peers: tuple[str, ...]
+    flags: str = ""
+    process_per_device: bool = False
+    seconds: float | None = None
+
+
+SYMMETRIC = "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"
+NCCL_RAGGED = (
+    "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false "
+    "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
+)
+
+SETTINGS: dict[str, Setting] = {
+    OURS: Setting(()),
+    "default": Setting((*ALL_TO_ALL, *GATHER, *RAGGED), seconds=120),
+    "one process per device": Setting((*ALL_TO_ALL, *GATHER, RAGGED[0], RAGGED[3]), process_per_device=True),
+    "symmetric buffers": Setting((*ALL_TO_ALL, *GATHER, RAGGED[3]), SYMMETRIC),
+    "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),
+    "user buffers": Setting((*ALL_TO_ALL, GATHER[1]), "--xla_gpu_enable_nccl_user_buffers=true"),
+    "ragged by NCCL send/recv": Setting((RAGGED[3], RAGGED[0]), NCCL_RAGGED, seconds=45),
+    "symmetric buffers, one process per device": Setting((*ALL_TO_ALL, *GATHER), SYMMETRIC, process_per_device=True),
+    "collectives in CUDA graphs": Setting(
+        (*ALL_TO_ALL, GATHER[1], RAGGED[3]), "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+    ),
+    "ragged in symmetric memory": Setting(RAGGED[3:4], "--xla_gpu_ragged_all_to_all_mode=symmetric", seconds=45),
+    "ragged in peer memory": Setting(RAGGED[3:4], "--xla_gpu_ragged_all_to_all_mode=peer", seconds=45),
+    "all_gather in symmetric memory": Setting(GATHER[1:], "--xla_gpu_all_gather_mode=symmetric", seconds=45),
+    "ragged as a dense all_to_all": Setting(
+        RAGGED[:1], "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true", seconds=45
+    ),
+    "ragged by a device kernel": Setting(
+        RAGGED[3:4], "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true", seconds=45
+    ),
+}
+"""In the order in which they are run: what says most comes first."""
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for settings that do not exist."""
+    unknown = set(options.settings or ()) - set(SETTINGS)
+    if unknown:
+        raise ValueError(f"--settings {sorted(unknown)}: must be among {list(SETTINGS)}")
