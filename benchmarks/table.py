@@ -83,7 +83,9 @@ def file_tables(path: pathlib.Path) -> str:
 
 
 def spread(figures: list[float]) -> str:
-    """Median, and the smallest and the largest."""
+    """Median, and the smallest and the largest where there are several."""
+    if len(figures) == 1:
+        return f"{figures[0]:,.0f}"
     return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
 
 
@@ -99,7 +101,7 @@ def cpu_table(paths: list[pathlib.Path]) -> str:
         names = dict.fromkeys((row["name"], row["operation"]) for row in runs[0]["results"])
         parts += [
             f"### {path.stem}\n",
-            f"{len(runs)} processes, {content['pinned']}, {head['processor']}, load "
+            f"{len(runs)} process{'es' * (len(runs) > 1)}, {content['pinned']}, {head['processor']}, load "
             f"{min(r['machine']['load_average'][0] for r in runs):.1f} to "
             f"{max(r['machine']['load_average'][0] for r in runs):.1f}; jax {runs[0]['versions']['jax']}; "
             f"{runs[0]['time'][:10]}.\n",
@@ -113,7 +115,9 @@ def cpu_table(paths: list[pathlib.Path]) -> str:
             ]
             times = [row["us_median"] / 1e3 for row in rows]
             ratios = [row["times_own"] for row in rows if "times_own" in row]
-            ratio = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+            ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
+            if len(ratios) > 1:
+                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
             parts.append(f"| {name} | {operation} | {spread(times)} | {ratio} |")
         parts.append("")
     return "\n".join(parts)

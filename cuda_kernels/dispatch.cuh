@@ -317,8 +317,9 @@ __device__ __forceinline__ void PoisonDispatch(const DispatchParams& p, uint32_t
 template <class Codec>
 __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
-  extern __shared__ __align__(16) int dynamic[];
+  extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
+  BeginRows(static_cast<Codec*>(nullptr));
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
                  p.routing.rank);
   if (!shared.run.refused) {
@@ -333,13 +334,14 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     }
     if (p.known_positions && shared.run.active && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
   }
+  EndRows(static_cast<Codec*>(nullptr));
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
 }
 
 template <class Codec>
-int LaunchWith(const DispatchParams& p, cudaStream_t stream) {
+int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  DispatchKernel<Codec><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p);
+  DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
 template <class Codec>
@@ -349,6 +351,8 @@ int Preload() {
 }
 
 int LaunchQuantizedDispatch(const DispatchParams& params, cudaStream_t stream);  // dispatch_quantized.cu
+int LaunchBulkDispatch(const DispatchParams& params, cudaStream_t stream);       // dispatch_bulk.cu
+int PreloadBulkDispatch();
 int PreloadQuantizedDispatch();
 
 }  // namespace xen_moe

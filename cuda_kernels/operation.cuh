@@ -134,6 +134,26 @@ static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, 
   return Signature(descriptor);
 }
 
+// The first warp of block 0, before it announces the operation: sets the flags of this rank's other half to 0. Nobody
+// writes there: the operation before this one has ended here, so its flags are no longer awaited, and the next one
+// begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay begun.
+static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t other = (run.epoch & 1) ^ 1;
+  char* const own =
+      reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(memory.staging), run.rank));
+  if (own == nullptr) return;
+  uint32_t* const flags = reinterpret_cast<uint32_t*>(own + other * (memory.flag_bytes + memory.data_bytes));
+  for (uint64_t i = lane; i < memory.flag_bytes / 4; i += 32) flags[i] = 0;
+  for (int i = lane; i < 2 * kMaxBlocks; i += 32) {
+    const uint32_t begun = LoadRelaxedGpu(&run.control->started[i]);
+    if (begun != run.epoch) atomicCAS(&run.control->started[i], begun, 0u);
+  }
+  if (lane == 0) run.control->cleared[other] = run.epoch;
+  __syncwarp();
+  __threadfence_system();
+}
+
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
@@ -166,6 +186,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
     const uint32_t before = LoadRelaxedSystem(&call.control->members);
     const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
     const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
+    const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
     bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
     refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
     if (!refused) {
@@ -179,6 +200,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
         }
         if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
         if (joins) refused = !Join(run);
+        if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
         // Every rank gets the same word, this one too.
         const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
         if (!refused && (active >> lane & 1)) {
@@ -243,13 +265,15 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead || (dead >> rank & 1)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
-    // A descriptor is stored without a fence; in a mismatch its signature, which is announced, says when it is whole.
-    for (int attempt = 0; attempt < 1000; ++attempt) {
-      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+    // A descriptor is stored without a fence, and its announcement may not have come here yet. The signature in it says
+    // when the descriptor is whole. In a mismatch both ranks have announced something.
+    const uint64_t start = NowNs();
+    do {
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      const bool told = AnnouncedEpoch(announced) == failure.epoch;
-      if (told ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
-    }
+      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+      const bool came = AnnouncedEpoch(announced) == failure.epoch;
+      if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
+    } while (NowNs() - start < kDescriptorGraceNs);
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);
     }

@@ -65,6 +65,7 @@ struct Schedule {
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
   bool solo_layout;    // every block computes all positions for itself, in shared memory
+  bool bulk;           // rows are placed by bulk copies, where the GPU has them
 };
 
 struct DispatchParams {

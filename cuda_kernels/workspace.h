@@ -12,7 +12,8 @@
 // A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start
 // and data lie at the end:
 //   flags  uint32 words that only ever hold epochs. A word equal to the current epoch says "arrived". Because the word
-//          holds the number of the operation, nothing is ever reset, and a stale word is not mistaken.
+//          holds the number of the operation, nothing has to be reset in between, and a stale word is not mistaken.
+//          Numbers come round after 2^32 operations: long before that every rank clears its flags (kClearAfter).
 //   data   whatever the operation stages (rows, metadata).
 // The border between the two (`MemoryTable::flag_bytes`) never moves in a generation: no operation's data ever lie
 // where another operation looks for flags.
@@ -122,6 +123,9 @@ XEN_MOE_ANYWHERE inline int ProgressRank(uint64_t word) { return static_cast<int
 
 // The operation's number after `epoch`. 0 is left out, because fresh flags are 0; parity goes on alternating.
 XEN_MOE_ANYWHERE inline uint32_t NextEpoch(uint32_t epoch) { return epoch == 0xFFFFFFFFu ? 2u : epoch + 1u; }
+// So many epochs after its flags were last cleared a half is cleared again: no word lives so long that its number comes
+// round.
+constexpr uint32_t kClearAfter = 1u << 30;
 // Epochs that are ahead of `newest` by less than this are newer.
 XEN_MOE_ANYWHERE inline bool EpochBefore(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
@@ -226,6 +230,7 @@ struct alignas(128) Control {
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`
+  uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
 };
 

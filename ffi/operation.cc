@@ -43,6 +43,7 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
   s.part_elements = ((r.hidden + s.parts - 1) / s.parts + 255) / 256 * 256;
   s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
   s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
+  s.bulk = a.Int("bulk", 0, 1) != 0;
   if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
     Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
            " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));
@@ -134,6 +135,12 @@ uint32_t NextCallId() {
   static std::atomic<uint32_t> next{1};
   uint32_t id = next++;
   return id != 0 ? id : next++;
+}
+
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call) {
+  const uint32_t given = static_cast<uint32_t>(attributes.Int("site", 0, std::numeric_limits<uint32_t>::max()));
+  call->descriptor.site = static_cast<int>(workspace.members().size()) == ranks ? call->call_id : given;
+  call->signature = Signature(call->descriptor);
 }
 
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,

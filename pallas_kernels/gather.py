@@ -64,25 +64,25 @@ def await_rows(buffer: Any, count: Any, semaphore: Any) -> None:
     wait_rows(lambda n: buffer.at[:, pl.ds(0, n)], buffer.shape[1], count, semaphore)
 
 
-def double_buffered(
-    start: Callable[[Any, Any, Any], None], wait: Callable[[Any], None], now: Any, following: Any
-) -> Any:
+def double_buffered(start: Callable[[Any, Any], None], wait: Callable[[Any], None], now: Any, following: Any) -> Any:
     """Fills the other buffer from table `following`, then waits for this step's; returns this step's buffer number.
 
+    The steps are those of the grid's second dimension; the first are cores.
+
     Args:
-      start: (table, buffer number, step) starts the DMAs.
+      start: (table, buffer number) starts the DMAs.
       wait: (buffer number) waits for this step's.
     """
-    step, steps = pl.program_id(0), pl.num_programs(0)
+    step, steps = pl.program_id(1), pl.num_programs(1)
     slot = lax.rem(step, 2)
 
     @pl.when(step == 0)
     def _() -> None:
-        start(now, slot, step)
+        start(now, slot)
 
     @pl.when(step + 1 < steps)
     def _() -> None:
-        start(following, 1 - slot, step + 1)
+        start(following, 1 - slot)
 
     wait(slot)
     return slot

@@ -3,6 +3,7 @@
 What moves: the headers of each source's records by one strided DMA a block into VMEM; there the slots that belong to
 this rank are brought together (`order_pairs.ordered`), go to SMEM as a table, and are written one by one into windows
 of the results, which fit SMEM. So only slots that came here cost scalar work, and no rank needs other ranks' routing.
+Where a device has two cores, each takes one half of the sources.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, divided
 from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, ordered, packed
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
@@ -134,7 +135,10 @@ def _write(refs: _Refs, static: _Static, first_row: Any, first_record: Any) -> N
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
-    part, source = pl.program_id(0), pl.program_id(1)
+    core, part, turn = (pl.program_id(n) for n in range(3))
+    source = core * pl.num_programs(2) + turn
+    there = source < refs.start.shape[0]
+    source = jnp.minimum(source, refs.start.shape[0] - 1)
     first_row = part * static.window
     block, first, count = static.block, refs.start[source], refs.count[source]
 
@@ -148,14 +152,15 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         origin = refs.staged.at[pl.ds(first + i * block, block), static.record.header_row]
         return pltpu.make_async_copy(origin, refs.headers.at[slot], refs.came.at[slot])
 
-    @pl.when(source == 0)
+    @pl.when(turn == 0)
     def _() -> None:
         move(refs.none.at[0], refs.source_window)
         move(refs.zero.at[0], refs.weights_window)
 
     # every source's tokens again for every window of rows; a slot's row is the same each time
     move(refs.no_row.at[0], refs.positions_window)
-    blocks = jnp.where((part == 0) | (first_row < refs.facts[ROWS]), lax.div(count + (block - 1), block), 0)
+    wanted = there & ((part == 0) | (first_row < refs.facts[ROWS]))
+    blocks = jnp.where(wanted, lax.div(count + (block - 1), block), 0)
 
     @pl.when(blocks > 0)
     def _() -> None:
@@ -172,14 +177,14 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         move(refs.lines.at[0], refs.table)
         _write(refs, static, first_row, first + i * block)
 
-    @pl.when(part == 0)
+    @pl.when(there & (part == 0))
     def _() -> None:
         move(refs.positions_window, refs.positions.at[source])
 
-    @pl.when(source == pl.num_programs(1) - 1)
+    @pl.when(turn == pl.num_programs(2) - 1)
     def _() -> None:
-        move(refs.source_window, refs.source.at[part])
-        move(refs.weights_window, refs.weights.at[part])
+        move(refs.source_window, refs.source.at[core, part])
+        move(refs.weights_window, refs.weights.at[core, part])
 
 
 def smem_bytes(tokens: int, top_k: int, window: int) -> int:
@@ -223,7 +228,7 @@ def index_rows(
     words = static.lines * static.block
     names = ["start", "count", "facts", "staged", "none", "zero", "no_row", "source", "weights", "positions"]
     names += ["headers", "came", "lines", "table", "moved", "source_window", "weights_window", "positions_window"]
-    in_window = (windows, 1, window + NOBODYS)
+    in_window = (launch.cores, windows, 1, window + NOBODYS)
     source, weights, positions = launch.call(
         functools.partial(_body, static=static),
         _Refs,
@@ -231,9 +236,10 @@ def index_rows(
         name="xen_moe_index_rows",
         remote=False,
         by_dma=True,
+        shared=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(windows, ranks),
+            grid=(launch.cores, windows, divided(ranks, launch.cores)),
             in_specs=[hbm] * 4,
             out_specs=[hbm] * 3,
             scratch_shapes=[
@@ -257,6 +263,8 @@ def index_rows(
         jnp.zeros((1, 1, window + NOBODYS), jnp.int32),
         jnp.full((1, 1, entries), -1, jnp.int32),
     )
+    # a row is known to one core; the others have -1 and 0 there
+    source, weights = jnp.max(source, axis=0), jnp.bitwise_or.reduce(weights, axis=0)
     source, weights = (a[:, 0, :window].reshape(-1)[:size] for a in (source, weights))
     positions = positions[:, 0, : tokens * top_k].reshape(ranks, tokens, top_k)
     return source, lax.bitcast_convert_type(weights, jnp.float32), positions

@@ -19,12 +19,14 @@ class Launch:
     vmem_limit_bytes: VMEM that the compiler may use; None is its default.
     collective_id: number of the barrier semaphore of kernels that reach other ranks.
     interpret: False, or what `pallas_call(interpret=)` takes.
+    cores: TensorCores that share a device (v4 and v5p: two); kernels that reach other ranks use one.
     """
 
     block: int
     vmem_limit_bytes: int | None = None
     collective_id: int = 0
     interpret: Any = False
+    cores: int = 1
 
     def call(
         self,
@@ -39,6 +41,7 @@ class Launch:
         out_shape: Any,
         aliases: dict[int, int] | None = None,
         in_flight: bool = False,
+        shared: bool = False,
     ) -> Callable:
         """`pallas_call` of a body that takes its references as one structure.
 
@@ -47,6 +50,7 @@ class Launch:
           remote: the kernel reaches other ranks: it takes part in the entry barrier and is never removed or duplicated.
           by_dma: the results are written by DMAs that the kernel starts.
           out_shape: (shape, dtype), or a list of them and of semaphore types.
+          shared: the steps of the first dimension of the grid are independent: cores divide them among each other.
           in_flight: DMAs outlive the kernel: it is ordered by its operands and results, and otherwise left alone.
         """
         many = isinstance(out_shape, list)
@@ -56,13 +60,14 @@ class Launch:
             kind(s[0], jnp.dtype(s[1])) if isinstance(s, tuple) else s for s in (out_shape if many else [out_shape])
         ]
         rank = len(grid_spec.grid)
+        semantics = ["parallel" if shared and i == 0 else "arbitrary" for i in range(rank)]
         return pl.pallas_call(
             lambda *given: body(refs(**dict(zip(names, given, strict=True)))),
             grid_spec=grid_spec,
             out_shape=shapes if many else shapes[0],
             input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",) * rank if rank else None,  # type: ignore[arg-type]
+                dimension_semantics=tuple(semantics) or None,  # type: ignore[arg-type]
                 collective_id=self.collective_id if remote else None,
                 has_side_effects=pltpu.SideEffectType.DATAFLOW_SIDE_EFFECTING if in_flight else remote,
                 vmem_limit_bytes=self.vmem_limit_bytes,
@@ -73,6 +78,11 @@ class Launch:
             interpret=self.interpret,
             name=name,
         )
+
+
+def divided(steps: Any, cores: int) -> Any:
+    """Steps of each core."""
+    return (steps + (cores - 1)) // cores
 
 
 def block_rows(wanted: int, available: int, group: int) -> int:

@@ -158,6 +158,7 @@ def order_pairs(
         name="xen_moe_order_pairs",
         remote=False,
         by_dma=False,
+        shared=True,
         grid_spec=pl.GridSpec(
             grid=(blocks,),
             in_specs=[

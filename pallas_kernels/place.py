@@ -3,7 +3,8 @@
 What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they
 are unpacked, dequantised where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several
 experts need is read once for each of them; padding rows are zeros that never were in memory. Blocks without live rows
-are not visited at all.
+are not visited at all. Where a device has two cores, each visits one half of the blocks; where they do not halve, the
+last one is visited twice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather
-from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
     blocks: Any
+    last: Any
     gathered: Any
     now: Any
     following: Any
@@ -38,7 +40,7 @@ class _Refs:
 def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
     keep_scales = refs.scales is not None
 
-    def start(table: Any, slot: Any, _: Any) -> None:
+    def start(table: Any, slot: Any) -> None:
         gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=padding_rows)
 
     def wait(slot: Any) -> None:
@@ -101,36 +103,43 @@ def place(
     num_blocks = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1)
     gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
 
-    def after(i: Any, blocks: Any, *_: Any) -> Any:
-        return blocks[jnp.minimum(i + 1, steps - 1)], 0, 0
+    each = divided(num_blocks, launch.cores)
 
-    out_specs = [pl.BlockSpec((block, record.hidden), lambda i, blocks, *_: (blocks[i], 0))]
+    def visited(core: Any, i: Any, blocks: Any, last: Any) -> Any:
+        return blocks[jnp.minimum(core * pl.num_programs(1) + i, last[0])]
+
+    def table_of(ahead: int, count: int) -> Any:
+        def at(core: Any, i: Any, *known: Any) -> Any:
+            return visited(core, i + ahead, *known), 0, 0
+
+        return pl.BlockSpec((1, 1, count), at, memory_space=pltpu.SMEM)
+
+    def rows_of_block(core: Any, i: Any, *known: Any) -> Any:
+        return visited(core, i, *known), 0
+
+    out_specs = [pl.BlockSpec((block, record.hidden), rows_of_block)]
     out_shape = [((rows, record.hidden), out_dtype)]
     if keep_scales:
-        out_specs.append(pl.BlockSpec((block, record.chunks), lambda i, blocks, *_: (blocks[i], 0)))
+        out_specs.append(pl.BlockSpec((block, record.chunks), rows_of_block))
         out_shape.append(((rows, record.chunks), jnp.float32))
     return tuple(
         launch.call(
             functools.partial(_body, record=record, padding_rows=padding_rows),
             _Refs,
-            ["blocks", "gathered", "now", "following", "staged", "out"]
+            ["blocks", "last", "gathered", "now", "following", "staged", "out"]
             + (["scales"] if keep_scales else [])
             + ["buffer", "semaphore"],
             name="xen_moe_place",
             remote=False,
             by_dma=False,
+            shared=True,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=(num_blocks,),
-                in_specs=[
-                    pl.BlockSpec((1, 1, 1), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
-                    pl.BlockSpec((1, 1, block), lambda i, blocks, *_: (blocks[i], 0, 0), memory_space=pltpu.SMEM),
-                    pl.BlockSpec((1, 1, block), after, memory_space=pltpu.SMEM),
-                    pl.BlockSpec(memory_space=pltpu.HBM),
-                ],
+                num_scalar_prefetch=2,
+                grid=(launch.cores, each),
+                in_specs=[table_of(0, 1), table_of(0, block), table_of(1, block), pl.BlockSpec(memory_space=pltpu.HBM)],
                 out_specs=out_specs,
                 scratch_shapes=gather.buffers(record, block),
             ),
             out_shape=out_shape,
-        )(blocks, gathered, table, table, staged)
+        )(blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged)
     )

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather
-from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode_scale, decode_values, encode, quantize_chunk
 
 
@@ -59,7 +59,7 @@ class _Refs:
 def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str] | None, as_records: bool) -> None:
     buffer, out, total = refs.buffer, refs.out, refs.total
 
-    def start(table: Any, slot: Any, _: Any) -> None:
+    def start(table: Any, slot: Any) -> None:
         gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot], zero_others=False)
 
     def wait(slot: Any) -> None:
@@ -132,12 +132,21 @@ def reduce_ranks(
     sources = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
     table = sources.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
     gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-    smem = functools.partial(pl.BlockSpec, (1, 1, entries * block), memory_space=pltpu.SMEM)
+    each = divided(steps, launch.cores)
+
+    def visited(core: Any, i: Any) -> Any:
+        return jnp.minimum(core * each + i, steps - 1)
+
+    def table_of(ahead: int, count: int) -> Any:
+        return pl.BlockSpec(
+            (1, 1, count), lambda core, i, *_: (visited(core, i + ahead), 0, 0), memory_space=pltpu.SMEM
+        )
+
     if as_records:
-        out_spec = pl.BlockSpec((block, *record.shape), lambda i, *_: (i, 0, 0))
+        out_spec = pl.BlockSpec((block, *record.shape), lambda core, i, *_: (visited(core, i), 0, 0))
         out_shape: tuple[tuple[int, ...], Any] = ((tokens, *record.shape), jnp.int32)
     else:
-        out_spec = pl.BlockSpec((block, record.hidden), lambda i, *_: (i, 0))
+        out_spec = pl.BlockSpec((block, record.hidden), lambda core, i, *_: (visited(core, i), 0))
         out_shape = ((tokens, record.hidden), out_dtype)
     return launch.call(
         functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
@@ -146,14 +155,15 @@ def reduce_ranks(
         name="xen_moe_reduce_ranks",
         remote=False,
         by_dma=False,
+        shared=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(steps,),
+            grid=(launch.cores, each),
             in_specs=[
-                pl.BlockSpec((1, 1, 1), lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
-                smem(lambda i, *_: (i, 0, 0)),
-                smem(lambda i, *_: (jnp.minimum(i + 1, steps - 1), 0, 0)),
-                pl.BlockSpec((block, entries), lambda i, *_: (i, 0)),
+                table_of(0, 1),
+                table_of(0, entries * block),
+                table_of(1, entries * block),
+                pl.BlockSpec((block, entries), lambda core, i, *_: (visited(core, i), 0)),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=out_spec,

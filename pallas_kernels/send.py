@@ -21,6 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import peers
 
 RECV_SEMAPHORES = 16
+SEND_BATCH = 4
+"""Records that one turn of a loop sends."""
 WAIT_BATCH = 8
 """Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
 
@@ -156,12 +158,13 @@ class Link:
 
         @pl.loop(0, records.count)
         def _(i: Any) -> None:
-            for entry in range(entries):
-                to = peer[0, 0, i * entries + entry]
+            # read before the first DMA starts: the compiler does not move a read before a DMA
+            known = [tuple(table[0, 0, i * entries + n] for table in (peer, address)) for n in range(entries)]
+            for to, at in known:
 
                 @pl.when(to >= 0)
-                def _(to: Any = to, entry: int = entry) -> None:
-                    link.start(records.record(i), address[0, 0, i * entries + entry], to, buffer)
+                def _(to: Any = to, at: Any = at) -> None:
+                    link.start(records.record(i), at, to, buffer)
 
     def start_records(
         self,
@@ -173,10 +176,21 @@ class Link:
     ) -> None:
         """Starts the DMAs of the first `count` records, to `peer(i)` each."""
         link = self._placed()
+        whole = lax.div(count, SEND_BATCH)
 
-        @pl.loop(0, count)
+        def start(first: Any, batch: int) -> None:
+            # read before the first DMA starts: the compiler does not move a read before a DMA
+            to = [(address(first + n), peer(first + n)) for n in range(batch)]
+            for n, (at, rank) in enumerate(to):
+                link.start(records.record(first + n), at, rank, buffer)
+
+        @pl.loop(0, whole)
         def _(i: Any) -> None:
-            link.start(records.record(i), address(i), peer(i), buffer)
+            start(i * SEND_BATCH, SEND_BATCH)
+
+        @pl.loop(whole * SEND_BATCH, count)
+        def _(i: Any) -> None:
+            start(i, 1)
 
     def _placed(self) -> Link:
         """With its rank asked for once, not for every record."""

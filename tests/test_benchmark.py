@@ -417,6 +417,7 @@ def test_every_command_of_the_suites_parses():
         parsed = options.build_parser().parse_args(shlex.split(line))
         options.check(parsed)
         assert options.workload(parsed, 4).tokens > 0
+        assert set(options.peer_names(parsed) or ()) <= set(peers.PEERS), line
 
 
 # ----------------------------------------------------------------------------------------------------- decode step

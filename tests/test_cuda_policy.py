@@ -94,6 +94,41 @@ def test_lowered_program_carries_groups_and_sizes():
     assert "devices = dense<[-1, -2, -3, -4]>" in dispatch
 
 
+def sites_of(function, name: str) -> list[str]:
+    """The site of each dispatch in the program of `function`, lowered for CUDA."""
+    mesh = jax.make_mesh((2,), ("ep",))
+
+    def body(x, idx, weights):
+        return function(lambda rows: xm.dispatch(rows, idx, weights, num_experts=8, axis_name="ep").x, x)
+
+    shapes = [
+        jax.ShapeDtypeStruct((2 * 16, n), dtype, sharding=NamedSharding(mesh, P("ep")))
+        for n, dtype in ((256, jnp.bfloat16), (2, jnp.int32), (2, jnp.float32))
+    ]
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3, out_specs=P("ep"))
+    mapped.__name__ = name
+    text = jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@xen_moe_dispatch(" in line]
+    return [re.search(r"site = (-?\d+) : i64", line).group(1) for line in calls]
+
+
+def twice(dispatch, x):
+    return dispatch(x), dispatch(-x)
+
+
+def test_two_calls_of_the_same_shapes_are_two_sites():
+    sites = sites_of(twice, "step")
+    assert len(sites) == 2 and len(set(sites)) == 2 and all(0 < int(s) < 2**32 for s in sites)
+
+
+def test_a_site_is_the_same_in_every_process_and_another_in_another_program():
+    """From the program alone: no address, no hash that changes from run to run, no count of what else was traced."""
+    first = sites_of(twice, "step")
+    sites_of(lambda dispatch, x: dispatch(x), "something_else")
+    assert sites_of(twice, "step") == first
+    assert not set(sites_of(twice, "another_step")) & set(first)
+
+
 def test_too_many_ranks_are_refused_with_a_remedy():
     from xen_moe_jax.backends.cuda import call
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ def declare(
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(operation, platform, mask, finish), platform=platform)
+        # not cacheable: two equal calls are two sites
+        lowering = _lowering(operation, platform, mask, finish)
+        mlir.register_lowering(primitive, lowering, platform=platform, cacheable=False)
     _declared.append(primitive)
     return primitive
 
@@ -53,7 +56,7 @@ def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         return _lower(ctx, operands, _plain_avals(ctx), functools.partial(function, **params))
 
-    mlir.register_lowering(primitive, rule)
+    mlir.register_lowering(primitive, rule, cacheable=False)
     return primitive
 
 
@@ -120,6 +123,17 @@ def _lowering(
     return rule
 
 
+def _site(ctx: mlir.LoweringRuleContext) -> int:
+    """A number for this call in this program: from the program's name, the call's scopes and its place among the calls.
+
+    Not from source lines: a program that is compiled again from the same code finds itself in the compilation cache,
+    and all processes of a job agree.
+    """
+    attributes = ctx.module_context.module.operation.attributes
+    program = str(attributes["sym_name"]) if "sym_name" in attributes else ""
+    return zlib.crc32(f"{program} {ctx.name_stack} {ctx.module_context.new_channel()}".encode()) or 1
+
+
 def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
     """The caller's config, its unset fields filled in from a profile of the devices that the program is for."""
     if operation not in _profiles.OPERATIONS:
@@ -140,7 +154,7 @@ def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
 def _lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], avals: Sequence[Any], run: Callable) -> Any:
     plain = ctx.replace(avals_in=avals)
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks(), _usual_promotion():
+    with _mesh.lowering_for(mesh, _site(ctx)), _jax_internals.without_varying_checks(), _usual_promotion():
         results = mlir.lower_fun(_as_tuple(run), multiple_results=True)(plain, *operands)
     ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
     return results

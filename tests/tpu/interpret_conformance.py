@@ -6,6 +6,8 @@ returns.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ import xen_moe_jax as xm
 from tests.support import conformance, members
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
+from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.pallas_kernels import exchange
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
@@ -60,6 +63,16 @@ class TestEightRanks(Pallas):
     config = config("on_wait")
     num_ranks = 8
     two_axis_sizes = (2, 4)
+
+
+class TestTwoCores(Pallas):
+    """As on v4 and v5p: cores share the steps of the kernels that stay at home."""
+
+    config = config("on_wait", channel=2)
+
+    @pytest.fixture(autouse=True)
+    def two_cores(self, monkeypatch):
+        monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
 
 
 @pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])

@@ -30,7 +30,8 @@ from xen_moe_jax.benchmark.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Sett
 TOKENS = (4096, 128)
 FP8 = "float8_e4m3fn"
 FASTEST = 2
-"""Peers of a setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`."""
+"""Peers of the default setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`; of the others
+one."""
 OPERATIONS = ("dispatch", "combine", "round trip")
 GOAL = 2.5
 """Times faster than the best of JAX that the round trip should be."""
@@ -171,8 +172,9 @@ def figures(options: argparse.Namespace, setting: Setting) -> Iterator[list[dict
         rows = list(measure(options, tokens, "bfloat16", setting.peers, ("round trip",)))
         yield rows
         by_time = [row["name"] for row in sorted(rows, key=lambda row: row["us_median"])]
-        further = tuple(name for name in by_time if name in by_time[:FASTEST] or name in JAX_DEFAULT)
-        further = further if setting.peers else ()
+        best = by_time[: FASTEST if options.setting == "default" else 1]
+        also = JAX_DEFAULT if options.setting == "default" else ()
+        further = tuple(name for name in by_time if name in best or name in also) if setting.peers else ()
         yield measure(options, tokens, "bfloat16", further, ("dispatch", "combine"))
         yield measure(options, tokens, FP8, further, ("dispatch", "round trip"))
 

@@ -19,6 +19,8 @@ from typing import Any
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
 OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
+SHARED = "BarrierMegacore"
+"""What a kernel has whose grid is divided between two cores: they meet when it begins."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 FETCH, SEND, WAIT = "dma.hbm_to_vmem", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
@@ -26,12 +28,13 @@ FETCH, SEND, WAIT = "dma.hbm_to_vmem", "dma.general", "dma.done.wait"
 
 @dataclasses.dataclass
 class Loop:
-    """A loop's own bundles, what they do, and the loops inside it."""
+    """A loop's own bundles, what they do, and the loops inside it. `cores`: TensorCores that share a kernel's steps."""
 
     depth: int
     bundles: int = 0
     operations: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     inner: list[Loop] = dataclasses.field(default_factory=list)
+    cores: int = 1
 
     def all_inner(self) -> Iterator[Loop]:
         for loop in self.inner:
@@ -41,7 +44,7 @@ class Loop:
 
 def loops(text: str) -> Loop:
     """The loops of a kernel; the grid is the first of them."""
-    top = Loop(0)
+    top = Loop(0, cores=2 if SHARED in text else 1)
     stack = [top]
     for line in text.splitlines():
         match = BUNDLE.match(line)
@@ -122,11 +125,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together."""
+    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together, on one of
+    the cores that share them.
+    """
 
     step: int
     turn: dict[str, int]
     total: float
+    cores: int = 1
 
 
 def count(kernel: Loop, work: Work) -> Count:
@@ -148,7 +154,7 @@ def count(kernel: Loop, work: Work) -> Count:
         bundles = [loop.bundles for loop in chosen]
         turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
         total += part.trips * turn[part.name]
-    return Count(step, turn, total)
+    return Count(step, turn, total / kernel.cores, kernel.cores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +162,7 @@ class Visited:
     """Attributes:
     blocks: of pairs, ordered together. groups: of pairs that exist, of these blocks.
     turns: rows of the pair of each group that has most, together.
-    tiles, singles: eights of rows of one turn, and rows that make none.
+    tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
     """
 
     blocks: int
@@ -164,13 +170,14 @@ class Visited:
     turns: int
     tiles: int
     singles: int
+    odd: int
 
 
 def visited_pairs(depths: Any, group: int) -> Visited:
     """What `order_pairs` and `reduce_slots` make of pairs with so many rows each, 0 for none. `depths [P]`."""
     import numpy as np
 
-    from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots
+    from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots, send
 
     block = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128)
     blocks = -np.sort(-np.pad(depths, (0, -len(depths) % block)).reshape(-1, block), axis=1)
@@ -183,6 +190,7 @@ def visited_pairs(depths: Any, group: int) -> Visited:
         int(groups[:, 0].sum()),
         int((here // tile).sum()),
         int((here % tile).sum()),
+        int(((blocks > 0).sum(1) % send.SEND_BATCH).sum()),
     )
 
 
@@ -245,7 +253,8 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
                 Part("fetch one", FETCH, pairs.singles, at_most=1, copies=2),
                 Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
-                Part("send", SEND, routing.sent),
+                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
+                Part("send one", SEND, pairs.odd, at_most=1),
                 Part("wait", WAIT, 2 * pairs.tiles + routing.sent / 8, depth=3),
             ),
         ),
@@ -381,13 +390,15 @@ def main() -> int:
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():
             print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")
-            print(f"  {found[name].step} a step, {found[name].turn}" if name in found else "")
+            shared = " on each of two cores" if name in found and found[name].cores > 1 else ""
+            print(f"  {found[name].step} a step, {found[name].turn}{shared}" if name in found else "")
         total += sum(cycles.values())
         document["operations"][operation] = {
             "wire_us": wire_us,
             "cycles": cycles,
             "step": {name: c.step for name, c in found.items()},
             "turn": {name: c.turn for name, c in found.items()},
+            "cores": {name: c.cores for name, c in found.items()},
             "scalar_operations": scalar_operations(program.text),
             "collective_bytes": tpu_static.collectives(program.text),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -46,6 +47,8 @@ def dispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
@@ -77,6 +80,8 @@ def redispatch(
     x, original = _copied(x)
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )

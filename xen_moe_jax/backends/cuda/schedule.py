@@ -23,6 +23,7 @@ SPARE_SMS = 36
 """What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
 theirs that finds no place would wait for one of ours, which waits for a rank that waits for theirs."""
 MIN_PART_ELEMENTS = 512
+SMALL_TOKENS = 512
 SOLO_ENTRIES = 2048
 """Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
 
@@ -35,6 +36,7 @@ class Tuning:
     layout_blocks: int | None = None
     parts: int | None = None
     solo_layout: bool | None = None
+    bulk: bool | None = None
 
 
 _tuning = Tuning()
@@ -61,6 +63,7 @@ class Schedule:
     parts: int
     segment_tokens: int
     solo_layout: bool = False
+    bulk: bool = False
 
 
 def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
@@ -71,6 +74,12 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
 def of_flight(config: KernelConfig) -> KernelConfig:
     """The configuration of an operation in flight."""
     return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
+
+
+def bulk(spec: Spec, wire: Any) -> bool:
+    """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
+    wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
+    return wanted and wire is None
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
@@ -103,7 +112,7 @@ def _solo_segment(spec: Spec) -> int | None:
 
 def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes: bool = False) -> Schedule:
     """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more."""
-    small = spec.num_tokens <= 512
+    small = spec.num_tokens <= SMALL_TOKENS
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
         push = count // 2

@@ -24,19 +24,20 @@ MIB = 1024 * 1024
 class Generation:
     """Attributes:
     name: as in TPU topology names.
-    vmem_bytes: VMEM of one TensorCore.
+    vmem_bytes: VMEM of one TensorCore. cores: TensorCores that share a device.
     """
 
     name: str
     vmem_bytes: int
+    cores: int = 1
 
 
 GENERATIONS = {
-    "TPU v4": Generation("v4", 16 * MIB),
+    "TPU v4": Generation("v4", 16 * MIB, cores=2),
     "TPU v5e": Generation("v5e", 128 * MIB),
     "TPU v5 lite": Generation("v5e", 128 * MIB),
-    "TPU v5": Generation("v5p", 64 * MIB),
-    "TPU v5p": Generation("v5p", 64 * MIB),
+    "TPU v5": Generation("v5p", 64 * MIB, cores=2),
+    "TPU v5p": Generation("v5p", 64 * MIB, cores=2),
     "TPU v6e": Generation("v6e", 128 * MIB),
     "TPU v6 lite": Generation("v6e", 128 * MIB),
     "TPU7x": Generation("tpu7x", 64 * MIB),
@@ -163,7 +164,7 @@ def launch(
     if explicit is None and need > COMPILER_DEFAULT:
         explicit = min(chip.vmem_bytes, need + need // 4 + 2 * MIB)
     collective_id = 0 if axes is None else barriers.collective_id(axes, groups, config)
-    return Launch(block, explicit, collective_id, _interpret(config))
+    return Launch(block, explicit, collective_id, _interpret(config), chip.cores)
 
 
 def check_smem(kernel: str, need: int, remedy: str) -> None:

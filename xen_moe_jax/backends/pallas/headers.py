@@ -68,8 +68,8 @@ class Riding(NamedTuple):
     recv_counts: jax.Array
 
 
-def sending(topk_idx: jax.Array, topk_weights: jax.Array | None, spec: Spec) -> Riding:
-    """Of this rank's tokens; without weights they are zero."""
+def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
+    """Of this rank's tokens."""
     ranks, local, tokens = spec.num_ranks, spec.local_experts, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
     hit = _layout.ranks_hit(topk_idx, ranks, local).astype(jnp.int32)
@@ -115,11 +115,9 @@ def _group_starts(totals: jax.Array, spec: Spec) -> jax.Array:
     return _layout.exclusive_cumsum(sizes, axis=1).reshape(-1)
 
 
-def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array | None) -> jax.Array:
+def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax.Array:
     tokens, top_k = topk_idx.shape
-    weights = jnp.zeros_like(row)
-    if topk_weights is not None:
-        weights = lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)
+    weights = lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)
     number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     words = jnp.concatenate([topk_idx, row, weights, number], axis=1)
     return jnp.pad(words, ((0, 0), (Header(top_k).experts, 0)))

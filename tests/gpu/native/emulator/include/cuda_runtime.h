@@ -198,6 +198,9 @@ inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __ffsll(unsigned long long x) { return __builtin_ffsll(static_cast<long long>(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return max(a & 0xFFFF0000u, b & 0xFFFF0000u) | max(a & 0xFFFFu, b & 0xFFFFu);
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
