@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return !run.refused;
   };
+  if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block && !run.refused) StartShare(run.control, share, run.epoch);
