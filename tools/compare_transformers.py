@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     layer = model.model.layers[options.layer]
     block = next(getattr(layer, place) for place in PLACES if hasattr(layer, place))
     if hasattr(getattr(block, "experts", None), "limit"):
-        # transformers has gpt-oss's limit in its code and does not read it from the checkpoint, as the small one's needs
+        # transformers has gpt-oss's limit in its code and does not read it from the checkpoint
         block.experts.limit = config.activation_limit
     with torch.no_grad():
         theirs = block(torch.from_numpy(x))
