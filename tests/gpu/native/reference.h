@@ -27,7 +27,7 @@ struct Problem {
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
   bool solo = false;
   bool low_latency = false;  // if the kernels take it
-  bool bulk = false;  // rows placed by bulk copies
+  bool bulk = false;         // rows placed by bulk copies
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site
