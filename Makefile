@@ -27,7 +27,7 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-core test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
+.PHONY: help versions setup demo test test-core test-thorough test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -53,13 +53,16 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
-test: $(READY)  ## the test suite, but for the tests marked slow
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+test: $(READY)  ## the test suite, but for the tests marked slow or thorough: minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(PYTEST_ARGS)
+
+test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "thorough and not slow" $(PYTEST_ARGS)
 
 test-core: $(READY)  ## what another version of JAX could break: contract, conformance, derivatives, drop-ins, errors
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(CORE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(CORE_TESTS) $(PYTEST_ARGS)
 
-test-slow: $(READY)  ## what make test leaves out: an hour or more
+test-slow: $(READY)  ## what both leave out: an hour or more
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format

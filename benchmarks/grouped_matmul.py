@@ -5,20 +5,23 @@
 
 The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
 random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
-may take the process with it. A time is that of N calls inside one program, each depending on the last, divided by N.
-Before it is timed a candidate is checked against float32 products of some rows of every group, with NaN in the rows
-past the last group. What cannot run here is in the file with its reason.
+may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of
+N calls queued at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of
+every group, with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file
+with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -27,11 +30,16 @@ from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from xen_moe_jax.benchmark import timing  # noqa: E402
+
+OWN = "xen_moe_jax hopper"
 CANDIDATES = {  # name: (what to build, XLA flags)
     "ragged_dot": ("ragged_dot", ""),
     "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
     "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
-    "xen_moe_jax hopper": ("hopper", ""),
+    OWN: ("hopper", ""),
     "tokamax": ("tokamax", ""),
     "tokamax triton": ("tokamax:triton", ""),
     "tokamax mosaic": ("tokamax:mosaic", ""),
@@ -58,13 +66,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--experts", type=int, default=16, help="of one rank")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--inner", type=int, default=10, help="calls in one program")
+    parser.add_argument("--inner", type=int, default=20, help="calls that are queued at once")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=240, help="seconds that one candidate may take")
     parser.add_argument("--tune", action="store_true", help="times every tiling of this library's kernels too")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--lock", help="file whose lock is held while measuring; default: one beside the JSON file")
+    parser.add_argument("--tiling", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # set in the child processes
     options = parser.parse_args(arguments)
     options.capacity = options.capacity or options.rows
+    options.lock = options.lock or str(options.json.with_suffix(".lock"))
     if min(options.rows, options.hidden, options.width, options.experts, options.inner, options.repeats) < 1:
         parser.error("sizes and counts must be at least 1")
     if options.capacity < options.rows:
@@ -83,29 +95,42 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": "python benchmarks/grouped_matmul.py " + " ".join(given), "candidates": {}}
-    began = time.monotonic()
-    for name in options.only:
-        left = options.seconds - (time.monotonic() - began)
-        result = (
-            {"error": "no time was left"} if left <= 0 else run_child(name, given, options, min(left, options.limit))
-        )
-        report["candidates"][name] = result
-        report |= result.pop("machine", {})
-        options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
-        print(line(name, result), flush=True)
+    tasks = [(name, []) for name in options.only]
+    if options.tune:
+        tasks += [(OWN, ["--tiling", str(number)]) for number in range(len(tilings()))]
+    ends = time.monotonic() + options.seconds
+
+    def run(task: tuple[str, list[str]]) -> dict[str, Any]:
+        left = min(ends - time.monotonic(), options.limit)
+        return {"error": "no time was left"} if left <= 0 else run_child(*task, given, options, left)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(run, task): task for task in tasks}
+        for done in concurrent.futures.as_completed(waiting):
+            (name, more), result = waiting[done], done.result()
+            report |= result.pop("machine", {})
+            if more:
+                report.setdefault("tilings", {}).update(result.get("tiling", {str(more): result}))
+            else:
+                report["candidates"][name] = result
+            options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
+            print(line(name, result), flush=True)
     return int(all("error" in result for result in report["candidates"].values()))
 
 
-def run_child(name: str, given: list[str], options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    part = options.json.with_suffix(".part")
+def run_child(
+    name: str, more: list[str], given: list[str], options: argparse.Namespace, limit: float
+) -> dict[str, Any]:
+    part = options.json.with_suffix("." + re.sub(r"\W+", "_", name + "".join(more)))
     part.unlink(missing_ok=True)
     flags = f"{os.environ.get('XLA_FLAGS', '')} {CANDIDATES[name][1]}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, __file__, *given, "--candidate", name, "--json", str(part)]
+    command = [sys.executable, __file__, *given, "--candidate", name, *more, "--json", str(part)]
     try:
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not end within {limit:.0f} s"}
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stderr or b"").decode(errors="replace").strip().splitlines()[-3:]
+        return {"error": f"did not end within {limit:.0f} s; it said {said}"}
     log = [line for line in done.stderr.splitlines() if line.startswith("  ")]
     print("\n".join(log), end="\n" if log else "", flush=True)
     if not part.exists():
@@ -117,7 +142,9 @@ def run_child(name: str, given: list[str], options: argparse.Namespace, limit: f
 
 def line(name: str, result: dict[str, Any]) -> str:
     if "error" in result:
-        return f"{name:<30} {result['error'].splitlines()[-1][:140]}"
+        return f"{name:<30} {result['error'].splitlines()[-1][:300]}"
+    if "tiling" in result:
+        return "\n".join(f"{tiles}: {found}" for tiles, found in result["tiling"].items())
     times = {
         what: f"{entry['median_us']:.0f} us {entry['tflops']:.0f} TFLOP/s" for what, entry in result["times"].items()
     }
@@ -137,12 +164,12 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
         "shape": {n: getattr(options, n) for n in ("rows", "capacity", "hidden", "width", "experts", "dtype")},
     }
     try:
+        if options.tiling is not None:
+            return {"machine": machine, "tiling": time_tiling(options)}
         matmul, context = build(CANDIDATES[options.candidate][0], options)
         with context:
             result = {} if options.candidate == "one dense matmul" else check(matmul, options)
             result["times"] = timed(matmul, options)
-            if options.tune and options.candidate == "xen_moe_jax hopper":
-                result["tiles"] = tune_hopper(options)
     except Exception as error:  # whatever a library raises is the candidate's result
         return {"machine": machine, "error": f"{type(error).__name__}: {error}"[:1500]}
     peak = PEAK_TFLOPS.get(machine["device"])
@@ -259,28 +286,32 @@ def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespa
     import jax
 
     rows, gate, _, sizes = operands(options)
-    taken = {}
+    compiled, taken = {}, {}
     for name, matmul in candidates.items():
         try:
-            taken[name] = seconds_of(compiled_loop(matmul, rows, options.inner, gate, sizes)[0], rows)
+            compiled[name] = jax.jit(matmul).lower(rows, gate, sizes).compile()
         except Exception as error:  # too much shared memory, a tiling that the kernel does not know
             print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-    jax.clear_caches()
-    print(f"  best of { ({n: round(t / options.inner * 1e6) for n, t in taken.items()}) }", file=sys.stderr)
+    with timing.alone(options.lock):
+        for name, program in compiled.items():
+            taken[name] = min(queued(program, (rows, gate, sizes), options.inner, options.repeats))
+    print(f"  best of { ({name: round(us) for name, us in taken.items()}) }", file=sys.stderr)
     return candidates[min(taken, key=lambda name: taken[name])]
 
 
-def seconds_of(loop: Callable[..., Any], rows: Any, repeats: int = 3) -> float:
-    """The shortest of `repeats` runs, after one that does not count."""
+def queued(program: Callable[..., Any], arguments: tuple[Any, ...], calls: int, repeats: int) -> list[float]:
+    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat."""
     import jax
 
-    jax.block_until_ready(loop(rows))
+    jax.block_until_ready(program(*arguments))
     taken = []
     for _ in range(repeats):
         began = time.perf_counter()
-        jax.block_until_ready(loop(rows))
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        for _ in range(calls):
+            result = program(*arguments)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - began) / calls * 1e6)
+    return taken
 
 
 def with_gradients(forward: Any, by_rows: Any, by_weights: Any) -> Callable[..., Any]:
@@ -330,8 +361,8 @@ def tokamax_tiles() -> dict[str, Callable[..., Any]]:
         config = {"split_k": 1} | config
         op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
         tiles = pallas_mosaic_gpu_common.Config(**config)
-        contraction = pallas_mosaic_gpu_common.Config(**config | {"block_k": 64, "persistent": False})
-        vjp = functools.partial(base.vjp, dlhs_ragged_dot=op(config=tiles), drhs_ragged_dot=op(config=contraction))
+        # its contraction over rows gives NaN with larger tiles: its own default
+        vjp = functools.partial(base.vjp, dlhs_ragged_dot=op(config=tiles), drhs_ragged_dot=op())
         return lambda r, w, s: op(config=tiles, vjp=vjp)(r, w, group_sizes=s)
 
     shapes = [
@@ -344,27 +375,11 @@ def tokamax_tiles() -> dict[str, Callable[..., Any]]:
     return {str(shape): of(shape) for shape in shapes}
 
 
-def tune_hopper(options: argparse.Namespace) -> dict[str, Any]:
-    """TFLOP/s of each tiling of this library's kernels, by kernel and contracted width: compiled side by side."""
-    import concurrent.futures
-
-    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+def tilings() -> list[Any]:
+    """Of this library's kernels, to be timed one by one."""
     from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
-    rows, gate, down, sizes = operands(options)
-    wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)
-    as_they_lie = functools.partial(rows_by_weights, transposed=False)
-    transposed = functools.partial(rows_by_weights, transposed=True)
-    kernels = {
-        "rows x gate": (as_they_lie, wide, gate),
-        "rows x down": (as_they_lie, narrow, down),
-        "rows x gate transposed": (transposed, narrow, gate),
-        "rows x down transposed": (transposed, wide, down),
-        "gradient of gate": (rows_by_rows, wide, narrow),
-        "gradient of down": (rows_by_rows, narrow, wide),
-    }
-    tilings = [
+    return [
         Tiles(),
         Tiles(cluster="n"),
         Tiles(cluster="m"),
@@ -373,31 +388,48 @@ def tune_hopper(options: argparse.Namespace) -> dict[str, Any]:
         Tiles(split="n"),
         Tiles(stages=3),
         Tiles(delay=0),
-        Tiles(m=128, n=128, stages=6),
+        Tiles(cluster="m", delay=0),
         Tiles(m=256, n=128, cluster="n", delay=0),
-        Tiles(m=128, n=192, stages=4),
+        Tiles(n=128, stages=6),
         Tiles(k=128, stages=2),
     ]
 
-    def compile_one(name: str, tiles: Any) -> Any:
-        kernel, given, other = kernels[name]
-        try:
-            return compiled_loop(functools.partial(kernel, tiles=tiles), given, options.inner, other, sizes)[0]
-        except Exception as error:  # a tiling that does not fit is a result too
-            return f"{type(error).__name__}: {str(error)[:300]}"
 
-    pairs = [(name, tiles) for tiles in tilings for name in kernels]
-    found: dict[str, Any] = {name: {} for name in kernels}
+def time_tiling(options: argparse.Namespace) -> dict[str, Any]:
+    """TFLOP/s of one tiling of this library's kernels, by kernel and operands."""
+    import jax
+
+    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+
+    tiles = tilings()[options.tiling]
+    rows, gate, down, sizes = operands(options)
+    wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)
+    as_they_lie = functools.partial(rows_by_weights, transposed=False, tiles=tiles)
+    transposed = functools.partial(rows_by_weights, transposed=True, tiles=tiles)
+    contraction = functools.partial(rows_by_rows, tiles=tiles)
+    kernels = {
+        "rows x gate": (as_they_lie, wide, gate),
+        "rows x down": (as_they_lie, narrow, down),
+        "rows x gate transposed": (transposed, narrow, gate),
+        "rows x down transposed": (transposed, wide, down),
+        "gradient of gate": (contraction, wide, narrow),
+        "gradient of down": (contraction, narrow, wide),
+    }
+    found: dict[str, Any] = {}
+    programs = {}
+    for name, (kernel, given, other) in kernels.items():
+        try:
+            programs[name] = jax.jit(kernel).lower(given, other, sizes).compile()
+        except Exception as error:  # a tiling that does not fit is a result too
+            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
     work = 2 * options.rows * options.hidden * options.width
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        for (name, tiles), loop in zip(pairs, pool.map(lambda p: compile_one(*p), pairs), strict=True):
-            if isinstance(loop, str):
-                found[name][str(tiles)] = loop
-                continue
-            taken = seconds_of(loop, kernels[name][1]) / options.inner
-            found[name][str(tiles)] = round(work / taken / 1e12, 1)
-            print(f"  {name:<24} {tiles} {taken * 1e6:.0f} us {work / taken / 1e12:.0f} TFLOP/s", flush=True)
-    return found
+    with timing.alone(options.lock):
+        for name, program in programs.items():
+            taken = min(queued(program, (*kernels[name][1:], sizes), options.inner, options.repeats))
+            found[name] = round(work / taken / 1e6, 1)
+            print(f"  {tiles} {name}: {taken:.0f} us, {found[name]} TFLOP/s", file=sys.stderr, flush=True)
+    return {str(tiles): found}
 
 
 def transformer_engine() -> Callable[..., Any]:
@@ -479,47 +511,23 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
         "experts": (functools.partial(experts, matmul), 3 * flops, (weights, sizes)),
         "experts with gradients": (forward_and_backward, 9 * flops, (weights, sizes)),
     }
+    compiled = {
+        name: jax.jit(program).lower(rows, *others).compile() for name, (program, _, others) in programs.items()
+    }
     times = {}
-    for name, (program, work, others) in programs.items():
-        loop, memory = compiled_loop(program, rows, options.inner, *others)
-        jax.block_until_ready(loop(rows))
-        taken = []
-        for _ in range(options.repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(loop(rows))
-            taken.append((time.perf_counter() - began) / options.inner * 1e6)
-        median = statistics.median(taken)
-        times[name] = {
-            "median_us": median,
-            "min_us": min(taken),
-            "max_us": max(taken),
-            "tflops": work / median / 1e6,
-            "temporary_bytes": memory,
-        }
+    with timing.alone(options.lock):
+        for name, (_, work, others) in programs.items():
+            taken = queued(compiled[name], (rows, *others), options.inner, options.repeats)
+            median = statistics.median(taken)
+            analysis = compiled[name].memory_analysis()
+            times[name] = {
+                "median_us": median,
+                "min_us": min(taken),
+                "max_us": max(taken),
+                "tflops": work / median / 1e6,
+                "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+            }
     return times
-
-
-def compiled_loop(
-    program: Callable[..., Any], rows: Any, inner: int, *others: Any
-) -> tuple[Callable[..., Any], int | None]:
-    """`inner` calls, each on rows of which one element comes from the last call's result; temporary bytes.
-
-    `others` are the program's further arguments: arrays that it closed over would be constants of the executable.
-    """
-    import jax
-
-    def loop(rows: Any, *others: Any) -> Any:
-        def body(_: Any, rows: Any) -> Any:
-            # the barrier: of a result that is read in one place only, XLA would compute that place only
-            first, *_ = jax.tree.leaves(jax.lax.optimization_barrier(program(rows, *others)))
-            return rows.at[0, 0].add((first.reshape(-1)[0] * 0).astype(rows.dtype))
-
-        return jax.lax.fori_loop(0, inner, body, rows)
-
-    compiled = jax.jit(loop).lower(rows, *others).compile()
-    analysis = compiled.memory_analysis()
-    memory = None if analysis is None else int(analysis.temp_size_in_bytes)
-    return lambda rows: compiled(rows, *others), memory
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 // To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu \
 //     cuda_kernels/*.cc -o variants
-//   ./variants NAME [quick]      quick: small batches, one launch each, for compute-sanitizer on one GPU
+//   ./variants NAME [quick|scan]
+// quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -55,7 +56,8 @@ __global__ void FillRandom(uint16_t* p, size_t n) {
 
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "base";
-  const bool quick = argc > 2;
+  const std::string how = argc > 2 ? argv[2] : "";
+  const bool quick = how == "quick", scan = how == "scan";
   const int hidden = 7168, experts = 256, top_k = 8;
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
@@ -67,7 +69,7 @@ int main(int argc, char** argv) {
     CHECK(PreloadKernels());
   }
   const uint64_t half = 320ull << 20;
-  for (int tokens : quick ? std::vector<int>{128, 1} : std::vector<int>{4096, 128, 1}) {
+  for (int tokens : quick ? std::vector<int>{128, 1} : scan ? std::vector<int>{4096} : std::vector<int>{4096, 128, 1}) {
     const int capacity = ranks * tokens * top_k;
     std::vector<Rank> all(ranks);
     std::mt19937 rng(1);
@@ -160,13 +162,22 @@ int main(int argc, char** argv) {
       c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
       return c;
     };
-    auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts) {
+    // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantised on the way.
+    auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts,
+                        WireType wire = WireType::kNative) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.solo_layout = tokens <= 128;
-      s.layout_blocks = s.solo_layout ? std::max(1, tokens * top_k / 512) : blocks - push;
-      s.segment_tokens =
-          s.solo_layout ? (tokens + 3) / 4 : (ranks * tokens + s.layout_blocks * 16 - 1) / (s.layout_blocks * 16);
+      // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+      s.solo_layout = ranks * tokens * top_k <= 2048;
+      if (s.solo_layout) {
+        s.layout_blocks = std::max(1, (tokens * top_k + 511) / 512);
+        s.segment_tokens = (tokens * ranks + 15) / 16;
+      } else {
+        const int counting = (blocks - push) * 16;
+        s.segment_tokens = std::max(32 / top_k, (ranks * tokens + counting - 1) / counting);
+        const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
+        s.layout_blocks = std::max(1, std::min(blocks - push, (segments + 15) / 16));
+      }
       run(
           what,
           [&](int r) {
@@ -174,7 +185,7 @@ int main(int argc, char** argv) {
             DispatchParams p{};
             p.call = call(r), p.routing = routing(r), p.schedule = s;
             p.element = fp8 ? Element::kByte : Element::kBf16;
-            p.wire = WireType::kNative;
+            p.wire = wire;
             p.known_positions = known;
             p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
             p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions,
@@ -186,7 +197,7 @@ int main(int argc, char** argv) {
           },
           blocks, push, parts);
     };
-    auto combine = [&](const char* what, int blocks, int push, int parts) {
+    auto combine = [&](const char* what, int blocks, int push, int parts, WireType wire = WireType::kNative) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.layout_blocks = 1, s.parts = parts, s.segment_tokens = 1;
       s.part_elements = (hidden / parts + 255) / 256 * 256;
@@ -196,7 +207,7 @@ int main(int argc, char** argv) {
             Rank& k = all[r];
             CombineParams p{};
             p.call = call(r), p.routing = routing(r), p.schedule = s;
-            p.element = Element::kBf16, p.wire = WireType::kNative;
+            p.element = Element::kBf16, p.wire = wire;
             p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.x;
             p.staging = PlanStaging(p.routing, s, p.element, p.wire, false);
             Describe(&p, true, 0, 0);
@@ -204,12 +215,27 @@ int main(int argc, char** argv) {
           },
           blocks, push, parts);
     };
-    if (tokens == 4096) {
+    if (tokens == 4096 && scan) {
+      for (int blocks : {32, 48, 64, 96, 132}) {
+        for (int push : {8, 12, 16, 24, 32, 48, 64}) {
+          if (push * 4 > blocks * 3) continue;
+          for (int parts : {1, 2}) {
+            dispatch("fp8 dispatch", true, false, blocks, push, parts);
+            dispatch("bf16, fp8 wire", false, false, blocks, push, parts, WireType::kFp8);
+            combine("combine fp8", blocks, push, parts, WireType::kFp8);
+          }
+          dispatch("bf16 dispatch", false, false, blocks, push, 1);
+          combine("combine", blocks, push, 1);
+        }
+      }
+    } else if (tokens == 4096) {
       dispatch("fp8 dispatch", true, false, 64, 16, 1);
       dispatch("fp8 dispatch", true, false, 64, 24, 1);
       dispatch("bf16 dispatch", false, false, 64, 16, 1);
+      dispatch("bf16, fp8 wire", false, false, 64, 24, 1, WireType::kFp8);
       combine("combine", 64, 32, 1);
       combine("combine", 32, 20, 1);
+      combine("combine fp8", 64, 24, 1, WireType::kFp8);
     } else {
       const int parts = tokens == 1 ? 8 : 4;
       dispatch("fp8 dispatch", true, false, 64, 32, parts);

@@ -20,11 +20,12 @@ LARGE = "--deepseek-v3 --tokens 4096"
 DECODE = "--mode low-latency --deepseek-v3 --repeats 9 --unroll 4"
 SWEEP = f"--mode sweep-sms {LARGE} --repeats 5"
 OWN = "--peers none --no-compare"
+PEERS = "padded all_to_all,all_gather + psum_scatter by token,ragged_all_to_all k=1,ragged_all_to_all k=64"
 
 GPU = {
     "fp8 dispatch, bf16 combine": f"{LARGE} --dtype float8_e4m3fn --operations dispatch,combine --peers none",
-    "bf16, against JAX's own": f"{LARGE} --inner 200 --repeats 3 --peers 'padded all_to_all,ragged_all_to_all'",
-    "decode 128": f"{DECODE} --tokens 128 --peers 'padded all_to_all,ragged_all_to_all'",
+    "bf16, against JAX's own": f"{LARGE} --inner 200 --repeats 3 --peers '{PEERS}'",
+    "decode 128": f"{DECODE} --tokens 128 --peers '{PEERS}'",
     "decode 128 fp8": f"{DECODE} --tokens 128 --dtype float8_e4m3fn --operations dispatch {OWN}",
     "fp8 dispatch by thread blocks": f"{SWEEP} --dtype float8_e4m3fn --operations dispatch {OWN}",
     "bf16 combine by thread blocks": f"{SWEEP} --operations combine {OWN}",

@@ -17,6 +17,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
+QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
 from xen_moe_jax.benchmark import jax_best  # noqa: E402
@@ -83,7 +85,9 @@ def file_tables(path: pathlib.Path) -> str:
 
 
 def spread(figures: list[float]) -> str:
-    """Median, and the smallest and the largest."""
+    """Median, and the smallest and the largest where there are several."""
+    if len(figures) == 1:
+        return f"{figures[0]:,.0f}"
     return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
 
 
@@ -99,7 +103,7 @@ def cpu_table(paths: list[pathlib.Path]) -> str:
         names = dict.fromkeys((row["name"], row["operation"]) for row in runs[0]["results"])
         parts += [
             f"### {path.stem}\n",
-            f"{len(runs)} processes, {content['pinned']}, {head['processor']}, load "
+            f"{len(runs)} process{'es' * (len(runs) > 1)}, {content['pinned']}, {head['processor']}, load "
             f"{min(r['machine']['load_average'][0] for r in runs):.1f} to "
             f"{max(r['machine']['load_average'][0] for r in runs):.1f}; jax {runs[0]['versions']['jax']}; "
             f"{runs[0]['time'][:10]}.\n",
@@ -113,7 +117,9 @@ def cpu_table(paths: list[pathlib.Path]) -> str:
             ]
             times = [row["us_median"] / 1e3 for row in rows]
             ratios = [row["times_own"] for row in rows if "times_own" in row]
-            ratio = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+            ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
+            if len(ratios) > 1:
+                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
             parts.append(f"| {name} | {operation} | {spread(times)} | {ratio} |")
         parts.append("")
     return "\n".join(parts)
@@ -169,14 +175,44 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
+def compared(operations: tuple[str, ...]) -> str:
+    """The lines of the comparison with JAX that are of these operations, from the newest file of it."""
+    files = sorted(RESULTS.glob("*jax_best*.json"))
+    if not files:
+        return "Not measured yet."
+    content = json.loads(files[0].read_text())
+    return "\n".join(
+        [
+            "| " + " | ".join(jax_best.COLUMNS) + " |",
+            "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
+            *(
+                "| " + " | ".join(jax_best.cells(line)) + " |"
+                for line in jax_best.compare(content)
+                if line.operation in operations
+            ),
+            "",
+            jax_best.goal_line(content),
+        ]
+    )
+
+
+def quoted(match: re.Match) -> str:
+    return f"<!-- generated: {match['name']} -->\n{QUOTES[match['name']]()}\n<!-- end -->"
+
+
+QUOTES = {"JAX round trips": lambda: compared(("round trip",)), "JAX operations": lambda: compared(jax_best.OPERATIONS)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    new = page()
+    new = {PAGE: page()} | {path: BLOCK.sub(quoted, path.read_text()) for path in QUOTING}
+    stale = [path for path, text in new.items() if not path.exists() or path.read_text() != text]
     if options.check:
-        return int(not PAGE.exists() or new != PAGE.read_text())
-    PAGE.write_text(new)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(new[path])
     return 0
 
 

@@ -30,7 +30,7 @@ from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from xen_moe_jax.benchmark import report
+from xen_moe_jax.benchmark import report, timing
 from xen_moe_jax.demo import text
 from xen_moe_jax.demo.model import LanguageModel, ModelConfig, next_byte_losses
 from xen_moe_jax.flax import MoEConfig, grouped_matmul
@@ -59,6 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--alignment", type=int, default=1)
     add("--remat", default="none", help="as MoEConfig.remat")
     add("--grouped-matmul", default="auto", help="as MoEConfig.grouped_matmul")
+    add("--lock", help="hold this file's lock while training: others may compile meanwhile")
     options = parser.parse_args(arguments)
     if min(options.layers, options.batch, options.steps, options.warm_up) < 1:
         parser.error("--layers, --batch, --steps and --warm-up must be at least 1")
@@ -157,8 +158,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready((state, moments, losses[-1]))
             return (time.perf_counter() - began) / steps
 
-        go(options.warm_up)
-        seconds = go(options.steps)
+        with timing.alone(options.lock):
+            go(options.warm_up)
+            seconds = go(options.steps)
     analysis = step.memory_analysis()
     peak = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
     flops = step_flops(config, tokens)

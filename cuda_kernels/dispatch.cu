@@ -3,9 +3,13 @@
 
 namespace xen_moe {
 
+int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream);  // low_latency_dispatch.cu
+
 int LaunchDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (p.schedule.low_latency) return LaunchLowLatencyDispatch(p, stream);
   if (p.wire != WireType::kNative) return LaunchQuantizedDispatch(p, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);
+  if (row_bytes % 16 == 0 && p.schedule.bulk) return LaunchBulkDispatch(p, stream);
   if (row_bytes % 16 == 0) return LaunchWith<CopyCodec<int4>>(p, stream);
   if (row_bytes % 4 == 0) return LaunchWith<CopyCodec<unsigned int>>(p, stream);
   if (row_bytes % 2 == 0) return LaunchWith<CopyCodec<unsigned short>>(p, stream);
@@ -17,6 +21,7 @@ int PreloadDispatch() {
   if (int e = Preload<CopyCodec<unsigned int>>()) return e;
   if (int e = Preload<CopyCodec<unsigned short>>()) return e;
   if (int e = Preload<CopyCodec<unsigned char>>()) return e;
+  if (int e = PreloadBulkDispatch()) return e;
   return PreloadQuantizedDispatch();
 }
 

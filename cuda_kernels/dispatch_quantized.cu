@@ -1,5 +1,6 @@
 // Dispatch of float rows that travel as fp8 or int8 and arrive in their own dtype.
 #include "dispatch.cuh"
+#include "quantize_codec.cuh"
 
 namespace xen_moe {
 namespace {

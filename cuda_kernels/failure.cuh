@@ -13,13 +13,15 @@
 
 namespace xen_moe {
 
-constexpr uint64_t kShowWaitingNs = 1000000;    // a wait that lasts longer is shown in `progress`, and again this often
-constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announcements, to see which one is odd
+constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
+constexpr uint64_t kDescriptorGraceNs = 100000000;  // for the operation that a failed rank has announced to be readable
+constexpr uint64_t kMismatchGraceNs = 1000000;      // for the other ranks' announcements, to see which one is odd
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
   char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
   char* data[kMaxRanks];  // and its data
+  uint64_t line_border;   // where lines begin in a half
   char* scratch;
   Control* control;
   Mailbox* mailbox;

@@ -69,12 +69,20 @@ __device__ __forceinline__ Octet Widen(const RawOctet<T>& raw) {
   for (int i = 0; i < kOctet; ++i) o.v[i] = ToFloat(values[i]);
   return o;
 }
+// Two values are rounded by one instruction where the GPU has one.
+__device__ __forceinline__ void RoundPair(float* to, float x, float y) { to[0] = x, to[1] = y; }
+__device__ __forceinline__ void RoundPair(__half* to, float x, float y) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+}
+__device__ __forceinline__ void RoundPair(__nv_bfloat16* to, float x, float y) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
+}
 template <class T>
 __device__ __forceinline__ RawOctet<T> Narrow(const Octet& o) {
   RawOctet<T> raw;
   T* values = reinterpret_cast<T*>(raw.bits);
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) values[i] = FromFloat<T>(o.v[i]);
+  for (int i = 0; i < kOctet; i += 2) RoundPair(values + i, o.v[i], o.v[i + 1]);
   return raw;
 }
 template <class T>
@@ -99,15 +107,16 @@ struct QuantizedOctet {
   float scale;
 };
 
-// The arithmetic of docs/internals.md, "Quantise". All 32 lanes call it.
+// The scale of 128 elements, and what they are multiplied by. Where one of them is not finite the scale is NaN and the
+// values are zero; `inverse` is then negative.
+struct BlockScale {
+  float scale, inverse;
+};
+// The arithmetic of docs/internals.md, "Quantise". `bits`: the largest magnitude's; they compare as integers: NaN >
+// infinity > every finite value.
 template <WireType kWire>
-__device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
+__device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
   constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
-  uint32_t bits = 0;  // magnitudes compare as integers: NaN > inf > every finite value
-#pragma unroll
-  for (int i = 0; i < kOctet; ++i) bits = max(bits, __float_as_uint(o.v[i]) & 0x7FFFFFFFu);
-#pragma unroll
-  for (int m = 8; m > 0; m >>= 1) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
   const bool finite = bits < 0x7F800000u;
   const float amax = fmaxf(__uint_as_float(bits), 1.262177448e-29f);  // 2^-96
   float scale = __fdiv_rn(amax, kQmax);
@@ -119,36 +128,52 @@ __device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
   } else {
     inverse = __fdiv_rn(kQmax, amax);
   }
-  QuantizedOctet q;
-  q.scale = finite ? scale : __uint_as_float(0x7FC00000u);
-  uint8_t bytes[kOctet];
+  return finite ? BlockScale{scale, inverse} : BlockScale{__uint_as_float(0x7FC00000u), -1.0f};
+}
+template <WireType kWire>
+__device__ __forceinline__ uint2 QuantizeBits(const Octet& o, float inverse) {
+  uint32_t words[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const float scaled = finite ? __fmul_rn(o.v[i], inverse) : 0.0f;
+  for (int i = 0; i < kOctet; i += 2) {
+    const float x = __fmul_rn(o.v[i], inverse), y = __fmul_rn(o.v[i + 1], inverse);
+    uint32_t pair;
     if constexpr (kWire == WireType::kInt8) {
-      bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(max(-127, min(127, __float2int_rn(scaled)))));
+      pair = (max(-127, min(127, __float2int_rn(x))) & 0xFF) | (max(-127, min(127, __float2int_rn(y))) & 0xFF) << 8;
     } else {
-      bytes[i] = __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
+      pair = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
     }
+    words[i / 4] |= pair << (8 * (i & 3));
   }
-  q.bits.x = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
-  q.bits.y = bytes[4] | bytes[5] << 8 | bytes[6] << 16 | static_cast<uint32_t>(bytes[7]) << 24;
-  return q;
+  const uint32_t finite = inverse > 0.0f ? 0xFFFFFFFFu : 0u;
+  return make_uint2(words[0] & finite, words[1] & finite);
+}
+// All 32 lanes call it.
+template <WireType kWire>
+__device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) bits = max(bits, __float_as_uint(o.v[i]) & 0x7FFFFFFFu);
+#pragma unroll
+  for (int m = 8; m > 0; m >>= 1) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
+  const BlockScale block = ScaleOf<kWire>(bits, ue8m0);
+  return {QuantizeBits<kWire>(o, block.inverse), block.scale};
 }
 
 template <WireType kWire>
 __device__ __forceinline__ Octet Dequantize(const QuantizedOctet& q) {
   Octet o;
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const uint8_t byte = static_cast<uint8_t>((i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)));
-    float value;
+  for (int i = 0; i < kOctet; i += 2) {
+    const uint32_t pair = (i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)) & 0xFFFF;
+    float2 values;
     if constexpr (kWire == WireType::kInt8) {
-      value = static_cast<float>(static_cast<int8_t>(byte));
+      values.x = static_cast<float>(static_cast<int8_t>(pair));
+      values.y = static_cast<float>(static_cast<int8_t>(pair >> 8));
     } else {
-      value = __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+      values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3)));
     }
-    o.v[i] = __fmul_rn(value, q.scale);
+    o.v[i] = __fmul_rn(values.x, q.scale);
+    o.v[i + 1] = __fmul_rn(values.y, q.scale);
   }
   return o;
 }

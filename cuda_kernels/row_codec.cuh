@@ -1,4 +1,5 @@
-// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantised on the way (QuantizeCodec).
+// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantised on the way (QuantizeCodec,
+// quantize_codec.cuh).
 //
 // A codec has
 //   Push(p, token, part, targets)   from x to the wire row at each target (peers' staging areas)
@@ -42,6 +43,12 @@ struct Rows {
   const int* list;
   int count;
 };
+
+// Before the first and after the last row of a kernel, by all threads.
+template <class Codec>
+__device__ __forceinline__ void BeginRows(Codec*) {}
+template <class Codec>
+__device__ __forceinline__ void EndRows(Codec*) {}
 
 template <class Vec>
 struct CopyCodec {
@@ -98,6 +105,10 @@ struct CopyCodec {
     Copy(values + first, n, [&](auto store) {
       for (int i = 0; i < rows.count; ++i) store(static_cast<Vec*>(p.rows) + rows.list[i] * stride + first);
     });
+    PlaceScales(p, scales, part, rows);
+  }
+  __device__ __forceinline__ static void PlaceScales(const DispatchParams& p, const float* scales, Range part,
+                                                     const Rows& rows) {
     if (p.row_scales) {
       const int lane = threadIdx.x & 31;
       const int blocks = ScaleBlocks(p.routing.hidden);
@@ -113,66 +124,6 @@ struct CopyCodec {
   }
   __device__ static void PlaceOwn(const DispatchParams& p, int token, Range part, const Rows& rows) {
     Place(p, Row(p, token), p.scales + static_cast<int64_t>(token) * ScaleBlocks(p.routing.hidden), part, rows);
-  }
-};
-
-template <class X, WireType kWire>
-struct QuantizeCodec {
-  static constexpr int kSteps = 4;  // warp steps whose loads are in flight together
-
-  __device__ __forceinline__ static bool Vector(const DispatchParams& p) { return p.routing.hidden % kOctet == 0; }
-
-  __device__ static void Push(const DispatchParams& p, int token, Range part, const Targets& targets) {
-    const int lane = threadIdx.x & 31, hidden = p.routing.hidden;
-    const X* row = static_cast<const X*>(p.x) + static_cast<int64_t>(token) * hidden;
-    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
-      RawOctet<X> raw[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        raw[i] = LoadOctet(row, base + i * kWarpElements + lane * kOctet, part.end, Vector(p));
-      }
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const QuantizedOctet q = Quantize<kWire>(Widen(raw[i]), p.ue8m0);
-        const int e = base + i * kWarpElements + lane * kOctet;
-        targets.ForEach([&](char* wire) { StoreQuantized(wire, p.staging.scale_offset, e, part.end, q); });
-      }
-    }
-  }
-  __device__ __forceinline__ static void Store(const DispatchParams& p, int e, int end, const QuantizedOctet& q,
-                                               const Rows& rows) {
-    const RawOctet<X> raw = Narrow<X>(Dequantize<kWire>(q));
-    for (int i = 0; i < rows.count; ++i) {
-      X* row = static_cast<X*>(p.rows) + static_cast<int64_t>(rows.list[i]) * p.routing.hidden;
-      StoreOctet(row, e, end, Vector(p), raw);
-    }
-  }
-  __device__ static void PlaceStaged(const DispatchParams& p, const char* wire_row, Range part, const Rows& rows) {
-    const int lane = threadIdx.x & 31;
-    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
-      QuantizedOctet q[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        q[i] = LoadQuantized(wire_row, p.staging.scale_offset, base + i * kWarpElements + lane * kOctet, part.end);
-      }
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) Store(p, base + i * kWarpElements + lane * kOctet, part.end, q[i], rows);
-    }
-  }
-  __device__ static void PlaceOwn(const DispatchParams& p, int token, Range part, const Rows& rows) {
-    const int lane = threadIdx.x & 31;
-    const X* row = static_cast<const X*>(p.x) + static_cast<int64_t>(token) * p.routing.hidden;
-    for (int base = part.begin; base < part.end; base += kSteps * kWarpElements) {
-      RawOctet<X> raw[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        raw[i] = LoadOctet(row, base + i * kWarpElements + lane * kOctet, part.end, Vector(p));
-      }
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        Store(p, base + i * kWarpElements + lane * kOctet, part.end, Quantize<kWire>(Widen(raw[i]), p.ue8m0), rows);
-      }
-    }
   }
 };
 

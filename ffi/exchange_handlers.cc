@@ -15,24 +15,29 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
                                        std::to_string(wanted));
   }
   const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(0);
-  if (operand.size_bytes() != p.operand_units * p.unit_bytes || output->size_bytes() != p.output_units * p.unit_bytes) {
+  const bool first = !plan->checked.load(std::memory_order_acquire);  // see CheckOnce
+  if (first && (operand.size_bytes() != p.operand_units * p.unit_bytes ||
+                output->size_bytes() != p.output_units * p.unit_bytes)) {
     return ffi::Error::InvalidArgument(
         "xen_moe_jax: operand of " + std::to_string(operand.size_bytes()) + " and output of " +
         std::to_string(output->size_bytes()) + " bytes do not match operand_units " + std::to_string(p.operand_units) +
         ", output_units " + std::to_string(p.output_units) + ", unit_bytes " + std::to_string(p.unit_bytes));
   }
+  ffi::Error error = CheckOnce(plan, [&] {
+    static const char* const names[] = {"input_offsets", "send_sizes", "output_offsets", "recv_sizes"};
+    std::vector<Expected> all;
+    for (size_t i = 0; plan->ragged && i < 4; ++i) {
+      all.push_back({names[i], *args.get<ffi::AnyBuffer>(2 + i), ffi::S32, {p.ranks}});
+    }
+    return all;
+  });
+  if (!error.success()) return error;
   p.operand = static_cast<const char*>(operand.untyped_data());
   p.output = static_cast<char*>(output->untyped_data());
   if (plan->ragged) {
     const int** targets[] = {&p.input_offsets, &p.send_sizes, &p.output_offsets, &p.recv_sizes};
-    static const char* const names[] = {"input_offsets", "send_sizes", "output_offsets", "recv_sizes"};
     for (size_t i = 0; i < 4; ++i) {
-      const ffi::AnyBuffer sizes = *args.get<ffi::AnyBuffer>(2 + i);
-      if (ffi::Error e = CheckBuffer(names[i], sizes.element_type(), sizes.dimensions(), ffi::S32, {p.ranks});
-          !e.success()) {
-        return e;
-      }
-      *targets[i] = static_cast<const int*>(sizes.untyped_data());
+      *targets[i] = static_cast<const int*>(args.get<ffi::AnyBuffer>(2 + i)->untyped_data());
     }
     const ffi::AnyBuffer initial = *args.get<ffi::AnyBuffer>(1);
     if (initial.untyped_data() != output->untyped_data()) {

@@ -75,7 +75,11 @@ std::string FailureText(const ErrorRecord& record, int channel, bool across, boo
       break;
     case Cause::kMismatch:
       text += what + " failed: the ranks run different operations under this number. " + root + " runs " +
-              OperationText(record.of_rank) + "; " + other + " runs " + shapes + "." + poisoned +
+              OperationText(record.of_rank) + "; " + other + " runs " + shapes + "." +
+              (OperationText(record.of_rank) == shapes && record.of_rank.site != record.of_other.site
+                   ? " These are two calls of the same shapes, at different places of a program or of two programs."
+                   : "") +
+              poisoned +
               ". Every rank must run the same operations in the same order, with the same `active`; operations that "
               "may run at the same time need a KernelConfig.channel each. Correct the program" +
               again;

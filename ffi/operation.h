@@ -82,6 +82,9 @@ ffi::Error ToError(const MemoryError& e);
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
                                             const Needs& needs, int blocks, double seconds, bool flight, bool masked);
 uint32_t NextCallId();
+// Descriptor::site and what follows from it. Devices of one process share the plan, so its own number tells it from
+// every other; between processes it is the number that Python gave the call.
+void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call);
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
 inline int RanksOf(const CombineParams& p) { return p.routing.ranks; }
@@ -104,6 +107,7 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     plan->workspace =
         PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
                          plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
+    NameSite(attributes, *plan->workspace, RanksOf(plan->params), &plan->params.call);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }
@@ -113,6 +117,27 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
 // Success, or an error that names the buffer, what it is and what it must be.
 ffi::Error CheckBuffer(const char* name, ffi::DataType given, ffi::Span<const int64_t> given_dims, ffi::DataType dtype,
                        const std::vector<int64_t>& dims);
+
+struct Expected {
+  template <class Buffer>
+  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
+      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
+  const char* name;
+  ffi::DataType given;
+  ffi::Span<const int64_t> dims;
+  ffi::DataType dtype;
+  std::vector<int64_t> shape;
+};
+// At the first call of a call site: the shapes of its buffers never change.
+template <class MakeExpected>
+ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
+  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
+  for (const Expected& e : expected()) {
+    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
+  }
+  plan->checked.store(true, std::memory_order_release);
+  return ffi::Error::Success();
+}
 
 // The member of this device, ready to launch on, or an error. `*launching` is held until the launch is made.
 ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,

@@ -28,42 +28,23 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
-struct Expected {
-  template <class Buffer>
-  Expected(const char* name, const Buffer& buffer, ffi::DataType dtype, std::vector<int64_t> shape)
-      : name(name), given(buffer.element_type()), dims(buffer.dimensions()), dtype(dtype), shape(std::move(shape)) {}
-  const char* name;
-  ffi::DataType given;
-  ffi::Span<const int64_t> dims;
-  ffi::DataType dtype;
-  std::vector<int64_t> shape;
-};
-// At the first call of a call site: the shapes of its buffers never change.
-template <class MakeExpected>
-ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
-  if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
-  for (const Expected& e : expected()) {
-    if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
-  }
-  plan->checked.store(true, std::memory_order_release);
-  return ffi::Error::Success();
-}
-
 // Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.
 constexpr size_t kHeld = 2;
 
-// x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, [local_idx]
+// x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, clean topk_idx,
+// [local_idx]
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
                     Floats2 scales, Ints2 topk_idx, Floats2 topk_weights, Bools active,
                     ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::AnyBuffer> row_scales, IntsOut3 positions,
-                    IntsOut2 recv_counts, ffi::Result<ffi::AnyBuffer> weights, ffi::RemainingRets rest) {
+                    IntsOut2 recv_counts, ffi::Result<ffi::AnyBuffer> weights, IntsOut2 clean_topk_idx,
+                    ffi::RemainingRets rest) {
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   const bool ranked = r.layout == Layout::kRanked;
   const size_t others = ranked + (plan->flight ? kHeld : 0);
   if (rest.size() != others) {
-    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(5 + rest.size()) + " results, not " +
-                                       std::to_string(5 + others));
+    return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(6 + rest.size()) + " results, not " +
+                                       std::to_string(6 + others));
   }
   if (ranked) p.local_idx = static_cast<int*>((*rest.get<ffi::AnyBuffer>(0))->untyped_data());
   ffi::Error error = CheckOnce(plan, [&] {
@@ -77,7 +58,8 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
                               {"row_scales", *row_scales, ffi::F32, RowsShape(r, columns)},
                               {"positions", *positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
                               {"recv_counts", *recv_counts, ffi::S32, {r.ranks, r.local_experts}},
-                              {"weights", *weights, ffi::F32, WeightsShape(r)}};
+                              {"weights", *weights, ffi::F32, WeightsShape(r)},
+                              {"clean topk_idx", *clean_topk_idx, ffi::S32, {r.tokens, r.top_k}}};
     if (ranked) all.push_back({"local_idx", **rest.get<ffi::AnyBuffer>(0), ffi::S32, WeightsShape(r)});
     return all;
   });
@@ -92,6 +74,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.positions = positions->typed_data();
   p.recv_counts = recv_counts->typed_data();
   p.weights = static_cast<float*>(weights->untyped_data());
+  p.clean_topk_idx = clean_topk_idx->typed_data();
   return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
     p.call.control = member.control;
     p.call.mailbox = member.mailbox;
@@ -202,6 +185,7 @@ auto DispatchArguments() {
       .Ret<ffi::BufferR3<ffi::S32>>()
       .Ret<ffi::BufferR2<ffi::S32>>()
       .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::BufferR2<ffi::S32>>()
       .RemainingRets();
 }
 auto RedispatchArguments() {

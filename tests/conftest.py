@@ -21,6 +21,8 @@ pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformanc
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
+from tests.support.thorough import is_thorough, not_there  # noqa: E402
+
 # A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("suite")
@@ -61,3 +63,14 @@ def dp_mesh():
 @pytest.fixture(scope="session")
 def dp_tp_mesh():
     return _mesh((2, 2, 2), ("dp", "ep", "tp"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if is_thorough(item.nodeid):
+            item.add_marker(pytest.mark.thorough)
+    if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
+        missing = not_there([item.nodeid for item in items])
+        if missing:
+            raise pytest.UsageError(f"tests/support/thorough.py names tests that are not there: {missing}")

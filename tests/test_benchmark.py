@@ -417,6 +417,7 @@ def test_every_command_of_the_suites_parses():
         parsed = options.build_parser().parse_args(shlex.split(line))
         options.check(parsed)
         assert options.workload(parsed, 4).tokens > 0
+        assert set(options.peer_names(parsed) or ()) <= set(peers.PEERS), line
 
 
 # ----------------------------------------------------------------------------------------------------- decode step
@@ -433,8 +434,7 @@ def test_a_decode_step_end_to_end(tmp_path):
     assert {row["tokens"] for row in document["results"]} == {1, 5}
     for row in document["results"]:
         own = row["name"] == "xen_moe_jax"
-        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.05
-        assert (row["relative_error"] == 0.0) or not own
+        assert row["replays"] == (9 if own else 6) and row["wrong"] == 0 and row["relative_error"] < 0.1
     assert "9, 0 wrong" in done.stdout and "us a layer" in done.stdout
 
 
@@ -448,13 +448,14 @@ def small_step():
     problem = make_problem(dataclasses.replace(SMALL, experts=7, tokens=3))
     weights = decode_step.make_weights(problem.work, problem.mesh, layers=2, width=8)
     own = programs.own_round_trip(problem.work, problem.caps, REFERENCE)
-    return decode_step.compile_step("own", own, problem, weights), weights
+    return decode_step.lower_step("own", own, problem, weights)(), weights
 
 
 def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
     step, weights = small_step
-    truth, _ = decode_step.first_results(step, weights)
-    assert decode_step.measure(step, weights, truth, 8)["wrong"] == 0
+    truth = decode_step.plain_results(step.problem, weights, REFERENCE)
+    row = decode_step.measure(step, weights, truth, 8)
+    assert row["wrong"] == 0 and row["relative_error"] < 0.02
     genuine = decode_step.first_results
 
     def one_bit_off(step, weights):

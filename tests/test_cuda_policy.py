@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -63,6 +64,38 @@ def test_mode_says_how_fine_rows_are_cut():
     assert parts[0] == 1 and parts[0] < parts[1] < parts[2]
 
 
+def test_small_batches_take_the_low_latency_kernels():
+    def takes(tokens: int, hidden: int = 7168, dtype=jnp.bfloat16, mode: str = "auto", **kw) -> bool:
+        wire, combine = kw.pop("wire", None), kw.pop("combine", False)
+        return schedule.takes_lines(
+            spec(tokens, **kw), hidden, dtype, xm.KernelConfig(mode=mode), wire=wire, combine=combine
+        )
+
+    for combine in (False, True):
+        assert takes(1, combine=combine) and takes(128, combine=combine)
+        assert not takes(4096, combine=combine) and not takes(128, mode="throughput", combine=combine)
+        assert not takes(128, hidden=130, combine=combine), "a row of 260 bytes"
+        assert not takes(128, top_k=16, combine=combine)
+        assert not takes(128, wire=Wire("float8_e4m3fn", "float32"), combine=combine)
+        assert takes(512, ranks=2, mode="low_latency", combine=combine)
+        assert not takes(8192, mode="low_latency", combine=combine)
+    assert takes(128, dtype=jnp.float8_e4m3fn) and not takes(128, hidden=7168 + 128, dtype=jnp.float8_e4m3fn), "scales"
+    two_axes = Spec(("dcn", "ep"), (2, 2), 256, 128, 8, "grouped", 4096)
+    assert schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None)
+    assert not schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None, combine=True)
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["rows", "lines"])
+def test_low_latency_blocks_have_roles(lines):
+    for sms in (1, 2, 5, 64, 96, 132):
+        for plan in (schedule.dispatch, schedule.combine):
+            cut = plan(spec(64), 7168, xm.KernelConfig(num_sms=sms), 132, lines=lines)
+            assert cut.low_latency == lines and cut.blocks == sms
+            assert 1 <= cut.push_blocks <= sms and 1 <= cut.layout_blocks <= sms
+            if lines and sms >= 5:
+                assert cut.push_blocks + cut.layout_blocks < sms, "nobody left to receive"
+
+
 @pytest.mark.parametrize("hidden", [2048, 7168])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_memory_stays_within_the_bound(ranks, hidden):
@@ -92,6 +125,41 @@ def test_lowered_program_carries_groups_and_sizes():
     wanted = {"ranks": 2, "num_tokens": 16, "hidden": 256, "top_k": 2, "num_experts": 8, "channel": 3, "dtype": 0}
     assert {name: int(attributes[name]) for name in wanted} == wanted
     assert "devices = dense<[-1, -2, -3, -4]>" in dispatch
+
+
+def sites_of(function, name: str) -> list[str]:
+    """The site of each dispatch in the program of `function`, lowered for CUDA."""
+    mesh = jax.make_mesh((2,), ("ep",))
+
+    def body(x, idx, weights):
+        return function(lambda rows: xm.dispatch(rows, idx, weights, num_experts=8, axis_name="ep").x, x)
+
+    shapes = [
+        jax.ShapeDtypeStruct((2 * 16, n), dtype, sharding=NamedSharding(mesh, P("ep")))
+        for n, dtype in ((256, jnp.bfloat16), (2, jnp.int32), (2, jnp.float32))
+    ]
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3, out_specs=P("ep"))
+    mapped.__name__ = name
+    text = jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@xen_moe_dispatch(" in line]
+    return [re.search(r"site = (-?\d+) : i64", line).group(1) for line in calls]
+
+
+def twice(dispatch, x):
+    return dispatch(x), dispatch(-x)
+
+
+def test_two_calls_of_the_same_shapes_are_two_sites():
+    sites = sites_of(twice, "step")
+    assert len(sites) == 2 and len(set(sites)) == 2 and all(0 < int(s) < 2**32 for s in sites)
+
+
+def test_a_site_is_the_same_in_every_process_and_another_in_another_program():
+    """From the program alone: no address, no hash that changes from run to run, no count of what else was traced."""
+    first = sites_of(twice, "step")
+    sites_of(lambda dispatch, x: dispatch(x), "something_else")
+    assert sites_of(twice, "step") == first
+    assert not set(sites_of(twice, "another_step")) & set(first)
 
 
 def test_too_many_ranks_are_refused_with_a_remedy():

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
-from tests.support.conformance import ragged_operands
+from tests.support.conformance import in_pieces, ragged_operands
 
 RANKS, BATCH = 4, 3
 
@@ -40,20 +40,6 @@ def batches(shared_segments: bool):
 
 
 # -- several segments for each peer ------------------------------------------------------------------------------------
-def in_pieces(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes):
-    """The same exchange with every segment cut into three, one of them empty: arrays of `[R, 3 * R]`."""
-
-    def cut(offsets, sizes):
-        bounds = np.stack([0 * sizes, sizes // 2, sizes // 2, sizes], axis=-1)
-        starts, lengths = offsets[..., None] + bounds[..., :-1], np.diff(bounds, axis=-1)
-        return [a.reshape(len(sizes), -1).astype(np.int32) for a in (starts, lengths)]
-
-    (sent, sizes), (landing, _), (_, received) = (
-        cut(input_offsets, send_sizes), cut(output_offsets, send_sizes), cut(output_offsets, recv_sizes)
-    )  # fmt: skip
-    return operand, output, sent, sizes, landing, received
-
-
 def test_several_segments_for_each_peer(mesh4):
     """As one segment, as the oracle says, and linear: the gradient is the transpose."""
     whole = ragged_operands(np.random.default_rng(7), RANKS, "random", (5,), "float32")

@@ -49,6 +49,11 @@ def _the_cache_changes_nothing(relative_difference):
     assert relative_difference < 1e-4
 
 
+@checks("dual_batch")
+def _the_schedule_changes_nothing(report):
+    assert {kind: result["different elements"] for kind, result in report.items()} == {"decode": 0, "training": 0}
+
+
 @checks("prefill_decode")
 def _two_processes_say_what_one_says(result):
     assert result["lost"] == ["prefill-0"]

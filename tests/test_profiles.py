@@ -291,6 +291,9 @@ def test_autotune_command_end_to_end(tmp_path, capsys):
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("xen_moe_jax.benchmark.command.start_jax", lambda options: None)
+        patch.setattr(
+            "xen_moe_jax.benchmark.tuning.candidates", lambda base, *_: [base, xm.KernelConfig(chunk_tokens=4)]
+        )
         assert tuning_command.main([*sizes, "--output", str(path)]) == 0
     entries = _profiles.read(path)
     assert [e["workload"]["dtype"] for e in entries] == ["bfloat16", "float8_e4m3fn"]

@@ -146,7 +146,7 @@ def random_calls_commands(context: Context, calls: int, seconds: float) -> list[
 
 def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) -> list[list[str]]:
     script = [sys.executable, str(ROOT / "tests" / "gpu" / "chaos.py"), "--ranks", str(context.gpus)]
-    limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds)]
+    limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds), "--together", "6"]
     return [[*script, *limits, "--json", str(context.out / "chaos-figures.json")]]
 
 

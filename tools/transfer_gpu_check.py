@@ -28,6 +28,12 @@ MIB = 1 << 20
 CHECKS = ("whole", "pages", "host", "read", "push", "large", "killed_writer")  # The last one ends the writer.
 
 
+def use_gpus(numbers):
+    import jax
+
+    jax.config.update("jax_cuda_visible_devices", numbers)
+
+
 def writer(descriptor):
     """The process of GPU 0, told what to do by messages."""
     import jax
@@ -93,10 +99,7 @@ class Checks:
         self.out, self.gib, self.cpu = out, gib, jax.default_backend() == "cpu"
         self.engine = xt.Engine(name="receiver")
         self.figures = {"devices": [str(d) for d in jax.local_devices()]}
-        environment = os.environ | {"JAX_CUDA_VISIBLE_DEVICES": "0"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--writer", self.engine.descriptor.hex()], env=environment
-        )
+        self.process = subprocess.Popen([sys.executable, __file__, "--writer", self.engine.descriptor.hex()])
         self.peer = self.engine.peer("writer", 120)
 
     def ask(self, **order):
@@ -117,9 +120,12 @@ class Checks:
 
         if not self.cpu:
             array = self.jax.numpy.zeros(1 << 20)
-            self.figures["memory of the default allocator can be mapped"] = _device.is_shareable(
-                array.unsafe_buffer_pointer()
-            )
+            pointer = array.unsafe_buffer_pointer()
+            self.figures["JAX's memory"] = {
+                "can be mapped": _device.is_shareable(pointer),
+                "handle types": _device.handle_types(pointer),
+                "JAX's number, CUDA's": [array.device.local_hardware_id, _device.ordinal(array.device)],
+            }
         for size in (4096, 1 * MIB, 128 * MIB):
             name = f"whole{size}"
             window = self.window(name, (size,))
@@ -221,11 +227,12 @@ def main():
     parser.add_argument("--writer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.writer:
+        use_gpus("0")
         writer(bytes.fromhex(options.writer))
         return 0
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_CUDA_VISIBLE_DEVICES"] = "1"
+    use_gpus("1")
     options.out.mkdir(parents=True, exist_ok=True)
     checks = Checks(options.out, options.gib)
     failed = []
@@ -239,7 +246,6 @@ def main():
             print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
     checks.process.kill()
     checks.engine.close()
-    del os.environ["JAX_CUDA_VISIBLE_DEVICES"]
     try:
         if "benchmark" in chosen:
             checks.benchmark()

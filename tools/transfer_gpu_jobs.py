@@ -28,8 +28,13 @@ PROMPT, STEPS = 500, 24
 def start(options, descriptor):
     """The other process of a job, on the first two GPUs; this one has the last two."""
     command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib)]
-    environment = os.environ | {"JAX_CUDA_VISIBLE_DEVICES": "0,1"}
-    return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])], env=environment)
+    return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])])
+
+
+def use_gpus(numbers):
+    import jax
+
+    jax.config.update("jax_cuda_visible_devices", numbers)
 
 
 def mesh(name):
@@ -269,9 +274,10 @@ def main():
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     if options.other:
+        use_gpus("0,1")
         {"prefill": prefill_other, "weights": weights_other}[options.job](bytes.fromhex(options.other), options)
         return 0
-    os.environ["JAX_CUDA_VISIBLE_DEVICES"] = "2,3"
+    use_gpus("2,3")
     figures, whole = {"prefill": prefill_job, "weights": weights_job}[options.job](options)
     print(json.dumps({"job": options.job, "whole": whole} | figures, indent=1))
     return 0 if whole else 1

@@ -7,6 +7,7 @@ counts as an unused slot, and so do all entries of a rank that is out itself. Ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,3 +65,14 @@ def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
     first, topk_idx, positions, recv_counts, active, *rest = operands
     topk_idx, positions = entries(topk_idx, active, spec), positions_of(positions, active, spec)
     return [first, topk_idx, positions, recv_counts, *rest]
+
+
+def zero_left_out(rows: jax.Array, operands: Sequence[Any], spec: Spec) -> jax.Array:
+    """Rows of a redispatch that the handle knows and nobody sends: its counts say that they are in use, so zero."""
+    positions, active = operands[2], operands[4]
+    if not given(active):
+        return rows
+    num_rows = math.prod(spec.row_dims)
+    lost = (positions >= 0) & (positions_of(positions, active, spec) < 0)
+    left_out = jnp.zeros(num_rows, jnp.bool_).at[jnp.where(lost, positions, num_rows)].set(True, mode="drop")
+    return jnp.where(left_out.reshape(*spec.row_dims, 1), jnp.zeros((), rows.dtype), rows)

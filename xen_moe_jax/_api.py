@@ -81,7 +81,6 @@ def dispatch(
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)
     return routed(
         primitives.Dispatched(*results),
-        prepared.topk_idx,
         prepared.static.spec,
         active=prepared.handle_active,
         withheld=prepared.withheld,
@@ -90,7 +89,6 @@ def dispatch(
 
 def routed(
     out: primitives.Dispatched,
-    topk_idx: jax.Array,
     spec: Spec,
     *,
     active: jax.Array | None = None,
@@ -98,7 +96,6 @@ def routed(
 ) -> Routed:
     """The public result of a dispatch; its arrays carry `checkpoint_name`s. `withheld`: rows that did not leave."""
     out = out.named()
-    topk_idx = checkpoint_name(topk_idx, primitives.HANDLE)
     ranked = spec.layout == "ranked"
     if ranked:
         counts = _layout.ranked_counts(out.recv_counts, out.local_idx, spec)
@@ -112,7 +109,7 @@ def routed(
         weights=None if ranked else out.weights,
         topk_idx=out.local_idx,
         topk_weights=out.weights if ranked else None,
-        handle=Handle(topk_idx, out.positions, out.recv_counts, out.weights, spec, active),
+        handle=Handle(out.topk_idx, out.positions, out.recv_counts, out.weights, spec, active),
     )
 
 

@@ -248,9 +248,9 @@ def _link_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    topk_idx, _, active = primals[2:5]
+    active = primals[4]
     out = Dispatched(*dispatch_done_p.bind(*primals, **params)).named()
-    handle = (topk_idx, out.positions, out.recv_counts, active)
+    handle = (out.topk_idx, out.positions, out.recv_counts, active)
     if not _lands_in_results(params):
         rows_dot = whole.rows_tangent(out.rows, tangents[0], tangents[1], handle, params)
     elif type(tangents[-1]) is ad.Zero:
@@ -262,7 +262,7 @@ def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     results = [a for a in out if a is not None]
     dots = [whole.zero(a) for a in results]
     dots[0] = rows_dot
-    dots[4] = whole.weights_tangent(results[2:], tangents[3], topk_idx, active, params)
+    dots[4] = whole.weights_tangent(results[2:], tangents[3], active, params)
     return results, dots
 
 

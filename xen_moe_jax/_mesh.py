@@ -70,16 +70,23 @@ def platform() -> str:
 
 
 _lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+_lowering_site: contextvars.ContextVar[int] = contextvars.ContextVar("site", default=0)
 
 
 @contextlib.contextmanager
-def lowering_for(mesh: Any) -> Iterator[None]:
-    """Inside it, `lowering_mesh()` is `mesh`."""
-    token = _lowering_mesh.set(mesh)
+def lowering_for(mesh: Any, site: int) -> Iterator[None]:
+    """Inside it, `lowering_mesh()` is `mesh` and `lowering_site()` is `site`."""
+    tokens = _lowering_mesh.set(mesh), _lowering_site.set(site)
     try:
         yield
     finally:
-        _lowering_mesh.reset(token)
+        _lowering_mesh.reset(tokens[0])
+        _lowering_site.reset(tokens[1])
+
+
+def lowering_site() -> int:
+    """Tells the operation that is being lowered from others of its shapes: uint32, the same in every process."""
+    return _lowering_site.get()
 
 
 def lowering_mesh() -> Any:

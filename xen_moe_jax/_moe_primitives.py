@@ -31,6 +31,7 @@ class Dispatched(NamedTuple):
     positions: Any
     recv_counts: Any
     weights: Any
+    topk_idx: Any
     local_idx: Any = None
 
     def named(self) -> Dispatched:
@@ -45,7 +46,7 @@ class Dispatched(NamedTuple):
 # Operands: docs/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
 dispatch_p = declare("dispatch", _shapes.dispatch, mask=_active.mask_dispatch)
 combine_p = declare("combine", _shapes.combine, mask=_active.mask_handle)
-redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle)
+redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle, finish=_active.zero_left_out)
 
 
 # -- derivatives of a dispatch -----------------------------------------------------------------------------------------
@@ -82,10 +83,10 @@ def _for_gradients(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "wire": params["gradient_wire"]}
 
 
-def weights_tangent(known: Any, topk_weights_dot: Any, topk_idx: Any, active: Any, params: Any) -> Any:
+def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any) -> Any:
     """Tangent of the rows' router weights: one number per (token, slot), sent to where its row went. `known`: results
     of the dispatch from the positions on."""
-    positions, recv_counts, weights, *local_idx = known
+    positions, recv_counts, weights, topk_idx, *local_idx = known
     if are_zero(topk_weights_dot):
         return zero(weights)
     spec: Spec = params["spec"]
@@ -130,16 +131,16 @@ def _weights_tangent_by_rows(topk_weights_dot: Any, handle: Any, local_idx: Any,
 
 
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    spec, active = params["spec"], primals[4]
-    topk_idx = _active.entries(_layout.sanitize(primals[2], spec.num_experts), active, spec)
+    active = primals[4]
     x_dot, scales_dot, _, weights_dot, _ = tangents
     # what the tangent needs is named, so that a policy that saves the names does not dispatch again
     out = Dispatched(*dispatch_p.bind(*primals, **params)).named()
-    rows_dot = rows_tangent(out.rows, x_dot, scales_dot, (topk_idx, out.positions, out.recv_counts, active), params)
+    handle = out.topk_idx, out.positions, out.recv_counts, active
+    rows_dot = rows_tangent(out.rows, x_dot, scales_dot, handle, params)
     results = [a for a in out if a is not None]
     dots = [zero(a) for a in results]
     dots[0] = rows_dot
-    dots[4] = weights_tangent(results[2:], weights_dot, topk_idx, active, params)
+    dots[4] = weights_tangent(results[2:], weights_dot, active, params)
     return results, dots
 
 

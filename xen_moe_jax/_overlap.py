@@ -82,7 +82,6 @@ def dispatch_start(
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
         whole = _api.routed(
             primitives.Dispatched(*results),
-            prepared.topk_idx,
             static.spec,
             active=prepared.handle_active,
             withheld=prepared.withheld,
@@ -103,10 +102,9 @@ def dispatch_done(flight: Flight) -> Routed:
     if not isinstance(state, DispatchInFlight):
         return state
     results = halves.dispatch_done_p.bind(*state.operands, *state.in_flight, **state.static.params)
-    _, _, topk_idx, _, active = state.operands
+    *_, active = state.operands
     return _api.routed(
         primitives.Dispatched(*results),
-        topk_idx,
         state.static.spec,
         active=active if _active.given(active) else None,
         withheld=state.withheld,

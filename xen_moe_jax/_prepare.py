@@ -35,7 +35,8 @@ class PreparedDispatch(NamedTuple):
     """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`.
 
     `given_topk_idx`: as the caller gave it, int32; the operand of a dispatch, which treats what is out of range itself.
-    So a kernel need not wait for the sanitised one, which goes into the handle and has -1 for what `active` leaves out.
+    It also returns it sanitised, with -1 for what `active` leaves out: so nothing else need run before a dispatch. The
+    start of a dispatch in halves takes `topk_idx`.
     `active`: bool `[R]` or `[0]`; `withheld`: rows that stay at home for it, None where it is `[0]`.
     """
 

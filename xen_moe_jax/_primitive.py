@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,16 +28,23 @@ NOT_FOR_BACKENDS = ("gradient_wire",)
 
 
 def declare(
-    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], *, mask: Callable[..., Sequence[Any]] | None = None
+    operation: str,
+    shapes: Callable[..., Sequence[ShapeDtype]],
+    *,
+    mask: Callable[..., Sequence[Any]] | None = None,
+    finish: Callable[..., Any] | None = None,
 ) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
-    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it.
+    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it; `finish(results,
+    operands, spec)` then completes what it returns.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(operation, platform, mask), platform=platform)
+        # not cacheable: two equal calls are two sites
+        lowering = _lowering(operation, platform, mask, finish)
+        mlir.register_lowering(primitive, lowering, platform=platform, cacheable=False)
     _declared.append(primitive)
     return primitive
 
@@ -48,7 +56,7 @@ def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         return _lower(ctx, operands, _plain_avals(ctx), functools.partial(function, **params))
 
-    mlir.register_lowering(primitive, rule)
+    mlir.register_lowering(primitive, rule, cacheable=False)
     return primitive
 
 
@@ -94,20 +102,36 @@ def _effects(config: Any) -> Any:
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 
-def _lowering(operation: str, platform: str | None, mask: Callable[..., Sequence[Any]] | None) -> Callable:
+def _lowering(
+    operation: str,
+    platform: str | None,
+    mask: Callable[..., Sequence[Any]] | None,
+    finish: Callable[..., Any] | None,
+) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
         params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
         if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
-            run = _masked(run, mask, params["spec"])
+            run = _masked(run, mask, finish, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
             avals = backend.operand_avals(operation, avals)
         return _lower(ctx, operands, avals, run)
 
     return rule
+
+
+def _site(ctx: mlir.LoweringRuleContext) -> int:
+    """A number for this call in this program: from the program's name, the call's scopes and its place among the calls.
+
+    Not from source lines: a program that is compiled again from the same code finds itself in the compilation cache,
+    and all processes of a job agree.
+    """
+    attributes = ctx.module_context.module.operation.attributes
+    program = str(attributes["sym_name"]) if "sym_name" in attributes else ""
+    return zlib.crc32(f"{program} {ctx.name_stack} {ctx.module_context.new_channel()}".encode()) or 1
 
 
 def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
@@ -130,7 +154,7 @@ def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
 def _lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], avals: Sequence[Any], run: Callable) -> Any:
     plain = ctx.replace(avals_in=avals)
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    with _mesh.lowering_for(mesh), _jax_internals.without_varying_checks(), _usual_promotion():
+    with _mesh.lowering_for(mesh, _site(ctx)), _jax_internals.without_varying_checks(), _usual_promotion():
         results = mlir.lower_fun(_as_tuple(run), multiple_results=True)(plain, *operands)
     ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
     return results
@@ -143,8 +167,14 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _masked(run: Callable, mask: Callable[..., Sequence[Any]], spec: Any) -> Callable:
-    return lambda *operands: run(*mask(operands, spec))
+def _masked(
+    run: Callable, mask: Callable[..., Sequence[Any]], finish: Callable[..., Any] | None, spec: Any
+) -> Callable:
+    def masked(*operands: Any) -> Any:
+        results = run(*mask(operands, spec))
+        return results if finish is None else finish(results, operands, spec)
+
+    return masked
 
 
 def _as_tuple(f: Callable) -> Callable:

@@ -20,6 +20,7 @@ def dispatch(x: Any, scales: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeD
         ((spec.num_ranks, spec.num_tokens, spec.slots), jnp.int32),
         ((spec.num_ranks, spec.local_experts), jnp.int32),
         (spec.weights_shape, jnp.float32),
+        ((spec.num_tokens, spec.top_k), jnp.int32),
     ]
     if spec.layout == "ranked":
         shapes.append((spec.weights_shape, jnp.int32))

@@ -243,7 +243,7 @@ def test_the_compiled_tpu_program_keeps_the_order():
         "dispatch starts": r"xen_moe_dispatch_start/xen_moe_scatter",
         "dispatch ends": r"xen_moe_dispatch_done/xen_moe_done",
         "combine ends": r"xen_moe_combine_done/xen_moe_done",
-        "experts": r"shard_map/ragged_dot_general/ragged-dot-none",
+        "experts": r"shard_map/(xen_moe_overlap/)?ragged_dot_general/ragged-dot-none",
     }
     order = []
     for line in text[text.index("\nENTRY") :].splitlines():

@@ -4,7 +4,9 @@ Each job is a process per GPU that repeats a checked step. Ranks are stopped for
 then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and
 must never have seen a wrong row that was not poison.
 
-    python tests/gpu/chaos.py --kills 40 --stalls 200 --seconds 900
+    python tests/gpu/chaos.py --ranks 4 --kills 40 --stalls 200 --together 6 --seconds 900
+
+Starting a job takes most of its time, so several run side by side on the same GPUs.
 
 Process 0 is not killed: it keeps `jax.distributed`'s service, and JAX ends every process that loses it. The ranks are
 in another order in each job, so that every rank is killed.
@@ -13,6 +15,7 @@ in another order in each job, so that every rank is killed.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -43,6 +46,11 @@ class Tally:
     slowest_s: float = 0.0
     """From a kill to the last survivor's error."""
     faults: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        for name in ("jobs", "kills", "stalls", "steps", "faults"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.slowest_s = max(self.slowest_s, other.slowest_s)
 
 
 class Rank:
@@ -103,19 +111,17 @@ def start(count: int, order: list[int], *extra: str, environment: dict[str, str]
     return [Rank([*program, "--process-id", str(p)], environment) for p in range(count)]
 
 
-def one_job(
-    tally: Tally, rng: random.Random, count: int, stalls: int, kill: bool, *extra: str, environment: dict[str, str]
-) -> None:
+def one_job(rng: random.Random, count: int, stalls: int, kill: bool, *extra: str, environment: dict[str, str]) -> Tally:
+    tally = Tally(jobs=1)
     order = list(range(count))
     rng.shuffle(order)
     running = start(count, order, *extra, environment=environment)
-    tally.jobs += 1
-    name = f"job {tally.jobs}, ranks on processes {order}"
+    name = f"ranks on processes {order}"
     try:
         for p, rank in enumerate(running):
             if rank.line(START_S) != "ready":
                 tally.faults.append(f"{name}: process {p} did not start: {rank.last_words()}")
-                return
+                return tally
         for _ in range(stalls):
             time.sleep(rng.uniform(0.0, 0.2))
             victim = running[rng.randrange(count)]
@@ -152,22 +158,45 @@ def one_job(
                 tally.faults.append(f"{name}: process {p} should name {wanted}...): {result['failure'][:300]!r}")
             if result["at"] - began > NAMED_S:
                 tally.faults.append(f"{name}: process {p} took {result['at'] - began:.1f} s")
+        return tally
     finally:
         for rank in running:
             rank.end()
 
 
 def run(
-    count: int, kills: int, stalls: int, seconds: float, *extra: str, environment: dict[str, str], seed: int = 0
+    count: int,
+    kills: int,
+    stalls: int,
+    seconds: float,
+    *extra: str,
+    environment: dict[str, str],
+    seed: int = 0,
+    together: int = 1,
 ) -> Tally:
-    """Jobs until there were so many kills and stalls, or `seconds` have passed."""
-    tally, rng, began = Tally(), random.Random(seed), time.monotonic()
+    """Jobs, `together` at a time, until there were so many kills and stalls, or `seconds` have passed."""
+    tally, began = Tally(), time.monotonic()
     each = -(-stalls // max(1, kills))
-    while (tally.kills < kills or tally.stalls < stalls) and time.monotonic() - began < seconds:
-        if len(tally.faults) > 5:
-            break
-        one_job(tally, rng, count, each, kills > 0, *extra, environment=environment)
-    return tally
+    random_numbers = random.Random(seed)
+    started = 0
+
+    def wanted() -> bool:
+        coming = started - tally.jobs
+        enough = tally.kills + coming * bool(kills) >= kills and tally.stalls + coming * each >= stalls
+        return not enough and len(tally.faults) <= 5 and time.monotonic() - began < seconds
+
+    with concurrent.futures.ThreadPoolExecutor(together) as pool:
+        running: set[concurrent.futures.Future[Tally]] = set()
+        while True:
+            while len(running) < together and wanted():
+                rng = random.Random(random_numbers.random())
+                running.add(pool.submit(one_job, rng, count, each, kills > 0, *extra, environment=environment))
+                started += 1
+            if not running:
+                return tally
+            done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for job in done:
+                tally.add(job.result())
 
 
 def main() -> int:
@@ -176,14 +205,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--stalls", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=900.0, help="no further job is started after this long")
+    parser.add_argument("--together", type=int, default=1, help="jobs side by side on the same GPUs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     options = parser.parse_args()
-    environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.2")
-    tally = run(
-        options.ranks, options.kills, options.stalls, options.seconds, environment=environment, seed=options.seed
-    )
-    summary = dataclasses.asdict(tally) | {"ranks": options.ranks}
+    share = f"{0.2 if options.together == 1 else min(0.08, 0.6 / options.together):.3f}"
+    environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
+    limits = options.ranks, options.kills, options.stalls, options.seconds
+    tally = run(*limits, environment=environment, seed=options.seed, together=options.together)
+    summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "together": options.together}
     print(json.dumps(summary, indent=1))
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")

@@ -323,6 +323,30 @@ def test_ranks_that_run_different_operations_are_told_apart_at_once(mesh, other)
     failure("different operations under this number", r"rank 1 .*; rank 0 runs|rank 0 .*; rank 1 runs")
 
 
+def test_two_calls_of_the_same_shapes_in_two_orders_are_told_apart(mesh):
+    """Rank 0 dispatches `x`, then `-x`; rank 1 the other way round. Nobody gets the other's rows."""
+
+    def body(x, idx, weights):
+        def one(rows):
+            return dispatch(rows, idx, weights, PATIENT).x
+
+        def in_order(_):
+            return one(x), one(-x)
+
+        def turned(_):
+            second, first = one(-x), one(x)
+            return first, second
+
+        return jax.lax.cond(jax.lax.axis_index("ep") == ABSENT, turned, in_order, 0)
+
+    program = over(mesh, body).lower(*operands(mesh)).compile()
+    began = time.monotonic()
+    out = finish(program(*operands(mesh)))
+    assert time.monotonic() - began < 10.0
+    assert_poisoned(out)
+    failure("different operations under this number", "two calls of the same shapes", "KernelConfig.channel")
+
+
 # -- what a handle or an array may not do ------------------------------------------------------------------------------
 
 

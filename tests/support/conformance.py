@@ -289,6 +289,15 @@ class Conformance:
         out = self.run(body, *operands, key=("ragged", trailing, dtype, self.config))
         assert_bits(out, oracle.ragged_all_to_all(*operands), "ragged_all_to_all")
 
+    def test_ragged_all_to_all_in_segments(self):
+        """Three segments for each peer, one of them empty."""
+        operands = in_pieces(*ragged_operands(np.random.default_rng(17), self.num_ranks, "random", (128,), "float32"))
+
+        def body(*operands):
+            return xm.ragged_all_to_all(*operands, axis_name="ep", config=self.config)
+
+        assert_bits(self.run(body, *operands), oracle.ragged_all_to_all(*operands), "ragged_all_to_all in segments")
+
 
 # -- machinery -------------------------------------------------------------------------------------
 @dataclasses.dataclass
@@ -395,6 +404,20 @@ def check_routed(routed: xm.Routed, expected: oracle.Dispatched, capacity: int |
     assert_bits(routed.handle.topk_idx, expected.topk_idx, "handle.topk_idx")
     assert_bits(routed.handle.positions, expected.positions, "handle.positions")
     assert_bits(routed.handle.recv_counts, expected.recv_counts, "handle.recv_counts")
+
+
+def in_pieces(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes):
+    """The same exchange with every segment cut into three, one of them empty: arrays of `[R, 3 * R]`."""
+
+    def cut(offsets, sizes):
+        bounds = np.stack([0 * sizes, sizes // 2, sizes // 2, sizes], axis=-1)
+        starts, lengths = offsets[..., None] + bounds[..., :-1], np.diff(bounds, axis=-1)
+        return [a.reshape(len(sizes), -1).astype(np.int32) for a in (starts, lengths)]
+
+    (sent, sizes), (landing, _), (_, received) = (
+        cut(input_offsets, send_sizes), cut(output_offsets, send_sizes), cut(output_offsets, recv_sizes)
+    )  # fmt: skip
+    return operand, output, sent, sizes, landing, received
 
 
 def ragged_operands(rng, ranks: int, kind: str, trailing: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:

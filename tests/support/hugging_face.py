@@ -45,9 +45,12 @@ class Model:
     def write(self, folder, config, parts=1):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        for part in range(parts):
+        names = [f"model-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
+        for part, name in enumerate(names):
             tensors = {n: np.ascontiguousarray(a) for i, (n, a) in enumerate(self.file.items()) if i % parts == part}
-            save_file(tensors, folder / f"model-{part + 1:05}-of-{parts:05}.safetensors")
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {n: names[i % parts] for i, n in enumerate(self.file)}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def add_experts(model, template, names=("gate_proj", "up_proj", "down_proj")):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from typing import IO
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,10 +33,30 @@ class Finished:
         return self.returncode == 0
 
 
+_held_ports: list[IO[str]] = []
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port for a server that another process starts: no other caller gets it while this process lives.
+
+    Not one that the system gives out by itself: it could give it to somebody else before the server has started.
+    """
+    folder = pathlib.Path(tempfile.gettempdir()) / "xen_moe_jax_ports"
+    folder.mkdir(exist_ok=True)
+    ports = list(range(20000, 30000))  # below the ports that systems give to outgoing connections
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        claim = open(folder / str(port), "w")
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _held_ports.append(claim)
+        return port
+    raise OSError("no free port between 20000 and 30000")
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -41,3 +42,9 @@ def test_a_row_says_what_was_measured():
     result = transfer.row("x", "sizes", 1000, 4, 2, [1e-3] * 98 + [2e-3] * 2)
     assert np.isclose(result["p50_us"], 1000) and np.isclose(result["p99_us"], 2000)
     assert np.isclose(result["gb_per_s"], 8000 / 1e-3 / 1e9)
+
+
+def test_the_page_shows_what_the_results_say():
+    tool = pathlib.Path(__file__).parents[2] / "benchmarks" / "transfer_table.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], timeout=60)
+    assert done.returncode == 0, "run python benchmarks/transfer_table.py"

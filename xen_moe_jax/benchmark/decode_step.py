@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import statistics
 import time
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -29,14 +32,16 @@ from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark import peers, report
 from xen_moe_jax.benchmark.problem import AXIS, POOL_SPEC, RANK_SPEC, Problem, make_mesh, make_problem
 from xen_moe_jax.benchmark.programs import RoundTrip, own_round_trip
+from xen_moe_jax.benchmark.timing import on_ranks
 from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.benchmark.workload import ROW_MULTIPLE, Workload, round_up, rows_per_expert
 
 BATCHES = (1, 32, 128)
 BLOCK = 100
 """Replays between two looks at the clock."""
-MOST_ERROR = 0.05
-"""Relative (Euclidean norm, whole result): bfloat16 roundings of many layers, matmuls by different algorithms."""
+MOST_ERROR = 0.25
+"""Of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other
+algorithms."""
 NOT_BY_DEFAULT = ("einsum",)
 """Peers that no decode step would use: parts of their names."""
 
@@ -64,20 +69,33 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     mesh = make_mesh(ranks)
     weights = make_weights(base, mesh, options.layers, options.intermediate)
     config = command_options.kernel_config(options)
-    results = []
-    for batch in options.batches or BATCHES:
-        work = dataclasses.replace(base, tokens=batch)
-        results += at_batch(make_problem(work, mesh), weights, config, options)
-    per_layer = sum(leaf.nbytes for leaf in weights[0]) // ranks
     head = report.header(arguments, base)
     del head["workload"]["tokens"]
-    return head | {
+    document = head | {
         "mode": options.mode,
         "layers": options.layers,
         "intermediate": options.intermediate,
-        "weight_bytes_per_layer_and_rank": per_layer,
-        "results": results,
+        "weight_bytes_per_layer_and_rank": sum(leaf.nbytes for leaf in weights[0]) // ranks,
+        "results": [],
     }
+    problems = [make_problem(dataclasses.replace(base, tokens=batch), mesh) for batch in options.batches or BATCHES]
+    lowered = [lower_all(problem, weights, config, options) for problem in problems]
+    count = sum(map(len, lowered))
+    report.progress(f"compiling {count} programs of {options.layers} layers")
+    with futures.ThreadPoolExecutor(max(1, min(count, os.cpu_count() or 1))) as pool:
+        compiling = [[pool.submit(finish) for finish in programs] for programs in lowered]
+        truths = [plain_results(problem, weights, config) for problem in problems]
+        for programs, truth in zip(compiling, truths, strict=True):
+            for program in programs:
+                own = program is programs[0]
+                row = measure(program.result(), weights, truth, options.replays if own else options.peer_replays)
+                batch = [r for r in document["results"] if r["tokens"] == row["tokens"]]
+                row["times_own"] = row["us_median"] / (batch[0] if batch else row)["us_median"]
+                document["results"].append(row)
+                report.progress(f"  batch {row['tokens']}: {row['name']}: {row['us_median']:.0f} us a step")
+                if options.json:  # what there is, should a later program not end
+                    report.write_json(options.json, document)
+    return document
 
 
 def make_weights(work: Workload, mesh: jax.sharding.Mesh, layers: int, width: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -138,20 +156,19 @@ class State(NamedTuple):
     wrong: jax.Array
 
 
-def compile_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list[Any]) -> Step:
-    """The step as `(state, x, routings, their weights, weights) -> state`. Replay `i` begins with routing `i`."""
+def lower_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list[Any]) -> Callable[[], Step]:
+    """The step as `(state, x, routings, their weights, weights) -> state`; the call compiles it, in any thread. Replay
+    `i` begins with routing `i`."""
     work = problem.work
-    most_rows = round_up(rows_per_expert(work, problem.topk_idx).sum(1).max(), ROW_MULTIPLE)
+    layer = jax.jit(one_layer(round_trip, problem))  # traced once for all
 
     def on_rank(state, x, idx_pool, weights_pool, weights):
         turn = jax.lax.rem(state.replay[0], jnp.int32(work.pool))
         idx, router_weights = (jnp.roll(pool, -turn, axis=0) for pool in (idx_pool, weights_pool))
         start = x
-        for layer, own in enumerate(weights):
-            wide = x.astype(jnp.float32)
-            normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-            at = layer % work.pool
-            x = x + round_trip(normal.astype(x.dtype), idx[at], router_weights[at], grouped_matmuls(own, most_rows))
+        for number, own in enumerate(weights):
+            at = number % work.pool
+            x = layer(x, idx[at], router_weights[at], own)
         found = digest(x - start)
         first = state.replay[0] < work.pool
         return State(
@@ -163,9 +180,41 @@ def compile_step(name: str, round_trip: RoundTrip, problem: Problem, weights: li
 
     specs = (RANK_SPEC, RANK_SPEC, POOL_SPEC, POOL_SPEC, RANK_SPEC)
     mapped = jax.shard_map(on_rank, mesh=problem.mesh, in_specs=specs, out_specs=RANK_SPEC, check_vma=False)
-    began = time.perf_counter()
-    run = jax.jit(mapped, donate_argnums=0).lower(start_state(problem), *problem.inputs.arrays(), weights).compile()
-    return Step(name, run, problem, time.perf_counter() - began)
+    lowered = jax.jit(mapped, donate_argnums=0).lower(start_state(problem), *problem.inputs.arrays(), weights)
+
+    def finish() -> Step:
+        began = time.perf_counter()
+        run = lowered.compile()
+        return Step(name, run, problem, time.perf_counter() - began)
+
+    return finish
+
+
+def one_layer(round_trip: RoundTrip, problem: Problem) -> Callable[..., jax.Array]:
+    """`(x, topk_idx, topk_weights, weights) -> x`, on one rank."""
+    most_rows = round_up(rows_per_expert(problem.work, problem.topk_idx).sum(1).max(), ROW_MULTIPLE)
+
+    def layer(x, topk_idx, topk_weights, own):
+        wide = x.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        return x + round_trip(normal.astype(x.dtype), topk_idx, topk_weights, grouped_matmuls(own, most_rows))
+
+    return layer
+
+
+def plain_results(problem: Problem, weights: list[Any], config: xm.KernelConfig) -> list[np.ndarray]:
+    """What plain JAX gives for every input of the pool, layer after layer."""
+    plain = dataclasses.replace(config, backend="reference", chunk_tokens=None)
+    layer = one_layer(own_round_trip(problem.work, problem.caps, plain), problem)
+    run = on_ranks(layer, problem.mesh, (RANK_SPEC,) * 4)
+    routings = list(zip(problem.inputs.topk_idx, problem.inputs.topk_weights, strict=True))
+    found = []
+    for replay in range(problem.work.pool):
+        x = problem.inputs.x
+        for number, own in enumerate(weights):
+            x = run(x, *routings[(replay + number) % problem.work.pool], own)
+        found.append(local_values(x))
+    return found
 
 
 def start_state(problem: Problem) -> State:
@@ -194,28 +243,19 @@ def digest(values: jax.Array) -> jax.Array:
     return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)
 
 
-def at_batch(problem: Problem, weights: list[Any], config: xm.KernelConfig, options: argparse.Namespace) -> list[Any]:
-    """Result rows of every implementation at one batch size."""
-    work, tokens = problem.work, problem.work.tokens
+def lower_all(
+    problem: Problem, weights: list[Any], config: xm.KernelConfig, options: argparse.Namespace
+) -> list[Callable[[], Step]]:
+    """The library's own step, then the peers'."""
+    work = problem.work
     names = command_options.peer_names(options)
     if names is None:
-        names = tuple(name for name in peers.PEERS if not any(part in name for part in NOT_BY_DEFAULT))
+        names = tuple(n for n, e in peers.PEERS.items() if e.usual and not any(part in n for part in NOT_BY_DEFAULT))
     chosen: list[tuple[str, RoundTrip]] = [("xen_moe_jax", own_round_trip(work, problem.caps, config))]
     for program in peers.peer_programs(work, problem.caps, problem.platform, names):
         assert program.round_trip is not None
         chosen.append((program.name, program.round_trip))
-    plain = dataclasses.replace(config, backend="reference", chunk_tokens=None)
-    report.progress(f"batch {tokens}: compiling {len(chosen) + 1} programs of {len(weights)} layers")
-    reference = compile_step("plain JAX", own_round_trip(work, problem.caps, plain), problem, weights)
-    truth, _ = first_results(reference, weights)
-    rows: list[Any] = []
-    for name, round_trip in chosen:
-        step = compile_step(name, round_trip, problem, weights)
-        row = measure(step, weights, truth, options.replays if not rows else min(options.replays, options.peer_replays))
-        row["times_own"] = row["us_median"] / (rows[0] if rows else row)["us_median"]
-        report.progress(f"  {name}: {row['us_median']:.0f} us a step, compiled in {row['compile_s']:.0f} s")
-        rows.append(row)
-    return rows
+    return [lower_step(name, round_trip, problem, weights) for name, round_trip in chosen]
 
 
 def first_results(step: Step, weights: list[Any]) -> tuple[list[np.ndarray], State]:
@@ -241,7 +281,10 @@ def measure(step: Step, weights: list[Any], truth: list[np.ndarray], replays: in
     """
     problem = step.problem
     first, state = first_results(step, weights)
-    error = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(first, truth, strict=True))
+    error = max(
+        float(np.max(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
+        for a, b in zip(first, truth, strict=True)
+    )
     if not error <= MOST_ERROR:
         raise WrongResultError(
             f"{step.name}, batch {problem.work.tokens}: relative error {error:.3g} against plain JAX, more than "
@@ -312,5 +355,5 @@ def describe(document: dict[str, Any]) -> str:
 FOOTNOTE = (
     "us a step: median over blocks of 100 replays, issued one after the other without waiting. Replays: how many, and\n"
     "how many results on any rank differed in a bit from the first of the same input. error: of the first results\n"
-    "against plain JAX, relative, largest of the pool."
+    "against plain JAX, relative, of the worst token."
 )

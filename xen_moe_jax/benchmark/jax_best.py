@@ -30,7 +30,8 @@ from xen_moe_jax.benchmark.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Sett
 TOKENS = (4096, 128)
 FP8 = "float8_e4m3fn"
 FASTEST = 2
-"""Peers of a setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`."""
+"""Peers of the default setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`; of the others
+one."""
 OPERATIONS = ("dispatch", "combine", "round trip")
 GOAL = 2.5
 """Times faster than the best of JAX that the round trip should be."""
@@ -45,7 +46,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     document: dict[str, Any] = {
         "command": report.command_line(arguments),
         "mode": options.mode,
-        "settings": {},
+        "settings": earlier(options.json),
         "left_out": [],
     }
     began = time.monotonic()
@@ -57,8 +58,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             continue
         report.progress(f"== {name}, {limit:.0f} s at most")
         entry, head = run_in_processes(name, options, limit)
-        document["settings"][name] = entry
-        document = head | document
+        document["settings"][name] = entry | {"time": head.get("time"), "versions": head.get("versions")}
+        document = document | head
         report.progress(f"   {entry['ended']}: {len(entry['results'])} figures in {entry['seconds']:.0f} s")
         if options.json:
             report.write_json(options.json, document)
@@ -66,6 +67,14 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         report.write_json(options.json, document)
     print(describe(document))
     return int(not document["settings"].get(OURS, {"results": True})["results"])
+
+
+def earlier(path: str | None) -> dict[str, Any]:
+    """Settings that a file of this command already holds: a run adds to it what it measures. They need not have been
+    measured in one run, so each keeps its own time and versions."""
+    if not path or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text().strip():
+        return {}
+    return json.loads(pathlib.Path(path).read_text())["settings"]
 
 
 def run_in_processes(name: str, options: argparse.Namespace, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,8 +180,9 @@ def figures(options: argparse.Namespace, setting: Setting) -> Iterator[list[dict
         rows = list(measure(options, tokens, "bfloat16", setting.peers, ("round trip",)))
         yield rows
         by_time = [row["name"] for row in sorted(rows, key=lambda row: row["us_median"])]
-        further = tuple(name for name in by_time if name in by_time[:FASTEST] or name in JAX_DEFAULT)
-        further = further if setting.peers else ()
+        best = by_time[: FASTEST if options.setting == "default" else 1]
+        also = JAX_DEFAULT if options.setting == "default" else ()
+        further = tuple(name for name in by_time if name in best or name in also) if setting.peers else ()
         yield measure(options, tokens, "bfloat16", further, ("dispatch", "combine"))
         yield measure(options, tokens, FP8, further, ("dispatch", "round trip"))
 

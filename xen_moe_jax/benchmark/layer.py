@@ -6,6 +6,7 @@ import argparse
 import concurrent.futures
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -62,13 +63,20 @@ def measure(
     report.progress(f"compiling {len(pairs)} programs")
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
         programs = list(pool.map(lambda pair: compiled(given, pair[0], chosen[pair[1]], operands), pairs))
-    results, expected = [], {}
+    with timing.alone(options.lock):
+        return list(measured(given, operands, pairs, programs, calls, options.repeats))
+
+
+def measured(
+    given: LayerProblem, operands: Operands, pairs: list[Any], programs: list[Any], calls: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """The rows, one after the other."""
+    expected: dict[str, Any] = {}
     for (operation, name), program in zip(pairs, programs, strict=True):
         row: dict[str, Any] = {"name": name, "operation": operation}
-        results.append(row)
         report.progress(f"{name}: {operation}")
         if isinstance(program, str):
-            row["error"] = program
+            yield row | {"error": program}
             continue
         row["memory_bytes"] = timing.memory_bytes(program)
         try:
@@ -78,10 +86,10 @@ def measure(
             elif name != MATMULS:
                 row["max difference"] = compare(given, name, result, expected[operation])
             del result
-            row |= times(program, operands, calls, options.repeats, given)
+            row |= times(program, operands, calls, repeats, given)
         except jax.errors.JaxRuntimeError as error:  # out of memory
             row["error"] = f"{type(error).__name__}: {error}"[:300]
-    return results
+        yield row
 
 
 def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float:

@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
     run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
     run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
+    run("--lock", metavar="FILE", help="--mode layer, model: hold this file's lock while measuring")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
@@ -157,8 +158,8 @@ def check(options: argparse.Namespace) -> None:
     if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
     if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
-        given = " ".join(map(str, options.num_sms))
-        raise ValueError(f"--num-sms {given}: several need --mode sweep-sms or overlap; give one")
+        several = " ".join(map(str, options.num_sms))
+        raise ValueError(f"--num-sms {several}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
     if options.mode == "decode-step" and options.tokens:
@@ -170,8 +171,15 @@ def check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
     elif options.settings:
         raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
-    if options.mode not in LAYER_MODES and (options.width or options.ways or options.grouped_matmul != "auto"):
-        layer = {"width": options.width, "ways": options.ways, "grouped-matmul": options.grouped_matmul}
+    if options.mode not in LAYER_MODES and (
+        options.width or options.ways or options.lock or options.grouped_matmul != "auto"
+    ):
+        layer: dict[str, Any] = {
+            "width": options.width,
+            "ways": options.ways,
+            "lock": options.lock,
+            "grouped-matmul": options.grouped_matmul,
+        }
         name = next(name for name, value in layer.items() if value)
         raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
     if options.mode in LAYER_MODES and options.tune:

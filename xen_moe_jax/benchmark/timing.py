@@ -4,10 +4,12 @@ repeats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -121,6 +123,17 @@ def compile_only(
         return Timed(program, inner, compiled, (prepare(*inputs.arrays()), *pools), memory)
 
     return start
+
+
+@contextlib.contextmanager
+def alone(path: str | None) -> Iterator[None]:
+    """Holds an exclusive lock on a file, so that processes which compile side by side measure one after the other."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def slowest_process(microseconds: float) -> float:

@@ -42,8 +42,8 @@ class TargetProcess:
     def __init__(self, gpu: int | None):
         environment = dict(os.environ)
         if gpu is not None:
-            environment |= {"JAX_CUDA_VISIBLE_DEVICES": str(gpu), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        command = [sys.executable, "-m", "xen_moe_jax.benchmark.transfer_target"]
+            environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [sys.executable, "-m", "xen_moe_jax.benchmark.transfer_target", *([] if gpu is None else [str(gpu)])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

@@ -1,4 +1,5 @@
-"""What `benchmark --mode transfer` measures beside this package: raw UCX, raw NIXL, JAX's own transfer, a plain copy.
+"""What `benchmark --mode transfer` measures beside this package: raw UCX, raw NIXL, DLSlime's TCP endpoint, JAX's own
+transfer, a plain copy.
 
 "Raw UCX" is a loop in C over the same library, worker, endpoint and key as the engine's: a put for each piece, a flush
 for each operation. "Raw NIXL" is NIXL's Python interface with requests that were prepared before the clock runs. The
@@ -103,14 +104,15 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
 
 def nixl(target: Any, table: list[Cell]) -> Measured:
     """NIXL's Python interface: a prepared request for each operation in flight, posted again and again."""
-    import jax
     from nixl._api import nixl_agent, nixl_agent_config
+
+    from xen_moe_jax.transfer import _device, _memory
 
     agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
     most = max(2 * size * batch for _, size, batch, _ in table)
     there = target("nixl", nbytes=most)
-    source = jax.block_until_ready(jax.device_put(np.zeros((most,), np.uint8), jax.local_devices()[0]))
-    pointer, device = source.unsafe_buffer_pointer(), getattr(source.device, "local_hardware_id", 0) or 0
+    source = _memory.Block((most,), np.dtype(np.uint8), None)
+    pointer, device = source.shards[0].pointer, _device.first_ordinal() or 0
     agent.register_memory([(pointer, most, device, "")], there["memory"])
     remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
     for cell in table:
@@ -133,6 +135,32 @@ def nixl(target: Any, table: list[Cell]) -> Measured:
         yield cell, operation
         for handle in handles:
             agent.release_xfer_handle(handle)
+
+
+def dlslime(target: Any, table: list[Cell]) -> Measured:
+    """DLSlime's TCP endpoint, between host memories (on a GPU machine, too): a write with a list of pieces."""
+    from dlslime import TcpEndpoint
+
+    endpoint = TcpEndpoint("127.0.0.1", 0)
+    most = max(2 * size * batch for _, size, batch, _ in table)
+    source = np.zeros((most,), np.uint8)
+    local = endpoint.register_memory_region("source", source.ctypes.data, 0, most)
+    there = target("dlslime_info")
+    answer = target.start("dlslime", nbytes=most, info=endpoint.endpoint_info())
+    endpoint.connect(there)
+    remote = endpoint.register_remote_memory_region("target", answer()["memory"])
+    for cell in table:
+        _, size, batch, concurrency = cell
+        pieces = [(local, remote, offset, offset, size) for offset in range(0, 2 * batch * size, 2 * size)]
+
+        def operation(count: int, pieces: Any = pieces) -> None:
+            for future in [endpoint.write(pieces) for _ in range(count)]:
+                if status := future.wait():
+                    raise RuntimeError(f"DLSlime reports status {status}")
+
+        if batch * concurrency <= 64 and size * batch * concurrency <= 64 * MIB:  # More of it takes seconds a round.
+            yield cell, operation
+    endpoint.shutdown()
 
 
 def jax_transfer(target: Any, table: list[Cell]) -> Measured:
@@ -194,7 +222,7 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
         if status:
             raise RuntimeError(f"the copy between two GPUs failed with CUDA error {status}")
 
-    _device.make_current(source.device.local_hardware_id)
+    _device.make_current(_device.ordinal(source.device))
     check(driver.cuStreamCreate(ctypes.byref(stream), 1))
     to, origin = (ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (destination, source))
 
@@ -208,6 +236,7 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
 
 PEERS: dict[str, tuple[Callable[[Any, list[Cell]], Measured], str]] = {
     "raw NIXL": (nixl, "nixl"),
+    "DLSlime TCP": (dlslime, "dlslime"),
     "jax.experimental.transfer": (jax_transfer, "jax.experimental.transfer"),
     "copy in one process": (copies, "numpy"),
 }

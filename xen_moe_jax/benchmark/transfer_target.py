@@ -27,6 +27,7 @@ class Target:
         self.windows: dict[str, Any] = {}
         self.kept: list[Any] = []
         self.server: Any = None
+        self.endpoint: Any = None
 
     def describe(self) -> dict:
         return {"descriptor": self.engine.descriptor.hex(), "device": str(self.jax.local_devices()[0])}
@@ -46,14 +47,31 @@ class Target:
     def nixl(self, nbytes: int) -> dict:
         from nixl._api import nixl_agent, nixl_agent_config
 
+        from xen_moe_jax.transfer import _device, _memory
+
         agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
-        array = self.jax.block_until_ready(self.jax.numpy.zeros((nbytes,), self.np.uint8))
-        memory = "VRAM" if array.device.platform == "gpu" else "DRAM"
-        pointer, device = array.unsafe_buffer_pointer(), getattr(array.device, "local_hardware_id", 0) or 0
+        block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)  # As a window's: it can be mapped.
+        pointer, place = block.shards[0].pointer, self.jax.local_devices()[0]
+        memory = "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
+        device = _device.ordinal(place) if memory == "VRAM" else 0
         agent.register_memory([(pointer, nbytes, device, "")], memory)
-        self.kept += [agent, array]
+        self.kept += [agent, block]
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         return {"metadata": metadata, "pointer": pointer, "device": device, "memory": memory}
+
+    def dlslime_info(self) -> dict:
+        """A TCP endpoint that is waiting for its peer."""
+        from dlslime import TcpEndpoint
+
+        self.endpoint = TcpEndpoint("127.0.0.1", 0)
+        return self.endpoint.endpoint_info()
+
+    def dlslime(self, nbytes: int, info: dict) -> dict:
+        array = self.np.zeros((nbytes,), self.np.uint8)
+        self.endpoint.register_memory_region("target", array.ctypes.data, 0, nbytes)
+        self.endpoint.connect(info)
+        self.kept.append(array)
+        return {"memory": self.endpoint.mr_info()["target"]}
 
     def pull(self, address: str, first: int, count: int, batch: int, nbytes: int) -> dict:
         """Seconds of each pull of `batch` arrays by `jax.experimental.transfer`."""
@@ -76,6 +94,10 @@ class Target:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no answer.
+    if sys.argv[1:]:
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", sys.argv[1])
     target = Target()
     for line in sys.stdin:
         command = json.loads(line)

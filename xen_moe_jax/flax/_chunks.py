@@ -10,7 +10,6 @@ way the order is written into the program by barriers, since XLA is free to star
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import xen_moe_jax as xm
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
-from xen_moe_jax._overlap import CombineInFlight, DispatchInFlight
+from xen_moe_jax._overlap import under_way
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
@@ -100,24 +99,30 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
 def _pipelined(
     config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array]:
+    def work(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        # named again behind the barrier of `overlap`, or a remat policy would start the flights again to get them
+        return experts(checkpoint_name(rows, ROWS), checkpoint_name(sizes, HANDLE))
+
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
     sending = _start(config, chunks[0], active)
     returning: xm.Flight | None = None
     for upcoming in [*chunks[1:], None]:
-        splits = _under_way(sending)
+        splits = under_way(sending)
         routed = xm.dispatch_done(sending)
         sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
-        if returning is not None:
-            sizes, returning = _after_start(sizes, returning)
+        flights = {} if returning is None else {"back": returning}
         if upcoming is not None and splits:
-            sizes, sending = _after_start(sizes, _start(config, upcoming, active))
-        y = experts(routed.x, sizes)
+            flights["there"] = _start(config, upcoming, active)
+        if flights:
+            flights, y = xm.overlap(flights, work, routed.x, sizes)
+        else:
+            y = work(routed.x, sizes)
         if returning is not None:
-            outs.append(xm.combine_done(_not_before(y, returning)))
+            outs.append(xm.combine_done(flights["back"]))
         returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
         if upcoming is not None:
-            sending = _not_before(y, sending) if splits else _start(config, upcoming, active, after=returning.state)
+            sending = flights["there"] if splits else _start(config, upcoming, active, after=returning.state)
         dropped = dropped + routed.num_dropped
     assert returning is not None  # there is a chunk
     return [*outs, xm.combine_done(returning)], dropped
@@ -146,29 +151,3 @@ def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None, after: jax
 def _evidence(array: jax.Array) -> jax.Array:
     """All of `array` (of a part of it XLA would compute just that part), with nothing to differentiate."""
     return jax.lax.stop_gradient(array)
-
-
-def _under_way(flight: xm.Flight) -> bool:
-    """Whether the start of a flight left something to its done; elsewhere it is the whole operation."""
-    return isinstance(flight.state, DispatchInFlight | CombineInFlight)
-
-
-def _after_start(sizes: jax.Array, flight: xm.Flight) -> tuple[jax.Array, xm.Flight]:
-    """The experts need their group sizes: whoever needs these from here on comes after the start of `flight`."""
-    if not _under_way(flight):
-        return sizes, flight
-    sizes, in_flight = jax.lax.optimization_barrier((sizes, flight.state.in_flight))
-    # named, or a remat policy would start the flight again to get them
-    return checkpoint_name(sizes, HANDLE), _with_in_flight(flight, in_flight)
-
-
-def _not_before(y: jax.Array, flight: xm.Flight) -> xm.Flight:
-    """`flight`, whose done half waits for `y`."""
-    if not _under_way(flight):
-        return flight
-    in_flight, _ = jax.lax.optimization_barrier((flight.state.in_flight, _evidence(y)))
-    return _with_in_flight(flight, in_flight)
-
-
-def _with_in_flight(flight: xm.Flight, in_flight: Any) -> xm.Flight:
-    return dataclasses.replace(flight, state=dataclasses.replace(flight.state, in_flight=in_flight))

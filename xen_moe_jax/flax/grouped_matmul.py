@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from xen_moe_jax.flax import hopper
 
@@ -30,10 +31,17 @@ def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> j
 
 
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached."""
+    """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached.
+
+    Its gradient of the weights multiplies what lies past the last group by zero, and a NaN there would stay one: rows
+    and, by the transpose of the second mask, cotangents are zero there.
+    """
     import tokamax as library
 
-    return library.ragged_dot(rows, weights, group_sizes, manual_axis_type=jax.typeof(rows).manual_axis_type)
+    used = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
+    rows = jnp.where(used, rows, jnp.zeros((), rows.dtype))
+    out = library.ragged_dot(rows, weights, group_sizes, manual_axis_type=jax.typeof(rows).manual_axis_type)
+    return jnp.where(used, out, jnp.zeros((), out.dtype))
 
 
 BY_NAME: dict[str, GroupedMatmul] = {"ragged_dot": ragged_dot, "tokamax": tokamax, "hopper": hopper.grouped_matmul}

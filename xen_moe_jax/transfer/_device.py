@@ -8,10 +8,12 @@ import threading
 from typing import Any
 
 import jax
+import numpy as np
 
 _current = threading.local()
-_LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 10, 14  # CUpointer_attribute
+_DEVICE_ORDINAL, _LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 9, 10, 14  # CUpointer_attribute
 _FABRIC = 8  # CUmemAllocationHandleType
+_OUT_OF_MEMORY = 2
 
 
 @functools.cache
@@ -24,17 +26,70 @@ def first_ordinal() -> int | None:
     device: Any = jax.local_devices()[0]
     if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version.lower():
         return None
-    return device.local_hardware_id
+    return ordinal(device)
+
+
+@functools.cache
+def ordinal(device: Any) -> int:
+    """The CUDA device of a JAX device: where its memory is. JAX may count only those that it was told to use."""
+    array = jax.block_until_ready(jax.device_put(np.zeros(1, np.uint8), device))
+    make_current(device.local_hardware_id)
+    return ordinal_of(array.unsafe_buffer_pointer())
+
+
+def _attribute(pointer: int, attribute: int) -> int:
+    found = ctypes.c_uint64()
+    status = driver().cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(pointer))
+    _check(f"cuPointerGetAttribute({attribute}) of {pointer:#x}", status)
+    return found.value
 
 
 def is_shareable(pointer: int) -> bool:
-    """Whether another process can map this GPU memory: `cudaMalloc`ed, or created with a fabric handle."""
-    legacy, handles = ctypes.c_int(), ctypes.c_uint64()
-    address = ctypes.c_uint64(pointer)
-    for found, attribute in ((legacy, _LEGACY_IPC_CAPABLE), (handles, _ALLOWED_HANDLE_TYPES)):
-        if status := driver().cuPointerGetAttribute(ctypes.byref(found), attribute, address):
-            raise RuntimeError(f"cuPointerGetAttribute({attribute}) failed with CUDA error {status} for {pointer:#x}")
-    return bool(legacy.value) or bool(handles.value & _FABRIC)
+    """Whether another process can map this GPU memory: `cuMemAlloc`ed, or created with a fabric handle."""
+    return bool(_attribute(pointer, _LEGACY_IPC_CAPABLE)) or bool(_attribute(pointer, _ALLOWED_HANDLE_TYPES) & _FABRIC)
+
+
+def handle_types(pointer: int) -> int:
+    """The kinds of handles that the memory can be exported as (`CUmemAllocationHandleType`), for a report."""
+    return _attribute(pointer, _ALLOWED_HANDLE_TYPES)
+
+
+def ordinal_of(pointer: int) -> int:
+    """The CUDA device that the memory is on."""
+    return _attribute(pointer, _DEVICE_ORDINAL)
+
+
+def _check(call: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{call} failed with CUDA error {status}")
+
+
+def allocate(nbytes: int) -> int | None:
+    """Memory on the current device that other processes can map, or None where there is not enough."""
+    pointer = ctypes.c_uint64()
+    status = driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+    if status == _OUT_OF_MEMORY:
+        return None
+    _check(f"cuMemAlloc of {nbytes} bytes", status)
+    return pointer.value
+
+
+def free(pointer: int) -> None:
+    _check("cuMemFree", driver().cuMemFree_v2(ctypes.c_uint64(pointer)))
+
+
+def zero(pointer: int, nbytes: int) -> None:
+    """Returns when the bytes are zero, and all work that was queued on the device before has ended."""
+    _check("cuCtxSynchronize", driver().cuCtxSynchronize())
+    _check("cuMemsetD8", driver().cuMemsetD8_v2(ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes)))
+    _check("cuCtxSynchronize", driver().cuCtxSynchronize())
+
+
+def copy(to: int, origin: int, nbytes: int) -> None:
+    """Within the current device; returns when it is done."""
+    to_, origin_ = ctypes.c_uint64(to), ctypes.c_uint64(origin)
+    _check("cuMemcpyDtoD", driver().cuMemcpyDtoD_v2(to_, origin_, ctypes.c_size_t(nbytes)))
+    _check("cuCtxSynchronize", driver().cuCtxSynchronize())
 
 
 def make_current(device: int) -> None:

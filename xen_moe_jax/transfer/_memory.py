@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax.transfer import _cuda_memory, _device
 from xen_moe_jax.transfer._layout import Box, Shard, box_of
 from xen_moe_jax.transfer.errors import TransferRefused
 
@@ -104,23 +105,32 @@ class Block:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self._array: jax.Array | None = None
-        self._hosts: list[tuple[jax.Device, np.ndarray]] = []
+        self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []
         devices: Any = self.sharding.addressable_devices
-        platforms = {device.platform for device in devices}
-        if platforms <= set(_IN_PLACE):
+        memories = {_IN_PLACE.get(device.platform) for device in devices}
+        self.shards: list[Shard] = []
+        if memories == {"host"}:
             self._array = _zeros(self.shape, self.dtype, self.sharding)().block_until_ready()
             self.shards = [
-                Shard(box_of(s.index, self.shape), s.data.unsafe_buffer_pointer(), _IN_PLACE[s.device.platform])
+                Shard(box_of(s.index, self.shape), s.data.unsafe_buffer_pointer(), "host")
                 for s in self._array.addressable_shards
                 if s.data.size
             ]
-        else:
-            self.shards = []
-            for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
-                box = box_of(index or (), self.shape)
-                host = np.zeros([stop - start for start, stop in box], self.dtype)
-                self._hosts.append((device, host))
-                self.shards.append(Shard(box, host.ctypes.data, "host"))
+            return
+        places: Any = self.sharding.addressable_devices_indices_map(self.shape)
+        for device, index in places.items():
+            box = box_of(index or (), self.shape)
+            extents = tuple(stop - start for start, stop in box)
+            nbytes = math.prod(extents) * self.dtype.itemsize
+            if memories == {"cuda"} and nbytes:
+                memory = _cuda_memory.DeviceMemory(_device.ordinal(device), nbytes)
+                self.shards.append(Shard(box, memory.pointer, "cuda"))
+                self._parts.append((device, memory, extents))
+            else:
+                host = np.zeros(extents, self.dtype)
+                self._parts.append((device, host, extents))
+                if nbytes:
+                    self.shards.append(Shard(box, host.ctypes.data, "host"))
 
     @property
     def nbytes(self) -> int:
@@ -128,9 +138,14 @@ class Block:
 
     def array(self) -> jax.Array:
         if self._array is None:
-            parts = [jax.device_put(host, device) for device, host in self._hosts]
+            parts = [
+                part.array(extents, self.dtype, device)
+                if isinstance(part, _cuda_memory.DeviceMemory)
+                else jax.device_put(part, device)
+                for device, part, extents in self._parts
+            ]
             self._array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts).block_until_ready()
-            self._hosts = []
+            self._parts = []
         return self._array
 
 

@@ -21,7 +21,7 @@ from xen_moe_jax.transfer import _ucp
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.wire import UcxLink
 
-SLICE = {"host": 4 << 20, "cuda": 1 << 30}
+SLICE = {"host": 16 << 20, "cuda": 1 << 30}
 """Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB
 write. Host memory is copied in the call; a GPU's is copied later, by the GPU.
 """
@@ -29,7 +29,7 @@ PIECES = 1024
 """The same limit for pieces."""
 POLLS = 8
 """Looks that find nothing new before a call of the loop returns: host memory has arrived by then."""
-SHORT = 64 << 10
+SHORT = 256 << 10
 """Bytes whose copy takes less time than another thread's turn with the GIL, which is kept for that long."""
 
 LIBRARY = pathlib.Path(__file__).with_name("libucx_posting.so")

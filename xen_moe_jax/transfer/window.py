@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer import _cuda_memory, _memory
 from xen_moe_jax.transfer._layout import Leaf, Shard, leaves_by_path
 from xen_moe_jax.transfer.counter import ImmCounter
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow
@@ -39,6 +39,7 @@ class Region:
 
     def __init__(self, engine: Engine, leaves: list[tuple[str, tuple[int, ...], Any, list[Shard]]]):
         self._memories: list[Memory] = []
+        self._copies: list[_cuda_memory.DeviceMemory] = []
         self.leaves: list[Leaf] = []
         with engine._lock:
             try:
@@ -47,9 +48,13 @@ class Region:
                     for shard in shards:
                         if not (nbytes := _memory.shard_bytes(shard, dtype.itemsize)):
                             continue
-                        memory = engine._wire.register(shard.pointer, nbytes, shard.memory)
+                        pointer = shard.pointer
+                        if shard.memory == "cuda" and (copied := _cuda_memory.shareable_copy(pointer, nbytes)):
+                            self._copies.append(copied)
+                            pointer = copied.pointer
+                        memory = engine._wire.register(pointer, nbytes, shard.memory)
                         self._memories.append(memory)
-                        registered.append(Shard(shard.box, shard.pointer, shard.memory, memory.key))
+                        registered.append(Shard(shard.box, pointer, shard.memory, memory.key))
                     self.leaves.append(Leaf(path, shape, dtype, tuple(registered)))
             except BaseException:
                 self.release()
@@ -65,7 +70,7 @@ class Region:
     def release(self) -> None:
         for memory in self._memories:
             memory.release()
-        self._memories = []
+        self._memories, self._copies = [], []
 
 
 class _Generation:

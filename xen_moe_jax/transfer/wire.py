@@ -11,8 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _device, _posting, _ucp
-from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer import _posting, _ucp
 
 
 class Posting(Protocol):
@@ -160,11 +159,6 @@ class UcxWire:
         self.event_fd = _ucp.worker_event_fd(self._worker)
 
     def register(self, pointer: int, nbytes: int, memory: str) -> UcxMemory:
-        if memory == "cuda" and not _device.is_shareable(pointer):
-            raise TransferRefused(
-                f"GPU memory at {pointer:#x} cannot be mapped by another process: JAX's allocator gave it in a form "
-                "without IPC handles; set XLA_PYTHON_CLIENT_ALLOCATOR=bfc before JAX starts"
-            )
         return UcxMemory(self._context, pointer, nbytes, memory)
 
     def connect(self, address: bytes) -> UcxLink:

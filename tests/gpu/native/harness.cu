@@ -74,7 +74,8 @@ int main(int argc, char** argv) {
     }
   }
   if (argc % 2 == 0)
-    return Fail("options come as pairs: --ranks R --gpus N --scenario NAME --calls N --seed S --patience F --json FILE");
+    return Fail(
+        "options come as pairs: --ranks R --gpus N --scenario NAME --calls N --seed S --patience F --json FILE");
   int gpus = 0;
   if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) return Fail("no GPU");
   if (options.gpus < 1 || options.gpus > gpus)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_kernels/params.h"
+#include "tests/gpu/native/wire_reference.h"
 
 namespace native {
 
@@ -25,8 +26,13 @@ struct Problem {
   int ranks = 2, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
   bool solo = false;
+  bool low_latency = false;  // if the kernels take it
+  bool bulk = false;         // rows placed by bulk copies
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
+  uint32_t site = 0;  // Descriptor::site
+  xen_moe::WireType wire = xen_moe::WireType::kNative;
+  bool ue8m0 = false;
   uint32_t members = ~0u;  // bit mask of the ranks that take part
 
   bool moves(int source, int target) const { return (members >> source & 1) && (members >> target & 1); }
@@ -171,11 +177,13 @@ inline std::vector<RankCase> ReferenceDispatch(const Problem& p, std::mt19937& r
   const int T = p.tokens, S = p.slots(), L = p.local_experts(), H = p.hidden, B = p.scale_blocks();
   const size_t row_bytes = static_cast<size_t>(H) * p.element_bytes();
   std::vector<std::vector<float>> x, scales;
-  std::vector<Bytes> encoded;
+  std::vector<Bytes> encoded, arrived;
   for (int r = 0; r < p.ranks; ++r) {
     x.push_back(RandomRows(rng, static_cast<int64_t>(T) * H, p.element));
     scales.push_back(RandomRows(rng, static_cast<int64_t>(T) * B, Element::kF32));
     encoded.push_back(Encode(x[r], p.element));
+    for (int t = 0; t < T; ++t) ThroughWire(x[r].data() + static_cast<size_t>(t) * H, H, p.wire, p.ue8m0);
+    arrived.push_back(Encode(x[r], p.element));
   }
   std::vector<RankCase> out;
   for (int d = 0; d < p.ranks; ++d) {
@@ -196,7 +204,7 @@ inline std::vector<RankCase> ReferenceDispatch(const Problem& p, std::mt19937& r
           if (row < 0) continue;
           define(row);
           if (!p.moves(s, d)) continue;  // a redispatch: zero
-          std::memcpy(rows.expected.data() + row * row_bytes, encoded[s].data() + t * row_bytes, row_bytes);
+          std::memcpy(rows.expected.data() + row * row_bytes, arrived[s].data() + t * row_bytes, row_bytes);
           std::memcpy(row_scales.data() + static_cast<size_t>(row) * B, scales[s].data() + static_cast<size_t>(t) * B,
                       B * 4);
           if (p.layout != Layout::kRanked) {
@@ -267,8 +275,9 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
           named |= e >= 0 && e < p.experts && e / L == d;
         }
         if (!named || !p.moves(r, d)) continue;
+        std::vector<float> partials(H, 0.0f);
         for (int h = 0; h < H; ++h) {
-          float partial = 0.0f;
+          float& partial = partials[h];
           for (int k = 0; k < S; ++k) {
             const int row = routing.positions[d][(static_cast<size_t>(r) * T + t) * S + k];
             if (row < 0) continue;
@@ -276,8 +285,10 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
                                                  : y[d][static_cast<size_t>(row) * H + h];  // no fused multiply-add
             partial += term;
           }
-          total[static_cast<size_t>(t) * H + h] += Rounded(partial, p.element);
         }
+        ThroughWire(partials.data(), H, p.wire, p.ue8m0);
+        const Element wire = p.wire == xen_moe::WireType::kNative ? p.element : Element::kF32;
+        for (int h = 0; h < H; ++h) total[static_cast<size_t>(t) * H + h] += Rounded(partials[h], wire);
       }
     }
     RankCase c;
@@ -361,7 +372,7 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
   }
   p.element =
       p.operation == Operation::kCombine ? static_cast<Element>(pick({0, 2})) : static_cast<Element>(pick({0, 2, 3}));
-  p.hidden = pick({8, 64, 130, 256, 1024});
+  p.hidden = pick({8, 64, 130, 256, 1024, 3600});
   p.scaled = p.operation != Operation::kCombine && p.element == Element::kByte;
   if (p.operation == Operation::kRedispatch) p.scaled = false;
   p.parts = pick({1, 2, 4});
@@ -375,6 +386,10 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
       p.layout == Layout::kPadded ? p.local_experts() * ranks * p.tokens : std::max(1, rng() % 4 ? rows : rows / 2);
   p.segment_tokens = pick({1, 7, 40});
   p.solo = rng() % 2;
+  p.low_latency = rng() % 2;
+  if (p.element != Element::kByte) p.wire = static_cast<xen_moe::WireType>(pick({0, 0, 1, 2}));
+  p.ue8m0 = rng() % 2;
+  p.bulk = rng() % 2;
   return p;
 }
 

@@ -64,11 +64,12 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
 std::string Name(const Problem& p) {
   static const char* const operations[] = {"dispatch", "redispatch", "combine", "exchange"};
   return Text(
-      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d "
-      "lanes %d ragged %d seed %u",
+      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d low %d "
+      "bulk %d "
+      "lanes %d ragged %d wire %d ue8m0 %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
       p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
-      p.lanes, p.ragged, p.seed);
+      p.low_latency, p.bulk, p.lanes, p.ragged, static_cast<int>(p.wire), p.ue8m0, p.seed);
 }
 
 std::string FailureText(uint64_t word) {
@@ -144,6 +145,39 @@ std::string Random(const Options& o) {
   ExpectRight(world, "some of the calls");
   return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
               seconds * 1e6 / static_cast<double>(o.calls));
+}
+
+// Rows and batches as a decoding server has them: many lines in flight at once.
+std::string Decode(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int tokens : {1, 2, 17, 64, 200}) {
+    for (int kind = 0; kind < 5; ++kind) {
+      Problem p;
+      p.seed = static_cast<uint32_t>(rng());
+      p.ranks = o.ranks, p.tokens = tokens, p.top_k = 8, p.experts = 64, p.hidden = kind == 3 ? 2048 : 7168;
+      p.operation = kind == 0 || kind == 4 ? Operation::kCombine : Operation::kDispatch;
+      p.layout = static_cast<Layout>(kind == 4 ? 1 : kind == 3 && tokens > 17 ? 0 : (kind + tokens) % 3);
+      p.element = kind == 1 ? Element::kByte : Element::kBf16;
+      p.scaled = kind == 1, p.low_latency = true;
+      p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
+      p.push_blocks = std::max(1, p.blocks * 3 / 8);
+      p.capacity = p.layout == Layout::kRanked   ? p.ranks * tokens
+                   : p.layout == Layout::kPadded ? p.local_experts() * p.ranks * tokens
+                                                 : p.ranks * tokens * 8;
+      if (p.layout == Layout::kPadded && tokens > 17) {
+        p.layout = Layout::kGrouped, p.alignment = 16, p.capacity = p.ranks * tokens * 8 + 16 * p.local_experts();
+      }
+      pool.push_back(world.AddAll(p, 20 * o.patience));
+    }
+  }
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%zu problems of up to 200 tokens of 7168 elements, %lld calls", pool.size(),
+              static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
 }
 
 // Problems whose ranks are those of `masks`, one after the other.
@@ -242,13 +276,14 @@ std::string EpochWrap(const Options& o) {
   World world(o.ranks, o.gpus, 0xFFFFFFF0u);
   const auto pool = Pool(world, o, 24, 5);
   world.Start(Largest(pool));
+  world.LeaveOldFlags(40);
   RunRandom(world, pool, o, 200, true);
   ExpectNoFailure(world);
   ExpectRight(world, "calls over the wrap");
   uint32_t epoch = 0;
   NATIVE_CHECK(cudaMemcpy(&epoch, &world.states[0].control->epoch, 4, cudaMemcpyDeviceToHost));
   Expect(epoch == 0xFFFFFFF0u + 200 + 2, Text("the epoch is %u after 200 calls", epoch));  // 0 and 1 are left out
-  return Text("200 calls from epoch 0xFFFFFFF0 to %u", epoch);
+  return Text("200 calls from epoch 0xFFFFFFF0 to %u, flags of the round before left up", epoch);
 }
 
 std::string Late(const Options& o) {
@@ -365,6 +400,51 @@ std::string Shapes(const Options& o) {
     ++seen;
   }
   return Text("%d kinds of operation", seen);
+}
+
+// Two calls of the same shapes, which the last rank starts the other way round. Without Descriptor::site nobody could
+// tell, and each would get the other's rows.
+std::string Order(const Options& o) {
+  for (int kind = 0; kind < 4; ++kind) {
+    World world(o.ranks, o.gpus);
+    std::mt19937 rng(o.seed + kind);
+    Problem p;
+    do {
+      p = RandomProblem(rng, o.ranks, 8);
+    } while (static_cast<int>(p.operation) != kind);
+    Problem other = p;
+    p.site = 1, other.site = 2, other.seed = p.seed + 1;
+    const std::vector<std::vector<Prepared*>> both = {world.AddAll(p, 20 * o.patience),
+                                                      world.AddAll(other, 20 * o.patience)};
+    world.Start(Largest(both));
+    auto run = [&](bool turned, bool poisoned) {
+      const double start = Now();
+      world.Each([&](int rank) {
+        for (int i = 0; i < 2; ++i) {
+          const int which = turned && rank == o.ranks - 1 ? 1 - i : i;
+          both[which][rank]->LaunchAndVerify(world.states[rank].stream[0], poisoned);
+        }
+      });
+      world.Synchronize();
+      Expect(Now() - start < 2 * o.patience, Text("took %.2f s", Now() - start));
+    };
+    run(false, false);
+    ExpectNoFailure(world);
+    ExpectRight(world, Name(p) + " in one order");
+    run(true, true);
+    ExpectRight(world, "results that are not poisoned: " + Name(p));
+    const Failure f = ExpectFailure(world, Cause::kMismatch);
+    Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
+    for (const RankState& state : world.states) {
+      Expect(state.error->of_rank.site == 2 && state.error->of_other.site == 1,
+             "the error does not tell the two calls");
+    }
+    world.Reset();
+    run(false, false);
+    ExpectNoFailure(world);
+    ExpectRight(world, Name(p) + " after reset");
+  }
+  return "4 kinds of operation, two calls of equal shapes in two orders";
 }
 
 // The host of one rank learns that a process is dead, and tells its own mailbox alone.
@@ -653,11 +733,13 @@ std::string Graphs(const Options& o) {
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
       {"normal", Normal, 40},
+      {"decode", Decode, 40},
       {"wrap", EpochWrap, 20},
       {"late", Late, 30},
       {"absent", Absent, 20},
       {"skip", Skip, 20},
       {"shapes", Shapes, 30},
+      {"order", Order, 30},
       {"dead", Dead, 20},
       {"indices", Indices, 60},
       {"generations", Generations, 40},

@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -152,7 +153,9 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   s.blocks = p.blocks, s.push_blocks = p.push_blocks, s.layout_blocks = p.slices, s.parts = p.parts;
   s.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;
   s.segment_tokens = p.segment_tokens;
+  s.bulk = p.bulk;
   s.solo_layout = p.solo && SoloLayoutBytes(r, s) <= SoloLayoutLimit();
+  s.low_latency = p.low_latency && NoLowLatency(r, p.operation, p.element, p.wire) == nullptr;
   if (p.operation == Operation::kExchange) {
     ExchangeParams& e = exchange;
     e.call = call;
@@ -163,18 +166,22 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     e.operand = inputs_[0], e.output = out(0);
     if (p.ragged) e.input_offsets = Input(1), e.send_sizes = Input(2), e.output_offsets = Input(3);
     PlanExchange(&e, p.ragged);
-    Describe(&e, p.ragged, static_cast<uint32_t>(p.element), 0);
+    Describe(&e, p.ragged, static_cast<uint32_t>(p.element), p.site);
   } else if (p.operation == Operation::kCombine) {
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
-    k.staging = PlanStaging(r, s, p.element, WireType::kNative, false);
+    k.wire = p.wire, k.ue8m0 = p.ue8m0;
+    k.staging =
+        s.low_latency ? PlanLines(r, p.operation, p.element, false) : PlanStaging(r, s, p.element, p.wire, false);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
     k.out = out(0);
-    Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), 0);
+    Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
   } else {
     DispatchParams& d = dispatch;
     d.call = call, d.routing = r, d.schedule = s, d.element = p.element;
-    d.staging = PlanStaging(r, s, p.element, WireType::kNative, p.scaled);
+    d.wire = p.wire, d.ue8m0 = p.ue8m0;
+    d.staging =
+        s.low_latency ? PlanLines(r, p.operation, p.element, p.scaled) : PlanStaging(r, s, p.element, p.wire, p.scaled);
     d.known_positions = p.operation == Operation::kRedispatch;
     d.x = inputs_[0], d.scales = reinterpret_cast<float*>(inputs_[1]), d.topk_idx = Input(2);
     d.rows = out(0), d.row_scales = reinterpret_cast<float*>(out(1));
@@ -186,7 +193,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
       d.weights = reinterpret_cast<float*>(out(4)), d.local_idx = reinterpret_cast<int*>(out(5));
       d.clean_topk_idx = reinterpret_cast<int*>(out(6));
     }
-    Describe(&d, p.scaled, static_cast<uint32_t>(p.element), 0);
+    Describe(&d, p.scaled, static_cast<uint32_t>(p.element), p.site);
   }
 }
 
@@ -347,6 +354,26 @@ void World::Reset() {
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
   }
   Synchronize();
+}
+
+void World::LeaveOldFlags(int count) {
+  for (const RankState& state : states) {
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    const MemoryTable& table = generations_.back()[state.rank];
+    Control control{};
+    NATIVE_CHECK(cudaMemcpy(&control, state.control, sizeof(control), cudaMemcpyDeviceToHost));
+    std::vector<uint32_t> old[2];  // by half
+    uint32_t epoch = NextEpoch(NextEpoch(control.epoch));
+    for (int i = 0; i < 2 * count; ++i) epoch = NextEpoch(epoch), old[epoch & 1].push_back(epoch);
+    for (int half = 0; half < 2; ++half) {
+      std::vector<uint32_t> flags(table.flag_bytes / 4);
+      for (size_t i = 0; i < flags.size(); ++i) flags[i] = old[half][i % count];
+      char* const to = table.staging[state.rank] + half * (table.flag_bytes + table.data_bytes);
+      NATIVE_CHECK(cudaMemcpy(to, flags.data(), table.flag_bytes, cudaMemcpyHostToDevice));
+    }
+    for (size_t i = 0; i < std::size(control.started); ++i) control.started[i] = old[i & 1][i / 2 % count];
+    NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
+  }
 }
 
 void World::Synchronize() {

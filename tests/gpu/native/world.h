@@ -78,6 +78,9 @@ class World {
   // Runs `body(rank)` in a thread per rank, on its GPU. Throws what a body threw.
   template <class Body>
   void Each(Body body);
+  // Fills all flags with the numbers of `count` operations that are still to come, behind the next two: as words that
+  // were last written 2^32 operations ago may hold. Nothing may be running.
+  void LeaveOldFlags(int count);
   void Synchronize();
   uint64_t Wrong();  // sum of `wrong`
   void ClearWrong();

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -42,7 +43,7 @@ def attributes(
         "capacity": spec.capacity,
         "alignment": spec.alignment,
         "layout": names.layouts.index(spec.layout),
-        "ranks_per_node": spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0],
+        "ranks_per_node": schedule.ranks_per_node(spec),
         "dtype": names.dtypes.index(jnp.dtype(dtype).name),
         "wire": names.wires.index(wire.dtype if wire else ""),
         "ue8m0": int(wire is not None and wire.scale_format == "ue8m0"),
@@ -57,6 +58,8 @@ def attributes(
         "parts": cut.parts,
         "segment_tokens": cut.segment_tokens,
         "solo_layout": int(cut.solo_layout),
+        "low_latency": int(cut.low_latency),
+        "bulk": int(cut.bulk),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -87,5 +90,5 @@ def call(
     if attrs.get("flight"):
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)
-    numbers = {name: np.int64(value) for name, value in attrs.items()}
+    numbers = {name: np.int64(value) for name, value in {**attrs, "site": _mesh.lowering_site()}.items()}
     return list(function(*operands, devices=keys.reshape(-1), **numbers))

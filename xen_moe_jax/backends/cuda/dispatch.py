@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -45,7 +46,10 @@ def dispatch(
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    lines = not flight and schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
@@ -76,7 +80,9 @@ def redispatch(
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
+    if flight:
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )

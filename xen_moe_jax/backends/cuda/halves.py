@@ -40,7 +40,7 @@ def dispatch_start(x: jax.Array, *operands: jax.Array, **params: Any) -> tuple[j
 
 def dispatch_done(*operands: jax.Array, spec: Spec, **_: Any) -> tuple[jax.Array, ...]:
     """The operands of the start and what it returned -> the results of the dispatch."""
-    results = 6 if spec.layout == "ranked" else 5
+    results = 7 if spec.layout == "ranked" else 6
     first = len(operands) - results - HELD - 1
     return tuple(_land(operands[first : first + results], operands[:first]))
 

@@ -58,7 +58,7 @@ def _ridden(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Rows (and scales), and positions, counts and weights: routing rides in the records."""
+    """Rows (and scales), and what `routing` gives first: routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
     rows = rows_of(x, wire, header=Header(spec.top_k).words)
     gathered = gathers(spec, config)
@@ -78,7 +78,7 @@ def _ridden(
         staged = headers.gathered(staged, spec)
     source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
     placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
-    return placed, (positions, riding.recv_counts, weights)
+    return placed, (positions, riding.recv_counts, weights, topk_idx)
 
 
 def is_quantised(x: Any) -> bool:
@@ -99,8 +99,8 @@ def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def routing(
     topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec, config: KernelConfig
 ) -> tuple[tuple[jax.Array, ...], plan.SendPlan, jax.Array]:
-    """Positions, counts, row weights and (ranked) local ids, as docs/internals.md lists them; the plan that follows;
-    and the staged record of each row, int32 `[rows]`, `-1` for none.
+    """What docs/internals.md lists from the positions on, out of sanitised `topk_idx`; the plan that follows; and the
+    staged record of each row, int32 `[rows]`, `-1` for none.
     """
     if spec.layout == "ranked":
         return _ranked_routing(topk_idx, topk_weights, spec)
@@ -110,7 +110,7 @@ def routing(
     bits = lax.all_gather(bits, spec.axis_name)
     source, weights = tables.scattered(positions, [(todo.staged, -1), (bits, 0)], recv_counts, spec, config)
     weights = lax.bitcast_convert_type(weights, jnp.float32).reshape(spec.row_dims)
-    return (positions, recv_counts, weights), todo, source
+    return (positions, recv_counts, weights, topk_idx), todo, source
 
 
 def _ranked_routing(
@@ -120,7 +120,7 @@ def _ranked_routing(
     sources, weights, _pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(sources.topk_idx, sources.order, sources.counts, rank, spec)
     local_idx = place_slots(layout.local_idx, layout.positions, spec, fill=-1)
-    known = layout.positions, layout.recv_counts, place_weights(weights, layout, spec), local_idx
+    known = layout.positions, layout.recv_counts, place_weights(weights, layout, spec), topk_idx, local_idx
     todo = plan.dispatch_plan(topk_idx, layout.positions, spec)
     return known, todo, place_slots(todo.staged[..., None], layout.positions, spec, fill=-1, flat=True)
 

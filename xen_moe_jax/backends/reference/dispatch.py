@@ -35,7 +35,7 @@ def dispatch(
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
     rows = _send_rows(x, scales, topk_idx, layout.positions, jnp.max(pairs), spec=spec, wire=wire, config=config)
     row_weights = place_weights(weights, layout, spec)
-    results = (*rows, layout.positions, layout.recv_counts, row_weights)
+    results = (*rows, layout.positions, layout.recv_counts, row_weights, topk_idx)
     if spec.layout == "ranked":
         local_idx = place_slots(layout.local_idx, layout.positions, spec, fill=-1)
         return (*results, local_idx)

@@ -95,6 +95,17 @@ def _instruction(text: str, operand) -> str:
         return [value(a.strip()) for a in argument.strip("{} ").split(",")]
 
     match words:
+        case ["ld", "relaxed", "sys", "global", "v4", "u32"]:  # part of a line: cuda_kernels/lines.cuh
+            part = f"::emulator::LoadLinePart(::emulator::At<const uint4>({address(arguments[1])}))"
+            names = zip(elements(arguments[0]), "xyzw", strict=True)
+            return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
+        case ["st", "relaxed", "sys", "global", "v4", "u32"]:
+            part = f"make_uint4({', '.join(elements(arguments[1]))})"
+            return f"::emulator::StoreLinePart(::emulator::At<uint4>({address(arguments[0])}), {part});"
+        case ["ld", *kind] if "v4" in kind and "u32" in kind and "gpu" in kind:  # one transaction
+            part = f"::emulator::LoadVector(::emulator::At<const uint4>({address(arguments[1])}))"
+            names = zip(elements(arguments[0]), "xyzw", strict=True)
+            return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
         case ["ld", *kind]:
             order = "__ATOMIC_ACQUIRE" if "acquire" in kind else "__ATOMIC_RELAXED"
             cpp, count = _kind(kind)
@@ -144,13 +155,48 @@ def _instruction(text: str, operand) -> str:
             return f"::emulator::AwaitCopies({value(arguments[0])});"
         case ["cp", "async", "wait_all"]:
             return "::emulator::CommitCopies(); ::emulator::AwaitCopies(0);"
+        case ["cp", "async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes"]:
+            to, source, size, arrived = (
+                address(arguments[0]),
+                address(arguments[1]),
+                arguments[2],
+                address(arguments[3]),
+            )
+            copy = f"std::memcpy(::emulator::At<char>({to}), ::emulator::At<const char>({source}), {value(size)});"
+            return f"{copy} ++*::emulator::At<uint64_t>({arrived});"  # arrives at once, and ends the barrier's phase
+        case ["cp", "async", "bulk", "global", "shared::cta", "bulk_group"]:
+            to, source, size = address(arguments[0]), address(arguments[1]), value(arguments[2])
+            places = f"::emulator::At<char>({to}), ::emulator::At<const char>({source})"
+            return f"::emulator::CopyLater({places}, {size}, {size});"
+        case ["cp", "async", "bulk", "commit_group"]:
+            return "::emulator::CommitCopies();"
+        case ["cp", "async", "bulk", "wait_group"] | ["cp", "async", "bulk", "wait_group", "read"]:
+            return f"::emulator::AwaitCopies({value(arguments[0])});"
+        case ["mbarrier", "init", "shared::cta", "b64"]:
+            return f"*::emulator::At<uint64_t>({address(arguments[0])}) = 0;"  # phases that have ended
+        case ["mbarrier", "arrive", "expect_tx", "shared::cta", "b64"]:
+            return ""
+        case ["mbarrier", "try_wait", "parity", "shared::cta", "b64"]:
+            ended = f"(*::emulator::At<uint64_t>({address(arguments[1])}) & 1) != {value(arguments[2])}"
+            return f"predicate = {ended}; if (!predicate) ::emulator::Poll();"
+        case ["{"]:  # { .reg .pred p
+            return "bool predicate = false;"
+        case ["selp", "u32"]:
+            return f"::emulator::Set({operand(arguments[0])}, predicate ? 1u : 0u);"
+        case ["}"]:
+            return ""
     raise Untranslated(text)
 
 
 def _assembly(statement: str) -> str:
     """The inside of `asm volatile(...)`."""
     parts = _split(statement.replace("::", ": :"), ":")
-    template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[0])).replace("\\n", " ").replace("\\t", " ")
+    template = (
+        "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[0]))
+        .replace("\\n", " ")
+        .replace("\\t", " ")
+        .replace(": :", "::")
+    )
     operands = []
     for part in parts[1:3]:
         operands += (
@@ -200,6 +246,7 @@ def translate(text: str) -> str:
       Untranslated: with the PTX that the tables do not know.
     """
     text = re.sub(r"\bkThreads = 512\b", f"kThreads = {THREADS}", text)
+    text = re.sub(r"\bkBulkChunk = \d+\b", "kBulkChunk = 256", text)  # rows of many chunks, though they are short
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([\w:]+) (\w+)\[\];",
         r"\1* const \2 = static_cast<\1*>(::emulator::DynamicShared());",

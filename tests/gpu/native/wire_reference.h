@@ -1,0 +1,51 @@
+// What a quantised wire makes of a row, computed in the plainest way: docs/internals.md, "Quantise".
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cuda_kernels/params.h"
+
+namespace native {
+
+// The nearest value of float8_e4m3fn, ties to even, at most 448.
+inline float RoundedToE4m3(float value) {
+  const float magnitude = std::fabs(value);
+  if (magnitude == 0.0f) return value;
+  const int exponent = std::max(std::ilogb(magnitude), -6);
+  const float unit = std::ldexp(1.0f, exponent - 3);
+  return std::copysign(std::min(448.0f, std::nearbyintf(magnitude / unit) * unit), value);
+}
+
+// `count` floats as they arrive. No infinity and no NaN.
+inline void ThroughWire(float* row, int count, xen_moe::WireType wire, bool ue8m0) {
+  if (wire == xen_moe::WireType::kNative) return;
+  const float most = wire == xen_moe::WireType::kInt8 ? 127.0f : 448.0f;
+  for (int begin = 0; begin < count; begin += xen_moe::kScaleBlock) {
+    const int end = std::min(count, begin + xen_moe::kScaleBlock);
+    float largest = std::ldexp(1.0f, -96);
+    for (int i = begin; i < end; ++i) largest = std::max(largest, std::fabs(row[i]));
+    volatile float scale = largest / most;
+    volatile float inverse = most / largest;
+    if (ue8m0) {
+      int exponent;
+      const float mantissa = std::frexp(scale, &exponent);  // in [0.5, 1)
+      scale = std::ldexp(1.0f, mantissa == 0.5f ? exponent - 1 : exponent);
+      inverse = 1.0f / scale;
+    }
+    for (int i = begin; i < end; ++i) {
+      const volatile float scaled = row[i] * inverse;
+      const float value =
+          wire == xen_moe::WireType::kInt8
+              ? static_cast<float>(std::max(-127, std::min(127, static_cast<int>(std::nearbyintf(scaled)))))
+              : RoundedToE4m3(scaled);
+      const volatile float back = value * scale;
+      row[i] = back;
+    }
+  }
+}
+
+}  // namespace native

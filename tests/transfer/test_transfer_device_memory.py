@@ -1,0 +1,59 @@
+"""Memory of this package's own as JAX arrays: what windows on GPUs are made of, tried on the host."""
+
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xen_moe_jax.transfer import _cuda_memory
+
+pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+ON_CPU = (1, 0)  # DLPack's device
+IMPORTED = ["float32", "float16", "bfloat16", "complex64", "bool", "int8", "uint8", "int16", "int32", "uint32"]
+COPIED = ["float8_e4m3fn", "float8_e5m2"]
+
+
+class Memory:
+    def __init__(self, nbytes):
+        self._bytes = np.zeros(nbytes + 256, np.uint8)
+        self.view = self._bytes[-self._bytes.ctypes.data % 256 :][:nbytes]
+
+
+@pytest.mark.parametrize("shape", [(), (4, 6), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", IMPORTED + COPIED)
+def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
+    dtype = jnp.dtype(dtype)
+    values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
+    memory = Memory(values.nbytes)
+    memory.view[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    pointer, owner = memory.view.ctypes.data, weakref.ref(memory)
+    array = _cuda_memory.as_array(memory, pointer, shape, dtype, ON_CPU)
+    del memory
+    assert (array.shape, array.dtype, array.device) == (shape, dtype, jax.local_devices(backend="cpu")[0])
+    np.testing.assert_array_equal(np.asarray(array), values)
+    assert (array.unsafe_buffer_pointer() == pointer) == (dtype.name in IMPORTED)
+    gc.collect()
+    assert dtype.name in COPIED or owner() is not None, "the memory of a living array was given back"
+    del array
+    gc.collect()
+    assert owner() is None and not _cuda_memory._imported
+
+
+def test_windows_in_device_memory():
+    """The whole way of GPU windows, over a driver that is made of host memory."""
+    program = pathlib.Path(__file__).with_name("fake_driver.py")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr

@@ -1,0 +1,76 @@
+"""The posting loop, in C++ and in Python: one behaviour."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+ROOT = pathlib.Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+import jax
+import xen_moe_jax.transfer as xt
+from xen_moe_jax.transfer import _posting
+
+assert (_posting.native() is not None) == (sys.argv[1] == "native")
+rng = np.random.default_rng(0)
+with xt.Engine(name="receiver") as receiver, xt.Engine(name="sender") as sender:
+    peer = sender.connect(receiver.descriptor)
+    for rows, width, chosen in ((1, 8, 1), (700, 48, 300), (5000, 16, 2500), (3, 5 << 20, 2)):
+        window = receiver.window(jax.ShapeDtypeStruct((rows, width), np.uint8), name="w")
+        for repeat in range(3):  # The second and third by the short way.
+            source = jnp.asarray(rng.integers(0, 256, (rows, width), np.uint8))
+            pages = rng.permutation(rows)[:chosen], rng.permutation(rows)[:chosen]
+            expected = np.zeros((rows, width), np.uint8)
+            expected[pages[1]] = np.asarray(source)[pages[0]]
+            for again in range(2):
+                transfer = sender.write(source, peer["w"], pages=pages, imm="w")
+                transfer.wait(30)
+                assert transfer.bytes_done == transfer.nbytes == chosen * width
+            with receiver.counter("w", expect=2) as counter:
+                counter.wait(30)
+            got = np.asarray(window.commit(30))
+            assert (got == expected).all(), (rows, width, repeat)
+        window.close()
+    window = receiver.window(jax.ShapeDtypeStruct((64 << 20,), np.uint8), name="big")
+    target, source = peer["big"], jnp.ones((64 << 20,), np.uint8)
+    link = peer.link
+    transfer = sender.write(source, target)
+    link._lost(None, None, -80)  # As when the library finds the peer gone.
+    try:
+        transfer.wait(30)
+        ended = "well"
+    except xt.PeerLost as error:
+        ended = "lost"
+    assert ended == "lost" or transfer.bytes_done == 64 << 20
+    receiver.publish("r", jnp.arange(1000))
+print("whole")
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(ROOT / "ffi" / "ucx_posting.cc"), "-o", str(path)], check=True)
+    return path
+
+
+@pytest.mark.parametrize("loop", ["native", "python"])
+def test_both_loops_write_the_same(loop, library):
+    chosen = str(library) if loop == "native" else "python"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": chosen}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, loop], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr
