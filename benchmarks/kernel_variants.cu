@@ -167,10 +167,17 @@ int main(int argc, char** argv) {
                         WireType wire = WireType::kNative) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.solo_layout = tokens <= 128;
-      s.layout_blocks = s.solo_layout ? std::max(1, tokens * top_k / 512) : blocks - push;
-      s.segment_tokens =
-          s.solo_layout ? (tokens + 3) / 4 : (ranks * tokens + s.layout_blocks * 16 - 1) / (s.layout_blocks * 16);
+      // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+      s.solo_layout = ranks * tokens * top_k <= 2048;
+      if (s.solo_layout) {
+        s.layout_blocks = std::max(1, (tokens * top_k + 511) / 512);
+        s.segment_tokens = (tokens * ranks + 15) / 16;
+      } else {
+        const int counting = (blocks - push) * 16;
+        s.segment_tokens = std::max(32 / top_k, (ranks * tokens + counting - 1) / counting);
+        const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
+        s.layout_blocks = std::max(1, std::min(blocks - push, (segments + 15) / 16));
+      }
       run(
           what,
           [&](int r) {

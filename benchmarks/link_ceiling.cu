@@ -2,8 +2,10 @@
 //
 // Every GPU reads each of its token rows once and stores it once to every distinct GPU that holds one of the token's
 // random experts, its own excepted: the bytes of a deduplicated dispatch with none of its bookkeeping (no layout, no
-// flags, no placing). One warp per row, 16-byte loads and stores. All GPUs push at the same time; times are of the
-// slowest GPU. Every received row is checked against the row that was sent.
+// flags, no placing). 16-byte loads and stores. A large batch has one warp per row; a small one has a warp per piece of
+// a row, spread over all SMs, so that the floor is that of the link and not of the SMs that happen to hold the rows.
+// All GPUs push at the same time; times are of the slowest GPU. Every received row is checked against the row that was
+// sent.
 //
 //   nvcc -O3 -std=c++17 -arch=native link_ceiling.cu -o link_ceiling && ./link_ceiling out.json
 
@@ -38,23 +40,25 @@ struct Destinations {
 
 // first[t]..first[t+1]: destinations of token t; gpu and slot: where its row goes.
 __global__ void Push(const char* rows, int row_bytes, const int* first, const int* gpu, const int* slot, int tokens,
-                     Destinations to) {
+                     int pieces, Destinations to) {
   int warps = gridDim.x * (blockDim.x / 32), lane = threadIdx.x % 32, words = row_bytes / 16;
-  for (int t = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; t < tokens; t += warps) {
+  int piece_words = (words + pieces - 1) / pieces;
+  for (int item = blockIdx.x + threadIdx.x / 32 * gridDim.x; item < tokens * pieces; item += warps) {
+    int t = item / pieces, begin = item % pieces * piece_words, end = min(words, begin + piece_words);
     const int4* row = reinterpret_cast<const int4*>(rows + static_cast<size_t>(t) * row_bytes);
-    for (int start = 0; start < words; start += 32 * kUnroll) {
+    for (int start = begin; start < end; start += 32 * kUnroll) {
       int4 part[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         int word = start + i * 32 + lane;
-        if (word < words) part[i] = __ldcs(row + word);
+        if (word < end) part[i] = __ldcs(row + word);
       }
       for (int j = first[t]; j < first[t + 1]; ++j) {
         int4* out = reinterpret_cast<int4*>(to.base[gpu[j]] + static_cast<size_t>(slot[j]) * row_bytes);
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
           int word = start + i * 32 + lane;
-          if (word < words) out[word] = part[i];
+          if (word < end) out[word] = part[i];
         }
       }
     }
@@ -153,6 +157,7 @@ std::vector<Gpu> SetUp(int gpus, int tokens, int row_bytes, Destinations* to) {
 // Microseconds of one push on the slowest GPU, median over repeats.
 double Measure(std::vector<Gpu>& all, int tokens, int row_bytes, int sms, const Destinations& to) {
   int calls = tokens >= 1024 ? 20 : 200;
+  int pieces = tokens >= 1024 ? 1 : std::min(16, std::max(1, sms * (kThreads / 32) / tokens));
   std::vector<double> times;
   for (int repeat = 0; repeat < 9; ++repeat) {
     for (size_t g = 0; g < all.size(); ++g) {
@@ -164,7 +169,8 @@ double Measure(std::vector<Gpu>& all, int tokens, int row_bytes, int sms, const 
       Gpu& self = all[g];
       CHECK(cudaEventRecord(self.start, self.stream));
       for (int i = 0; i < calls; ++i)
-        Push<<<sms, kThreads, 0, self.stream>>>(self.rows, row_bytes, self.first, self.gpu, self.slot, tokens, to);
+        Push<<<sms, kThreads, 0, self.stream>>>(self.rows, row_bytes, self.first, self.gpu, self.slot, tokens, pieces,
+                                                to);
       CHECK(cudaGetLastError());
       CHECK(cudaEventRecord(self.stop, self.stream));
     }

@@ -17,6 +17,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
+QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
 from xen_moe_jax.benchmark import jax_best  # noqa: E402
@@ -173,14 +175,44 @@ def page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
+def compared(operations: tuple[str, ...]) -> str:
+    """The lines of the comparison with JAX that are of these operations, from the newest file of it."""
+    files = sorted(RESULTS.glob("*jax_best*.json"))
+    if not files:
+        return "Not measured yet."
+    content = json.loads(files[0].read_text())
+    return "\n".join(
+        [
+            "| " + " | ".join(jax_best.COLUMNS) + " |",
+            "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
+            *(
+                "| " + " | ".join(jax_best.cells(line)) + " |"
+                for line in jax_best.compare(content)
+                if line.operation in operations
+            ),
+            "",
+            jax_best.goal_line(content),
+        ]
+    )
+
+
+def quoted(match: re.Match) -> str:
+    return f"<!-- generated: {match['name']} -->\n{QUOTES[match['name']]()}\n<!-- end -->"
+
+
+QUOTES = {"JAX round trips": lambda: compared(("round trip",)), "JAX operations": lambda: compared(jax_best.OPERATIONS)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    new = page()
+    new = {PAGE: page()} | {path: BLOCK.sub(quoted, path.read_text()) for path in QUOTING}
+    stale = [path for path, text in new.items() if not path.exists() or path.read_text() != text]
     if options.check:
-        return int(not PAGE.exists() or new != PAGE.read_text())
-    PAGE.write_text(new)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(new[path])
     return 0
 
 

@@ -3,7 +3,10 @@
 
 namespace xen_moe {
 
+int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream);  // low_latency_dispatch.cu
+
 int LaunchDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (p.schedule.low_latency) return LaunchLowLatencyDispatch(p, stream);
   if (p.wire != WireType::kNative) return LaunchQuantizedDispatch(p, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);
   if (row_bytes % 16 == 0 && p.schedule.bulk) return LaunchBulkDispatch(p, stream);

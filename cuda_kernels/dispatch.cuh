@@ -227,7 +227,9 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
 }
 
 // Rows that round a group up to the alignment are zero, with weight and scale zero.
-__device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts) {
+// Block `index` of `count` does its share.
+__device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
+                                            int index, int count) {
   const Routing& r = p.routing;
   if (r.layout != Layout::kGrouped || r.alignment == 1) return;
   const int lane = threadIdx.x & 31;
@@ -235,18 +237,22 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   const int64_t row_bytes = static_cast<int64_t>(r.hidden) * bytes;
   const int blocks = (r.hidden + kScaleBlock - 1) / kScaleBlock;
   const int rows_at_most = r.alignment - 1;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-       item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += gridDim.x * kWarps) {
+#pragma unroll 1
+  for (int64_t item = static_cast<int64_t>(index) * kWarps + threadIdx.x / 32;
+       item < static_cast<int64_t>(r.local_experts) * rows_at_most; item += count * kWarps) {
     const int l = static_cast<int>(item / rows_at_most), i = static_cast<int>(item % rows_at_most);
     const int64_t real = ExpertRows(p, scratch, l), row = starts[l] + real + i;
     if (real + i >= RoundUp(static_cast<int>(real), r.alignment) || row >= r.capacity) continue;
     char* at = static_cast<char*>(p.rows) + row * row_bytes;
     if (row_bytes % 16 == 0) {
+#pragma unroll 1
       for (int64_t b = lane; b < row_bytes / 16; b += 32) reinterpret_cast<int4*>(at)[b] = make_int4(0, 0, 0, 0);
     } else {
+#pragma unroll 1
       for (int64_t b = lane; b < row_bytes; b += 32) at[b] = 0;
     }
     if (p.row_scales) {
+#pragma unroll 1
       for (int b = lane; b < blocks; b += 32) p.row_scales[row * blocks + b] = 0.0f;
     }
     if (lane == 0 && !p.known_positions) p.weights[row] = 0.0f;
@@ -254,12 +260,14 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
 }
 
 // Ranked: the experts of rows that nobody sent are -1, so that the caller's counts are right.
-__device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch) {
+__device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch, int index,
+                                                int count) {
   const Routing& r = p.routing;
   if (r.layout != Layout::kRanked || p.known_positions) return;
   const int64_t begin = static_cast<int64_t>(min(r.capacity, ExpertRows(p, scratch, 0))) * r.top_k;
   const int64_t end = static_cast<int64_t>(r.capacity) * r.top_k;
-  for (int64_t i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
+#pragma unroll 1
+  for (int64_t i = begin + index * kThreads + threadIdx.x; i < end; i += count * kThreads) {
     p.local_idx[i] = -1;
     p.weights[i] = 0.0f;
   }
@@ -299,7 +307,7 @@ __device__ __forceinline__ void CheckCounts(const DispatchParams& p, const Runni
   if (__syncthreads_or(bad) && threadIdx.x == 0) Fail(run, Cause::kIndex, Step::kArrival, r.rank, r.rank, 0);
 }
 
-__device__ __forceinline__ void PoisonDispatch(const DispatchParams& p, uint32_t index, uint32_t count) {
+static __device__ __noinline__ void PoisonDispatch(const DispatchParams& p, uint32_t index, uint32_t count) {
   const Routing& r = p.routing;
   const uint64_t rows = r.capacity, element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
   const uint64_t scales = (r.hidden + kScaleBlock - 1) / kScaleBlock;
@@ -329,8 +337,8 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, epoch, scratch, &starts)) {
       PlaceRows<Codec>(p, shared, scratch, starts, epoch);
-      ZeroPadding(p, scratch, starts);
-      ClearUnusedRows(p, scratch);
+      ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
+      ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
     if (p.known_positions && shared.run.active && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
   }

@@ -21,6 +21,7 @@ constexpr uint64_t kMismatchGraceNs = 1000000;      // for the other ranks' anno
 struct Running {
   char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
   char* data[kMaxRanks];  // and its data
+  uint64_t line_border;   // where lines begin in a half
   char* scratch;
   Control* control;
   Mailbox* mailbox;

@@ -11,8 +11,12 @@ int PreloadCombineF16();
 int PreloadCombineF32();
 int PreloadDispatch();
 int PreloadExchange();
+int LaunchLowLatencyCombine(const CombineParams&, cudaStream_t);
+int PreloadLowLatencyCombine();
+int PreloadLowLatencyDispatch();
 
 int LaunchCombine(const CombineParams& p, cudaStream_t stream) {
+  if (p.schedule.low_latency) return LaunchLowLatencyCombine(p, stream);
   switch (p.element) {
     case Element::kBf16:
       return LaunchCombineBf16(p, stream);
@@ -30,6 +34,8 @@ int PreloadKernels() {
   if (int e = PreloadCombineBf16()) return e;
   if (int e = PreloadCombineF16()) return e;
   if (int e = PreloadCombineF32()) return e;
+  if (int e = PreloadLowLatencyDispatch()) return e;
+  if (int e = PreloadLowLatencyCombine()) return e;
   return PreloadExchange();
 }
 

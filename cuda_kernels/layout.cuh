@@ -191,16 +191,17 @@ __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutS
   return total;
 }
 
-// First row of each column's group into `starts` (shared). All threads of the block call it.
-__device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
-  const Routing& r = p.routing;
+// First row of each column's group into `starts` (shared). `rows(l)`: how many a column has, before dropping. All
+// threads of the block call it.
+template <class Rows>
+__device__ __forceinline__ void StartGroups(const Routing& r, int columns, int* starts, Rows rows) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     int carry = 0;
-    for (int base = 0; base < scratch.columns; base += 32) {
+#pragma unroll 1
+    for (int base = 0; base < columns; base += 32) {
       const int l = base + lane;
-      const int size =
-          r.layout == Layout::kGrouped && l < scratch.columns ? RoundUp(ExpertRows(p, scratch, l), r.alignment) : 0;
+      const int size = r.layout == Layout::kGrouped && l < columns ? RoundUp(rows(l), r.alignment) : 0;
       int sum = size;
 #pragma unroll
       for (int d = 1; d < 32; d <<= 1) {
@@ -208,13 +209,16 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
         if (lane >= d) sum = AddSaturated(sum, other);
       }
       const int before = __shfl_up_sync(0xFFFFFFFFu, sum, 1);
-      if (l < scratch.columns) {
+      if (l < columns) {
         starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : AddSaturated(carry, lane ? before : 0);
       }
       carry = AddSaturated(carry, __shfl_sync(0xFFFFFFFFu, sum, 31));
     }
   }
   __syncthreads();
+}
+__device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
+  StartGroups(p.routing, scratch.columns, starts, [&](int l) { return ExpertRows(p, scratch, l); });
 }
 
 // Position of the row of (source, token, slot), -1 or -2, from what the blocks have counted.

@@ -134,9 +134,10 @@ static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, 
   return Signature(descriptor);
 }
 
-// The first warp of block 0, before it announces the operation: sets the flags of this rank's other half to 0. Nobody
-// writes there: the operation before this one has ended here, so its flags are no longer awaited, and the next one
-// begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay begun.
+// The first warp of block 0, before it announces the operation: sets the flags and lines of this rank's other half to
+// 0. Nobody writes there: the operation before this one has ended here, so its flags are no longer awaited, and the
+// next one begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay
+// begun.
 static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
   const int lane = threadIdx.x & 31;
   const uint32_t other = (run.epoch & 1) ^ 1;
@@ -154,79 +155,82 @@ static __device__ __noinline__ void ClearOldFlags(const Running& run, const Lane
   __threadfence_system();
 }
 
+// BeginOperation for the first warp.
+__device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks,
+                                               int rank) {
+  const int lane = threadIdx.x;
+  const uint32_t everybody = (1u << ranks) - 1;
+  const bool takes_part = lane < ranks && (call.active == nullptr || call.active[lane]);
+  if (lane == 0) {
+    run.control = call.control;
+    run.mailbox = call.mailbox;
+    run.timeout_ns = call.timeout_ns;
+    run.signature = call.signature;
+    run.operation = operation;
+    run.ranks = ranks;
+    run.rank = rank;
+    run.active = everybody;
+    run.outside = !CheckIn(run, call.call_id);
+  }
+  const uint32_t members = __ballot_sync(0xFFFFFFFFu, takes_part), out = everybody & ~members;
+  if (lane == 0) {
+    run.members = members;
+    run.active = members >> rank & 1 ? members : 0;
+    if (out) run.signature = SignatureWithout(call.descriptor, out);
+  }
+  __syncwarp();
+  const uint32_t epoch = run.epoch, active = run.active;
+  LaneMemory memory(&call.control->current);
+  const uint32_t current = memory.generation;
+  const uint32_t before = LoadRelaxedSystem(&call.control->current.members);
+  const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
+  const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
+  const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
+  bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
+  refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
+  if (!refused) {
+    const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
+    if (blockIdx.x == 0) {
+      if (lane >= 16) {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+        const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
+        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
+      }
+      if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+      if (joins) refused = !Join(run);
+      if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
+      // Every rank gets the same word, this one too.
+      const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
+      if (!refused && (active >> lane & 1)) {
+        StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
+      }
+    }
+    if (!refused && (joins || (active && !memory.Suffices(call.needs)))) {
+      const MemoryTable* chosen = AwaitMemory(run, call.needs);
+      refused = chosen == nullptr;
+      if (chosen) memory = LaneMemory(chosen);
+    }
+  }
+  if (!refused && lane < ranks) {
+    const uint64_t half_bytes = memory.flag_bytes + memory.data_bytes;
+    char* const half = memory.staging + (epoch & 1) * half_bytes;
+    run.half[lane] = half;
+    run.data[lane] = half + half_bytes - call.needs.data_bytes;
+    if (lane == 0) {
+      run.line_border = LineBorder(memory.flag_bytes);
+      run.scratch = memory.scratch;
+      run.generation = memory.generation;
+      run.current = current;
+      run.reported = reported;
+    }
+  }
+  if (lane == 0) run.refused = refused;
+}
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
                                                int rank) {
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    const uint32_t everybody = (1u << ranks) - 1;
-    const bool takes_part = lane < ranks && (call.active == nullptr || call.active[lane]);
-    if (lane == 0) {
-      run.control = call.control;
-      run.mailbox = call.mailbox;
-      run.timeout_ns = call.timeout_ns;
-      run.signature = call.signature;
-      run.operation = operation;
-      run.ranks = ranks;
-      run.rank = rank;
-      run.active = everybody;
-      run.outside = !CheckIn(run, call.call_id);
-    }
-    const uint32_t members = __ballot_sync(0xFFFFFFFFu, takes_part), out = everybody & ~members;
-    if (lane == 0) {
-      run.members = members;
-      run.active = members >> rank & 1 ? members : 0;
-      if (out) run.signature = SignatureWithout(call.descriptor, out);
-    }
-    __syncwarp();
-    const uint32_t epoch = run.epoch, active = run.active;
-    LaneMemory memory(&call.control->current);
-    const uint32_t current = memory.generation;
-    const uint32_t before = LoadRelaxedSystem(&call.control->members);
-    const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
-    const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
-    const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
-    bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
-    refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
-    if (!refused) {
-      const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
-      if (blockIdx.x == 0) {
-        if (lane >= 16) {
-          const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-          const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
-          StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16,
-                             from[lane - 16] | flags);
-        }
-        if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
-        if (joins) refused = !Join(run);
-        if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
-        // Every rank gets the same word, this one too.
-        const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-        if (!refused && (active >> lane & 1)) {
-          StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
-        }
-      }
-      if (!refused && (joins || (active && !memory.Suffices(call.needs)))) {
-        const MemoryTable* chosen = AwaitMemory(run, call.needs);
-        refused = chosen == nullptr;
-        if (chosen) memory = LaneMemory(chosen);
-      }
-    }
-    if (!refused && lane < ranks) {
-      const uint64_t half_bytes = memory.flag_bytes + memory.data_bytes;
-      char* const half = memory.staging + (epoch & 1) * half_bytes;
-      run.half[lane] = half;
-      run.data[lane] = half + half_bytes - call.needs.data_bytes;
-      if (lane == 0) {
-        run.scratch = memory.scratch;
-        run.generation = memory.generation;
-        run.current = current;
-        run.reported = reported;
-      }
-    }
-    if (lane == 0) run.refused = refused;
-  }
+  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank);
   __syncthreads();
 }
 
@@ -234,7 +238,7 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
 constexpr uint8_t kPoison = 0xFF;
 
 // Writes `value` into this block's share of `bytes` bytes; `index` of `count` blocks that share the work.
-__device__ __forceinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
+static __device__ __noinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
   if (to == nullptr) return;
   char* const at = static_cast<char*>(to);
   const uint64_t first = static_cast<uint64_t>(index) * blockDim.x + threadIdx.x;
@@ -293,29 +297,15 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   control->ticket = 0;
   control->claimed[0] = control->claimed[1] = control->claimed[2] = control->claimed[3] = 0;
   control->completed[0] = control->completed[1] = 0;
-  control->members = run.members;
+  control->current.members = run.members;
   __threadfence();
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }
 
-// All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
-// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+// All threads of the last block: sees all announcements, poisons if the group has failed, ends the operation.
 template <class Poison>
-__device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
-  if (run.refused) poison(blockIdx.x, gridDim.x);
-  if (run.outside) return;
+__device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   Control* const control = run.control;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
-    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
-    run.last = (now & 0xFFFF) == gridDim.x;
-    run.all_refused = now >> 16 == gridDim.x;
-    if (run.last) __threadfence();
-  }
-  __syncthreads();
-  if (!run.last) return;
   bool fill = false;
   if (threadIdx.x < 32) {
     const bool all_refused = run.all_refused;
@@ -348,6 +338,26 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
   if (__syncthreads_or(fill)) poison(0, 1);
   __syncthreads();
   if (threadIdx.x == 0) CompleteOperation(run);
+}
+
+// All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
+// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+template <class Poison>
+__device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
+  if (run.refused) poison(blockIdx.x, gridDim.x);
+  if (run.outside) return;
+  Control* const control = run.control;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
+    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
+    run.last = (now & 0xFFFF) == gridDim.x;
+    run.all_refused = now >> 16 == gridDim.x;
+    if (run.last) __threadfence();
+  }
+  __syncthreads();
+  if (run.last) EndOperation(run, poison);
 }
 
 }  // namespace xen_moe

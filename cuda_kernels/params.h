@@ -43,7 +43,8 @@ struct Routing {
   Layout layout;
 };
 
-// Where things lie in a half of the staging area: flags in bytes from its start, data from the start of its data.
+// Where things lie in a half of the staging area: flags in bytes from its start, data from the start of its data, lines
+// (low latency) counted from the first one.
 struct Staging {
   uint64_t metadata_flags;  // [R][kMaxBlocks]
   uint64_t row_flags;       // [R][T][parts]
@@ -54,6 +55,9 @@ struct Staging {
   uint64_t row_bytes;     // of one wire row: values, then scales, each padded to 16 bytes
   uint64_t scale_offset;  // of the scales in a wire row
   uint64_t data_bytes;    // data start at half_bytes - data_bytes
+  int count_lines;        // of a source's message: its rows per local expert; then a line per token
+  int row_rounds;         // rounds of a row (lines.cuh)
+  uint64_t row_lines;     // the first of [R][T][row_rounds] rounds, behind [R] messages
 };
 
 // How the work is cut. Any number of resident blocks makes progress; how many do what decides the speed alone.
@@ -65,6 +69,8 @@ struct Schedule {
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
   bool solo_layout;    // every block computes all positions for itself, in shared memory
+  bool low_latency;    // the kernels of low_latency_*.cuh: the first layout_blocks blocks (dispatch) send the routing,
+                       // the next push_blocks the rows, the others receive; if none is left, all do
   bool bulk;           // rows are placed by bulk copies, where the GPU has them
 };
 
@@ -130,7 +136,7 @@ struct ExchangeParams {
 
 // Launchers return a cudaError_t. They neither allocate nor synchronise: safe to capture into a CUDA graph.
 int LaunchDispatch(const DispatchParams& params, cudaStream_t stream);
-int LaunchCombine(const CombineParams& params, cudaStream_t stream);
+int LaunchCombine(const CombineParams& params, cudaStream_t stream);  // both: schedule.low_latency says which kernels
 int LaunchExchange(const ExchangeParams& params, cudaStream_t stream);
 
 // Loads every kernel on the current device: a first launch could otherwise wait for a kernel that spins. cudaError_t.
@@ -138,6 +144,10 @@ int PreloadKernels();
 
 // Sizes and places, from the shapes: plan.cc. `scaled`: x comes with scales.
 Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled);
+// The same for the low-latency kernels: schedule.low_latency. `operation`: dispatch or combine.
+Staging PlanLines(const Routing& routing, Operation operation, Element element, bool scaled);
+// Null, or why the low-latency kernels do not take the operation; the others take every one.
+const char* NoLowLatency(const Routing& routing, Operation operation, Element element, WireType wire);
 Needs NeedsOf(const Routing& routing, const Schedule& schedule, const Staging& staging);
 // Fills message_flags ... data_bytes, offsets, ring and max_chunks from the other fields.
 void PlanExchange(ExchangeParams* params, bool ragged);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "line_plan.h"
 #include "params.h"
 
 namespace xen_moe {
@@ -62,7 +63,7 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
   m.metadata_flags = 0;
   m.row_flags = AlignUp(static_cast<uint64_t>(r.ranks) * kMaxBlocks * 4, 128);
-  m.flag_bytes = AlignUp(m.row_flags + pairs * s.parts * 4, 256);
+  m.flag_bytes = FlagAndLineBytes(m.row_flags + pairs * s.parts * 4, 0);
   const uint64_t value_bytes = wire == WireType::kNative ? ElementBytes(element) : 1;
   m.scale_offset = AlignUp(r.hidden * value_bytes, 16);
   m.row_bytes = m.scale_offset + (scaled || wire != WireType::kNative ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
@@ -73,8 +74,39 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   return m;
 }
 
+Staging PlanLines(const Routing& r, Operation operation, Element element, bool scaled) {
+  Staging m{};
+  const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
+  m.scale_offset = static_cast<uint64_t>(r.hidden) * ElementBytes(element);
+  m.row_bytes = m.scale_offset + (scaled ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
+  m.row_rounds = static_cast<int>((m.row_bytes + kRoundData - 1) / kRoundData);
+  if (operation == Operation::kDispatch) {
+    const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
+    m.count_lines = (columns + kLineCounts - 1) / kLineCounts;
+    m.row_lines = static_cast<uint64_t>(r.ranks) * (m.count_lines + r.tokens);
+  }
+  m.flag_bytes = FlagAndLineBytes(0, (m.row_lines + pairs * m.row_rounds * kRoundLines) * kLineBytes);
+  m.data_bytes = 256;
+  return m;
+}
+
+const char* NoLowLatency(const Routing& r, Operation operation, Element element, WireType wire) {
+  if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
+  if (wire != WireType::kNative) return "the wire quantises";
+  if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
+  if (static_cast<int64_t>(r.ranks) * r.tokens > kMostLineRows) return "ranks * tokens";
+  if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
+  if (r.top_k > kLineSlots) return "top_k is more than a line holds";
+  if (operation == Operation::kCombine) {
+    return r.ranks_per_node != r.ranks ? "combine over two axes" : nullptr;
+  }
+  if (element == Element::kByte && ScaleBytes(r.hidden) % 16 != 0)
+    return "scales of a row are not a multiple of 16 bytes";
+  return PlanShared(r).bytes > kLowLatencySharedBytes ? "tokens * top_k or experts" : nullptr;
+}
+
 Needs NeedsOf(const Routing& r, const Schedule& s, const Staging& m) {
-  return {m.flag_bytes, m.data_bytes, DispatchScratchBytes(r, s)};
+  return {m.flag_bytes, m.data_bytes, s.low_latency ? 0 : DispatchScratchBytes(r, s)};
 }
 
 void PlanExchange(ExchangeParams* p, bool ragged) {
@@ -85,7 +117,7 @@ void PlanExchange(ExchangeParams* p, bool ragged) {
   p->message_flags = 0;
   p->chunk_flags = 128;
   p->credit_flags = AlignUp(p->chunk_flags + ways * p->max_chunks * 4, 128);
-  p->flag_bytes = AlignUp(p->credit_flags + ways * p->max_chunks * 4, 256);
+  p->flag_bytes = FlagAndLineBytes(p->credit_flags + ways * p->max_chunks * 4, 0);
   p->offsets = 0;
   p->ring = 256;
   p->data_bytes = AlignUp(p->ring + ways * p->ring_chunks * p->chunk_bytes, 256);
@@ -94,14 +126,16 @@ void PlanExchange(ExchangeParams* p, bool ragged) {
 Needs NeedsOf(const ExchangeParams& p) { return {p.flag_bytes, p.data_bytes, 0}; }
 
 void Describe(DispatchParams* p, bool scaled, uint32_t dtype, uint32_t site) {
-  const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (scaled ? kDescribedScaled : 0);
+  const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (scaled ? kDescribedScaled : 0) |
+                         (p->schedule.low_latency ? kDescribedLowLatency : 0);
   const Operation operation = p->known_positions ? Operation::kRedispatch : Operation::kDispatch;
   Complete(&p->call, DescribeRouting(operation, p->routing, p->schedule, p->wire, flags, dtype, site),
            NeedsOf(p->routing, p->schedule, p->staging));
 }
 
 void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
-  const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (weighted ? kDescribedWeighted : 0);
+  const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (weighted ? kDescribedWeighted : 0) |
+                         (p->schedule.low_latency ? kDescribedLowLatency : 0);
   Complete(&p->call, DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->wire, flags, dtype, site),
            {p->staging.flag_bytes, p->staging.data_bytes, 0});
 }
@@ -125,10 +159,17 @@ void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
 
 const char* Unfit(const DispatchParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
+  if (p.schedule.low_latency) {
+    const Operation operation = p.known_positions ? Operation::kRedispatch : Operation::kDispatch;
+    return NoLowLatency(p.routing, operation, p.element, p.wire);
+  }
   if (p.schedule.solo_layout && SoloLayoutBytes(p.routing, p.schedule) > SoloLayoutLimit()) return "solo_layout";
   return nullptr;
 }
-const char* Unfit(const CombineParams& p) { return UnfitRouting(p.call, p.routing, p.schedule); }
+const char* Unfit(const CombineParams& p) {
+  if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
+  return p.schedule.low_latency ? NoLowLatency(p.routing, Operation::kCombine, p.element, p.wire) : nullptr;
+}
 const char* Unfit(const ExchangeParams& p) {
   if (p.call.call_id == 0) return "call_id is 0";
   if (p.ranks < 1 || p.ranks > kMaxRanks || p.rank < 0 || p.rank >= p.ranks) return "ranks";

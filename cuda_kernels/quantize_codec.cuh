@@ -74,12 +74,26 @@ struct QuantizeCodec {
     return step < kSteps && block * kScaleBlock < end ? block : -1;
   }
 
+  // Of `most[step]`, which every lane has of its own octets: the maximum of the step that this lane owns over the 16
+  // lanes of its half. Every round halves the steps that a lane looks after: 15 shuffles instead of 4 a step.
+  template <int kApart>
+  __device__ __forceinline__ static uint32_t LargestOfOwn(uint32_t (&most)[kOwners]) {
+    const bool upper = threadIdx.x & kApart;
+#pragma unroll
+    for (int i = 0; i < kApart; ++i) {
+      const uint32_t given = upper ? most[i] : most[i + kApart], kept = upper ? most[i + kApart] : most[i];
+      most[i] = Larger<X>(kept, __shfl_xor_sync(0xFFFFFFFFu, given, kApart));
+    }
+    if constexpr (kApart > 1) {
+      return LargestOfOwn<kApart / 2>(most);
+    } else {
+      return most[0];
+    }
+  }
   __device__ __forceinline__ static Chunk QuantizeChunk(const DispatchParams& p, const X* row, int base, int end) {
-    const int lane = threadIdx.x & 31;
     RawOctet<X> raw[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) raw[i] = LoadOctet(row, Element(base, i), end, true);
-    // Every round halves the steps that a lane looks after; at the end it has one, and all 16 lanes' maximum of it.
     uint32_t most[kOwners];
 #pragma unroll
     for (int i = 0; i < kOwners; ++i) most[i] = i < kSteps ? Magnitudes(raw[i < kSteps ? i : 0]) : 0u;
@@ -87,17 +101,8 @@ struct QuantizeCodec {
 #pragma unroll
       for (int i = 0; i < 8; ++i) most[i] = Larger<X>(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 8));
     }
-#pragma unroll
-    for (int m = kOwners / 2; m > 0; m >>= 1) {
-      const bool upper = lane & m;
-#pragma unroll
-      for (int i = 0; i < m; ++i) {
-        const uint32_t given = upper ? most[i] : most[i + m], kept = upper ? most[i + m] : most[i];
-        most[i] = Larger<X>(kept, __shfl_xor_sync(0xFFFFFFFFu, given, m));
-      }
-    }
     Chunk chunk;
-    chunk.block = ScaleOf<kWire>(FloatBits(most[0], X()), p.ue8m0);
+    chunk.block = ScaleOf<kWire>(FloatBits(LargestOfOwn<kOwners / 2>(most), X()), p.ue8m0);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const float inverse = __shfl_sync(0xFFFFFFFFu, chunk.block.inverse, Owner(i));
@@ -147,14 +152,16 @@ struct QuantizeCodec {
                                                     const Rows& rows) {
     const uint32_t row_bytes = static_cast<uint32_t>(p.routing.hidden) * sizeof(X);
     char* const first = static_cast<char*>(p.rows) + static_cast<int64_t>(Element(base, 0)) * sizeof(X);
+    float scales[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) scales[i] = __shfl_sync(0xFFFFFFFFu, chunk.block.scale, Owner(i));
 #pragma unroll
     for (int j = 0; j < kSteps / 2; ++j) {
       if (base + 2 * j * kWarpElements >= end) break;
       RawOctet<X> raw[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float scale = __shfl_sync(0xFFFFFFFFu, chunk.block.scale, Owner(2 * j + i));
-        raw[i] = Narrow<X>(Dequantize<kWire>({chunk.bits[2 * j + i], scale}));
+        raw[i] = Narrow<X>(Dequantize<kWire>({chunk.bits[2 * j + i], scales[2 * j + i]}));
       }
       const bool has_first = Element(base, 2 * j) < end, has_second = Element(base, 2 * j + 1) < end;
       for (int r = 0; r < rows.count; ++r) {
@@ -170,8 +177,7 @@ struct QuantizeCodec {
   }
 
   // One octet of a row of any length, in element order on the wire.
-  __device__ __noinline__ static void PushOctets(const DispatchParams& p, const X* row, Range part,
-                                                 const Targets& targets) {
+  __device__ __noinline__ static void PushOctets(const DispatchParams& p, const X* row, Range part, Targets targets) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {
       const int e = Element(base, 0);
       const QuantizedOctet q = Quantize<kWire>(Widen(LoadOctet(row, e, part.end, false)), p.ue8m0);
@@ -180,7 +186,7 @@ struct QuantizeCodec {
   }
   // `wire` or, if that is null, `own`.
   __device__ __noinline__ static void PlaceOctets(const DispatchParams& p, const char* wire, const X* own, Range part,
-                                                  const Rows& rows) {
+                                                  Rows rows) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {
       const int e = Element(base, 0);
       const QuantizedOctet q = wire ? LoadQuantized(wire, p.staging.scale_offset, e, part.end)

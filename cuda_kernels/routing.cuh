@@ -9,6 +9,7 @@ namespace xen_moe {
 // count for nothing.
 __device__ __forceinline__ uint32_t RanksOf(const int* topk_idx, int token, const Routing& r, uint32_t active) {
   uint32_t ranks = 0;
+#pragma unroll 1
   for (int k = threadIdx.x & 31; k < r.top_k; k += 32) {
     const int expert = topk_idx[static_cast<int64_t>(token) * r.top_k + k];
     if (expert >= 0 && expert < r.experts) ranks |= 1u << (expert / r.local_experts);

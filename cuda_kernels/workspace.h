@@ -9,14 +9,19 @@
 //             captured CUDA graph finds the staging areas after they have grown.
 //   ErrorRecord  mapped host memory: what the host reads.
 //
-// A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start
-// and data lie at the end:
+// A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start,
+// lines lie behind them and data at the end:
 //   flags  uint32 words that only ever hold epochs. A word equal to the current epoch says "arrived". Because the word
 //          holds the number of the operation, nothing has to be reset in between, and a stale word is not mistaken.
-//          Numbers come round after 2^32 operations: long before that every rank clears its flags (kClearAfter).
-//   data   whatever the operation stages (rows, metadata).
-// The border between the two (`MemoryTable::flag_bytes`) never moves in a generation: no operation's data ever lie
-// where another operation looks for flags.
+//          Numbers come round after 2^32 operations: long before that every rank clears its flags and lines
+//          (kClearAfter).
+//   lines  128 bytes each, of which the last eight only ever hold epochs and the others anything (lines.cuh): what the
+//          low-latency kernels stage. They write whole lines and nothing else, so a line that holds the current epoch
+//          was written in this operation, whatever the shape of the operations that wrote it before.
+//   data   whatever the other operations stage (rows, metadata).
+// The borders never move in a generation: no operation's data ever lie where another one looks for flags or lines. The
+// first LineBorder(flag_bytes) of a half's MemoryTable::flag_bytes are flags, the others lines; a fresh generation and
+// a reset clear them all.
 //
 // Why two halves are enough: an operation ends only after it has seen every rank's announcement of that same
 // operation. So when a rank starts operation n+2, every other rank has started n+1, hence has finished n, and nobody
@@ -147,7 +152,8 @@ struct Descriptor {
   uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
 };
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
-constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8;
+constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
+                   kDescribedLowLatency = 16;
 constexpr int kDescribedOutShift = 16;  // from this bit on: the ranks that are out. The host leaves it 0
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
@@ -180,13 +186,24 @@ struct alignas(128) Mailbox {
 
 // A generation of staging areas, as seen by one rank.
 struct MemoryTable {
+  uint32_t generation;       // these two first: Control says why
+  uint32_t members;          // of Control::current alone: bit mask of the ranks that took part in the operation before
   char* staging[kMaxRanks];  // each rank's, as mapped into this device; null: released
   char* scratch;             // private to this rank
-  uint64_t flag_bytes;       // of a half
+  uint64_t flag_bytes;       // of a half: flags and lines
   uint64_t data_bytes;       // of a half; a half has flag_bytes + data_bytes
   uint64_t scratch_bytes;
-  uint32_t generation;
 };
+
+// Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says
+// how much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
+constexpr uint64_t kLineShare = 8;
+XEN_MOE_ANYWHERE inline uint64_t LineBorder(uint64_t flag_bytes) { return flag_bytes / kLineShare / 128 * 128; }
+XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines) {
+  const uint64_t for_flags = (flags + 127) / 128 * 128 * kLineShare;
+  const uint64_t for_lines = (lines * kLineShare + kLineShare - 2) / (kLineShare - 1);
+  return ((for_flags > for_lines ? for_flags : for_lines) + 255) / 256 * 256;
+}
 
 // What an operation needs of a generation.
 struct Needs {
@@ -223,8 +240,7 @@ struct alignas(128) Control {
   // Who runs and under what number, in one 8-byte word: read together, claimed by its first half.
   alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
-  MemoryTable current;                            // what the next operation uses
-  uint32_t members;                               // bit mask of the ranks that took part in the operation before
+  MemoryTable current;                            // what the next operation uses; its first words are read with the two
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
   uint32_t claimed[4];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
@@ -235,6 +251,8 @@ struct alignas(128) Control {
 };
 
 static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");
+static_assert(offsetof(Control, current) == offsetof(Control, owner) + 8,
+              "its generation and members are read with them");
 static_assert(256 % kGenerations == 0, "the low byte of a generation tells its table");
 
 }  // namespace xen_moe

@@ -4,7 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <string_view>
 #include <type_traits>
 
 #include "ffi/handlers.h"
@@ -12,6 +14,7 @@
 #include "ffi/operation.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace xen_moe {
 namespace {
@@ -37,22 +40,41 @@ nb::dict Stages(Instantiate* instantiate, Execute* execute) {
   return d;
 }
 
-// Staging bytes per rank of an operation with these attributes.
+// Staging bytes per rank of an operation with these attributes; with low_latency = 1, whichever kernels run it.
 template <class P>
 uint64_t StagingBytes(nb::dict attributes) {
+  Needs most;
+  const auto up = [](uint64_t x) { return (x + 255) / 256 * 256; };
   try {
-    P plan;
-    Decode(Attributes([&](const char* name) -> ffi::ErrorOr<int64_t> {
-             if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
-             return nb::cast<int64_t>(attributes[name]);
-           }),
-           &plan);
-    const Needs& needs = plan.params.call.needs;
-    const auto up = [](uint64_t x) { return (x + 255) / 256 * 256; };
-    return 2 * (up(needs.flag_bytes) + up(needs.data_bytes));
+    const bool low_latency = attributes.contains("low_latency") && nb::cast<int64_t>(attributes["low_latency"]) != 0;
+    for (int64_t low = 0; low <= static_cast<int64_t>(low_latency); ++low) {
+      P plan;
+      Decode(Attributes([&](const char* name) -> ffi::ErrorOr<int64_t> {
+               if (std::string_view(name) == "low_latency") return low;
+               if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
+               return nb::cast<int64_t>(attributes[name]);
+             }),
+             &plan);
+      const Needs& needs = plan.params.call.needs;
+      most.flag_bytes = std::max(most.flag_bytes, up(needs.flag_bytes));
+      most.data_bytes = std::max(most.data_bytes, up(needs.data_bytes));
+    }
   } catch (const MemoryError& e) {
     throw std::runtime_error(e.message);
   }
+  return 2 * (most.flag_bytes + most.data_bytes);
+}
+
+// "", or why the low-latency kernels do not take a dispatch (a combine) of these shapes.
+std::string NoLines(bool combine, int ranks, int ranks_per_node, int tokens, int top_k, int experts, int hidden,
+                    int layout, int dtype, int wire) {
+  Routing r{};
+  r.ranks = ranks, r.ranks_per_node = ranks_per_node, r.tokens = tokens, r.top_k = top_k, r.experts = experts;
+  r.local_experts = (experts + ranks - 1) / ranks, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
+  const Element element = dtype > static_cast<int>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
+  const char* why =
+      NoLowLatency(r, combine ? Operation::kCombine : Operation::kDispatch, element, static_cast<WireType>(wire));
+  return why ? why : "";
 }
 
 template <size_t N>
@@ -107,6 +129,8 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_exchange"] = Stages(kExchangeInstantiate, kExchange);
     return d;
   });
+  m.def("no_low_latency", &NoLines, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
+        "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
   BindMemory(m, &CudaDevices());
 }

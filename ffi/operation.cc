@@ -43,6 +43,7 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
   s.part_elements = ((r.hidden + s.parts - 1) / s.parts + 255) / 256 * 256;
   s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
   s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
+  s.low_latency = a.Int("low_latency", 0, 1) != 0;
   s.bulk = a.Int("bulk", 0, 1) != 0;
   if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
     Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
@@ -53,7 +54,7 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
 
 // What dispatch and combine have in common.
 template <class P>
-int64_t DecodeShared(const Attributes& a, bool scaled, P* plan) {
+int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* plan) {
   auto& p = plan->params;
   p.routing = DecodeRouting(a);
   p.schedule = DecodeSchedule(a, p.routing);
@@ -64,7 +65,14 @@ int64_t DecodeShared(const Attributes& a, bool scaled, P* plan) {
   p.ue8m0 = a.Int("ue8m0", 0, 1) != 0;
   plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
-  p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
+  if (p.schedule.low_latency) {
+    if (const char* why = NoLowLatency(p.routing, operation, p.element, p.wire)) {
+      Refuse(std::string("attribute low_latency = 1: these kernels do not take this operation: ") + why);
+    }
+    p.staging = PlanLines(p.routing, operation, p.element, scaled);
+  } else {
+    p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
+  }
   p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
   plan->masked = a.Int("masked", 0, 1) != 0;
   return dtype;
@@ -99,15 +107,16 @@ int64_t Attributes::Int(const char* name, int64_t low, int64_t high) const {
 
 void Decode(const Attributes& a, DispatchPlan* plan) {
   plan->scaled = a.Int("scaled", 0, 1) != 0;
-  const int64_t dtype = DecodeShared(a, plan->scaled, plan);
   plan->params.known_positions = a.Int("known_positions", 0, 1) != 0;
+  const Operation operation = plan->params.known_positions ? Operation::kRedispatch : Operation::kDispatch;
+  const int64_t dtype = DecodeShared(a, operation, plan->scaled, plan);
   Describe(&plan->params, plan->scaled, static_cast<uint32_t>(dtype), 0);
   plan->timeout_s = AgreementSeconds(plan->params.call.timeout_ns);
 }
 
 void Decode(const Attributes& a, CombinePlan* plan) {
   plan->weighted = a.Int("weighted", 0, 1) != 0;
-  const int64_t dtype = DecodeShared(a, false, plan);
+  const int64_t dtype = DecodeShared(a, Operation::kCombine, false, plan);
   if (plan->params.element == Element::kByte) Refuse("combine takes bfloat16, float16 or float32 rows");
   if (plan->weighted && plan->params.routing.layout == Layout::kRanked) Refuse("the ranked layout takes weighted = 0");
   Describe(&plan->params, plan->weighted, static_cast<uint32_t>(dtype), 0);

@@ -1,4 +1,4 @@
-"""TPU kernels in Pallas: body and launcher per kernel, no policy.
+"""TPU kernels in Pallas: body and launcher per kernel, no policy. `hopper` has kernels for GPUs.
 
 | module | what |
 |---|---|

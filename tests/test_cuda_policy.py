@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -61,6 +62,38 @@ def test_mode_says_how_fine_rows_are_cut():
         for mode in ("throughput", "auto", "low_latency")
     ]
     assert parts[0] == 1 and parts[0] < parts[1] < parts[2]
+
+
+def test_small_batches_take_the_low_latency_kernels():
+    def takes(tokens: int, hidden: int = 7168, dtype=jnp.bfloat16, mode: str = "auto", **kw) -> bool:
+        wire, combine = kw.pop("wire", None), kw.pop("combine", False)
+        return schedule.takes_lines(
+            spec(tokens, **kw), hidden, dtype, xm.KernelConfig(mode=mode), wire=wire, combine=combine
+        )
+
+    for combine in (False, True):
+        assert takes(1, combine=combine) and takes(128, combine=combine)
+        assert not takes(4096, combine=combine) and not takes(128, mode="throughput", combine=combine)
+        assert not takes(128, hidden=130, combine=combine), "a row of 260 bytes"
+        assert not takes(128, top_k=16, combine=combine)
+        assert not takes(128, wire=Wire("float8_e4m3fn", "float32"), combine=combine)
+        assert takes(512, ranks=2, mode="low_latency", combine=combine)
+        assert not takes(8192, mode="low_latency", combine=combine)
+    assert takes(128, dtype=jnp.float8_e4m3fn) and not takes(128, hidden=7168 + 128, dtype=jnp.float8_e4m3fn), "scales"
+    two_axes = Spec(("dcn", "ep"), (2, 2), 256, 128, 8, "grouped", 4096)
+    assert schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None)
+    assert not schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None, combine=True)
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["rows", "lines"])
+def test_low_latency_blocks_have_roles(lines):
+    for sms in (1, 2, 5, 64, 96, 132):
+        for plan in (schedule.dispatch, schedule.combine):
+            cut = plan(spec(64), 7168, xm.KernelConfig(num_sms=sms), 132, lines=lines)
+            assert cut.low_latency == lines and cut.blocks == sms
+            assert 1 <= cut.push_blocks <= sms and 1 <= cut.layout_blocks <= sms
+            if lines and sms >= 5:
+                assert cut.push_blocks + cut.layout_blocks < sms, "nobody left to receive"
 
 
 @pytest.mark.parametrize("hidden", [2048, 7168])

@@ -118,6 +118,24 @@ def test_flags_and_processes_reach_the_child(monkeypatch):
         assert child.deepseek_v3 and child.ranks == 3
 
 
+def test_a_run_adds_to_the_file_and_overwrites_no_other(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    made = {"results": [], "ended": "finished", "seconds": 1.0}
+    monkeypatch.setattr(jax_best, "run_in_processes", lambda name, *_: (made, {"time": f"of {name}"}))
+
+    def run(setting):
+        parsed = options.build_parser().parse_args(["--mode", "jax-best", "--settings", setting, "--json", str(path)])
+        options.check(parsed)
+        jax_best.main(parsed, [])
+        return {name: entry["time"] for name, entry in json.loads(path.read_text())["settings"].items()}
+
+    assert run("default") == {"default": "of default"}
+    assert run("memcpy p2p") == {"default": "of default", "memcpy p2p": "of memcpy p2p"}
+    path.write_text('{"results": []}')
+    with pytest.raises(ValueError, match="is no file of --mode jax-best"):
+        run("default")
+
+
 def test_no_setting_starts_without_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(jax_best, "run_in_processes", lambda *_: pytest.fail("started"))
     path = tmp_path / "out.json"

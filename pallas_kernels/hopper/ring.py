@@ -24,7 +24,7 @@ LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
 def _swizzled(rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)  # type: ignore[abstract]
 
 
 def scratch(tiles: Tiles, left: tuple[int, int], right: tuple[int, int], dtype: Any) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def rows_by_weights(
 
             def tile(info: Any, carry: Any) -> Any:
                 m, row, column = place(info)
+                # read now: a load from memory takes as long as half a piece of the store that needs it
+                low, high, offset = skip[m], end[m], row - first[m]
                 acc, done = ring.multiply_steps(tiles, s, k_steps, carry, multiply)
-                low, high = skip[m], end[m]
-                offset = row - first[m]
                 if tiles.split == "m":
                     offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
                 else:

@@ -36,18 +36,28 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
         "active": active,
     }
 
-    def layer(x, weights):
-        routed = xm.dispatch(x, idx, weights, wire=case.wire, **options)
+    def layer(x, weights, halves=False):
+        if halves:
+            routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, wire=case.wire, **options))
+        else:
+            routed = xm.dispatch(x, idx, weights, wire=case.wire, **options)
         keep = defined_rows(case.layout, routed)
         y = draw_outputs((*keep.shape, x.shape[1]), x.dtype, seed) * jnp.where(keep[..., None], routed.x, 0)
-        weighted = case.layout != "ranked"
-        out = xm.combine(y, routed.handle, weighted=weighted, wire=case.wire, config=config)
+        combining = {"weighted": case.layout != "ranked", "wire": case.wire, "config": config}
+        if halves:
+            out = xm.combine_done(xm.combine_start(y, routed.handle, **combining))
+        else:
+            out = xm.combine(y, routed.handle, **combining)
         return out, (routed, keep)
 
     out, backward, (routed, keep) = jax.vjp(layer, x, weights, has_aux=True)
     dx, dweights = backward(x)
+    in_halves, backward, (landed, _) = jax.vjp(lambda *a: layer(*a, halves=True), x, weights, has_aux=True)
+    dx_halves, dweights_halves = backward(x)
     results: dict[str, Any] = {
         "out": (out, None),
+        "out in halves": (in_halves, None),
+        "rows in halves": (landed.x, keep),
         "rows": (routed.x, keep),
         "positions": (routed.handle.positions, None),
         "recv_counts": (routed.handle.recv_counts, None),
@@ -55,6 +65,7 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
     }
     if wire is None:  # through a wire the gradients differ in what the wire does, not in who takes part
         results |= {"gradient of x": (dx, None), "gradient of weights": (dweights, None)}
+        results |= {"dx in halves": (dx_halves, None), "dweights in halves": (dweights_halves, None)}
     # the routing of all, and a rank that is out only when the rows come back
     every = xm.dispatch(x, idx, weights, wire=case.wire, **{**options, "active": None})
     rows = jnp.where(defined_rows(case.layout, every)[..., None], every.x, 0)

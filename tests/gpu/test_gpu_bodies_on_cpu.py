@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, chaos, processes, programs, random_calls, stress
+from tests.gpu import bodies, chaos, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
 from tests.support.cases import CASES
 
@@ -48,6 +48,26 @@ def test_permuted_devices():
 def test_two_axes():
     mesh = cpu_mesh((2, 2), ("node", "gpu"))
     bodies.assert_same(Setup(BY_NAME["grouped-two-axes"], mesh, ("node", "gpu"), 20, 256), "uniform", STAND_IN)
+
+
+def test_ranks_that_come_and_go_from_one_trace(monkeypatch):
+    """A slice of the subsets; and one bit flipped on one rank of those that take part is found."""
+    setup = Setup(BY_NAME["grouped"], cpu_mesh((4,), ("ep",)), ("ep",), 6, 128)
+    comparison = members.Comparison(setup, STAND_IN)
+    for active in members.subsets(4)[::5]:
+        assert not comparison.wrong(active)
+    assert comparison.traces == 1
+    genuine = members.outcome
+
+    def flip(setup, config, operands, active, idx):
+        results = genuine(setup, config, operands, active, idx)
+        if config == STAND_IN:
+            out, keep = results["out"]
+            results["out"] = out.at[0, 5].set(jnp.where(active[jax.lax.axis_index("ep")], 77, out[0, 5])), keep
+        return results
+
+    monkeypatch.setattr(members, "outcome", flip)
+    assert members.Comparison(setup, STAND_IN).wrong(np.array([True, False, False, True])) == {"out": 2}
 
 
 def test_a_difference_is_found(monkeypatch):

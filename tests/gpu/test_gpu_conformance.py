@@ -7,6 +7,8 @@ from tests.support import conformance
 
 
 class GpuConformance(conformance.Conformance):
+    """By itself a small batch takes the low-latency kernels, where they take it."""
+
     config = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 
 
@@ -18,6 +20,20 @@ class TestTwoRanks(GpuConformance):
 
 @pytest.mark.gpu4
 class TestFourRanks(GpuConformance):
+    num_ranks = 4
+    two_axis_sizes = (2, 2)
+
+
+@pytest.mark.gpu2
+class TestTwoRanksThroughput(GpuConformance):
+    config = xm.KernelConfig(backend="cuda", mode="throughput", timeout_s=20.0)
+    num_ranks = 2
+    two_axis_sizes = None
+
+
+@pytest.mark.gpu4
+class TestFourRanksThroughput(GpuConformance):
+    config = xm.KernelConfig(backend="cuda", mode="throughput", timeout_s=20.0)
     num_ranks = 4
     two_axis_sizes = (2, 2)
 

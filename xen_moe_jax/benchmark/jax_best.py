@@ -46,7 +46,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     document: dict[str, Any] = {
         "command": report.command_line(arguments),
         "mode": options.mode,
-        "settings": {},
+        "settings": earlier(options.json),
         "left_out": [],
     }
     began = time.monotonic()
@@ -58,8 +58,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             continue
         report.progress(f"== {name}, {limit:.0f} s at most")
         entry, head = run_in_processes(name, options, limit)
-        document["settings"][name] = entry
-        document = head | document
+        document["settings"][name] = entry | {"time": head.get("time"), "versions": head.get("versions")}
+        document = document | head
         report.progress(f"   {entry['ended']}: {len(entry['results'])} figures in {entry['seconds']:.0f} s")
         if options.json:
             report.write_json(options.json, document)
@@ -67,6 +67,14 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         report.write_json(options.json, document)
     print(describe(document))
     return int(not document["settings"].get(OURS, {"results": True})["results"])
+
+
+def earlier(path: str | None) -> dict[str, Any]:
+    """Settings that a file of this command already holds: a run adds to it what it measures. They need not have been
+    measured in one run, so each keeps its own time and versions."""
+    if not path or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text().strip():
+        return {}
+    return json.loads(pathlib.Path(path).read_text())["settings"]
 
 
 def run_in_processes(name: str, options: argparse.Namespace, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:

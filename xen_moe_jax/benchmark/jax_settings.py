@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import pathlib
 
 ALL_TO_ALL = ("padded all_to_all",)
 GATHER = ("all_gather + psum_scatter", "all_gather + psum_scatter by token")
@@ -64,7 +66,15 @@ SETTINGS: dict[str, Setting] = {
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for settings that do not exist."""
+    """Raises ValueError for settings that do not exist, and for a file that another mode wrote."""
     unknown = set(options.settings or ()) - set(SETTINGS)
     if unknown:
         raise ValueError(f"--settings {sorted(unknown)}: must be among {list(SETTINGS)}")
+    if options.json and pathlib.Path(options.json).exists():
+        text = pathlib.Path(options.json).read_text()
+        try:
+            known = not text.strip() or set(json.loads(text)["settings"]) <= set(SETTINGS)
+        except (KeyError, TypeError, ValueError):
+            known = False
+        if not known:
+            raise ValueError(f"--json {options.json}: is no file of --mode jax-best, and would be lost; name another")

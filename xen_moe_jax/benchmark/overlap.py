@@ -25,6 +25,7 @@ from xen_moe_jax.benchmark.programs import Program, never
 LOOP_US = 30_000.0
 """A timed loop lasts about so long: starting a program counts for little."""
 MOST_MATMULS = 64
+MOST_WEIGHTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +37,21 @@ class Chain:
     links: int
 
     def start(self, key: int) -> tuple[jax.Array, jax.Array]:
-        """The first operand and the weights, which keep its size."""
+        """The first operand, and weights that keep its size: several, so that no cache holds them all."""
         keys = jax.random.split(jax.random.key(key))
-        w = jax.random.normal(keys[0], (self.columns, self.columns), jnp.float32) / self.columns**0.5
+        shape = (min(self.links, MOST_WEIGHTS), self.columns, self.columns)
+        w = jax.random.normal(keys[0], shape, jnp.float32) / self.columns**0.5
         return jax.random.normal(keys[1], (self.rows, self.columns), jnp.bfloat16), w.astype(jnp.bfloat16)
 
     def run(self, a: jax.Array, w: jax.Array) -> jax.Array:
-        for _ in range(self.links):
-            a = a @ w
+        for link in range(self.links):
+            a = a @ w[link % MOST_WEIGHTS]
         return a
 
 
 def shape_of_chain(tokens: int, hidden: int) -> tuple[int, int]:
-    """Rows and columns: compute-bound for a training batch, bound by reading weights for a decode step."""
-    return (max(128, 2 * tokens), 2048 if hidden >= 2048 else hidden) if tokens > 512 else (tokens, min(hidden, 4096))
+    """Rows and columns: bound by arithmetic for a training batch, by reading weights for a decode step."""
+    return (4 * tokens, min(hidden, 2048)) if tokens > 512 else (tokens, min(hidden, 4096))
 
 
 def variants(problem: Problem, operation: str, config: xm.KernelConfig, chain: Chain) -> dict[str, Program]:
@@ -122,7 +124,7 @@ def variants(problem: Problem, operation: str, config: xm.KernelConfig, chain: C
 
 
 def _time(problem: Problem, chosen: list[Program], inner: int, repeats: int) -> list[timing.Timed]:
-    timed = [timing.compile_program(program, problem, inner) for program in chosen]
+    timed = [timing.compile_program(program, problem, inner, with_memory=False) for program in chosen]
     timing.measure(timed, repeats)
     return timed
 
@@ -130,26 +132,29 @@ def _time(problem: Problem, chosen: list[Program], inner: int, repeats: int) -> 
 def measure(
     problem: Problem, operation: str, config: xm.KernelConfig, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each number of thread blocks of the halves."""
+    """One row for each number of thread blocks of the halves; all are timed in turns."""
     work = problem.work
     shape = shape_of_chain(work.tokens, work.hidden)
     on_cpu = problem.platform == "cpu"
-    inner = options.inner or (2 if on_cpu else 20)
     probe = variants(problem, operation, config, Chain(*shape, 4))
+    inner = options.inner or (2 if on_cpu else 20)
     whole, four = _time(problem, [probe["whole"], probe["matmuls"]], inner, 3)
     links = max(1, min(MOST_MATMULS, round(4 * whole.median / max(four.median, 1e-3))))
     chain = Chain(*shape, 1 if on_cpu else links)
     inner = options.inner or (2 if on_cpu else int(max(20, min(1000, LOOP_US / whole.median))))
-    rows = []
-    for num_sms in options.num_sms or [None]:
+    fixed = variants(problem, operation, config, chain)
+    counts = options.num_sms or [None]
+    chosen = [fixed[name] for name in ("whole", "matmuls", "in turn")]
+    for num_sms in counts:
         made = variants(problem, operation, dataclasses.replace(config, num_sms=num_sms), chain)
-        fixed = variants(problem, operation, config, chain)
-        chosen = [fixed["whole"], made["in halves"], fixed["matmuls"], fixed["in turn"], made["overlapped"]]
-        timed = _time(problem, chosen, inner, options.repeats)
-        for entry in timed:
-            report.progress(f"  {operation} {num_sms or 'default'}: {entry.program.name} {entry.median:.1f} us")
-        _check(timed[3], timed[4])
-        rows.append(_row(operation, num_sms, chain, timed))
+        chosen += [made["in halves"], made["overlapped"]]
+    timed = _time(problem, chosen, inner, options.repeats)
+    rows = []
+    for i, num_sms in enumerate(counts):
+        mine = [*timed[:3], *timed[3 + 2 * i : 5 + 2 * i]]
+        _check(timed[2], mine[-1])
+        rows.append(_row(operation, num_sms, chain, mine))
+        report.progress(f"  {operation}, {num_sms or 'default'} blocks: " + str(rows[-1]["us"]))
     return rows
 
 

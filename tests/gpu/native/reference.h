@@ -26,7 +26,8 @@ struct Problem {
   int ranks = 2, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
   bool solo = false;
-  bool bulk = false;  // rows placed by bulk copies
+  bool low_latency = false;  // if the kernels take it
+  bool bulk = false;         // rows placed by bulk copies
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site
@@ -385,6 +386,7 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
       p.layout == Layout::kPadded ? p.local_experts() * ranks * p.tokens : std::max(1, rng() % 4 ? rows : rows / 2);
   p.segment_tokens = pick({1, 7, 40});
   p.solo = rng() % 2;
+  p.low_latency = rng() % 2;
   if (p.element != Element::kByte) p.wire = static_cast<xen_moe::WireType>(pick({0, 0, 1, 2}));
   p.ue8m0 = rng() % 2;
   p.bulk = rng() % 2;

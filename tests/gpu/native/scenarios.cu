@@ -64,11 +64,12 @@ std::vector<std::vector<Prepared*>> Pool(World& world, const Options& o, int cou
 std::string Name(const Problem& p) {
   static const char* const operations[] = {"dispatch", "redispatch", "combine", "exchange"};
   return Text(
-      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d bulk %d "
+      "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d low %d "
+      "bulk %d "
       "lanes %d ragged %d wire %d ue8m0 %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
-      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo, p.bulk,
-      p.lanes, p.ragged, static_cast<int>(p.wire), p.ue8m0, p.seed);
+      p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
+      p.low_latency, p.bulk, p.lanes, p.ragged, static_cast<int>(p.wire), p.ue8m0, p.seed);
 }
 
 std::string FailureText(uint64_t word) {
@@ -144,6 +145,39 @@ std::string Random(const Options& o) {
   ExpectRight(world, "some of the calls");
   return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
               seconds * 1e6 / static_cast<double>(o.calls));
+}
+
+// Rows and batches as a decoding server has them: many lines in flight at once.
+std::string Decode(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int tokens : {1, 2, 17, 64, 200}) {
+    for (int kind = 0; kind < 5; ++kind) {
+      Problem p;
+      p.seed = static_cast<uint32_t>(rng());
+      p.ranks = o.ranks, p.tokens = tokens, p.top_k = 8, p.experts = 64, p.hidden = kind == 3 ? 2048 : 7168;
+      p.operation = kind == 0 || kind == 4 ? Operation::kCombine : Operation::kDispatch;
+      p.layout = static_cast<Layout>(kind == 4 ? 1 : kind == 3 && tokens > 17 ? 0 : (kind + tokens) % 3);
+      p.element = kind == 1 ? Element::kByte : Element::kBf16;
+      p.scaled = kind == 1, p.low_latency = true;
+      p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
+      p.push_blocks = std::max(1, p.blocks * 3 / 8);
+      p.capacity = p.layout == Layout::kRanked   ? p.ranks * tokens
+                   : p.layout == Layout::kPadded ? p.local_experts() * p.ranks * tokens
+                                                 : p.ranks * tokens * 8;
+      if (p.layout == Layout::kPadded && tokens > 17) {
+        p.layout = Layout::kGrouped, p.alignment = 16, p.capacity = p.ranks * tokens * 8 + 16 * p.local_experts();
+      }
+      pool.push_back(world.AddAll(p, 20 * o.patience));
+    }
+  }
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%zu problems of up to 200 tokens of 7168 elements, %lld calls", pool.size(),
+              static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
 }
 
 // Problems whose ranks are those of `masks`, one after the other.
@@ -698,13 +732,21 @@ std::string Graphs(const Options& o) {
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},   {"wrap", EpochWrap, 20},
-      {"late", Late, 30},       {"absent", Absent, 20},
-      {"skip", Skip, 20},       {"shapes", Shapes, 30},
-      {"order", Order, 30},     {"dead", Dead, 20},
-      {"indices", Indices, 60}, {"generations", Generations, 40},
-      {"company", Company, 60}, {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},   {"members", Members, 60},
+      {"normal", Normal, 40},
+      {"decode", Decode, 40},
+      {"wrap", EpochWrap, 20},
+      {"late", Late, 30},
+      {"absent", Absent, 20},
+      {"skip", Skip, 20},
+      {"shapes", Shapes, 30},
+      {"order", Order, 30},
+      {"dead", Dead, 20},
+      {"indices", Indices, 60},
+      {"generations", Generations, 40},
+      {"company", Company, 60},
+      {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},
+      {"members", Members, 60},
       {"random", Random, 60},
   };
   return all;

@@ -36,7 +36,8 @@ def combine(
     config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
-    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh))
+    lines = not flight and schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh), lines=lines)
     attrs = attributes(
         spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight
     )

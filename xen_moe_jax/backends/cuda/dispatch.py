@@ -46,7 +46,8 @@ def dispatch(
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    lines = not flight and schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
     if flight:
         cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(
@@ -79,7 +80,7 @@ def redispatch(
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), wire is not None)
+    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
     if flight:
         cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
     attrs = attributes(

@@ -37,7 +37,10 @@ def buffer_size_hint(
     parts = (
         max(1, hidden // schedule.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
     )  # no schedule cuts rows finer
-    cut = dataclasses.replace(schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts))
+    lines = schedule.takes_lines(spec, hidden, dtype, DEFAULT_CONFIG, wire=wire)
+    cut = dataclasses.replace(
+        schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts), low_latency=lines
+    )
     attrs = call.attributes(spec, hidden, dtype, cut, DEFAULT_CONFIG, wire=wire, scaled=scaled)
     return module.compiled().dispatch_staging_bytes(attrs)
 

@@ -10,7 +10,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.cuda import module
 
@@ -28,6 +31,12 @@ SOLO_ENTRIES = 2048
 """Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
 
 
+LOW_LATENCY_SMS = 96
+LOW_LATENCY_ROWS = 1024
+"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. More are bound by the link, and lines
+are 7 % more bytes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """What a tuning run may vary. None: the default of `dispatch` and `combine` below."""
@@ -36,6 +45,7 @@ class Tuning:
     layout_blocks: int | None = None
     parts: int | None = None
     solo_layout: bool | None = None
+    low_latency: bool | None = None
     bulk: bool | None = None
 
 
@@ -64,6 +74,47 @@ class Schedule:
     segment_tokens: int
     solo_layout: bool = False
     bulk: bool = False
+    low_latency: bool = False
+
+
+def ranks_per_node(spec: Spec) -> int:
+    """Ranks that the fast axis joins; all of them on a single axis."""
+    return spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0]
+
+
+def takes_lines(
+    spec: Spec, hidden: int, dtype: Any, config: KernelConfig, *, wire: Wire | None, combine: bool = False
+) -> bool:
+    """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
+
+    They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
+    """
+    if _tuning.low_latency is not None:
+        wanted = _tuning.low_latency
+    else:
+        few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
+        wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
+    names = module.compiled()
+    return wanted and not names.no_low_latency(
+        combine=combine,
+        ranks=spec.num_ranks,
+        ranks_per_node=ranks_per_node(spec),
+        num_tokens=spec.num_tokens,
+        top_k=spec.top_k,
+        num_experts=spec.num_experts,
+        hidden=hidden,
+        layout=names.layouts.index(spec.layout),
+        dtype=names.dtypes.index(jnp.dtype(dtype).name),
+        wire=names.wires.index(wire.dtype if wire else ""),
+    )
+
+
+def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
+    """Four blocks send the routing, a quarter (of a combine, half) the rows, the others receive."""
+    count = blocks(config, sms, LOW_LATENCY_SMS)
+    push = _within(_tuning.push_blocks or count // (2 if combine else 4), count)
+    routing = 1 if combine else _within(_tuning.layout_blocks or min(4, count // 16), count)
+    return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
 
 def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
@@ -110,8 +161,15 @@ def _solo_segment(spec: Spec) -> int | None:
     return segment if few and 4 * words <= module.compiled().solo_layout_bytes else None
 
 
-def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes: bool = False) -> Schedule:
-    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more."""
+def dispatch(
+    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, lines: bool = False
+) -> Schedule:
+    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more.
+
+    `lines`: by the low-latency kernels (`takes_lines`).
+    """
+    if lines:
+        return _lines(spec, config, sms, combine=False)
     small = spec.num_tokens <= SMALL_TOKENS
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
@@ -131,8 +189,10 @@ def dispatch(spec: Spec, hidden: int, config: KernelConfig, sms: int, quantizes:
     return Schedule(count, push, counting, parts, segment)
 
 
-def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int) -> Schedule:
+def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, lines: bool = False) -> Schedule:
     """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
+    if lines:
+        return _lines(spec, config, sms, combine=True)
     count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps

@@ -21,7 +21,7 @@ def dispatch_start(x: jax.Array, scales: jax.Array, *operands: jax.Array, **para
 
 
 def dispatch_done(*operands: jax.Array, spec: Any, **_: Any) -> tuple[jax.Array, ...]:
-    count = (6 if spec.layout == "ranked" else 5) + 3
+    count = (7 if spec.layout == "ranked" else 6) + 3
     return operands[-count:-3]
 
 

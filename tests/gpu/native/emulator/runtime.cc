@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -73,8 +74,19 @@ struct Fiber {
   uint64_t seen = 0, wakes = 0;
   std::vector<std::vector<Copy>> copies;  // groups under way; the last is not committed
 };
+// Lines that eight lanes are storing or loading: lane i's nth part belongs to the nth line there.
+struct Line {
+  char bytes[128];
+  int parts = 0;  // stored, or taken
+};
+struct Lines {
+  uint64_t begun[8] = {}, first = 0;  // parts that each lane has come by for; the number of lines.front()
+  std::deque<Line> lines;
+};
+using LinesAt = std::map<std::pair<int, uintptr_t>, Lines>;  // (eight lanes, address)
 struct Block {
   std::vector<Fiber> fibers;
+  LinesAt stored, loaded;
   std::vector<std::vector<std::unique_ptr<Lanes>>> warps;
   Gate barriers[kBarriers];
   int current = 0, alive = 0;
@@ -129,6 +141,7 @@ void Entry() {
   AwaitCopies(0);
   fiber.state = State::kEnded;
   --b.alive;
+  if (b.alive == 0 && !b.stored.empty()) Broken("only some lanes of a line have stored their part");
   Gate& all = b.barriers[0];  // those that wait for the whole block wait for those that have not ended
   if (all.arrived && all.arrived == b.alive) all.arrived = 0, ++all.opened;
   _longjmp(b.scheduler, 1);
@@ -292,6 +305,54 @@ void Pause(uint64_t ns) {
 }
 void Shake() {
   if (block->random() % 8 == 0) GiveWay(State::kReady);
+}
+std::mutex& LineMutex(uintptr_t line) {
+  static std::mutex mutexes[64];
+  return mutexes[line / 128 % 64];
+}
+Line& NextLine(LinesAt& all, const void* p, bool load, std::pair<int, uintptr_t>* key, int* part) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p);
+  *key = {static_cast<int>(threadIdx.x) / 8, at / 128 * 128};
+  *part = static_cast<int>(at / 16 % 8);
+  if (*part != static_cast<int>(threadIdx.x % 8)) Broken("a lane moves another part of a line than its own");
+  Lines& lines = all[*key];
+  const uint64_t number = lines.begun[*part]++;
+  if (number == lines.first + lines.lines.size()) {
+    lines.lines.emplace_back();
+    if (load) {
+      std::lock_guard<std::mutex> lock(LineMutex(key->second));
+      std::memcpy(lines.lines.back().bytes, reinterpret_cast<const void*>(key->second), 128);
+    }
+  }
+  return lines.lines[number - lines.first];
+}
+void EndLine(LinesAt& all, const std::pair<int, uintptr_t>& key) {
+  Lines& lines = all[key];
+  while (!lines.lines.empty() && lines.lines.front().parts == 8) lines.lines.pop_front(), ++lines.first;
+  if (lines.lines.empty()) all.erase(key);
+}
+uint4 LoadLinePart(const uint4* p) {
+  Poll();
+  std::pair<int, uintptr_t> key;
+  int part;
+  Line& line = NextLine(block->loaded, p, true, &key, &part);
+  uint4 v;
+  std::memcpy(&v, line.bytes + 16 * part, 16);
+  if (++line.parts == 8) EndLine(block->loaded, key);
+  return v;
+}
+void StoreLinePart(uint4* p, uint4 v) {
+  Shake();
+  std::pair<int, uintptr_t> key;
+  int part;
+  Line& line = NextLine(block->stored, p, false, &key, &part);
+  std::memcpy(line.bytes + 16 * part, &v, 16);
+  if (++line.parts < 8) return;
+  {
+    std::lock_guard<std::mutex> lock(LineMutex(key.second));
+    std::memcpy(reinterpret_cast<void*>(key.second), line.bytes, 128);
+  }
+  EndLine(block->stored, key);
 }
 void* DynamicShared() { return shared_window; }
 char* SharedWindow() { return shared_window; }

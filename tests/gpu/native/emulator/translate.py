@@ -95,6 +95,17 @@ def _instruction(text: str, operand) -> str:
         return [value(a.strip()) for a in argument.strip("{} ").split(",")]
 
     match words:
+        case ["ld", "relaxed", "sys", "global", "v4", "u32"]:  # part of a line: cuda_kernels/lines.cuh
+            part = f"::emulator::LoadLinePart(::emulator::At<const uint4>({address(arguments[1])}))"
+            names = zip(elements(arguments[0]), "xyzw", strict=True)
+            return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
+        case ["st", "relaxed", "sys", "global", "v4", "u32"]:
+            part = f"make_uint4({', '.join(elements(arguments[1]))})"
+            return f"::emulator::StoreLinePart(::emulator::At<uint4>({address(arguments[0])}), {part});"
+        case ["ld", *kind] if "v4" in kind and "u32" in kind and "gpu" in kind:  # one transaction
+            part = f"::emulator::LoadVector(::emulator::At<const uint4>({address(arguments[1])}))"
+            names = zip(elements(arguments[0]), "xyzw", strict=True)
+            return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
         case ["ld", *kind]:
             order = "__ATOMIC_ACQUIRE" if "acquire" in kind else "__ATOMIC_RELAXED"
             cpp, count = _kind(kind)

@@ -86,6 +86,17 @@ T CompareAndSwap(T* p, T expected, T value) {
   __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
 }
+// 16 of the 128 bytes of a line, which eight lanes store and load as a whole (cuda_kernels/lines.cuh).
+uint4 LoadLinePart(const uint4* p);
+void StoreLinePart(uint4* p, uint4 part);
+inline uint4 LoadVector(const uint4* p) {
+  Poll();
+  uint64_t halves[2];
+  for (int i = 0; i < 2; ++i) halves[i] = __atomic_load_n(reinterpret_cast<const uint64_t*>(p) + i, __ATOMIC_ACQUIRE);
+  uint4 v;
+  std::memcpy(&v, halves, sizeof(v));
+  return v;
+}
 inline void Fence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   Shake();

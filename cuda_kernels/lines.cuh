@@ -1,0 +1,89 @@
+// Data that carry their own flag: lines of 128 bytes, 120 of data and the operation's epoch behind them.
+//
+// A warp stores or loads four lines at once (a round), 16 bytes a lane; the last lane of each line has eight bytes of
+// data and the epoch. Who reads a line with the current epoch has its data: no fence, no flag of its own, and one
+// flight over the link in all. Memory order: this rests on a line of 128 bytes, written by eight lanes of one store
+// instruction, becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a
+// whole. The PTX memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol
+// relies on it in the same way. Where the words of a line may come one by one, the low-latency kernels must not be
+// used.
+//
+// A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order, the other
+// four the 32 bytes after them: so both ends move aligned vectors, and nothing is shuffled between lanes.
+#pragma once
+
+#include "failure.cuh"
+#include "line_plan.h"
+
+namespace xen_moe {
+
+// The whole vector at once, past the L1 cache.
+__device__ __forceinline__ uint4 LoadVectorSystem(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void StoreVectorSystem(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// This lane's place in a round.
+struct Piece {
+  int line;    // of the round
+  bool flags;  // this lane holds the epoch, and only eight bytes of data
+  int offset;  // of its data among the round's
+  __device__ __forceinline__ Piece() {
+    const int lane = threadIdx.x & 31;
+    line = lane >> 3;
+    flags = (lane & 7) == 7;
+    offset = flags ? kRoundData - 8 * kRoundLines + 8 * line : 16 * (lane - line);
+  }
+};
+
+// All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.
+__device__ __forceinline__ void StoreRound(char* round, const Piece& piece, uint4 v, int lines, uint32_t epoch) {
+  if (piece.flags) v.z = v.w = epoch;
+  if (piece.line < lines) StoreVectorSystem(reinterpret_cast<uint4*>(round) + (threadIdx.x & 31), v);
+}
+// All lanes. What is loaded counts only where the whole line has arrived: Missing says which lanes' lines have not.
+__device__ __forceinline__ uint4 LoadRound(const char* round) {
+  return LoadVectorSystem(reinterpret_cast<const uint4*>(round) + (threadIdx.x & 31));
+}
+__device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, uint32_t epoch) {
+  return piece.flags && piece.line < lines && v.w != epoch;
+}
+
+// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
+// `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
+// or it left.
+// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
+constexpr int kLinePolls = 256;
+template <class MissingLanes, class RankOf, class Stalled>
+__device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
+                                           Step step) {
+  uint32_t mask = missing();
+  if (mask == 0) return true;
+  Waiting waiting;
+  for (bool first = true;; first = false) {
+#pragma unroll 1
+    for (int poll = 0; poll < kLinePolls; ++poll) {
+      mask = missing();
+      if (mask == 0) {
+        if ((threadIdx.x & 31) == 0 && waiting.shown) {
+          StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
+        }
+        return true;
+      }
+    }
+    if (first && stalled()) return false;
+    bool go_on = true;
+    if ((threadIdx.x & 31) == 0) go_on = MayWaitOn(run, step, rank_of(mask), &waiting);
+    if (!__shfl_sync(0xFFFFFFFFu, go_on, 0)) return false;
+  }
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,157 @@
+// The two ends of a low-latency operation: as operation.cuh, with as few round trips to memory as possible.
+//
+// Begin: all words of Control are read at once, before the block knows whether they count: the tables of all
+// generations, then the claim of the channel and {owner, epoch, generation, members} in one load. A table that
+// Control::current names is written before any operation may use it and does not change while it is in use, so that the
+// early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
+// ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
+// read before the block takes its ticket; a block that gave up says so in its ticket, so the last one knows of it
+// without another look.
+#pragma once
+
+#include "claims.cuh"
+#include "lines.cuh"
+#include "operation.cuh"
+
+namespace xen_moe {
+
+constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
+
+// {owner, epoch, generation, members} in one load: of one aligned sector, which no store splits. It is relaxed; the
+// fence before the ticket makes it an acquire for all that the operation does to Control.
+__device__ __forceinline__ uint4 LoadVectorGpu(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+static __device__ __noinline__ void BeginSlowly(Running& run, const Call& call, Operation operation, int ranks,
+                                                int rank) {
+  BeginFirstWarp(run, call, operation, ranks, rank);
+}
+
+// A word of each memory table. No array: an index that is not known when compiling would put it into memory.
+template <class T>
+struct OfTables {
+  T a, b, c, d;
+  template <class F>
+  __device__ __forceinline__ explicit OfTables(F load) : a(load(0)), b(load(1)), c(load(2)), d(load(3)) {}
+  __device__ __forceinline__ T At(uint32_t generation) const {
+    const T even = generation & 2 ? c : a, odd = generation & 2 ? d : b;
+    return generation & 1 ? odd : even;
+  }
+};
+static_assert(kGenerations == 4, "OfTables");
+
+// The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
+__device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
+                                                int rank) {
+  const int lane = threadIdx.x & 31;
+  Control* const control = call.control;
+  const volatile MemoryTable* const tables = control->memory;
+  const OfTables<char*> staging([&](int i) { return tables[i].staging[lane % kMaxRanks]; });
+  const OfTables<uint64_t> flag_bytes([&](int i) { return tables[i].flag_bytes; });
+  const OfTables<uint64_t> data_bytes([&](int i) { return tables[i].data_bytes; });
+  const OfTables<uint32_t> generation([&](int i) { return tables[i].generation; });
+  Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
+  const uint32_t everybody = (1u << ranks) - 1;
+  const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
+  const uint32_t newest = LoadRelaxedSystem(&control->newest);
+  const uint32_t reported = LoadRelaxedSystem(&control->reported);
+  const uint32_t cleared = LoadRelaxedSystem(&control->cleared[lane & 1]);
+  const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
+  if (lane == 0) ClaimWordGpu(&control->owner, call.call_id);
+  const uint4 head = LoadVectorGpu(reinterpret_cast<const uint4*>(&control->owner));
+  // One lane's view for all: the loads of a warp need not take place together.
+  const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);
+  const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
+  const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
+  const uint32_t before = __shfl_sync(0xFFFFFFFFu, head.w, 0);
+  char* const at = staging.At(current);
+  const uint64_t flags = flag_bytes.At(current), data = data_bytes.At(current);
+  const bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody &&
+                    epoch - cleared < kClearAfter && generation.At(current) == current &&
+                    call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
+  if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
+  if (blockIdx.x == 0) {
+    const uint64_t word = PackAnnouncement(epoch, call.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
+    if (lane < ranks) {
+      StoreRelaxedSystem(&peer->announcements[epoch & 1][rank], word);
+    } else if (lane >= 16) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+      StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16]);
+    }
+    if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
+  }
+  if (lane < ranks) {
+    const uint64_t half_bytes = flags + data;
+    run.half[lane] = at + (epoch & 1) * half_bytes;
+    run.data[lane] = run.half[lane] + half_bytes - call.needs.data_bytes;
+  }
+  if (lane == 0) {
+    run.line_border = LineBorder(flags);
+    run.control = control;
+    run.mailbox = call.mailbox;
+    run.timeout_ns = call.timeout_ns;
+    run.epoch = epoch;
+    run.signature = call.signature;
+    run.operation = operation;
+    run.ranks = ranks;
+    run.rank = rank;
+    run.members = run.active = everybody;
+    run.scratch = nullptr;
+    run.generation = run.current = current & 0xFF;
+    run.reported = reported;
+    run.refused = run.outside = false;
+  }
+}
+
+// All threads of every block call FinishLowLatency last, with whether the thread has done all it had to.
+template <class Poison>
+__device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
+  FinishOperation(run, poison);
+}
+template <class Poison>
+__device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
+  if (run.refused || run.outside) return FinishRefused(run, poison);
+  __shared__ bool last, plain;
+  const bool gave_up = !__syncthreads_and(good);
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    uint64_t word = 0;
+    if (lane < run.ranks) word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][lane]);
+    const uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
+    uint32_t now = 0;
+    if (lane == 0) {
+      if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
+      __threadfence();
+      now = atomicAdd(&run.control->ticket, 1u) + 1;
+    }
+    now = __shfl_sync(0xFFFFFFFFu, now, 0);
+    const bool fits =
+        !(run.active >> lane & 1) || (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature &&
+                                      AnnouncedGeneration(word) == run.current);
+    const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
+    if (lane == 0) {
+      last = (now & 0xFFFF) == gridDim.x;
+      plain = now == gridDim.x && all_fit && run.active && run.reported == run.generation;
+      if (last && plain) {
+        run.control->ticket = 0;
+        run.control->current.members = run.members;
+        __threadfence();
+        StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
+      } else if (last) {
+        run.last = true;
+        run.all_refused = false;
+        __threadfence();
+      }
+    }
+  }
+  __syncthreads();
+  if (last && !plain) EndOperation(run, poison);
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,115 @@
+// Dispatch of small batches: no barrier between blocks, no fence, no flag beside the data.
+//
+// What moves: to every rank, this one too, a message of lines: how many rows each of its experts gets from here, then
+// per token a line that says for every slot which expert of that rank wants it, its number among this rank's rows of
+// that expert, and its weight. To every other rank that owns one of its experts, a token's row in lines, behind the
+// messages. Who does it: the first `layout_blocks` blocks number all rows, each for itself in shared memory, and send
+// shares of the messages; the next `push_blocks` send shares of the rows, and need to know nothing but topk_idx; the
+// others receive: each adds up the counts of all sources for itself, and its warps place parts of rows as their lines
+// come in. Who waits for whom: senders wait for nobody. A receiver waits for lines alone; before its first long wait,
+// and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
+// any number of resident blocks. Memory order: lines.cuh; nothing else is shared between GPUs. What peers sent is
+// checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+#include "dispatch.cuh"
+#include "low_latency_rows.cuh"
+
+namespace xen_moe {
+namespace {
+
+// All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
+// would have to lie in memory for it.
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut& cut, const Running& run, char* dynamic,
+                                         bool numbered) {
+  const Plan plan(p, cut, run, dynamic);
+  const Piece piece;
+  for (int next = 0;;) {
+    const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
+    if (share < 0) return;
+    if (share >= cut.routing) {
+      PushShare(plan, piece, share - cut.routing, [] { return true; });
+      continue;
+    }
+    if (!numbered) {
+      LoadRouting(plan);
+      __syncthreads();
+      Number(plan);
+      __syncthreads();
+      numbered = true;
+    }
+    SendRouting(plan, piece, share);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut) {
+  __shared__ Running run;
+  extern __shared__ __align__(16) char dynamic[];
+  const Plan plan(p, cut, run, dynamic);
+  const Piece piece;
+  const int block = static_cast<int>(blockIdx.x);
+  Phase(0);
+  // What does not depend on the operation's number is loaded while the first warp finds it.
+  if (threadIdx.x < 32) BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
+  if (block < cut.routing) LoadRouting(plan);
+  bool begun = false;
+  auto begin = [&] {  // of all threads once
+    if (!begun) {
+      __syncthreads();
+      begun = true;
+      Phase(1);
+      if (!run.refused && block < plan.Shares()) StartShare(run.control, block, run.epoch);
+    }
+    return !run.refused;
+  };
+#pragma unroll 1
+  for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
+    if (share != block && !run.refused) StartShare(run.control, share, run.epoch);
+    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, begin);
+    if (!begin()) break;
+    if (share < cut.routing) {
+      Number(plan);
+      __syncthreads();
+      SendRouting(plan, piece, share);
+    }
+  }
+  bool good = begin();
+  Phase(2);
+  if (good && plan.receiver >= 0) {
+    good = ReceiveCounts(plan, piece, [&] { AdoptShares(p, cut, run, dynamic, block < cut.routing); });
+    if (good) {
+      LayoutScratch scratch{};
+      scratch.columns = plan.at.local;
+      scratch.totals = plan.In<int>(plan.at.groups);
+      int* starts = plan.In<int>(plan.at.starts);
+      StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
+      Phase(4);
+      good = PlaceRows(plan, piece);
+      ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
+      ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
+    }
+  }
+  Phase(5);
+  FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
+  Phase(6);
+}
+
+}  // namespace
+
+int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (Unfit(p)) return cudaErrorInvalidValue;
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
+  LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p, cut);
+  return cudaGetLastError();
+}
+int PreloadLowLatencyDispatch() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel);
+}
+
+}  // namespace xen_moe
+
+#ifdef XEN_MOE_PHASES
+namespace xen_moe {
+int ReadDispatchPhases(uint64_t* to) { return ReadPhases(to); }
+}  // namespace xen_moe
+#endif

@@ -1,0 +1,101 @@
+"""`benchmark --mode layer` and `--mode model`, and the training benchmark: they run, and notice wrong results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from xen_moe_jax.benchmark import layer, layer_programs, options
+from xen_moe_jax.benchmark.verify import WrongResultError
+
+ROOT = pathlib.Path(__file__).parents[2]
+SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"
+WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter")
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    command = (sys.executable, *command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+
+
+def test_layers_of_every_way_agree(tmp_path):
+    out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    command = ["-m", "xen_moe_jax.benchmark", "--mode", "layer", *SIZES.split(), "--ways", *WAYS]
+    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    done = run(*command, "--repeats", "1", "--inner", "1", "--lock", str(tmp_path / "lock"), "--json", str(out), *plot)
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    assert document["layers"] == 1 and document["width"] == 48
+    for operation in ("forward", "forward+backward"):
+        rows = {row["name"]: row for row in document["results"] if row["operation"] == operation}
+        assert set(rows) == {"xen_moe_jax", "experts alone", *WAYS}
+        for name, row in rows.items():
+            assert row["us_median"] > 0 and row["tokens_per_second_per_rank"] > 0 and row["matmul_share"] > 0, row
+            assert ("max difference" in row) is (name in WAYS)
+            assert row.get("max difference", 0) < 1e-4
+    assert "tokens/s/rank" in done.stdout and (not plot or picture.stat().st_size > 10_000)
+
+
+def test_a_stack_of_layers(tmp_path):
+    out = tmp_path / "model.json"
+    command = ["-m", "xen_moe_jax.benchmark", "--mode", "model", *SIZES.split(), "--ways", "padded all_to_all"]
+    done = run(*command, "--repeats", "1", "--inner", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    assert document["layers"] == layer_programs.MODEL_LAYERS
+    assert all("us_median" in row for row in document["results"]) and len(document["results"]) == 6
+
+
+def test_results_that_differ_are_an_error():
+    class Given:
+        class work:
+            compute_dtype = jnp.dtype("float32")
+
+    expected = {"a": jnp.ones((4, 3)), "b": 2 * jnp.ones(3)}
+    same = {"a": jnp.ones((4, 3)) * (1 + 1e-6), "b": 2 * jnp.ones(3)}
+    assert layer.compare(Given, "a way", same, expected) < 1e-5  # type: ignore[arg-type]
+    for wrong in (same | {"b": jnp.zeros(3)}, same | {"a": jnp.full((4, 3), jnp.nan)}):
+        with pytest.raises(WrongResultError, match="a way: differs by"):
+            layer.compare(Given, "a way", wrong, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--width 64", "--width 64: needs --mode layer or --mode model"),
+        ("--mode normal --ways a", "--ways .*: needs --mode layer"),
+        ("--mode layer --tune", "--tune: --mode layer has nothing to tune"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        options.check(options.build_parser().parse_args(arguments.split()))
+
+
+def test_the_training_benchmark(tmp_path):
+    out = tmp_path / "train.json"
+    sizes = "--layers 2 --hidden 64 --heads 2 --dense-size 128 --experts 8 --width 32 --top-k 2 --context 32 --batch 2"
+    done = run(
+        str(ROOT / "benchmarks" / "train.py"), *sizes.split(), "--steps", "2", "--warm-up", "1", "--json", str(out)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    tokens = 2 * 2 * 32
+    # attention and head of 2 layers, one of them dense, one with 2 of 8 experts
+    weights = 2 * 4 * 64 * 64 + 3 * 64 * 128 + 3 * 64 * 32 * 2 + 64 * 8 + 64 * 256
+    assert document["tokens_per_step"] == tokens and document["multiplied_weights_per_token"] == weights
+    assert document["flops_per_step"] == (6 * weights + 6 * 2 * 64 * 32) * tokens
+    assert document["seconds_per_step"] > 0 and document["mfu"] is None
+    assert document["last_loss"] < document["first_loss"]
