@@ -20,7 +20,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(ROOT))
-LIMIT_S = 90
+LIMIT_S = 300
 GIB = 1 << 30
 PROMPT, STEPS = 500, 24
 
