@@ -18,7 +18,7 @@ import jax
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
-from xen_moe_jax.transfer._loop import BUSY_S, SPIN_S, Loop
+from xen_moe_jax.transfer._loop import BUSY_S, SPIN_IDLE_S, SPIN_S, Loop
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
@@ -457,7 +457,9 @@ class Engine:
                         raise TransferTimeout(
                             f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done()
                         )
-                    if spins != (now - begun < SPIN_S):  # Meanwhile the thread stays out of the way.
+                    if spins != (
+                        now - begun < (SPIN_S if self._active else SPIN_IDLE_S)
+                    ):  # Meanwhile the thread stays out of the way.
                         spins = not spins
                         self._spinning += 1 if spins else -1
                     if spins:
