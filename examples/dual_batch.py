@@ -169,12 +169,15 @@ def microseconds(program: Any, operands: Any, repeats: int, calls: int) -> float
     return statistics.median(times)
 
 
-def main(trace: str | None = None, repeats: int = 5, calls: int = 20) -> dict[str, dict[str, float]]:
+def main(
+    trace: str | None = None, kinds: tuple[str, ...] = ("decode", "training"), repeats: int = 5, calls: int = 20
+) -> dict[str, dict[str, float]]:
     """Returns microseconds of a step for each kind and schedule, and the relative difference of their results."""
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
     on_cpu = jax.default_backend() == "cpu"
     report = {}
-    for kind, sizes in (TINY if on_cpu else LARGE).items():
+    for kind in kinds:
+        sizes = (TINY if on_cpu else LARGE)[kind]
         made = steps(kind, sizes, mesh)
         schedules = ("in turn", "overlapped")
         results = [jax.tree.leaves(made[name](*made["operands"])) for name in schedules]
@@ -199,6 +202,7 @@ def main(trace: str | None = None, repeats: int = 5, calls: int = 20) -> dict[st
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", metavar="DIR")
+    parser.add_argument("--kind", choices=("decode", "training"), nargs="+", default=["decode", "training"])
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    main(options.trace)
+    main(options.trace, tuple(options.kind))
