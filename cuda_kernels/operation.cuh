@@ -186,10 +186,12 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
   const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
   const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
-  bool refused = LoadRelaxedSystem(&call.mailbox->failure) != 0;
-  refused = __shfl_sync(0xFFFFFFFFu, refused || run.outside, 0);
-  if (!refused) {
-    const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
+  const uint64_t failure = __shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&call.mailbox->failure), 0);
+  bool refused = failure != 0 || run.outside;
+  // Another block of this operation may have failed it already: the error shall tell what this rank runs.
+  const bool tells = !run.outside && failure != 0 && UnpackFailure(failure).epoch == epoch;
+  if (!refused || tells) {
+    const bool joins = !refused && __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
     if (blockIdx.x == 0) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
@@ -201,7 +203,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-      if (!refused && (active >> lane & 1)) {
+      if ((!refused || tells) && (active >> lane & 1)) {
         StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
       }
     }

@@ -34,6 +34,14 @@ FUSED = [
     "xen_moe_reduce_ranks",
 ]
 
+
+def fused(case: Case, top_k: int) -> list[str]:
+    """Kernels of a dispatch and a combine on 8 devices: a decode's records go to everybody by XLA's all-gather."""
+    if tpu_static.gathered(case, "dispatch", 8, top_k):
+        return sorted({"xen_moe_pack", *FUSED} - {"xen_moe_push"})
+    return sorted(FUSED)
+
+
 IN_CI = {"v4": "decode", "v5e": "decode-int8", "v5p": "fp8", "v6e": "bf16", "tpu7x": "decode"}
 """The full-size program that every run of the suite compiles for a generation: each case and each generation once. The
 other pairs take minutes and are marked slow.
@@ -67,11 +75,14 @@ def test_full_size_program(generation, case):
     """Our kernels, counts as the only collective, no full-size copy, memory as predicted."""
     compiled = tpu_static.compile_own(generation, case, "both", DEEPSEEK)
     text = compiled.as_text()
-    assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
+    assert sorted(tpu_static.kernels(text)) == fused(case, DEEPSEEK["top_k"])
 
     tokens_bytes = case.tokens * DEEPSEEK["hidden"] * 2
     moved = tpu_static.collectives(text)
-    assert "ragged-all-to-all" not in moved and sum(moved.values()) <= 8 * (DEEPSEEK["experts"] + 8) * 4, moved
+    most = 8 * (DEEPSEEK["experts"] + 8) * 4
+    if "xen_moe_pack" in tpu_static.kernels(text):
+        most += predicted_staging(case, "dispatch")
+    assert "ragged-all-to-all" not in moved and sum(moved.values()) <= most, moved
     assert_no_large_scalar_operation(text, case)
     too_large = [c for c in copies(text) if c[0] >= tokens_bytes]
     assert not too_large, too_large
@@ -112,7 +123,7 @@ ODD_SIZES = [
 @pytest.mark.parametrize(("generation", "case", "sizes"), ODD_SIZES, ids=lambda p: getattr(p, "name", None))
 def test_sizes_that_do_not_line_up(generation, case, sizes):
     text = tpu_static.compile_own(generation, case, "both", sizes).as_text()
-    assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
+    assert sorted(tpu_static.kernels(text)) == fused(case, sizes["top_k"])
 
 
 @pytest.mark.parametrize(

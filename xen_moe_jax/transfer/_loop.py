@@ -21,7 +21,7 @@ HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 32
 BUSY_S = 50e-6
 IDLE_S = 0.5
-SPIN_S = 300e-6
+SPIN_S = 2e-3
 """For so long a caller who waits drives the engine without a pause: hand-overs between threads take longer than small
 transfers do.
 """

@@ -80,7 +80,7 @@ class Engine:
         self._spinning = 0  # Callers that drive the engine at this moment.
         self._failure: BaseException | None = None
         # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
-        self._device = _device.first_ordinal()
+        self._device = _device.default_ordinal()
         self._adopt_device()
         self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}))
         self._active: list[Transfer] = []
@@ -186,7 +186,7 @@ class Engine:
 
         Args:
             avals: pytree of `jax.ShapeDtypeStruct` (or arrays: only shape, dtype and sharding count).
-            shardings: pytree of shardings like `avals`, or one for all; None takes the avals' own, or the first local
+            shardings: pytree of shardings like `avals`, or one for all; None takes the avals' own, or the default
             device.
             name: by which peers find it. Without a name `avals` must be a dict, and its keys are the names.
             writers: names of the peers that may write into it; None: every peer that is connected.
