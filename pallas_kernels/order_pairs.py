@@ -148,9 +148,11 @@ def order_pairs(
     given = jnp.concatenate([rows.T, peer[None], address[None]], axis=0)
     given = jnp.pad(given, ((0, 0), (0, blocks * block - count)), constant_values=-1)
     depth = jnp.sum(given[:slots] >= 0, axis=0, dtype=jnp.int32).reshape(blocks, block)
-    known = [jnp.sum(depth > s, axis=1, dtype=jnp.int32) for s in range(slots)]
-    known.append(jnp.sum(given[slots].reshape(blocks, block) >= 0, axis=1, dtype=jnp.int32))
-    facts = jnp.pad(jnp.stack(known, axis=1), ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
+    # a pair that exists is deeper than -1, one that does not is not
+    depth = jnp.where(given[slots].reshape(blocks, block) >= 0, depth, -1)
+    deeper = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), jnp.full((1,), -1, jnp.int32)])
+    facts = jnp.sum(depth[:, None, :] > deeper[:, None], axis=2, dtype=jnp.int32)
+    facts = jnp.pad(facts, ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
     table, ordered = launch.call(
         functools.partial(_body, slots=slots, block=block),
         _Refs,

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from xen_moe_jax.benchmark import tpu_bundles, tpu_topologies
+from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_topologies
 from xen_moe_jax.benchmark.tpu_bundles import Part, Work
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,6 +79,26 @@ def test_visited_pairs_of_a_few_depths():
 )
 def test_all_to_all_bandwidth_of_a_torus(generation, gb_per_s):
     assert np.isclose(1e9 / tpu_topologies.TOPOLOGIES[generation].all_to_all_us(1e9) / 1e3, gb_per_s)
+
+
+@pytest.mark.parametrize(
+    ("generation", "devices", "gb_per_s"),
+    # a ring of 16 carries twice what a chip sends, one of 8 and a line of 4 as much, one of 4 half of it
+    [("v5e", 16, 46.9), ("v5e", 256, 24.9), ("v5p", 64, 196.9), ("v5p", 256, 99.6), ("tpu7x", 128, 99.2)],
+)
+def test_all_to_all_bandwidth_of_larger_tori(generation, devices, gb_per_s):
+    us = tpu_topologies.TOPOLOGIES[generation].all_to_all_us(1e9, devices)
+    assert np.isclose(1e9 / us / 1e3, gb_per_s, rtol=2e-3)
+
+
+def test_uniform_routing_is_like_a_random_one():
+    model = tpu_budget.uniform_routing(512, 8, 256, 8, seed=0)
+    drawn = tpu_bundles.random_routing(512, 8, 256, 8, 16, seed=0)
+    for name in ("sent", "placed"):
+        assert np.isclose(getattr(model, name), getattr(drawn, name), rtol=0.05)
+    for name in ("blocks", "groups", "turns", "tiles"):
+        assert np.isclose(getattr(model.pairs, name), getattr(drawn.pairs, name), rtol=0.08)
+    assert sum(model.experts) == model.placed and sum(model.sources) == model.sent
 
 
 BUDGETS = {  # bundles of one turn of a loop; a few percent over what jax 0.11.2 with libtpu 0.0.48 gives

@@ -22,7 +22,7 @@ KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt
 SHARED = "BarrierMegacore"
 """What a kernel has whose grid is divided between two cores: they meet when it begins."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-FETCH, SEND, WAIT = "dma.hbm_to_vmem", "dma.general", "dma.done.wait"
+FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
 
 
@@ -126,13 +126,14 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class Count:
     """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together, on one of
-    the cores that share them.
+    the cores that share them; `issue` of them in loops that start DMAs.
     """
 
     step: int
     turn: dict[str, int]
     total: float
     cores: int = 1
+    issue: float = 0.0
 
 
 def count(kernel: Loop, work: Work) -> Count:
@@ -145,16 +146,20 @@ def count(kernel: Loop, work: Work) -> Count:
     grid = min((loop.depth for loop in found), default=0)
     step = sum(loop.bundles for loop in found if loop.depth == grid)  # it shows in pieces, cut by the loops inside
     inner = [loop for loop in found if loop.depth > grid]
-    turn, total = {}, kernel.bundles + work.steps * step
+    turn, total, issue = {}, kernel.bundles + work.steps * step, 0.0
     for part in work.parts:
         named = [other for other in work.parts if other.operation] if not part.operation else []
         chosen = [loop for loop in inner if part.names(loop) and not any(p.names(loop) for p in named)]
+        if not chosen and part.operation == FETCH:  # XLA put what is fetched into VMEM: rows come by loads and stores
+            moved = [loop for loop in inner if loop.operations["vld"] and loop.operations["vst"]]
+            chosen = [loop for loop in moved if loop.operations["vld"] == loop.operations["vst"]]
         if not chosen:
             raise ValueError(f"no loop with {part.operation} for {part.name}: {[dict(x.operations) for x in inner]}")
         bundles = [loop.bundles for loop in chosen]
         turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
         total += part.trips * turn[part.name]
-    return Count(step, turn, total / kernel.cores, kernel.cores)
+        issue += part.trips * turn[part.name] if part.operation in (FETCH, STORE, SEND) else 0.0
+    return Count(step, turn, total / kernel.cores, kernel.cores, issue / kernel.cores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +237,10 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             routing.tokens / push,
             (Part("send", SEND, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
+        "xen_moe_pack": Work(
+            routing.tokens / push,
+            (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
+        ),
         "xen_moe_place": Work(
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
@@ -251,7 +260,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("group", "", pairs.groups, copies=1, depth=2),
                 Part("turn", "", pairs.turns, copies=1, depth=3),
                 Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
-                Part("fetch one", FETCH, pairs.singles, at_most=1, copies=2),
+                Part("fetch one", FETCH, pairs.singles, at_most=2, copies=2),
                 Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
                 Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
                 Part("send one", SEND, pairs.odd, at_most=1),
@@ -302,6 +311,7 @@ class Program:
     text: str
     kernels: dict[str, Loop]
     blocks: dict[str, int]
+    compiled: Any = None
 
 
 def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
@@ -321,7 +331,7 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
         compiled = compile_program()
     finally:
         hardware.launch = launch
-    return Program(compiled.as_text(), take_dump(folder), blocks)
+    return Program(compiled.as_text(), take_dump(folder), blocks, compiled)
 
 
 def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
@@ -386,7 +396,8 @@ def main() -> int:
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_static.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
-        wire_us = topology.all_to_all_us(wire)
+        everybody = tpu_static.gathered(case, operation, 8, sizes["top_k"])
+        wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():
             print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")

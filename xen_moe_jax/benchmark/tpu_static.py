@@ -10,6 +10,7 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import functools
 import re
 import shlex
 import sys
@@ -21,8 +22,9 @@ import numpy as np
 
 NOTICE = """\
 Estimates. No TPU ran this. ici us: off-device bytes of the busiest device over the ICI injection bandwidth of the
-public sheet. hbm us: the kernels' HBM bytes over HBM bandwidth. Both are lower bounds, not latencies. temp MiB and
-metadata KiB (XLA's own collectives): from the compiled program."""
+public sheet. hbm us: the kernels' HBM bytes over HBM bandwidth. wire us: off-device bytes over the all-to-all bandwidth
+of the torus. kernels us: VLIW bundles of the compiled kernels, one a cycle. xla us: XLA's estimate of its operations.
+All are lower bounds, not latencies. temp MiB and metadata KiB (XLA's own collectives): from the compiled program."""
 README_V5P = {
     "source": "Xen-MoE readme, TPU v5p, 8-way, published there without code: not reproduced here",
     "throughput_gb_per_s": {"dispatch": 195.0, "combine": 198.0},
@@ -55,26 +57,30 @@ CASES = (
 
 OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
 """The fused operations push row by row; the halves pack a send buffer and send one run of rows to each peer."""
+HALVES_ON = ("v5e", "v5p")
 
 
 def main(options: argparse.Namespace) -> int:
     """Compiles, counts, prints the table, writes JSON and plot where asked."""
-    from xen_moe_jax.benchmark import tpu_topologies
+    import tempfile
 
+    from xen_moe_jax.benchmark import report, tpu_budget, tpu_bundles, tpu_topologies
+
+    folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
     tpu_topologies.prepare_environment()
+    tpu_bundles.request_dump(folder)
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from xen_moe_jax.benchmark import report
 
     sizes = {"hidden": options.hidden or 7168, "experts": options.experts or 256, "top_k": options.top_k or 8}
     cases = [c if options.tokens is None else dataclasses.replace(c, tokens=options.tokens) for c in CASES]
     rows = []
     for generation in tpu_topologies.TOPOLOGIES:
         for case in cases:
-            for operation in OPERATIONS if case.layout == "grouped" else OPERATIONS[:2]:
+            for operation in OPERATIONS if generation in HALVES_ON and case.name == "throughput" else OPERATIONS[:2]:
                 report.progress(f"{generation} {case.name} {operation}")
-                rows.append(own_row(generation, case, operation, sizes, options.seed))
+                rows.append(own_row(generation, case, operation, sizes, options.seed, folder))
         report.progress(f"{generation} jax.lax.ragged_all_to_all")
         rows.append(peer_row(generation, cases[1], sizes, options.seed))
     document = {
@@ -91,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         report.write_json(options.json, document)
     if options.plot:
-        plot(options.plot, document)
+        tpu_budget.plot(options.plot, rows)
     return 0
 
 
@@ -129,7 +135,14 @@ def count_rows(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> 
     return Counts(busiest(reached), busiest(duplicated), int(reached.sum(0).max()), int(duplicated.sum(0).max()))
 
 
-def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8) -> dict[str, int]:
+def gathered(case: Case, operation: str, ranks: int, top_k: int) -> bool:
+    """Whether a dispatch sends its records to everybody, as `backends.pallas.dispatch.gathers` decides."""
+    from xen_moe_jax.backends.pallas.dispatch import LOW_LATENCY_TOKENS
+
+    return operation == "dispatch" and case.tokens <= LOW_LATENCY_TOKENS and ranks <= top_k
+
+
+def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8, ranks: int = 8) -> dict[str, int]:
     """Bytes and DMAs of our kernels on the busiest rank.
 
     HBM passes. Dispatch: tokens read once, records written by arriving DMAs, records read once per row, rows written
@@ -149,6 +162,9 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     header = Header(top_k).words if operation == "dispatch" and not halves else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
+    everybody = not halves and gathered(case, operation, ranks, top_k)
+    if everybody:
+        counts = dataclasses.replace(counts, off_rank=(ranks - 1) * case.tokens, records=ranks * case.tokens)
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2
     if operation == "dispatch":
         hbm = tokens + counts.records * record + counts.rows * record + rows
@@ -156,7 +172,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     else:
         hbm = 2 * rows + 2 * counts.records * record + tokens
         local = counts.rows + counts.records
-    remote = counts.records
+    remote = 0 if everybody else counts.records
     if halves:  # the send buffer is written and read once, by local DMAs
         hbm, local, remote = hbm + 2 * counts.records * record, local + counts.records, 8
     return {
@@ -311,15 +327,30 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
     }
 
 
-def own_row(generation: str, case: Case, operation: str, sizes: dict[str, int], seed: int) -> dict[str, Any]:
+def own_row(
+    generation: str, case: Case, operation: str, sizes: dict[str, int], seed: int, folder: str
+) -> dict[str, Any]:
+    """One operation of ours: compiled for 8 devices, counted for them and for more. `folder` gets libtpu's dump."""
+    from xen_moe_jax.benchmark import tpu_budget, tpu_bundles
     from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
 
+    topology = TOPOLOGIES[generation]
     begin = time.monotonic()
-    facts = compiled_facts(compile_own(generation, case, operation, sizes), time.monotonic() - begin)
+    compile_one = functools.partial(compile_own, generation, case, operation, sizes)
+    program = tpu_bundles.compile_counted(compile_one, folder)
+    facts = compiled_facts(program.compiled, time.monotonic() - begin)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
-    row = {"generation": generation, "program": "xen_moe_jax", "case": case.name, "operation": operation}
+    row: dict[str, Any] = {
+        "generation": generation, "program": "xen_moe_jax", "case": case.name, "operation": operation
+    }  # fmt: skip
     row |= dataclasses.asdict(case) | traffic(case, operation, counts, sizes["hidden"], sizes["top_k"]) | facts
-    return row | lower_bounds(row, TOPOLOGIES[generation])
+    row["scalar_operations"] = tpu_bundles.scalar_operations(program.text)
+    if "halves" not in operation:
+        routing = tpu_bundles.random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], 16, seed)
+        found = tpu_bundles.counts(program, routing, case.layout == "padded")
+        row["bundles"] = {name: {"step": c.step, "turn": c.turn, "cores": c.cores} for name, c in found.items()}
+        row["budget"] = tpu_budget.rows(topology, case, operation, program, sizes, seed)
+    return row | lower_bounds(row, topology)
 
 
 def peer_row(generation: str, case: Case, sizes: dict[str, int], seed: int) -> dict[str, Any]:
@@ -364,6 +395,24 @@ def table(document: dict[str, Any]) -> str:
         cells += [f"{row['temp_bytes'] / 2**20:.0f}", f"{metadata / 2**10:.0f}"]
         cells += [f"{row['ici_us']:.0f}", f"{row['hbm_us']:.0f}"]
         lines.append(cells)
+    budget = [
+        "chip",
+        "case",
+        "operation",
+        "devices",
+        "wire us",
+        "HBM us",
+        "kernels us",
+        "of it DMA issue",
+        "XLA us",
+        "bound",
+    ]
+    terms = []
+    for row in document["results"]:
+        for b in row.get("budget", []):
+            cells = [row["generation"], row["case"], row["operation"], str(b["devices"])]
+            cells += [f"{b[name]:.0f}" for name in ("wire_us", "hbm_us", "kernels_us", "dma_issue_us")]
+            terms.append([*cells, "-" if b["xla_us"] is None else f"{b['xla_us']:.0f}", b["bound"]])
     readme = document["readme_v5p"]
     published = [f"{readme['source']}:"]
     for operation, rate in readme["throughput_gb_per_s"].items():
@@ -371,7 +420,7 @@ def table(document: dict[str, Any]) -> str:
         published.append(f"  throughput {operation}: {rate:.0f} GB/s, {us:.0f} us for the bytes above (throughput)")
     for operation, us in readme["low_latency_us"].items():
         published.append(f"  low latency {operation}: {us:.0f} us")
-    return "\n".join([format_table(columns, lines), "", NOTICE, "", *published])
+    return "\n".join([format_table(columns, lines), "", format_table(budget, terms), "", NOTICE, "", *published])
 
 
 def document_bytes(document: dict[str, Any], operation: str) -> float:
@@ -379,40 +428,3 @@ def document_bytes(document: dict[str, Any], operation: str) -> float:
     wanted = ("v5p", "xen_moe_jax", "throughput", operation)
     keys = ("generation", "program", "case", "operation")
     return next(r["ici_bytes"] for r in document["results"] if tuple(r[k] for k in keys) == wanted)
-
-
-def plot(path: str, document: dict[str, Any]) -> None:
-    """Bars: lower bound of a dispatch from ICI, by generation. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    chips = list(document["sources"])
-    series = (
-        ("xen_moe_jax", "throughput", "xen_moe_jax, fp8 wire, deduplicated"),
-        ("xen_moe_jax", "throughput-bf16", "xen_moe_jax, bf16, deduplicated"),
-        ("jax.lax.ragged_all_to_all", "throughput-bf16", "jax.lax.ragged_all_to_all, bf16"),
-    )
-    figure, axes = plt.subplots(figsize=(9, 5))
-    width = 0.8 / len(series)
-    for i, (program, case, label) in enumerate(series):
-        values = [
-            next(
-                r["ici_us"]
-                for r in document["results"]
-                if (r["generation"], r["program"], r["case"], r["operation"]) == (chip, program, case, "dispatch")
-            )
-            for chip in chips
-        ]
-        axes.bar([n + (i - 1) * width for n in range(len(chips))], values, width, label=label)
-    axes.set_xticks(range(len(chips)), chips)
-    axes.set_ylabel("microseconds that ICI alone needs (estimate)")
-    tokens = document["results"][0]["tokens"]
-    axes.set_title(f"Dispatch of {tokens} tokens per device, 8 devices: lower bound from the link, nothing measured")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -6,11 +6,26 @@ Bandwidths are per JAX device and one way: half of the "bidirectional" figure of
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Any
 
 GIGA = 1e9
+
+
+FLAT = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+"""Chips along each dimension of a two-dimensional torus; a dimension wraps around where it is 16 long."""
+CUBES = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8), 256: (4, 8, 8)}
+"""The same with three; all of them wrap around where each is a multiple of 4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Attributes:
+    sides: chips along each dimension. wraps: whether the ends of each are joined.
+    """
+
+    sides: tuple[int, ...]
+    wraps: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +36,8 @@ class Topology:
     ici_bytes_per_s: what one device can inject into ICI. hbm_bytes_per_s: HBM of one device. source: where they are
       from.
     link_bytes_per_s: of one ICI link, one way. clock_hz: of the TensorCore, from peak FLOP/s and the number and size of
-      the matrix units. torus: chips along each dimension. devices_per_chip: JAX devices.
+      the matrix units. flat: chips form a two-dimensional torus, not a three-dimensional one. devices_per_chip: JAX
+      devices.
     """
 
     name: str
@@ -33,18 +49,35 @@ class Topology:
     large: str | None = None
     link_bytes_per_s: float = 50 * GIGA
     clock_hz: float = 1e9
-    torus: tuple[int, ...] = (2, 4)
+    flat: bool = False
     devices_per_chip: int = 1
 
-    def all_to_all_us(self, off_device_bytes: float) -> float:
-        """Time of an all-to-all in which every device sends `off_device_bytes` to the seven others in equal parts.
+    def shape(self, devices: int) -> Shape:
+        """The torus that so many devices make."""
+        chips = devices // self.devices_per_chip
+        sides = FLAT[chips] if self.flat else CUBES[chips]
+        cubes = all(n % 4 == 0 for n in sides)
+        return Shape(sides, tuple(n == 16 if self.flat else cubes for n in sides))
 
-        Dimension by dimension; along a line of `n` chips (without wrap: these topologies are smaller than a cube of 4)
-        the link in the middle carries `n / 4` of what a chip sends, itself included. Dimensions overlap.
+    def all_to_all_us(self, off_device_bytes: float, devices: int = 8) -> float:
+        """Time of an all-to-all in which every device sends `off_device_bytes` to the others in equal parts.
+
+        Dimension by dimension: along a line of `n` chips the link in the middle carries `n / 4` of what a chip sends,
+        itself included; around a ring, where traffic goes the shorter way, `n / 8`. Dimensions overlap.
         """
-        devices = math.prod(self.torus) * self.devices_per_chip
+        shape = self.shape(devices)
         per_chip = off_device_bytes * devices / (devices - 1) * self.devices_per_chip
-        return max(n / 4 * per_chip for n in self.torus if n > 1) / self.link_bytes_per_s * 1e6
+        load = max(n / (8 if wraps else 4) for n, wraps in zip(shape.sides, shape.wraps, strict=True) if n > 1)
+        return load * per_chip / self.link_bytes_per_s * 1e6
+
+    def all_gather_us(self, off_device_bytes: float, devices: int = 8) -> float:
+        """Time in which every device gets `off_device_bytes` from the others, the same to all: what the links of a chip
+        in a corner take in (one in each dimension, two in a ring).
+        """
+        shape = self.shape(devices)
+        links = sum(2 if wraps else 1 for n, wraps in zip(shape.sides, shape.wraps, strict=True) if n > 1)
+        per_chip = off_device_bytes * (devices - self.devices_per_chip) / (devices - 1)
+        return per_chip / (links * self.link_bytes_per_s) * 1e6
 
 
 CLOUD = "https://docs.cloud.google.com/tpu/docs/"
@@ -59,7 +92,6 @@ TOPOLOGIES = {
             "arXiv:2304.01433, table 4: 6 links of 50 GB/s, 1200 GB/s HBM",
             options=(("chip_config_name", "megacore"), ("chips_per_host_bounds", (2, 2, 1))),
             clock_hz=1.05 * GIGA,
-            torus=(2, 2, 2),
         ),
         Topology(
             "v5e",
@@ -68,6 +100,7 @@ TOPOLOGIES = {
             819 * GIGA,
             CLOUD + "v5e: 400 GB/s both ways, 819 GB/s HBM",
             large="v5e:16x16",
+            flat=True,
             clock_hz=1.5 * GIGA,
         ),
         Topology(
@@ -79,7 +112,6 @@ TOPOLOGIES = {
             large="v5p:8x8x8",
             link_bytes_per_s=100 * GIGA,
             clock_hz=1.75 * GIGA,
-            torus=(2, 2, 2),
         ),
         Topology(
             "v6e",
@@ -87,6 +119,7 @@ TOPOLOGIES = {
             400 * GIGA,
             1638 * GIGA,
             CLOUD + "v6e: 800 GB/s both ways, 1638 GB/s HBM",
+            flat=True,
             link_bytes_per_s=100 * GIGA,
             clock_hz=1.75 * GIGA,
         ),
@@ -98,7 +131,6 @@ TOPOLOGIES = {
             CLOUD + "tpu7x: 1200 GB/s both ways, 7380 GB/s HBM per chip of two devices",
             link_bytes_per_s=100 * GIGA,
             clock_hz=2.2 * GIGA,
-            torus=(2, 2),
             devices_per_chip=2,
         ),
     )

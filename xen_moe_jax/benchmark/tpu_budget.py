@@ -1,0 +1,109 @@
+"""Which term bounds an operation on a TPU: the wire, HBM, or the core that issues bundles; from 8 to 256 chips.
+
+What is compiled is the program for 8 devices. Its loops are those of any larger number (a token has at most as many
+destinations as slots, here 8): only how often they turn differs. XLA's own operations are another program on more
+chips, so that their time is given for 8 devices only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xen_moe_jax.benchmark import tpu_bundles
+from xen_moe_jax.benchmark.tpu_bundles import Program, Routing
+
+CHIPS = (8, 16, 32, 64, 128, 256)
+
+
+def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, seed: int, group: int = 16) -> Routing:
+    """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
+    rng = np.random.default_rng(seed)
+    local = -(-experts // ranks)
+    depths = rng.hypergeometric(local, experts - local, top_k, (ranks, tokens))
+    placed = int(depths.sum())
+    return Routing(
+        tokens,
+        top_k,
+        ranks,
+        int((depths > 0).sum()),
+        placed,
+        tpu_bundles.visited_pairs(depths.reshape(-1), group),
+        tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
+        tuple((depths > 0).sum(1).tolist()),
+    )
+
+
+def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict[str, int], seed: int) -> list[dict]:
+    """Terms of one operation in microseconds, for each number of devices, and the largest of them."""
+    from xen_moe_jax.benchmark import tpu_static
+
+    found = []
+    for devices in CHIPS:
+        routing = uniform_routing(case.tokens, devices, sizes["experts"], sizes["top_k"], seed)
+        off = routing.sent * (devices - 1) // devices
+        counts = tpu_static.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
+        moved = tpu_static.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
+        everybody = tpu_static.gathered(case, operation, devices, sizes["top_k"])
+        wire = topology.all_gather_us if everybody else topology.all_to_all_us
+        if everybody != ("xen_moe_pack" in program.kernels):
+            continue  # more devices run another program than the one that was compiled
+        counted = tpu_bundles.counts(program, routing, case.layout == "padded")
+        us = 1e6 / topology.clock_hz
+        kernels = {name: c.total * us for name, c in counted.items()}
+        terms = {
+            "wire": wire(moved["ici_bytes"], devices),
+            "hbm": moved["hbm_bytes"] / topology.hbm_bytes_per_s * 1e6,
+            "kernels": sum(kernels.values()),
+        }
+        row: dict[str, Any] = {"devices": devices, "torus": list(topology.shape(devices).sides)}
+        row |= {f"{name}_us": round(value, 1) for name, value in terms.items()}
+        row["dma_issue_us"] = round(sum(c.issue for c in counted.values()) * us, 1)
+        row["xla_us"] = round(tpu_bundles.xla_cycles(program.text) * us, 1) if devices == CHIPS[0] else None
+        row["by_kernel_us"] = {name: round(value, 1) for name, value in kernels.items()}
+        row["bound"] = max(terms, key=lambda name: terms[name])
+        found.append(row)
+    return found
+
+
+def plot(path: str, results: list[dict[str, Any]]) -> None:
+    """The whole budget of a dispatch and a combine by generation, at 4096 and at 128 tokens. Needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = ("throughput", "low-latency")
+    chips = list(dict.fromkeys(row["generation"] for row in results))
+    figure, panels = plt.subplots(1, len(cases), figsize=(13, 5))
+    for axes, case in zip(panels, cases, strict=True):
+        for i, chip in enumerate(chips):
+            budgets = [
+                row["budget"][0]
+                for row in results
+                if (row["generation"], row["case"]) == (chip, case)
+                and row.get("budget")
+                and "halves" not in row["operation"]
+            ]
+            total = {n: sum(b[f"{n}_us"] for b in budgets) for n in ("wire", "hbm", "kernels", "xla")}
+            axes.bar(i - 0.27, total["wire"], 0.25, color="tab:blue", label="wire (ICI)" if not i else None)
+            axes.bar(i, total["hbm"], 0.25, color="tab:orange", label="HBM" if not i else None)
+            axes.bar(
+                i + 0.27, total["kernels"], 0.25, color="tab:green", label="bundles of our kernels" if not i else None
+            )
+            axes.bar(
+                i + 0.27, total["xla"], 0.25, total["kernels"], color="tab:red",
+                label="XLA's own estimate of its tables" if not i else None,
+            )  # fmt: skip
+        tokens = next(row["tokens"] for row in results if row["case"] == case)
+        axes.set_xticks(range(len(chips)), chips)
+        axes.set_ylabel("microseconds, at least (estimate)")
+        axes.set_title(f"{tokens} tokens a device, fp8 dispatch and bf16 combine, 8 devices")
+    panels[0].legend()
+    figure.suptitle("What a dispatch and a combine need: nothing here is measured")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
