@@ -61,7 +61,7 @@ CASES = [
 def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, calls):
     out = tmp_path / "out.json"
     command = [harness, "--ranks", ranks, "--gpus", gpus, "--scenario", scenario, "--calls", calls]
-    command += ["--patience", PATIENCE if scenario != "absent" else 4, "--json", out]
+    command += ["--patience", 4 if scenario in ("absent", "graphs") else PATIENCE, "--json", out]
     done = subprocess.run(
         list(map(str, command)),
         env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
@@ -74,14 +74,21 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
     assert entry["name"] == scenario and entry["verdict"] == "passed"
 
 
-def test_a_wrong_result_is_seen(harness):
-    """The kernels with one fault built in: a row that is placed one row too far."""
-    folder = harness.parent / "broken"
+FAULTS = {
+    "wrong-bytes": ("p.chunk_bytes, from + begin, min(", "p.chunk_bytes, from, min("),
+    "missing-wait": (
+        "arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);",
+        "arrived = true;",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_kernel_is_seen(harness, fault):
+    """The kernels with one fault built in: the first chunk sent again and again, or rows taken before they came."""
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(
-            folder, {"cuda_kernels/layout.cuh": ("return position < r.capacity", "return position + 1 < r.capacity")}
-        )
+        program = build.build(harness.parent / fault, {"cuda_kernels/exchange.cu": FAULTS[fault]})
     command = [program, "--ranks", "2", "--gpus", "2", "--scenario", "normal", "--patience", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
