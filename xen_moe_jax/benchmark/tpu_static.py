@@ -68,6 +68,7 @@ def main(options: argparse.Namespace) -> int:
     document = {
         "command": "python -m xen_moe_jax.benchmark " + shlex.join(sys.argv[1:]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "left_out": [],
         "notice": NOTICE,
         "versions": report.versions(),
         "sizes": sizes,
