@@ -86,7 +86,7 @@ def test_full_size_program(generation, case):
         most += predicted_staging(case, "dispatch")
     assert "ragged-all-to-all" not in moved and sum(moved.values()) <= most, moved
     assert_no_large_scalar_operation(text, case)
-    # what a decode gathered is copied once on v4, from one of its memories to another
+    # what a decode gathered is copied once on v4, into its CMEM
     too_large = [c for c in copies(text) if c[0] >= tokens_bytes and "copy(%all_gather" not in c[1]]
     assert not too_large, too_large
 

@@ -19,8 +19,8 @@ from typing import Any
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
 OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
-SHARED = "BarrierMegacore"
-"""What a kernel has whose grid is divided between two cores: they meet when it begins."""
+SHARED = ("BarrierMegacore", "barrier-megacore")
+"""What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
@@ -44,7 +44,7 @@ class Loop:
 
 def loops(text: str) -> Loop:
     """The loops of a kernel; the grid is the first of them."""
-    top = Loop(0, cores=2 if SHARED in text else 1)
+    top = Loop(0, cores=2 if any(mark in text for mark in SHARED) else 1)
     stack = [top]
     for line in text.splitlines():
         match = BUNDLE.match(line)
