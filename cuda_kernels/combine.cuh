@@ -18,6 +18,7 @@
 #include "routing.cuh"
 #include "row_stream.cuh"
 #include "signal.cuh"
+#include "wire_chunk.cuh"
 
 namespace xen_moe {
 
@@ -109,7 +110,16 @@ __device__ __forceinline__ uint32_t PartialFlagIndex(const CombineParams& p, int
   return (static_cast<uint32_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
 }
 
-template <class Y, WireType kWire, int kSteps>
+// `kSteps` partial octets of a lane, as a chunk of the wire.
+template <WireType kWire, int kSteps>
+__device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partial)[kSteps], bool ue8m0) {
+  WireChunk<kWire, kSteps> chunk;
+  chunk.template Quantize<float>([&](int s) { return Narrow<float>(partial[s]); }, ue8m0);
+  return chunk;
+}
+
+// kGeneral: octet by octet on the wire, for any hidden size.
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             Signaller& signaller, int item) {
   const Routing& r = p.routing;
@@ -126,13 +136,17 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const int begin = min(r.hidden, part * p.schedule.part_elements);
   const int end = min(r.hidden, begin + p.schedule.part_elements);
   auto store = [&](int base, const Octet(&acc)[kSteps]) {
+    if constexpr (kWire != WireType::kNative && !kGeneral) {
+      ToChunk<kWire>(acc, p.ue8m0).Store(wire, p.staging.scale_offset, base, end);
+    } else {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int e = base + s * kWarpElements + lane * kOctet;
-      if constexpr (kWire == WireType::kNative) {
-        StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(acc[s]));
-      } else {
-        StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
+      for (int s = 0; s < kSteps; ++s) {
+        const int e = base + s * kWarpElements + lane * kOctet;
+        if constexpr (kWire == WireType::kNative) {
+          StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(acc[s]));
+        } else {
+          StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
+        }
       }
     }
   };
@@ -156,7 +170,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
 }
 
 // What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
-template <class Y, WireType kWire, int kSteps>
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
@@ -170,7 +184,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
   int item = few ? block + warp * s.push_blocks : claims.First();
   for (int next = 0;;) {
-    if (item < items) PushPartial<Y, kWire, kSteps>(p, shared, ring, vector, signaller, item);
+    if (item < items) PushPartial<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, signaller, item);
     if (few) {
       const int share = AdoptShare(shared.run.control, s.push_blocks, epoch, &next);
       if (share < 0) break;
@@ -250,6 +264,63 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   RowStream<Y, kSteps>::Run(ring, first_above + __popc(above), begin, end, row_of, clear, add, after_row, store);
 }
 
+// The same with a quantised wire: own rows through the ring, staged ones through registers, the first of them loaded
+// before the own rows are added up.
+template <class Y, WireType kWire, int kSteps>
+__device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring, uint32_t ranks,
+                                             int own, int token, int begin, int end, Y* out) {
+  constexpr int kAhead = 2;
+  const Routing& r = p.routing;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const Y* y = static_cast<const Y*>(p.y);
+  const char* const staged = shared.run.data[r.rank] + p.staging.rows;
+  WireChunk<kWire, kSteps> ahead[kAhead];
+  Octet partial[kSteps];
+  uint32_t to_load = 0;
+  auto load = [&](WireChunk<kWire, kSteps>& chunk, int base) {
+    if (to_load == 0) return;
+    const int rank = __ffs(to_load) - 1;
+    to_load &= to_load - 1;
+    chunk.Load(staged + (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes, p.staging.scale_offset,
+               base, end);
+  };
+  auto begin_batch = [&](int base) {
+    Clear(partial);
+    to_load = ranks & ~(1u << r.rank);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(ahead[i], base);
+  };
+  auto end_batch = [&](int base) {
+    Octet total[kSteps];
+    Clear(total);
+    auto add = [&](const WireChunk<kWire, kSteps>& chunk) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], chunk.Rounded(s, chunk.Scale(s)));
+    };
+    for (uint32_t m = ranks; m; m &= m - 1) {
+      if (__ffs(m) - 1 == r.rank) {
+        add(ToChunk<kWire>(partial, p.ue8m0));
+        continue;
+      }
+      add(ahead[0]);
+#pragma unroll
+      for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+      load(ahead[kAhead - 1], base);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, true, Narrow<Y>(total[s]));
+    }
+  };
+  RowStream<Y, kSteps>::Run(
+      ring, own, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
+      begin_batch,
+      [&](int i, int s, const RawOctet<Y>& raw) {
+        AddRow(partial[s], raw, shared.weights[warp][i], p.weights != nullptr);
+      },
+      [](int) {}, end_batch);
+}
+
 // kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
 // over the nodes.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
@@ -279,6 +350,8 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
     Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
     if constexpr (kWire == WireType::kNative && !kGeneral) {
       StreamPartials<Y, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
+    } else if constexpr (!kGeneral) {
+      StreamChunks<Y, kWire, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
     } else
       for (int base = begin; base < end; base += kSteps * kWarpElements) {
         Octet total[kSteps], nodes[kGeneral ? kSteps : 1];
@@ -340,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   if (!shared.run.refused) {
     const uint32_t epoch = shared.run.epoch;
     const bool vector = !kGeneral || p.routing.hidden % kOctet == 0;
-    PushPartials<Y, kWire, kSteps>(p, shared, ring, vector, epoch);
+    PushPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
     SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {

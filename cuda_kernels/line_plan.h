@@ -84,10 +84,13 @@ struct LineCut {
   int last_lines;  // lines of a row's last round that hold data
   Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines;
 };
-XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int* rounds, int* parts) {
+constexpr int kPlaceRounds = 8, kSumRounds = 2, kPushRounds = 2;  // rounds that a warp moves at once
+
+XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int most_rounds, int* rounds, int* parts) {
   const int most = rows > 0 ? warps / rows : 1;
   const int finest = most < 1 ? 1 : most > all_rounds ? all_rounds : most;
   *rounds = (all_rounds + finest - 1) / finest;
+  if (*rounds > most_rounds) *rounds = most_rounds;
   *parts = (all_rounds + *rounds - 1) / *rounds;
 }
 XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, const Staging& m, bool combine) {
@@ -96,8 +99,9 @@ XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, co
   c.routing = combine ? 0 : s.layout_blocks;
   c.push = s.push_blocks;
   c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
-  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, &c.rounds, &c.parts);
-  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, &c.push_rounds, &c.push_parts);
+  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, combine ? kSumRounds : kPlaceRounds,
+         &c.rounds, &c.parts);
+  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, 2 * kPushRounds, &c.push_rounds, &c.push_parts);
   const int last_bytes = static_cast<int>(m.row_bytes) - (all_rounds - 1) * kRoundData;
   c.last_lines = last_bytes >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last_bytes + 111) / 112;
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);

@@ -77,9 +77,6 @@ struct TokenRows {
   }
 };
 
-constexpr int kSumRounds = 2;  // rounds of a warp whose sums are in registers together
-constexpr int kPushRounds = 2;
-
 // sums[i] = the weighted sum of the rows in slot order, round base + i, in float32.
 template <class Y, int kRounds>
 __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows& rows, const Piece& piece, int base,
@@ -322,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return !run.refused;
   };
+  if (warp == 0) begin();  // it has the number already: the others need not wait for its first rows
   if (block < cut.push) work.PushShare(block, warp, kWarps, begin);
   bool good = begin();
   Phase(2);

@@ -30,9 +30,7 @@ __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut&
       continue;
     }
     if (!numbered) {
-      LoadRouting(plan);
-      __syncthreads();
-      Number(plan);
+      if (threadIdx.x >= 32) NumberRows(plan);
       __syncthreads();
       numbered = true;
     }
@@ -49,8 +47,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int block = static_cast<int>(blockIdx.x);
   Phase(0);
   // What does not depend on the operation's number is loaded while the first warp finds it.
-  if (threadIdx.x < 32) BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
-  if (block < cut.routing) LoadRouting(plan);
+  if (threadIdx.x < 32) {
+    BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
+  } else if (block < cut.routing) {
+    NumberRows(plan);
+  }
   bool begun = false;
   auto begin = [&] {  // of all threads once
     if (!begun) {
@@ -61,16 +62,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return !run.refused;
   };
+  if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block && !run.refused) StartShare(run.control, share, run.epoch);
     if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, begin);
     if (!begin()) break;
-    if (share < cut.routing) {
-      Number(plan);
-      __syncthreads();
-      SendRouting(plan, piece, share);
-    }
+    if (share < cut.routing) SendRouting(plan, piece, share);
   }
   bool good = begin();
   Phase(2);

@@ -46,35 +46,11 @@ struct Plan {
   }
 };
 
-// Loads what the numbering needs into shared memory: all warps but the first. A __syncthreads must follow.
-__device__ __forceinline__ void LoadRouting(const Plan& plan) {
-  const Routing& r = plan.p.routing;
-  const int slots = r.tokens * r.top_k;
-  int16_t* experts = plan.In<int16_t>(plan.at.experts);
-  float* weights = plan.In<float>(plan.at.weights);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) - 32; i < slots; i += kThreads - 32) {
-    if (i < 0) return;  // the first warp has something else to do
-    const int expert = plan.p.topk_idx[i];
-    const float weight = plan.p.topk_weights[i];
-    experts[i] = expert >= 0 && expert < r.experts ? static_cast<int16_t>(expert) : int16_t{-1};
-    weights[i] = weight;
-  }
-  uint32_t* before = plan.In<uint32_t>(plan.at.before);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) - 32; i < (kWarps * plan.at.columns + 1) / 2; i += kThreads - 32) {
-    before[i] = 0;
-  }
-}
-
 // Column of entry `i`, or -1. Ranked: entries are (token, rank), of the ranks that own any of the token's experts.
 __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
   const Routing& r = plan.p.routing;
   const int16_t* experts = plan.In<int16_t>(plan.at.experts);
-  if (r.layout != Layout::kRanked) {
-    const int expert = experts[i];
-    return expert >= 0 && (plan.run.active >> plan.cut.by_local_experts(expert) & 1) ? expert : -1;
-  }
+  if (r.layout != Layout::kRanked) return experts[i];
   const int token = i / r.ranks, rank = i - token * r.ranks;
   bool here = false;
 #pragma unroll 1
@@ -82,16 +58,35 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
     const int local = experts[token * r.top_k + k] - rank * r.local_experts;
     here |= local >= 0 && local < r.local_experts;
   }
-  return here && (plan.run.active >> rank & 1) ? rank : -1;
+  return here ? rank : -1;
 }
 
-// All threads of the block, between two __syncthreads: rows of each column, and each row's number among them.
-__device__ __forceinline__ void Number(const Plan& plan) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, columns = plan.at.columns;
+// A barrier of all warps but the first.
+__device__ __forceinline__ void SyncNumbering() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads - 32) : "memory"); }
+
+// All warps but the first, which finds the operation's number meanwhile: loads the routing, and numbers the rows of
+// each column. Of ranks that are out too: they are not told. A __syncthreads must follow.
+__device__ __forceinline__ void NumberRows(const Plan& plan) {
+  constexpr int kThreadsHere = kThreads - 32, kWarpsHere = kWarps - 1;
+  const Routing& r = plan.p.routing;
+  const int thread = static_cast<int>(threadIdx.x) - 32, warp = thread / 32, lane = threadIdx.x & 31;
+  const int columns = plan.at.columns, slots = r.tokens * r.top_k;
+  int16_t* experts = plan.In<int16_t>(plan.at.experts);
+  float* weights = plan.In<float>(plan.at.weights);
+#pragma unroll 1
+  for (int i = thread; i < slots; i += kThreadsHere) {
+    const int expert = plan.p.topk_idx[i];
+    const float weight = plan.p.topk_weights[i];
+    experts[i] = expert >= 0 && expert < r.experts ? static_cast<int16_t>(expert) : int16_t{-1};
+    weights[i] = weight;
+  }
   uint16_t* numbers = plan.In<uint16_t>(plan.at.numbers);
   uint16_t* before = plan.In<uint16_t>(plan.at.before);
   uint16_t* mine = before + warp * columns;
-  const int each = ((plan.at.entries + kWarps - 1) / kWarps + 31) / 32 * 32;
+#pragma unroll 1
+  for (int i = lane; i < columns; i += 32) mine[i] = 0;
+  SyncNumbering();
+  const int each = ((plan.at.entries + kWarpsHere - 1) / kWarpsHere + 31) / 32 * 32;
   const int end = min(plan.at.entries, (warp + 1) * each);
 #pragma unroll 1
   for (int first = warp * each; first < end; first += 32) {
@@ -105,19 +100,20 @@ __device__ __forceinline__ void Number(const Plan& plan) {
     __syncwarp();
     if (column >= 0) numbers[entry] = static_cast<uint16_t>(seen + ahead);
   }
-  __syncthreads();
+  SyncNumbering();
 #pragma unroll 1
-  for (int column = threadIdx.x; column < columns; column += kThreads) {
-    int sum = 0;
+  for (int column = thread; column < columns; column += kThreadsHere) {
+    int rows[kWarpsHere], sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const int rows = before[w * columns + column];
+    for (int w = 0; w < kWarpsHere; ++w) rows[w] = before[w * columns + column];
+#pragma unroll
+    for (int w = 0; w < kWarpsHere; ++w) {
       before[w * columns + column] = static_cast<uint16_t>(sum);
-      sum += rows;
+      sum += rows[w];
     }
     plan.In<int>(plan.at.totals)[column] = sum;
   }
-  __syncthreads();
+  SyncNumbering();
 #pragma unroll 1
   for (int entry = warp * each + lane; entry < end; entry += 32) {
     const int column = ColumnOfEntry(plan, entry);

@@ -87,8 +87,6 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-constexpr int kPlaceRounds = 8;  // whose loads are in flight together
-
 // Every warp places parts of (source, token)s. False: the group has failed.
 __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) {
   const DispatchParams& p = plan.p;

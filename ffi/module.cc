@@ -51,6 +51,7 @@ uint64_t StagingBytes(nb::dict attributes) {
       P plan;
       Decode(Attributes([&](const char* name) -> ffi::ErrorOr<int64_t> {
                if (std::string_view(name) == "low_latency") return low;
+               if (low && std::string_view(name) == "wire") return int64_t{0};  // lines carry rows as they are
                if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
                return nb::cast<int64_t>(attributes[name]);
              }),

@@ -72,15 +72,15 @@ def test_small_batches_take_the_low_latency_kernels():
         )
 
     for combine in (False, True):
-        assert takes(1, combine=combine) and takes(128, combine=combine)
-        assert not takes(4096, combine=combine) and not takes(128, mode="throughput", combine=combine)
-        assert not takes(128, hidden=130, combine=combine), "a row of 260 bytes"
-        assert not takes(128, top_k=16, combine=combine)
-        assert not takes(128, wire=Wire("float8_e4m3fn", "float32"), combine=combine)
+        assert takes(1, combine=combine) and takes(64, combine=combine)
+        assert not takes(4096, combine=combine) and not takes(64, mode="throughput", combine=combine)
+        assert not takes(64, hidden=130, combine=combine), "a row of 260 bytes"
+        assert not takes(64, top_k=16, combine=combine)
+        assert not takes(64, wire=Wire("float8_e4m3fn", "float32"), combine=combine)
         assert takes(512, ranks=2, mode="low_latency", combine=combine)
         assert not takes(8192, mode="low_latency", combine=combine)
     assert takes(128, dtype=jnp.float8_e4m3fn) and not takes(128, hidden=7168 + 128, dtype=jnp.float8_e4m3fn), "scales"
-    two_axes = Spec(("dcn", "ep"), (2, 2), 256, 128, 8, "grouped", 4096)
+    two_axes = Spec(("dcn", "ep"), (2, 2), 256, 64, 8, "grouped", 4096)
     assert schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None)
     assert not schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None, combine=True)
 

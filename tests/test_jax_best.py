@@ -32,7 +32,7 @@ RAGGED = {
 }
 TESTED = [
     *((name, "bfloat16") for name, entry in peers.PEERS.items() if "cpu" in entry.platforms),
-    *((name, "float8_e4m3fn") for name in ("padded all_to_all", "all_gather + psum_scatter", *RAGGED)),
+    *((name, "float8_e4m3fn") for name in ("padded all_to_all", "all_gather + psum_scatter", *list(RAGGED)[-1:])),
 ]
 
 

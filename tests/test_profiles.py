@@ -101,7 +101,7 @@ def test_damaged_and_foreign_profiles_are_refused(profile, damage):
 def test_tune_refuses_a_foreign_file_before_it_measures(tmp_path, monkeypatch):
     path = tmp_path / "other.json"
     path.write_text("{}")
-    monkeypatch.setattr(timing, "compile_program", lambda *a: pytest.fail("measured first"))
+    monkeypatch.setattr(timing, "compile_only", lambda *a: pytest.fail("measured first"))
     parsed = options.build_parser().parse_args(["--tune", "--tuned", str(path), "--tokens", "8", "--ranks", "4"])
     with pytest.raises(ValueError, match="not a file of tuned configs"):
         modes.run(parsed, [])

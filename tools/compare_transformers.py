@@ -51,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     model = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
     layer = model.model.layers[options.layer]
     block = next(getattr(layer, place) for place in PLACES if hasattr(layer, place))
+    if hasattr(getattr(block, "experts", None), "limit"):
+        # transformers has gpt-oss's limit in its code and does not read it from the checkpoint
+        block.experts.limit = config.activation_limit
     with torch.no_grad():
         theirs = block(torch.from_numpy(x))
     theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).numpy().reshape(x.shape)

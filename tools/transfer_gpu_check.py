@@ -28,10 +28,12 @@ MIB = 1 << 20
 CHECKS = ("whole", "pages", "host", "read", "push", "large", "killed_writer")  # The last one ends the writer.
 
 
-def use_gpus(numbers):
+def use_gpu(number):
     import jax
 
-    jax.config.update("jax_cuda_visible_devices", numbers)
+    # Not `jax_cuda_visible_devices`: with it JAX 0.11.2 counts devices in two ways, and its own operations fail.
+    if jax.default_backend() != "cpu":
+        jax.config.update("jax_default_device", jax.local_devices()[number])
 
 
 def writer(descriptor):
@@ -227,12 +229,12 @@ def main():
     parser.add_argument("--writer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.writer:
-        use_gpus("0")
+        use_gpu(0)
         writer(bytes.fromhex(options.writer))
         return 0
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    use_gpus("1")
+    use_gpu(1)
     options.out.mkdir(parents=True, exist_ok=True)
     checks = Checks(options.out, options.gib)
     failed = []

@@ -120,7 +120,7 @@ def receive(options):
     import jax
     import transfer_gpu_jobs as jobs
 
-    jobs.use_gpus("2,3")
+    jobs.use_gpus(2, 3)
     other = start(options, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pipe = Pipe(other.stdout, other.stdin)
     aval = jax.ShapeDtypeStruct(jobs.shape(options.gib), "uint16", sharding=jobs.sharding(jobs.SOURCE))
@@ -144,7 +144,7 @@ def send(options):
     import jax
     import transfer_gpu_jobs as jobs
 
-    jobs.use_gpus("0,1")
+    jobs.use_gpus(0, 1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     pipe = Pipe(sys.stdin, answers)
@@ -160,10 +160,10 @@ def device_put(options):
     import transfer_gpu_jobs as jobs
 
     process = int(bool(options.other))
-    jobs.use_gpus("2,3" if process else "0,1")
     other = None if process else start(options)
-    jax.distributed.initialize("127.0.0.1:29517", 2, process)
-    meshes = [jax.sharding.Mesh([d for d in jax.devices() if d.process_index == n], ("shard",)) for n in range(2)]
+    jax.distributed.initialize("127.0.0.1:29517", 2, process, local_device_ids=[2, 3] if process else [0, 1])
+    owned = [[d for d in jax.devices() if d.process_index == n][:2] for n in range(2)]
+    meshes = [jax.sharding.Mesh(devices, ("shard",)) for devices in owned]
     places = [jax.NamedSharding(mesh, jax.P("shard")) for mesh in meshes]
     rows, columns = jobs.shape(options.gib)
     shape = (rows * jobs.ARRAYS, columns)

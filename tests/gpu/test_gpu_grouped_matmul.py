@@ -23,7 +23,7 @@ GROUPS = {
     "one": (1000,),
 }
 TILINGS = {
-    "default": Tiles(),
+    "no clusters": Tiles(),
     "clusters n": Tiles(cluster="n"),
     "clusters m": Tiles(cluster="m"),
     "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
@@ -77,8 +77,8 @@ def test_groups(groups):
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_tilings(tiling):
     plan = hopper.Plan(*[TILINGS[tiling]] * 3)
-    check(*operands((300, 0, 77, 128)), plan)
-    check(*operands((1, 700, 9, 1200)), plan)
+    check(*operands((300, 0, 77, 128), depth=512), plan)
+    check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
 def test_float16_and_rows_that_are_no_multiple_of_eight():

@@ -11,6 +11,11 @@ THOROUGH = (
     "tpu/test_tpu_interpret.py::test_conformance_in_interpret_mode",
     "tpu/test_tpu_planted_bugs.py::test_planted_bug_is_noticed",
     "tpu/test_tpu_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
+    # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
+    "tpu/test_tpu_aot.py::test_full_size_program[v5e-decode-int8]",
+    "tpu/test_tpu_aot.py::test_full_size_program[v5p-fp8]",
+    "tpu/test_tpu_aot.py::test_full_size_program[v6e-bf16]",
+    "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-0]",

@@ -331,3 +331,31 @@ def test_the_collective_id_is_the_users():
 
 def test_the_highest_channel_compiles():
     lower(xm.KernelConfig(channel=15)).compile()
+
+
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+def test_ranks_that_are_out_compile_without_scalar_work(layout):
+    """`active` is an argument of the compiled program: the same kernels, and no gather an entry at a time."""
+    mesh = tpu_topologies.mesh("v5e")
+    axes, tokens, hidden = mesh.axis_names, 64, 512
+
+    def body(x, idx, weights, active):
+        options = {"num_experts": 4 * mesh.size, "axis_name": axes[0], "layout": layout, "active": active}
+        routed = xm.dispatch(x, idx, weights, **options, config=xm.KernelConfig(backend="pallas"))
+        return xm.combine(routed.x, routed.handle, config=xm.KernelConfig(backend="pallas"))
+
+    def struct(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    rows = mesh.size * tokens
+    operands = (
+        struct((rows, hidden), jnp.bfloat16, P(axes)),
+        struct((rows, 4), jnp.int32, P(axes)),
+        struct((rows, 4), jnp.float32, P(axes)),
+        struct((mesh.size,), jnp.bool_, P()),
+    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes),) * 3 + (P(),), out_specs=P(axes))
+    compiled = jax.jit(mapped).lower(*operands).compile()
+    assert len(compiled.input_shardings[0]) == 4
+    found = tpu_bundles.scalar_operations(compiled.as_text())
+    assert all(found.get(kind, 0) <= tokens * 4 for kind in ("gather", "scatter", "sort")), found

@@ -34,7 +34,7 @@ def install():
     _device.copy = lambda to, origin, nbytes: ctypes.memmove(to, origin, nbytes)
     _device.is_shareable = lambda pointer: pointer in allocated
     _device.ordinal_of = _device.ordinal = lambda _: 0
-    _device.first_ordinal = lambda: 0
+    _device.default_ordinal = lambda: 0
     _device.make_current = lambda _: None
 
 

@@ -175,16 +175,19 @@ def run_setting(options: argparse.Namespace) -> int:
 
 
 def figures(options: argparse.Namespace, setting: Setting) -> Iterator[list[dict[str, Any]]]:
-    """Result rows, a group at a time."""
-    for tokens in (options.tokens,) if options.tokens else TOKENS:
-        rows = list(measure(options, tokens, "bfloat16", setting.peers, ("round trip",)))
+    """Result rows, a group at a time: round trips of all sizes first."""
+    sizes = (options.tokens,) if options.tokens else TOKENS
+    further = {}
+    for tokens in sizes:
+        rows = measure(options, tokens, "bfloat16", setting.peers, ("round trip",))
         yield rows
         by_time = [row["name"] for row in sorted(rows, key=lambda row: row["us_median"])]
         best = by_time[: FASTEST if options.setting == "default" else 1]
         also = JAX_DEFAULT if options.setting == "default" else ()
-        further = tuple(name for name in by_time if name in best or name in also) if setting.peers else ()
-        yield measure(options, tokens, "bfloat16", further, ("dispatch", "combine"))
-        yield measure(options, tokens, FP8, further, ("dispatch", "round trip"))
+        further[tokens] = tuple(name for name in by_time if name in best or name in also) if setting.peers else ()
+    for dtype, operations in (("bfloat16", ("dispatch", "combine")), (FP8, ("dispatch", "round trip"))):
+        for tokens in sizes:
+            yield measure(options, tokens, dtype, further[tokens], operations)
 
 
 def measure(

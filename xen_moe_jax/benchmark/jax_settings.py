@@ -42,7 +42,7 @@ NCCL_RAGGED = (
 
 SETTINGS: dict[str, Setting] = {
     OURS: Setting(()),
-    "default": Setting((*ALL_TO_ALL, *GATHER, *RAGGED), seconds=120),
+    "default": Setting((*ALL_TO_ALL, *GATHER, *RAGGED), seconds=90),
     "one process per device": Setting((*ALL_TO_ALL, *GATHER, RAGGED[0], RAGGED[3]), process_per_device=True),
     "symmetric buffers": Setting((*ALL_TO_ALL, *GATHER, RAGGED[3]), SYMMETRIC),
     "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),

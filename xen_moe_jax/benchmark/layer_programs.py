@@ -146,15 +146,16 @@ def peer_layer(config: MoEConfig, work: Workload, caps: Capacities, name: str) -
     return layer
 
 
-def matmuls_alone(config: MoEConfig, work: Workload, copies: int) -> Layer:
-    """Experts on `T*K` rows in equal groups: `copies` is `K`, since the rows are this rank's tokens again and again."""
+def matmuls_alone(config: MoEConfig, work: Workload, layers: int) -> Layer:
+    """Experts on `T*K` rows in equal groups: this rank's tokens `K` times, added up by token in a stack of layers."""
     experts = built_in(config)
 
     def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
-        rows = jnp.tile(x, (copies, 1))
+        rows = jnp.tile(x, (work.top_k, 1))
         local = work.local_experts
         sizes = jnp.full((local,), rows.shape[0] // local, jnp.int32).at[-1].add(rows.shape[0] % local)
-        return experts(jax.lax.optimization_barrier(rows), sizes, weights)[: x.shape[0]]
+        y = experts(jax.lax.optimization_barrier(rows), sizes, weights)
+        return y if layers == 1 else y.reshape(work.top_k, *x.shape).sum(0)
 
     return layer
 
@@ -178,7 +179,7 @@ def layers_of(given: LayerProblem, names: list[str] | None) -> dict[str, Layer]:
         if names is not None and name not in (PLAIN, MATMULS, *names):
             continue
         if name == MATMULS:
-            found[name] = matmuls_alone(config, work, work.top_k)
+            found[name] = matmuls_alone(config, work, given.layers)
         elif name in OWN:
             found[name] = own_layer(dataclasses.replace(config, **OWN[name]), work)
         elif given.problem.platform in peers.PEERS[name].platforms:
@@ -208,7 +209,7 @@ def stacked(layer: Layer, layers: int) -> Layer:
 
 
 def result_specs(given: LayerProblem, operation: str) -> Any:
-    return RANK_SPEC if operation == "forward" else (RANK_SPEC, weight_specs(given.layers))
+    return RANK_SPEC if operation == "forward" else (RANK_SPEC, RANK_SPEC, weight_specs(given.layers))
 
 
 def operand_specs(given: LayerProblem) -> tuple[Any, ...]:
@@ -220,16 +221,18 @@ def forward(stack: Layer) -> Callable[..., Any]:
 
 
 def forward_and_backward(stack: Layer) -> Callable[..., Any]:
-    """Gradients of the output's sum for the tokens and all weights, in that order."""
+    """The output, and gradients for the tokens and all weights."""
 
     def run(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> Any:
-        def loss(weights: Weights, x: jax.Array) -> jax.Array:
-            # alternating signs: a plain sum would let wrong rows cancel nothing
-            sign = jnp.where(jnp.arange(x.shape[0]) % 2, 1.0, -1.0)[:, None]
-            return jnp.sum(stack(weights, x, topk_idx).astype(jnp.float32) * sign)
+        def loss(weights: Weights, x: jax.Array) -> Any:
+            y = stack(weights, x, topk_idx)
+            # the tokens as cotangents: random ones, since a GPU multiplies constants faster
+            cotangent = jnp.tile(jax.lax.stop_gradient(x), (y.shape[0] // x.shape[0], 1))
+            return jnp.sum(y.astype(jnp.float32) * cotangent.astype(jnp.float32)), y
 
-        by_weights, by_x = jax.grad(loss, argnums=(0, 1))(weights, x)
-        return by_x, by_weights | {"router": jax.lax.psum(by_weights["router"], AXIS)}
+        # the output is a result: XLA would not compute the last matmul for gradients alone
+        (_, y), (by_weights, by_x) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, x)
+        return y, by_x, by_weights | {"router": jax.lax.psum(by_weights["router"], AXIS)}
 
     return run
 

@@ -112,7 +112,7 @@ def nixl(target: Any, table: list[Cell]) -> Measured:
     most = max(2 * size * batch for _, size, batch, _ in table)
     there = target("nixl", nbytes=most)
     source = _memory.Block((most,), np.dtype(np.uint8), None)
-    pointer, device = source.shards[0].pointer, _device.first_ordinal() or 0
+    pointer, device = source.shards[0].pointer, _device.default_ordinal() or 0
     agent.register_memory([(pointer, most, device, "")], there["memory"])
     remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
     for cell in table:

@@ -21,8 +21,10 @@ class Target:
         import numpy as np
 
         import xen_moe_jax.transfer as xt
+        from xen_moe_jax.transfer import _device
 
         self.jax, self.np = jax, np
+        self.device = _device.default()
         self.engine = xt.Engine(name="target")
         self.windows: dict[str, Any] = {}
         self.kept: list[Any] = []
@@ -30,7 +32,7 @@ class Target:
         self.endpoint: Any = None
 
     def describe(self) -> dict:
-        return {"descriptor": self.engine.descriptor.hex(), "device": str(self.jax.local_devices()[0])}
+        return {"descriptor": self.engine.descriptor.hex(), "device": str(self.device)}
 
     def window(self, name: str, pages: int, page_bytes: int) -> dict:
         aval = self.jax.ShapeDtypeStruct((pages, page_bytes), self.np.uint8)
@@ -51,7 +53,7 @@ class Target:
 
         agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
         block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)  # As a window's: it can be mapped.
-        pointer, place = block.shards[0].pointer, self.jax.local_devices()[0]
+        pointer, place = block.shards[0].pointer, self.device
         memory = "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
         device = _device.ordinal(place) if memory == "VRAM" else 0
         agent.register_memory([(pointer, nbytes, device, "")], memory)
@@ -77,7 +79,7 @@ class Target:
         """Seconds of each pull of `batch` arrays by `jax.experimental.transfer`."""
         from jax.experimental import transfer
 
-        device = self.jax.local_devices()[0]
+        device = self.device
         if self.server is None:
             self.server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
             self.connection = self.server.connect(address)
@@ -97,7 +99,8 @@ def main() -> None:
     if sys.argv[1:]:
         import jax
 
-        jax.config.update("jax_cuda_visible_devices", sys.argv[1])
+        # With `jax_cuda_visible_devices` JAX 0.11.2 counts devices in two ways, and its own operations fail.
+        jax.config.update("jax_default_device", jax.local_devices()[int(sys.argv[1])])
     target = Target()
     for line in sys.stdin:
         command = json.loads(line)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 from xen_moe_jax import _profiles
@@ -21,6 +22,8 @@ from xen_moe_jax.benchmark.problem import Problem
 from xen_moe_jax.benchmark.workload import Workload
 
 WITHIN = 1.01
+COMPILING = 4
+"""Programs that are compiled side by side."""
 MOST_SHARED_SMS = 96
 """Candidates stay below it: a profile is used by default, and a default leaves thread blocks to XLA's collectives."""
 
@@ -107,11 +110,14 @@ def autotune(
     if not configs:
         raise ValueError("configs=[]: there must be at least one candidate")
     with _profiles.ignored():  # a candidate's unset fields are the defaults, not what was tuned before
-        timed = [
-            (config, timing.compile_program(program, problem, inner, with_memory=False))
+        chosen = [
+            (config, program)
             for config in configs
             for program in programs.own_programs(work, problem.caps, config, tuple(operations))
         ]
+        with futures.ThreadPoolExecutor(COMPILING) as pool:
+            compiled = pool.map(lambda pair: timing.compile_only(pair[1], problem, inner), chosen)
+        timed = [(config, start()) for (config, _), start in zip(chosen, compiled, strict=True)]
     timing.measure([entry for _, entry in timed], repeats, progress=progress)
     tuned = {}
     for operation in operations:

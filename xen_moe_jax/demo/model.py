@@ -113,7 +113,7 @@ class LanguageModel(nnx.Module):
 
         `apply_moe(layer, x) -> (y, anything)` takes the place of the MoE layers' own forward pass (`dense.py`).
         """
-        x = self.embed(tokens.astype(jnp.int32))
+        x = self.embed(tokens.astype(jnp.int32)).astype(self.embed.embedding[...].dtype)
         metrics = []
         for block in self.blocks:
             x, layer_metrics = block(x, apply_moe)

@@ -1,8 +1,9 @@
 """The tokens of a rank through its experts and back, in one piece or in chunks.
 
 In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are under way while the experts compute chunk i, where
-the backend has halves. Where it has none, a chunk follows the other: only one chunk's buffers live at a time. Either
-way the order is written into the program by barriers, since XLA is free to start everything at once.
+the backend has halves that may be ordered so (`OVERLAPPING`). Elsewhere a chunk follows the other: only one chunk's
+buffers live at a time. Either way the order is written into the program by barriers, since XLA is free to start
+everything at once.
 
 `MoEConfig.remat` says what the backward pass keeps: all rows and activations, the received rows (a policy over the
 `checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
@@ -18,12 +19,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import xen_moe_jax as xm
+from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import under_way
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
 """`(rows, group_sizes) -> rows`, the weights bound."""
+OVERLAPPING = ("cpu", "tpu")
+"""Platforms on which the flights of chunks overlap. On GPUs XLA copies what is in flight between the halves of two
+flights, and the done half refuses a copy."""
 SAVED_NAMES = (ROWS, HANDLE)
 """`checkpoint_name`s that remat="experts" saves: with them no dispatch runs again in the backward pass."""
 
@@ -61,12 +66,11 @@ def through_experts(
         return _pipelined(config, lambda rows, sizes: experts(rows, sizes, weights), chunks, active)
 
     if config.remat == "all":
-        outs, dropped = _one_by_one(jax.checkpoint(run), weights, chunks)
+        run = jax.checkpoint(run)
     elif config.remat == "experts":
-        policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-        outs, dropped = jax.checkpoint(run, policy=policy)(weights, chunks)
-    else:
-        outs, dropped = run(weights, chunks)
+        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES))
+    in_turn = config.remat == "all" or platform() not in OVERLAPPING
+    outs, dropped = (_one_by_one if in_turn else _all_at_once)(run, weights, chunks)
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return out[:num_tokens], dropped
 
@@ -80,6 +84,10 @@ def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
         unused = jnp.pad(tokens.topk_idx, rows, constant_values=-1)
         tokens = Chunk(jnp.pad(tokens.x, rows), unused, jnp.pad(tokens.topk_weights, rows))
     return [Chunk(*(a[i * size : (i + 1) * size] for a in tokens)) for i in range(num_chunks)]
+
+
+def _all_at_once(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+    return run(weights, chunks)
 
 
 def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
@@ -103,6 +111,13 @@ def _pipelined(
         # named again behind the barrier of `overlap`, or a remat policy would start the flights again to get them
         return experts(checkpoint_name(rows, ROWS), checkpoint_name(sizes, HANDLE))
 
+    if len(chunks) == 1:  # nothing to overlap with
+        routed = xm.dispatch(
+            chunks[0].x, chunks[0].topk_idx, chunks[0].topk_weights, **_options(config, chunks[0], active)
+        )
+        y = experts(routed.x, _sizes(config, routed))
+        out = xm.combine(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
+        return [out], routed.num_dropped
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
     sending = _start(config, chunks[0], active)
@@ -110,7 +125,7 @@ def _pipelined(
     for upcoming in [*chunks[1:], None]:
         splits = under_way(sending)
         routed = xm.dispatch_done(sending)
-        sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
+        sizes = _sizes(config, routed)
         flights = {} if returning is None else {"back": returning}
         if upcoming is not None and splits:
             flights["there"] = _start(config, upcoming, active)
@@ -133,19 +148,25 @@ def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None, after: jax
     x, topk_idx = chunk.x, chunk.topk_idx
     if after is not None:
         x, topk_idx, _ = jax.lax.optimization_barrier((x, topk_idx, _evidence(after)))
-    return xm.dispatch_start(
-        x,
-        topk_idx,
-        chunk.topk_weights,
-        num_experts=config.num_experts,
-        axis_name=config.axis_name,
-        layout=config.layout,
-        capacity=config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
-        alignment=config.alignment,
-        wire=config.wire,
-        active=active,
-        config=config.kernel,
-    )
+    return xm.dispatch_start(x, topk_idx, chunk.topk_weights, **_options(config, chunk, active))
+
+
+def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[str, Any]:
+    """Of the dispatch of a chunk."""
+    return {
+        "num_experts": config.num_experts,
+        "axis_name": config.axis_name,
+        "layout": config.layout,
+        "capacity": config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
+        "alignment": config.alignment,
+        "wire": config.wire,
+        "active": active,
+        "config": config.kernel,
+    }
+
+
+def _sizes(config: MoEConfig, routed: xm.Routed) -> jax.Array:
+    return routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
 
 
 def _evidence(array: jax.Array) -> jax.Array:

@@ -21,9 +21,15 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def first_ordinal() -> int | None:
-    """The CUDA device of JAX's first local device, or None where JAX does not run on NVIDIA GPUs."""
-    device: Any = jax.local_devices()[0]
+def default() -> Any:
+    """The device of arrays that name none: `jax_default_device`, or the first local one."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
+def default_ordinal() -> int | None:
+    """The CUDA device of the default device, or None where that is no NVIDIA GPU."""
+    device: Any = default()
     if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version.lower():
         return None
     return ordinal(device)

@@ -48,7 +48,7 @@ def staged(array: Any, memory: str) -> Any:
     """
     if memory != "cuda" or (isinstance(array, jax.Array) and _is_on_gpu(array)):
         return array
-    device = jax.local_devices()[0]
+    device = _device.default()
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
 
 
@@ -103,7 +103,7 @@ class Block:
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        self.sharding = sharding or jax.sharding.SingleDeviceSharding(_device.default())
         self._array: jax.Array | None = None
         self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []
         devices: Any = self.sharding.addressable_devices

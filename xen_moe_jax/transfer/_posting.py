@@ -29,6 +29,11 @@ PIECES = 1024
 """The same limit for pieces."""
 POLLS = 8
 """Looks that find nothing new before a call of the loop returns: host memory has arrived by then."""
+POLLS_GPU = 256
+SHORT_GPU = 2 << 20
+"""So many looks, at about half a microsecond each, for up to so many bytes between GPUs: waking the engine's thread for
+a copy of some microseconds would take longer than the copy.
+"""
 SHORT = 256 << 10
 """Bytes whose copy takes less time than another thread's turn with the GIL, which is kept for that long."""
 
@@ -265,9 +270,9 @@ class NativeStarter(PythonStarter):
         if self._link.failed:
             return super().post(kind, key, memory, nbytes, runs)
         runs = np.ascontiguousarray(runs, np.int64)
-        start = self._loop.start_short if nbytes <= SHORT else self._loop.start
+        start = self._loop.start_short if self._is_short(memory, nbytes) else self._loop.start
         place = runs.ctypes.data, len(runs)
-        handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, POLLS)
+        handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
         return NativePosting(self._loop, self._link, key, handle, nbytes) if handle else None
 
     def post_one(
@@ -275,9 +280,18 @@ class NativeStarter(PythonStarter):
     ) -> PythonPosting | NativePosting | None:
         if self._link.failed:
             return super().post_one(kind, key, memory, local, remote, nbytes)
-        start = self._loop.start_one_short if nbytes <= SHORT else self._loop.start_one
-        handle = start(self._address, kind == "get", key.handle, memory == "cuda", local, remote, nbytes, POLLS)
+        start = self._loop.start_one_short if self._is_short(memory, nbytes) else self._loop.start_one
+        place = local, remote, nbytes
+        handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
         return NativePosting(self._loop, self._link, key, handle, nbytes) if handle else None
+
+    @staticmethod
+    def _is_short(memory: str, nbytes: int) -> bool:
+        return nbytes <= SHORT and memory == "host"
+
+    @staticmethod
+    def _polls(memory: str, nbytes: int) -> int:
+        return POLLS_GPU if memory == "cuda" and nbytes <= SHORT_GPU else POLLS
 
 
 def starter(link: UcxLink, worker: int) -> PythonStarter:

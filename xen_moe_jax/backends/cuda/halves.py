@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
@@ -35,7 +36,7 @@ def can_split(spec: Spec, config: KernelConfig) -> bool:
 
 def dispatch_start(x: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
     """Results of the dispatch, under way, two held arrays, `x`."""
-    return (*dispatch(x, *operands, flight=True, **params), x)
+    return (*dispatch(*_apart(x, *operands), flight=True, **params), x)
 
 
 def dispatch_done(*operands: jax.Array, spec: Spec, **_: Any) -> tuple[jax.Array, ...]:
@@ -47,7 +48,7 @@ def dispatch_done(*operands: jax.Array, spec: Spec, **_: Any) -> tuple[jax.Array
 
 def combine_start(y: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
     """`out`, under way, and `y`."""
-    return combine(y, *operands, flight=True, **params), y
+    return combine(*_apart(y, *operands), flight=True, **params), y
 
 
 def combine_done(*operands: jax.Array, **_: Any) -> jax.Array:
@@ -56,12 +57,17 @@ def combine_done(*operands: jax.Array, **_: Any) -> jax.Array:
 
 
 def redispatch_start(*operands: jax.Array, **params: Any) -> jax.Array:
-    return redispatch(*operands, flight=True, **params)
+    return redispatch(*_apart(*operands), flight=True, **params)
 
 
 def redispatch_done(*operands: jax.Array, **_: Any) -> jax.Array:
     *alive, rows = operands
     return _land([rows], alive)[0]
+
+
+def _apart(*operands: jax.Array) -> list[jax.Array]:
+    """The same arrays: XLA fuses a slice with the call that it feeds, and the fusion forgets what the call aliases."""
+    return list(lax.optimization_barrier(operands))
 
 
 def _land(results: Any, alive: Any) -> list[jax.Array]:
@@ -74,6 +80,7 @@ def _land(results: Any, alive: Any) -> list[jax.Array]:
         input_output_aliases={i: i for i in range(len(real))},
     )
     landed = list(results)
-    for i, array in zip(real, function(*(results[i] for i in real), *alive), strict=True):
+    arrived = function(*(results[i] for i in real), *_apart(*alive))
+    for i, array in zip(real, _apart(*arrived), strict=True):
         landed[i] = array
     return landed

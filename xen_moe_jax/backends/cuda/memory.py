@@ -37,7 +37,13 @@ def buffer_size_hint(
     parts = (
         max(1, hidden // schedule.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
     )  # no schedule cuts rows finer
-    lines = schedule.takes_lines(spec, hidden, dtype, DEFAULT_CONFIG, wire=wire)
+    lines = schedule.takes_lines(spec, hidden, dtype, DEFAULT_CONFIG, wire=wire) or schedule.takes_lines(
+        spec,
+        hidden,
+        dtype,
+        DEFAULT_CONFIG,
+        wire=None,  # what a combine may use
+    )
     cut = dataclasses.replace(
         schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts), low_latency=lines
     )

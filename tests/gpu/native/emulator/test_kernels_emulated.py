@@ -49,7 +49,7 @@ CASES = [
     ("company", 2, 2, 8, 0),
     ("concurrent", 2, 2, 64, 0),
     ("members", 3, 3, 64, 0),
-    ("members", 4, 2, 2, 0),
+    ("members", 3, 3, 1, 0),
     ("graphs", 2, 2, 64, 15),
     ("random", 2, 2, 64, 1500),
     ("random", 4, 2, 64, 300),
