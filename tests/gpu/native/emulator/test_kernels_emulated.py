@@ -74,14 +74,25 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
     assert entry["name"] == scenario and entry["verdict"] == "passed"
 
 
-def test_a_wrong_result_is_seen(harness):
-    """The kernels with one fault built in: a row that is placed one row too far."""
-    folder = harness.parent / "broken"
+FAULTS = {
+    "a row one row too far": ("layout.cuh", "return position < r.capacity", "return position + 1 < r.capacity"),
+    "a line before it has come": (
+        "lines.cuh",
+        "piece.line < lines && v.w != epoch",
+        "piece.line < lines && v.w > epoch",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_result_is_seen(harness, fault):
+    """The kernels with one fault built in."""
+    file, text, instead = FAULTS[fault]
+    folder = harness.parent / "broken" / file
+    folder.mkdir(parents=True, exist_ok=True)
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(
-            folder, {"cuda_kernels/layout.cuh": ("return position < r.capacity", "return position + 1 < r.capacity")}
-        )
+        program = build.build(folder, {f"cuda_kernels/{file}": (text, instead)})
     command = [program, "--ranks", "2", "--gpus", "2", "--scenario", "normal", "--patience", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
