@@ -14,8 +14,9 @@
 namespace xen_moe {
 
 constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
-constexpr uint64_t kDescriptorGraceNs = 100000000;  // for the operation that a failed rank has announced to be readable
-constexpr uint64_t kMismatchGraceNs = 1000000;      // for the other ranks' announcements, to see which one is odd
+constexpr uint64_t kDescriptorGraceNs =
+    1000000000;                                 // for the operation that a failed rank has announced to be readable
+constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announcements, to see which one is odd
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {

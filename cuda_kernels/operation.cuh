@@ -155,6 +155,24 @@ static __device__ __noinline__ void ClearOldFlags(const Running& run, const Lane
   __threadfence_system();
 }
 
+// The first warp of block 0 of an operation that is refused. Another block of it may have found the mismatch before
+// this one started: then the failure names this rank, and everybody wants to know what it runs. Nothing goes on by it.
+static __device__ __noinline__ void TellMismatch(const Running& run, const Call& call, uint64_t failure, uint32_t out) {
+  const int lane = threadIdx.x;
+  const Failure found = UnpackFailure(failure);
+  if (found.cause != Cause::kMismatch || found.epoch != run.epoch) return;
+  if (lane >= 16) {
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
+    const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
+    StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
+  }
+  const uint32_t dead = LoadRelaxedSystem(&call.mailbox->dead);
+  if ((run.active & ~dead) >> lane & 1) {
+    const uint64_t word = PackAnnouncement(run.epoch, run.signature, LoadRelaxedSystem(&call.control->newest));
+    StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[run.epoch & 1][run.rank], word);
+  }
+}
+
 // BeginOperation for the first warp.
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks,
                                                int rank) {
@@ -188,10 +206,9 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
   const uint64_t failure = __shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&call.mailbox->failure), 0);
   bool refused = failure != 0 || run.outside;
-  // Another block of this operation may have failed it already: the error shall tell what this rank runs.
-  const bool tells = !run.outside && failure != 0 && UnpackFailure(failure).epoch == epoch;
-  if (!refused || tells) {
-    const bool joins = !refused && __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
+  if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
+  if (!refused) {
+    const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
     if (blockIdx.x == 0) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
@@ -203,7 +220,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-      if ((!refused || tells) && (active >> lane & 1)) {
+      if (!refused && (active >> lane & 1)) {
         StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
       }
     }
@@ -279,6 +296,8 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
       const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
       const bool came = AnnouncedEpoch(announced) == failure.epoch;
       if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
+      const uint64_t shown = LoadRelaxedSystem(&control->mailbox[rank]->progress);
+      if (!came && EpochBefore(failure.epoch, ProgressEpoch(shown))) break;  // it went on, and never will announce it
     } while (NowNs() - start < kDescriptorGraceNs);
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);

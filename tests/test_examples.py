@@ -51,7 +51,9 @@ def _the_cache_changes_nothing(relative_difference):
 
 @checks("dual_batch")
 def _the_schedule_changes_nothing(report):
-    assert {kind: result["different elements"] for kind, result in report.items()} == {"decode": 0, "training": 0}
+    # bfloat16, and matmuls that XLA may cut differently
+    assert set(report) == {"decode", "training"}
+    assert all(result["relative difference"] < 2**-7 for result in report.values())
 
 
 @checks("prefill_decode")

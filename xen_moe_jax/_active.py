@@ -33,8 +33,9 @@ def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
     """Sanitised `topk_idx [T, K]` with `-1` for what does not move."""
     if not given(active):
         return topk_idx
-    owner = jnp.maximum(_layout.owners(topk_idx, spec.local_experts), 0)
-    return jnp.where(_mine(active, spec).at[owner].get(mode="promise_in_bounds"), topk_idx, -1)
+    owner = _layout.owners(topk_idx, spec.local_experts)[..., None]
+    here = owner == lax.broadcasted_iota(jnp.int32, (*topk_idx.shape, spec.num_ranks), topk_idx.ndim)
+    return jnp.where(jnp.any(here & _mine(active, spec), axis=-1), topk_idx, -1)  # a gather is slow on TPUs
 
 
 def positions_of(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:

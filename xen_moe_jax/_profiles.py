@@ -51,8 +51,13 @@ def machine(device: str | None = None) -> dict[str, str]:
     return {
         "device": jax.devices()[0].device_kind if device is None else device,
         "xen-moe-jax": sys.modules[__package__].__version__,  # not imported: the package stands above its modules
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        **_installed(),
     }
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
 def differences(entry: dict[str, Any], here: dict[str, str]) -> str:

@@ -21,9 +21,9 @@ HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 32
 BUSY_S = 50e-6
 IDLE_S = 0.5
-SPIN_S = 2e-3
-"""For so long a caller who waits drives the engine without a pause: hand-overs between threads take longer than small
-transfers do.
+SPIN_S, SPIN_IDLE_S = 2e-3, 300e-6
+"""For so long a caller who waits drives the engine without a pause, while something is under way and while nothing is:
+hand-overs between threads take longer than small transfers do.
 """
 SPUN_S = 1e-3
 """How often the thread looks meanwhile."""

@@ -18,8 +18,9 @@ import jax
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
-from xen_moe_jax.transfer._loop import BUSY_S, SPIN_S, Loop
+from xen_moe_jax.transfer._loop import Loop
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
+from xen_moe_jax.transfer._waiting import wait
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
@@ -434,37 +435,7 @@ class Engine:
         request: str,
         bytes_done: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Drives the engine until `state()`; the one place where a caller waits."""
-        begun = time.monotonic()
-        deadline = None if timeout is None else begun + timeout
-        spins = False
-        self._adopt_device()
-        with self._changed:
-            try:
-                while True:
-                    moved = self._progress()
-                    if state():
-                        return
-                    if self._failure is not None:
-                        raise TransferError(
-                            f"{describe()}: the engine's thread failed", request=request
-                        ) from self._failure
-                    if self._closed:
-                        raise TransferRefused(f"{describe()}: the engine {self.name!r} was closed", request=request)
-                    now = time.monotonic()
-                    remaining = 3600.0 if deadline is None else deadline - now
-                    if remaining <= 0:
-                        raise TransferTimeout(
-                            f"{describe()} after {timeout} s", request=request, bytes_done=bytes_done()
-                        )
-                    if spins != (now - begun < SPIN_S):  # Meanwhile the thread stays out of the way.
-                        spins = not spins
-                        self._spinning += 1 if spins else -1
-                    if spins:
-                        self._loop.poll()
-                    self._changed.wait(0 if moved or spins else min(remaining, BUSY_S if self._active else 1.0))
-            finally:
-                self._spinning -= spins
+        wait(self, state, timeout, describe, request, bytes_done)
 
     def _progress(self) -> bool:
         """Drives the wire and every transfer; whether something was done."""

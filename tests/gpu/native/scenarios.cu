@@ -437,7 +437,9 @@ std::string Order(const Options& o) {
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
     for (const RankState& state : world.states) {
       Expect(state.error->of_rank.site == 2 && state.error->of_other.site == 1,
-             "the error does not tell the two calls");
+             Text("rank %d tells of calls %u and %u: ", state.rank, state.error->of_rank.site,
+                  state.error->of_other.site) +
+                 FailureText(state.error->failure) + world.Picture());
     }
     world.Reset();
     run(false, false);
