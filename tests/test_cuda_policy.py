@@ -72,7 +72,7 @@ def test_small_batches_take_the_low_latency_kernels():
         )
 
     for combine in (False, True):
-        assert takes(1, combine=combine) and takes(64, combine=combine)
+        assert takes(1, combine=combine) and takes(384, combine=combine) and not takes(385, combine=combine)
         assert not takes(4096, combine=combine) and not takes(64, mode="throughput", combine=combine)
         assert not takes(64, hidden=130, combine=combine), "a row of 260 bytes"
         assert not takes(64, top_k=16, combine=combine)

@@ -33,8 +33,8 @@ SOLO_ENTRIES = 2048
 
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ROWS = 1536
-LOW_LATENCY_COMBINE_ROWS = 256
-"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels, as measured on four H200."""
+"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
+on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,7 @@ def takes_lines(
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
-        most = LOW_LATENCY_COMBINE_ROWS if combine else LOW_LATENCY_ROWS
-        few = spec.num_ranks * spec.num_tokens <= most
+        few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
         wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
     names = module.compiled()
     return wanted and not names.no_low_latency(
@@ -111,9 +110,9 @@ def takes_lines(
 
 
 def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Four blocks send the routing, a quarter (of a combine, half) the rows, the others receive."""
+    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
-    push = _within(_tuning.push_blocks or count // (2 if combine else 4), count)
+    push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
     routing = 1 if combine else _within(_tuning.layout_blocks or min(4, count // 16), count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -50,12 +51,24 @@ def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]]) -> list[path
     return sorted(wanted, key=lambda p: -p.stat().st_size)
 
 
+def includes(source: pathlib.Path) -> set[pathlib.Path]:
+    """A file, and all files of its folder that it includes, directly or not."""
+    found, open_ = {source}, [source]
+    while open_:
+        for name in re.findall(r'^#include "([^"/]+)"', open_.pop().read_text(), re.MULTILINE):
+            header = source.parent / name
+            if header.exists() and header not in found:
+                found.add(header)
+                open_.append(header)
+    return found
+
+
 def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None) -> pathlib.Path:
     """Compiles what is out of date. Returns the program.
 
     Args:
-      faults: `.cu` file to (text, what to put there instead), to see that the tests find it. Only those files are
-        compiled, into a folder beside the one of the whole program.
+      faults: file to (text, what to put there instead), to see that the tests find it. Only what includes these files
+        is compiled; `folder` lies in the one of the whole program then, and takes the rest from there.
     """
     compiler = [
         *shlex.split(os.environ.get("CXX", "c++")),
@@ -76,8 +89,9 @@ def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None
     work = [(p, ROOT / p.relative_to(folder / "source")) for p in translated]
     work.append((HERE / "runtime.cc", HERE / "runtime.cc"))
     if faults:
-        ready = [folder.parent / f"{p.name}.o" for p, original in work if str(original.relative_to(ROOT)) not in faults]
-        work = [w for w in work if str(w[1].relative_to(ROOT)) in faults]
+        spoilt = {ROOT / name for name in faults}
+        ready = [folder.parent / f"{p.name}.o" for p, original in work if not includes(original) & spoilt]
+        work = [(p, original) for p, original in work if includes(original) & spoilt]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [*pool.map(lambda w: compile_one(*w), work), *(ready if faults else ())]
     program = folder / "harness"
