@@ -179,7 +179,7 @@ def compared(operations: tuple[str, ...]) -> str:
     """The lines of the comparison with JAX that are of these operations, from the newest file of it."""
     files = sorted(RESULTS.glob("*jax_best*.json"))
     if not files:
-        return "Not measured yet."
+        return "**The tuned comparison has not been run on several GPUs yet.**"
     content = json.loads(files[0].read_text())
     return "\n".join(
         [

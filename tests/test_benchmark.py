@@ -424,6 +424,22 @@ def test_every_command_of_the_suites_parses():
 STEP = ("--mode", "decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
 
 
+def test_overlap_mode_end_to_end(tmp_path):
+    path = tmp_path / "overlap.json"
+    command = ["--mode", "overlap", *SIZES, "--inner", "2", "--repeats", "1", "--num-sms", "4", "8"]
+    finished = run_command(*command, "--dtype", "float8_e4m3fn", "--json", str(path))
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(path.read_text())["overlap"]
+    assert [(row["operation"], row["num_sms"]) for row in rows] == [
+        (operation, sms) for operation in ("dispatch", "combine") for sms in (4, 8)
+    ]
+    for row in rows:
+        us = row["us"]
+        assert set(us) == {"whole", "in halves", "matmuls", "in turn", "overlapped"} and min(us.values()) > 0
+        assert row["over_longer"] == pytest.approx(us["overlapped"] / max(us["whole"], us["matmuls"]))
+    assert "over the longer" in finished.stdout
+
+
 def test_a_decode_step_end_to_end(tmp_path):
     out = tmp_path / "step.json"
     sizes = ("--top-k", "2", "--ranks", "2", "--batches", "1", "5", "--replays", "9", "--peer-replays", "6")

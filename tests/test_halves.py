@@ -240,4 +240,4 @@ def test_work_stands_between_the_halves(cuda_text):
             continue
         behind = list(itertools.takewhile(lambda k: k != "@xen_moe_done(", kinds[i + 1 :]))
         barriers = [n for n, k in enumerate(behind) if k == "barrier"]
-        assert len(barriers) == 2 and "dot_general" in behind[barriers[0] : barriers[1]], behind
+        assert len(barriers) >= 2 and "dot_general" in behind[barriers[0] : barriers[-1]], behind

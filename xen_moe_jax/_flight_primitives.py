@@ -75,9 +75,17 @@ def _mask_done(operands: Any, spec: Spec) -> list[Any]:
 
 def _mask_combine(operands: Any, spec: Spec) -> list[Any]:
     """Positions and counts of a backward pass come as the bits of float32."""
-    y, topk_idx, *handle = operands
-    handle[:2] = [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in handle[:2]]
-    return _active.mask_handle([y, topk_idx, *handle], spec)
+    y, *handle = operands
+    return _active.mask_handle([y, *_integers(handle)], spec)
+
+
+def _integers(handle: Any) -> list[Any]:
+    """`topk_idx, positions, recv_counts, ...` with positions and counts as integers again."""
+    bits = (1, 2)
+    return [
+        lax.bitcast_convert_type(a, jnp.int32) if i in bits and a.dtype != jnp.int32 else a
+        for i, a in enumerate(handle)
+    ]
 
 
 dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
@@ -349,7 +357,7 @@ def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     given = tangents[0], tangents[-1] if params["weighted"] else ad.Zero(weights.to_tangent_aval())
     if _lands_in_results(params) and not whole.are_zero(*given):
         moving = [ad.instantiate_zeros(t) for t in given]
-        dots = combine_link_start_p.bind(*moving, y, weights, *handle, **_link_params(params))
+        dots = combine_link_start_p.bind(*moving, y, weights, *_integers(handle), **_link_params(params))
     return results, dots
 
 
@@ -363,7 +371,7 @@ def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     if whole.are_zero(*tangents[count:]):
         return out, [whole.zero(out[0])]
     link = [ad.instantiate_zeros(t) for t in tangents[count:]]
-    return out, combine_link_done_p.bind(*link, *handle, **_link_params(params))
+    return out, combine_link_done_p.bind(*link, *_integers(handle), **_link_params(params))
 
 
 ad.primitive_jvps[combine_start_p] = _combine_start_jvp

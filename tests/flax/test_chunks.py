@@ -26,6 +26,7 @@ from tests.support.layers import (
     tokens,
 )
 from xen_moe_jax.benchmark import tpu_topologies
+from xen_moe_jax.flax import _chunks
 
 SPLIT = xm.KernelConfig(backend="pallas")
 """A backend with halves: its programs can be traced here, and are not run."""
@@ -95,16 +96,18 @@ def count(program, primitive):
     return sum(equation.primitive.name == primitive for equation in program)
 
 
-@pytest.mark.parametrize(
-    "kernel, dispatch", [(xm.KernelConfig(), "xen_moe_dispatch"), (SPLIT, "xen_moe_dispatch_start")]
-)
+@pytest.mark.parametrize("kernel", [xm.KernelConfig(), SPLIT], ids=["whole", "halves"])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_how_often_the_backward_pass_dispatches(num_chunks, kernel, dispatch):
+def test_how_often_the_backward_pass_dispatches(num_chunks, kernel):
+    """Whole where there is one chunk, or one at a time; started where chunks overlap."""
     config = dataclasses.replace(CONFIG, num_chunks=num_chunks, kernel=kernel)
     programs = {
         remat: gradient_program(dataclasses.replace(config, remat=remat)) for remat in ("none", "experts", "all")
     }
-    dispatches = {remat: count(program, dispatch) for remat, program in programs.items()}
+    halves = {remat: count(program, "xen_moe_dispatch_start") for remat, program in programs.items()}
+    started = num_chunks if num_chunks > 1 and kernel == SPLIT else 0
+    assert halves == {"none": started, "experts": started, "all": 0}
+    dispatches = {remat: halves[remat] + count(program, "xen_moe_dispatch") for remat, program in programs.items()}
     assert dispatches == {"none": num_chunks, "experts": num_chunks, "all": 2 * num_chunks}
     matmuls = {remat: count(program, "ragged_dot_general") for remat, program in programs.items()}
     # forward, and two a matmul backward; then all of them again but the one whose result only the output needs
@@ -208,6 +211,23 @@ def _dependencies(jaxpr):
 
     walk(jaxpr)
     return before
+
+
+def test_chunks_take_turns_where_flights_do_not_overlap(monkeypatch):
+    """As on GPUs: whole operations, and each chunk's dispatch after the combine of the one before."""
+    monkeypatch.setattr(_chunks, "OVERLAPPING", ())
+    config = dataclasses.replace(CONFIG, num_chunks=4, kernel=SPLIT)  # unlike any traced before
+    graph, state = nnx.split(layer(config))
+    with jax.set_mesh(make_mesh((4,), ("ep",))):
+        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, tokens(48))
+    inner = next(e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "shard_map").params["jaxpr"]
+    order = [e.primitive.name for e in _equations(inner)]
+    assert not any(name.endswith(("_start", "_done")) for name in order)
+    depends = _dependencies(inner)
+    sent, back = ([i for i, name in enumerate(order) if name == f"xen_moe_{what}"] for what in ("dispatch", "combine"))
+    assert len(sent) == len(back) == 4
+    for i in range(3):
+        assert back[i] in depends[sent[i + 1]]
 
 
 def test_chunks_of_more_than_there_are_tokens():

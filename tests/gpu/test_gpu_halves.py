@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 
 import jax
@@ -100,7 +101,7 @@ def test_a_flight_that_xla_moves_is_an_error_or_right(mesh):
     try:
         out = np.asarray(over(mesh, body)(x, idx, weights))
     except Exception as error:
-        assert "no flight lands in the buffers" in str(error)
+        assert re.search("no flight lands in the buffers|started and never finished", str(error))
     else:
         np.testing.assert_array_equal(out, np.asarray(x))
 
@@ -120,7 +121,8 @@ def test_a_rank_that_does_not_start_is_named(mesh):
         return skipped_on(1, operation, zeros_like_results(operation))[:3]
 
     began = time.monotonic()
-    rows, positions, counts = jax.block_until_ready(over(mesh, body)(*args))
+    program = over(mesh, body)  # its memory goes with it
+    rows, positions, counts = jax.block_until_ready(program(*args))
     assert time.monotonic() - began < 30.0
     per_rank = rows.shape[0] // mesh.size
     assert_poisoned(np.asarray(rows)[:per_rank])
@@ -160,9 +162,10 @@ def test_flights_grow_their_own_memory(mesh):
         routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=config))
         return xm.combine_done(xm.combine_start(routed.x, routed.handle, config=config))
 
-    first = np.asarray(over(mesh, body)(*small))
+    program = over(mesh, body)
+    first = np.asarray(program(*small))
     for args in (large, small, large):
-        out = np.asarray(over(mesh, body)(*args))
+        out = np.asarray(program(*args))
         if args is small:
             np.testing.assert_array_equal(out, first)
     (memory,) = [w for w in cuda.workspaces() if w["flights"] and w["channel"] == 5 and w["launches"]]

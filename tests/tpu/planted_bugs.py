@@ -111,7 +111,9 @@ def main(name: str, mode: str) -> None:
 
     interpret = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
     expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
-    actual = program(xm.KernelConfig(backend="pallas", interpret=interpret, block_tokens=8))(x, idx, weights)
+    actual = program(xm.KernelConfig(backend="pallas", interpret=interpret, block_tokens=8, mode="throughput"))(
+        x, idx, weights
+    )
     for what, a, b in zip(("dispatch", "combine"), actual, expected, strict=True):
         if not np.array_equal(np.asarray(a), np.asarray(b)):
             print(f"WRONG {what}")

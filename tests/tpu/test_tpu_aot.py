@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark import tpu_bundles, tpu_static, tpu_topologies
-from xen_moe_jax.benchmark.tpu_static import Case
+from xen_moe_jax.benchmark import tpu_bundles, tpu_programs, tpu_topologies
+from xen_moe_jax.benchmark.tpu_programs import Case
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -37,7 +37,7 @@ FUSED = [
 
 def fused(case: Case, top_k: int) -> list[str]:
     """Kernels of a dispatch and a combine on 8 devices: a decode's records go to everybody by XLA's all-gather."""
-    if tpu_static.gathered(case, "dispatch", 8, top_k):
+    if tpu_programs.gathered(case, "dispatch", 8, top_k):
         return sorted({"xen_moe_pack", *FUSED} - {"xen_moe_push"})
     return sorted(FUSED)
 
@@ -68,29 +68,32 @@ def copies(text: str) -> list[tuple[int, str]]:
         match = re.match(r"\s*(?:ROOT )?%\S+ = (\w+)\[([\d,]*)\](\S*) (?:copy|transpose|reshape)\(", line)
         if match and "S(1)" not in match[3]:
             elements = int(np.prod([int(d) for d in match[2].split(",") if d] or [1]))
-            found.append((elements * tpu_static.BITS.get(match[1], 32) // 8, line.strip()[:160]))
+            found.append((elements * tpu_programs.BITS.get(match[1], 32) // 8, line.strip()[:160]))
     return found
 
 
 @pytest.mark.parametrize(("generation", "case"), PROGRAMS, ids=lambda p: p if isinstance(p, str) else p.name)
 def test_full_size_program(generation, case):
     """Our kernels, counts as the only collective, no full-size copy, memory as predicted."""
-    compiled = tpu_static.compile_own(generation, case, "both", DEEPSEEK)
+    compiled = tpu_programs.compile_own(generation, case, "both", DEEPSEEK)
     text = compiled.as_text()
-    assert sorted(tpu_static.kernels(text)) == fused(case, DEEPSEEK["top_k"])
+    assert sorted(tpu_programs.kernels(text)) == fused(case, DEEPSEEK["top_k"])
 
     tokens_bytes = case.tokens * DEEPSEEK["hidden"] * 2
-    moved = tpu_static.collectives(text)
+    moved = tpu_programs.collectives(text)
     most = 8 * (DEEPSEEK["experts"] + 8) * 4
-    if "xen_moe_pack" in tpu_static.kernels(text):
+    if "xen_moe_pack" in tpu_programs.kernels(text):
         most += predicted_staging(case, "dispatch")
     assert "ragged-all-to-all" not in moved and sum(moved.values()) <= most, moved
     assert_no_large_scalar_operation(text, case)
-    too_large = [c for c in copies(text) if c[0] >= tokens_bytes]
+    # what a decode gathered is copied once on v4, into its CMEM
+    too_large = [c for c in copies(text) if c[0] >= tokens_bytes and "copy(%all_gather" not in c[1]]
     assert not too_large, too_large
 
     staged = max(predicted_staging(case, op) for op in ("dispatch", "combine"))
-    rows = tpu_static.capacity_for(case.tokens, DEEPSEEK["top_k"]) if case.layout == "grouped" else 32 * 8 * case.tokens
+    rows = (
+        tpu_programs.capacity_for(case.tokens, DEEPSEEK["top_k"]) if case.layout == "grouped" else 32 * 8 * case.tokens
+    )
     predicted = staged + rows * DEEPSEEK["hidden"] * 2
     temp = compiled.memory_analysis().temp_size_in_bytes
     # tpu7x: XLA reuses fewer of these buffers at 4096 tokens than on the other generations
@@ -109,8 +112,8 @@ def predicted_staging(case: Case, operation: str) -> int:
     """Bytes of staging on one device: a record for each of 8 x T (source, token) pairs; a combine's is as large with
     top-8.
     """
-    counts = tpu_static.count_rows(64, 8, DEEPSEEK["experts"], DEEPSEEK["top_k"], 0)
-    record = tpu_static.traffic(case, operation, counts, DEEPSEEK["hidden"])["record_bytes"]
+    counts = tpu_programs.count_rows(64, 8, DEEPSEEK["experts"], DEEPSEEK["top_k"], 0)
+    record = tpu_programs.traffic(case, operation, counts, DEEPSEEK["hidden"])["record_bytes"]
     return 8 * case.tokens * record
 
 
@@ -125,8 +128,8 @@ ODD_SIZES = [
 
 @pytest.mark.parametrize(("generation", "case", "sizes"), ODD_SIZES, ids=lambda p: getattr(p, "name", None))
 def test_sizes_that_do_not_line_up(generation, case, sizes):
-    text = tpu_static.compile_own(generation, case, "both", sizes).as_text()
-    assert sorted(tpu_static.kernels(text)) == fused(case, sizes["top_k"])
+    text = tpu_programs.compile_own(generation, case, "both", sizes).as_text()
+    assert sorted(tpu_programs.kernels(text)) == fused(case, sizes["top_k"])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_quantised_tokens_travel_as_they_are(generation, dtype):
     operands = struct((8 * 128, 2048), dtype), struct((8 * 128, 16), jnp.float32), struct((8 * 128, 4), jnp.int32)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     text = program.trace(*operands).lower(lowering_platforms=("tpu",)).compile().as_text()
-    assert set(tpu_static.kernels(text)) == {"xen_moe_push", "xen_moe_index_rows", "xen_moe_place"}
+    assert set(tpu_programs.kernels(text)) == {"xen_moe_push", "xen_moe_index_rows", "xen_moe_place"}
 
 
 def halves_program(generation: str, gradient: bool = False):
@@ -207,40 +210,40 @@ def test_a_matmul_is_scheduled_between_start_and_done(generation):
 
 
 def test_gradients_of_the_halves_compile():
-    kernels = tpu_static.kernels(halves_program("v5e", gradient=True))
+    kernels = tpu_programs.kernels(halves_program("v5e", gradient=True))
     assert {"xen_moe_start", "xen_moe_done", "xen_moe_push", "xen_moe_reduce_slots"} <= set(kernels)
 
 
 @pytest.mark.parametrize("generation", ["v5e", slow("v5p")])
 def test_two_slices(generation):
     """Rows cross DCN in XLA's all-to-all between chips of one index, ICI in our kernels."""
-    compiled = tpu_static.compile_own(
+    compiled = tpu_programs.compile_own(
         generation, Case("two slices", 128, "grouped", None, None), "both", DEEPSEEK,
         axes=("dcn", "ici"), shape=(2, 8), num_slices=2,
     )  # fmt: skip
     text = compiled.as_text()
-    assert "xen_moe_forward" in tpu_static.kernels(text)
-    assert sorted(set(tpu_static.kernels(text))) == sorted(
+    assert "xen_moe_forward" in tpu_programs.kernels(text)
+    assert sorted(set(tpu_programs.kernels(text))) == sorted(
         {"xen_moe_pack", "xen_moe_forward", "xen_moe_scatter", *FUSED} - {"xen_moe_push", "xen_moe_index_rows"}
     )
 
 
 def test_an_axis_across_slices_is_rejected():
     with pytest.raises(ValueError, match=r"mesh axis ep joins devices of slices \[0, 1\].*axis_name=\(slow, fast\)"):
-        tpu_static.compile_own("v5e", DECODE, "dispatch", DEEPSEEK, num_slices=2)
+        tpu_programs.compile_own("v5e", DECODE, "dispatch", DEEPSEEK, num_slices=2)
 
 
 @pytest.mark.parametrize("generation", ["v5e", slow("v5p")])
 def test_large_topology(generation):
     """256 and 512 chips: more ranks than slots, packed staging, experts that some ranks have none of."""
     case = Case("large", 128, "grouped", "float8_e4m3fn", None)
-    text = tpu_static.compile_own(generation, case, "both", DEEPSEEK, large=True).as_text()
-    assert sorted(tpu_static.kernels(text)) == sorted(FUSED)
+    text = tpu_programs.compile_own(generation, case, "both", DEEPSEEK, large=True).as_text()
+    assert sorted(tpu_programs.kernels(text)) == sorted(FUSED)
     assert_only_counts_travel(text, case)
 
 
 def assert_only_counts_travel(text: str, case: Case) -> None:
-    moved = tpu_static.collectives(text)
+    moved = tpu_programs.collectives(text)
     assert sum(moved.values()) <= 2**20, moved
     assert_no_large_scalar_operation(text, case)
 
@@ -251,8 +254,8 @@ def assert_only_counts_travel(text: str, case: Case) -> None:
 def test_large_topology_at_real_token_counts(generation, tokens, operation):
     """What the kernels keep in SMEM does not grow with the ranks."""
     case = Case("large", tokens, "grouped", "float8_e4m3fn", None)
-    text = tpu_static.compile_own(generation, case, operation, DEEPSEEK, large=True).as_text()
-    assert set(tpu_static.kernels(text)) <= set(FUSED)
+    text = tpu_programs.compile_own(generation, case, operation, DEEPSEEK, large=True).as_text()
+    assert set(tpu_programs.kernels(text)) <= set(FUSED)
     if generation == "v5e":  # 256 chips; 512 gather twice as many counts
         assert_only_counts_travel(text, case)
 
@@ -274,8 +277,8 @@ def test_drop_ins(generation, operation):
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     text = program.trace(rows, *[sizes] * 4).lower(lowering_platforms=("tpu",)).compile().as_text()
-    assert tpu_static.kernels(text) == ["xen_moe_exchange"]
-    assert sum(tpu_static.collectives(text).values()) <= 4096
+    assert tpu_programs.kernels(text) == ["xen_moe_exchange"]
+    assert sum(tpu_programs.collectives(text).values()) <= 4096
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

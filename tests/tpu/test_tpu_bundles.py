@@ -36,6 +36,12 @@ def test_loops_of_a_dump():
     assert grid.inner[1].operations == {"vld": 2}
 
 
+def test_two_cores_share_a_kernel():
+    shared = "   0x0   :  { %1 = shalt.err /* scheckeq: BarrierMegacore cookie */ }\n" + DUMP
+    alone, both = (tpu_bundles.count(tpu_bundles.loops(text), Work(10)) for text in (DUMP, shared))
+    assert (alone.cores, both.cores) == (1, 2) and both.total == (alone.total + 1) / 2
+
+
 def test_count_of_a_dump():
     work = Work(10, (Part("fetch", tpu_bundles.FETCH, 100), Part("add", "vld", 1000, at_least=2)))
     counted = tpu_bundles.count(tpu_bundles.loops(DUMP), work)

@@ -176,6 +176,10 @@ def run_setting(options: argparse.Namespace) -> int:
 
 def figures(options: argparse.Namespace, setting: Setting) -> Iterator[list[dict[str, Any]]]:
     """Result rows, a group at a time: round trips of all sizes first."""
+    import jax
+
+    if (options.ranks or jax.device_count()) < 2:
+        raise ValueError(f"JAX sees {jax.device_count()} device: with one rank nothing travels; run it on several")
     sizes = (options.tokens,) if options.tokens else TOKENS
     further = {}
     for tokens in sizes:

@@ -267,7 +267,8 @@ def peer_combine(work: Workload, peer: Peer, name: str, relative_cost: int = 1) 
 
     def step(operands, out, topk_idx, topk_weights):
         y, route, weights = operands
-        again = never(out)  # one for all: nothing of a call can be computed before the last one has ended
+        # nothing of a call may be computed before the last one has ended, nor once for all of them
+        y, again = jax.lax.optimization_barrier((y, never(out)))
         return peer.combine(y, jax.tree.map(lambda leaf: leaf - again, route), weights)
 
     return Program(name, "combine", prepare, initial, step, relative_cost=relative_cost)

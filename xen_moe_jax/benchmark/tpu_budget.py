@@ -37,15 +37,15 @@ def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, seed: int
 
 def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict[str, int], seed: int) -> list[dict]:
     """Terms of one operation in microseconds, for each number of devices, and the largest of them."""
-    from xen_moe_jax.benchmark import tpu_static
+    from xen_moe_jax.benchmark import tpu_programs
 
     found = []
     for devices in CHIPS:
         routing = uniform_routing(case.tokens, devices, sizes["experts"], sizes["top_k"], seed)
         off = routing.sent * (devices - 1) // devices
-        counts = tpu_static.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
-        moved = tpu_static.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
-        everybody = tpu_static.gathered(case, operation, devices, sizes["top_k"])
+        counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
+        moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
+        everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
         if everybody != ("xen_moe_pack" in program.kernels):
             continue  # more devices run another program than the one that was compiled

@@ -19,8 +19,8 @@ from typing import Any
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
 OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
-SHARED = "BarrierMegacore"
-"""What a kernel has whose grid is divided between two cores: they meet when it begins."""
+SHARED = ("BarrierMegacore", "barrier-megacore")
+"""What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
@@ -44,7 +44,7 @@ class Loop:
 
 def loops(text: str) -> Loop:
     """The loops of a kernel; the grid is the first of them."""
-    top = Loop(0, cores=2 if SHARED in text else 1)
+    top = Loop(0, cores=2 if any(mark in text for mark in SHARED) else 1)
     stack = [top]
     for line in text.splitlines():
         match = BUNDLE.match(line)
@@ -367,11 +367,11 @@ def main() -> int:
     import json
     import tempfile
 
-    from xen_moe_jax.benchmark import tpu_static, tpu_topologies
+    from xen_moe_jax.benchmark import tpu_programs, tpu_topologies
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", choices=list(tpu_topologies.TOPOLOGIES), default="v5p")
-    parser.add_argument("--case", choices=[case.name for case in tpu_static.CASES], default="throughput")
+    parser.add_argument("--case", choices=[case.name for case in tpu_programs.CASES], default="throughput")
     parser.add_argument("--operations", nargs="+", choices=["dispatch", "combine"], default=["dispatch", "combine"])
     parser.add_argument("--json", help="write the counts here")
     options = parser.parse_args()
@@ -384,19 +384,19 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
     topology = tpu_topologies.TOPOLOGIES[options.generation]
-    case = next(case for case in tpu_static.CASES if case.name == options.case)
+    case = next(case for case in tpu_programs.CASES if case.name == options.case)
     routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], 16, seed=0)
-    moved = tpu_static.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
+    moved = tpu_programs.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
     document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
     print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
     total = 0.0
     for operation in options.operations:
-        compile_one = functools.partial(tpu_static.compile_own, options.generation, case, operation, sizes)
+        compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
-        wire = tpu_static.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
-        everybody = tpu_static.gathered(case, operation, 8, sizes["top_k"])
+        wire = tpu_programs.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
+        everybody = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
         wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():
@@ -411,7 +411,7 @@ def main() -> int:
             "turn": {name: c.turn for name, c in found.items()},
             "cores": {name: c.cores for name, c in found.items()},
             "scalar_operations": scalar_operations(program.text),
-            "collective_bytes": tpu_static.collectives(program.text),
+            "collective_bytes": tpu_programs.collectives(program.text),
         }
     print(f"\nall: {total:.0f} cycles, {total / topology.clock_hz * 1e6:.0f} us at {topology.clock_hz / 1e9:.2f} GHz")
     if options.json:
