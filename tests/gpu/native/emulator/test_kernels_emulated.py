@@ -91,7 +91,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernel_is_seen(harness, fault):
-    """The kernels with one fault in them: the first chunk sent again and again, rows or lines taken before they came."""
+    """The kernels with one fault in them: a chunk sent again and again, rows or lines taken before they came."""
     file, *texts = FAULTS[fault]
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
