@@ -590,10 +590,11 @@ std::string Generations(const Options& o) {
 // or refused, never mixed.
 std::string Concurrent(const Options& o) {
   int ordered = 0, refused = 0;
+  const int64_t trials = o.calls > 0 ? std::min<int64_t>(o.calls, 30) : 30;
   for (int ranks : {1, o.ranks}) {
-    for (int trial = 0; trial < 30; ++trial) {
+    for (int64_t trial = 0; trial < trials; ++trial) {
       Options one = o;
-      one.ranks = ranks, one.seed = o.seed + trial;
+      one.ranks = ranks, one.seed = o.seed + static_cast<uint32_t>(trial);
       World world(ranks, std::min(o.gpus, ranks));
       const auto pool = Pool(world, one, 2, 20);
       world.Start(Largest(pool));

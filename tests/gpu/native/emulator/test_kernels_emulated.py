@@ -47,7 +47,7 @@ CASES = [
     ("indices", 2, 2, 64, 0),
     ("generations", 2, 2, 64, 0),
     ("company", 2, 2, 8, 0),
-    ("concurrent", 2, 2, 64, 0),
+    ("concurrent", 2, 2, 64, 2),
     ("members", 3, 3, 64, 0),
     ("members", 3, 3, 1, 0),
     ("graphs", 2, 2, 64, 15),
