@@ -197,7 +197,7 @@ struct MemoryTable {
 
 // Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says
 // how much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
-constexpr uint64_t kLineShare = 8;
+constexpr uint64_t kLineShare = 7;
 XEN_MOE_ANYWHERE inline uint64_t LineBorder(uint64_t flag_bytes) { return flag_bytes / kLineShare / 128 * 128; }
 XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines) {
   const uint64_t for_flags = (flags + 127) / 128 * 128 * kLineShare;
