@@ -21,7 +21,7 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 
 objects=()
 pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,harness}.cu; do
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,harness}.cu; do
   object=$BUILD/$(basename "$source").o
   objects+=("$object")
   timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
@@ -86,7 +86,7 @@ fi
 # The kernels' times, for the record: no verdict.
 if [ "$gpus" -gt 1 ] && [ "$(left)" -gt 60 ]; then
   kernels=()
-  for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *harness*) ;; *) kernels+=("$object") ;; esac; done
+  for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness*) ;; *) kernels+=("$object") ;; esac; done
   timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/kernel_variants.cu "${kernels[@]}" -o "$BUILD/variants" &&
     timeout -k 5 "$(($(left) < 40 ? $(left) : 40))" "$BUILD/variants" "$(date +%H:%M)" | tee "$OUT/native_variants.log"
 fi

@@ -23,4 +23,6 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
+std::string Members(const Options& options);  // ranks that are out: members.cu
+
 }  // namespace native

@@ -1,0 +1,100 @@
+#include "tests/gpu/native/expectations.h"
+
+namespace native {
+namespace {
+
+// Problems whose ranks are those of `masks`, one after the other.
+std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const std::vector<uint32_t>& masks,
+                                           double timeout_s) {
+  std::mt19937 rng(o.seed + 3);
+  std::vector<std::vector<Prepared*>> pool;
+  for (uint32_t members : masks) {
+    Problem p;
+    do {
+      p = RandomProblem(rng, world.ranks(), std::min(16, MostBlocks(o)));
+    } while (p.operation == Operation::kExchange);
+    p.members = members;
+    pool.push_back(world.AddAll(p, timeout_s * o.patience));
+  }
+  return pool;
+}
+
+}  // namespace
+
+// Ranks that are out: those that run the program all the same, and those that run nothing.
+std::string Members(const Options& o) {
+  const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<uint32_t> any, without;
+  for (int i = 0; i < 40; ++i) any.push_back(i < 4 ? all : i < 6 ? 0 : rng() & all);
+  for (int i = 0; i < 24; ++i) without.push_back((rng() | 1) & all & ~absent);
+  for (int i = 0; i < 4; ++i) without[i] = all & ~absent;
+  const auto pool = PoolOf(world, o, any, 20), rest = PoolOf(world, o, without, 2);
+  const auto whole = PoolOf(world, o, {all, all, all}, 2), needs_absent = PoolOf(world, o, {all}, 0);
+  world.Start(Largest({pool[0], pool[1]}));  // the rest needs more: memory is chosen by those who take part
+  const uint32_t generation = world.Allocate([&] {
+    std::vector<std::vector<Prepared*>> every = pool;
+    for (const auto& more : {rest, whole, needs_absent}) every.insert(every.end(), more.begin(), more.end());
+    return Largest(every);
+  }());
+  for (int r = 0; r < o.ranks; ++r) world.Publish(r, generation);
+  const int64_t calls = std::max<int64_t>(40, o.calls / 20);
+  const double start = Now();
+  RunRandom(world, pool, o, calls, true);  // all ranks call; who is out runs ahead
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls with changing members");
+  const double each = (Now() - start) * 1e6 / static_cast<double>(calls);
+  RunRandom(world, rest, o, calls, true, absent);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls without a rank that calls nothing");
+  world.Reset();  // it comes back
+  RunRandom(world, whole, o, 60, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls of all after reset");
+  // Its process ends: nobody who leaves it out minds, and who needs it knows at once.
+  for (const RankState& state : world.states) {
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    NATIVE_CHECK(cudaMemcpy(&state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+  }
+  RunRandom(world, rest, o, 100, true, absent);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls without a dead rank");
+  const double needed = Now();
+  world.Each([&](int rank) {
+    if (!(absent >> rank & 1)) needs_absent[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+  });
+  ExpectRight(world, "a result that needs a dead rank is not poisoned");
+  const Failure dead = UnpackFailure(world.FailureOf(0));
+  Expect(dead.cause == Cause::kDead && dead.rank == o.ranks - 1, FailureText(world.FailureOf(0)));
+  Expect(world.FailureOf(o.ranks - 1) == 0, "the dead rank was written to");
+  Expect(Now() - needed < o.patience, Text("it took %.2f s", Now() - needed));
+  // Ranks that disagree about the members: those that one of them leaves out wait for it in vain, and are told.
+  std::string seen;
+  for (const uint32_t mine : {all & ~2u, 1u, all}) {
+    world.Reset();
+    RunRandom(world, whole, o, 8, false);
+    const uint32_t theirs = mine == all ? all & ~2u : all;
+    const auto odd = PoolOf(world, o, {mine}, 20), others = PoolOf(world, o, {theirs}, 20);
+    const double from = Now();
+    world.Each([&](int rank) {
+      const cudaStream_t stream = world.states[rank].stream[0];
+      for (int i = 0; i < 3; ++i) {
+        (rank == 0 ? odd : others)[0][rank]->Launch(stream);
+        (rank == 0 ? odd : others)[0][rank]->VerifyBorders(stream);
+      }
+    });
+    world.Synchronize();
+    world.ClearWrong();
+    const Failure f = UnpackFailure(world.FailureOf(2 % o.ranks));
+    Expect(f.cause == Cause::kMismatch, "another cause: " + FailureText(world.FailureOf(2 % o.ranks)));
+    Expect(Now() - from < 5 * o.patience, Text("took %.2f s", Now() - from));
+    seen += Text(" %d", f.rank);
+  }
+  return Text(
+      "%lld calls with changing members, %.1f us each; as many without a rank that calls nothing; dead named; "
+      "disagreement named:%s",
+      static_cast<long long>(calls), each, seen.c_str());
+}
+
+}  // namespace native
