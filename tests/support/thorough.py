@@ -18,7 +18,7 @@ THOROUGH = (
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
-    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-0]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-2-2-64-1500]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-4-2-64-300]",
