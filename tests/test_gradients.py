@@ -46,12 +46,7 @@ def test_against_dense_moe(mesh4, layout):
     assert np.asarray(actual[1])[2, 0] == 0  # the weight of an out-of-range slot
 
 
-CRASHES = pytest.mark.xfail(
-    run=False, reason="a bug: XLA's CPU compiler crashes on the gradient of layers in a scan without jax.checkpoint"
-)
-
-
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=CRASHES), True], ids=["plain", "remat"])
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 def test_layers_under_scan_and_remat(mesh4, remat):
     """Three layers in a `lax.scan`, with and without `jax.checkpoint`, inside `jit`, inputs donated."""
     layers = [model(seed) for seed in range(3)]

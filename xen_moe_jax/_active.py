@@ -1,8 +1,9 @@
 """Ranks that are out: which entries of a routing still move.
 
-`active` is an operand, bool `[R]`, or `[0]` where a call has none. An entry of `topk_idx` whose expert's rank is out
-counts as an unused slot, and so do all entries of a rank that is out itself. Every backend that knows nothing of
-`active` gets operands masked here; one that takes it (`TAKES_ACTIVE`) also waits for nobody who is out.
+`active` is an operand, bool `[R]`, or the literal `EVERY_RANK` where a call has none: no residual holds it then, and
+XLA's compiler crashes on arrays without elements that leave a scan inside `jax.shard_map`. An entry of `topk_idx` whose
+expert's rank is out counts as an unused slot, and so do all entries of a rank that is out itself. Every backend that
+knows nothing of `active` gets operands masked here; one that takes it (`TAKES_ACTIVE`) waits for nobody who is out.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
 
+EVERY_RANK = np.True_
+"""`active` of a call that was given none."""
+
 
 def given(active: Any) -> bool:
     """Whether a call has ranks to leave out at all; static."""
-    return active.shape[0] > 0
+    return active.ndim > 0
 
 
 def _mine(active: jax.Array, spec: Spec) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from xen_moe_jax import _jax_internals
 
@@ -49,13 +50,15 @@ def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 
 
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
-    """Operands that all vary over `axis_name` and over whatever any of them varies over."""
+    """Operands that all vary over `axis_name` and over whatever any of them varies over; literals stay literals."""
     known = [_jax_internals.varying_axes(x) for x in operands]
     wanted = frozenset(axis_name).union(*known)
     if not _jax_internals.checks_varying(axis_name[0]):
         return list(operands)
     return [
-        jax.lax.pcast(x, tuple(sorted(wanted - vma)), to="varying") if wanted - vma else x
+        jax.lax.pcast(x, tuple(sorted(wanted - vma)), to="varying")
+        if wanted - vma and not isinstance(x, np.generic)
+        else x
         for x, vma in zip(operands, known, strict=True)
     ]
 

@@ -37,7 +37,7 @@ class PreparedDispatch(NamedTuple):
     `given_topk_idx`: as the caller gave it, int32; the operand of a dispatch, which treats what is out of range itself.
     It also returns it sanitised, with -1 for what `active` leaves out: so nothing else need run before a dispatch. The
     start of a dispatch in halves takes `topk_idx`.
-    `active`: bool `[R]` or `[0]`; `withheld`: rows that stay at home for it, None where it is `[0]`.
+    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows that stay at home for it, None for every rank.
     """
 
     static: Static

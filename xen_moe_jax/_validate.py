@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
@@ -141,10 +141,10 @@ def routing(
     return topk_idx, topk_weights
 
 
-def active(value: Any, num_ranks: int, caller: str) -> jax.Array:
-    """bool `[R]`; `[0]` for None, which is every rank."""
+def active(value: Any, num_ranks: int, caller: str) -> Any:
+    """bool `[R]`; `_active.EVERY_RANK` for None."""
     if value is None:
-        return jnp.zeros((0,), jnp.bool_)
+        return _active.EVERY_RANK
     value = _array(value, caller, "active")
     if value.dtype != jnp.bool_:
         raise TypeError(f"{caller}: active has dtype {value.dtype}: must be bool, True for every rank that takes part")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -63,6 +63,11 @@ def attributes(
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
+
+
+def active_operand(active: Any) -> jax.Array:
+    """The operand `active` as the kernels take it: bool `[R]`, `[0]` for every rank."""
+    return active if _active.given(active) else jnp.zeros((0,), jnp.bool_)
 
 
 def timeout_ns(config: KernelConfig) -> int:

@@ -9,7 +9,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.cuda import devices, schedule
-from xen_moe_jax.backends.cuda.call import attributes, call
+from xen_moe_jax.backends.cuda.call import active_operand, attributes, call
 
 
 def combine(
@@ -42,6 +42,6 @@ def combine(
         spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight
     )
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
-    operands = (y, topk_idx, positions, recv_counts, active, weights)
+    operands = (y, topk_idx, positions, recv_counts, active_operand(active), weights)
     (out,) = call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return out

@@ -14,7 +14,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.cuda import devices, module, schedule
-from xen_moe_jax.backends.cuda.call import attributes, call
+from xen_moe_jax.backends.cuda.call import active_operand, attributes, call
 
 STAND_INS = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}
 
@@ -53,7 +53,7 @@ def dispatch(
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
-    operands = (x, scales, topk_idx, topk_weights, active)
+    operands = (x, scales, topk_idx, topk_weights, active_operand(active))
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
     if flight:
         results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
@@ -87,6 +87,6 @@ def redispatch(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
-    operands = (x, topk_idx, positions, recv_counts, active)
+    operands = (x, topk_idx, positions, recv_counts, active_operand(active))
     (rows,) = call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return rows if original is None else lax.bitcast_convert_type(rows, original)
