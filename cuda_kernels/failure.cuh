@@ -15,8 +15,9 @@ namespace xen_moe {
 
 constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
 constexpr uint64_t kDescriptorGraceNs =
-    1000000000;                                 // for the operation that a failed rank has announced to be readable
-constexpr uint64_t kMismatchGraceNs = 1000000;  // for the other ranks' announcements, to see which one is odd
+    1000000000;  // for the operation that a failed rank has announced to be readable
+constexpr uint64_t kMismatchGraceNs =
+    200000000;  // for the other ranks' announcements, to see which one is odd; a quarter of the timeout at most
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
@@ -86,7 +87,8 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
     return AnnouncedEpoch(word) == run.epoch ? word : LoadRelaxedSystem(&run.mailbox->joins[r]);
   };
   const uint32_t theirs = AnnouncedSignature(said(rank));
-  const uint64_t start = NowNs();
+  const uint64_t start = NowNs(), quarter = run.timeout_ns / 4;
+  const uint64_t grace = quarter && quarter < kMismatchGraceNs ? quarter : kMismatchGraceNs;
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
@@ -97,7 +99,7 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
       with_me += AnnouncedSignature(word) == run.signature;
       with_them += AnnouncedSignature(word) == theirs;
     }
-  } while (arrived < __popc(run.active) && NowNs() - start < kMismatchGraceNs);
+  } while (arrived < __popc(run.active) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
   const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
   Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
 }
