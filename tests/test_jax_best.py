@@ -44,7 +44,7 @@ def test_both_halves_of_every_peer(name, dtype, monkeypatch):
     found = peers.peer_programs(problem.work, problem.caps, "cpu", (name,), options.OPERATIONS)
     assert [program.operation for program in found] == list(options.OPERATIONS)
     for program in found:
-        timed = timing.compile_program(program, problem, inner=2, with_memory=False)
+        timed = timing.compile_program(program, problem, inner=2 * program.relative_cost, with_memory=False)
         timing.measure([timed], repeats=1)
         verify.check_timed_result(timed, problem)
         of_the_loop = timed.compiled.as_text().split("ENTRY")[0]  # not hoisted out of it
