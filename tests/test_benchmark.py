@@ -330,7 +330,7 @@ def test_arguments_that_do_not_go_together(arguments, message):
 def test_tpu_programs_are_not_begun_without_their_compiler(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--mode tpu-static: compiles with libtpu, which is not installed: pip install"):
+    with pytest.raises(ValueError, match="--mode tpu-static: compiles with libtpu, which is not installed"):
         checked("--mode", "tpu-static")
 
 

@@ -266,9 +266,12 @@ def workload(options: argparse.Namespace, num_devices: int) -> Any:
     from xen_moe_jax.benchmark.workload import Workload
 
     low_latency = options.mode == "low-latency"
+    sizes = model_sizes(options)
     return Workload(
         tokens=options.tokens or (128 if low_latency else 1024),
-        **model_sizes(options),
+        hidden=sizes["hidden"],
+        experts=sizes["experts"],
+        top_k=sizes["top_k"],
         ranks=options.ranks or num_devices,
         dtype=options.dtype,
         wire=options.wire,

@@ -80,8 +80,10 @@ def tune(options: argparse.Namespace) -> int:
                 dtype=dtype,
                 layout=options.layout or ("padded" if tokens <= FEW_TOKENS else "grouped"),
                 ranks=options.ranks or jax.device_count(),
+                hidden=sizes["hidden"],
+                experts=sizes["experts"],
+                top_k=sizes["top_k"],
                 pool=2,
-                **sizes,
             )
             # expert outputs are in the compute dtype whatever the tokens travelled in: one combine serves both
             compute = (tokens, "bfloat16" if dtype in BLOCK_SCALED_DTYPES else dtype)
