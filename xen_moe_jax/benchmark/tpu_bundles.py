@@ -62,8 +62,13 @@ def loops(text: str) -> Loop:
 
 
 def request_dump(folder: str) -> None:
-    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices."""
-    arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices.
+
+    Only the final ones: all passes of a program with matmuls are gigabytes.
+    """
+    arguments = (
+        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    )
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, [os.environ.get("LIBTPU_INIT_ARGS"), arguments]))
 
 

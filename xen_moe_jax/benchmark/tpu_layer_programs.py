@@ -98,7 +98,7 @@ def layer_of(program: str, config: MoEConfig, work: Workload) -> Layer:
 
 
 def workload(ranks: int, tokens: int, sizes: dict[str, int]) -> Workload:
-    return Workload(ranks=ranks, tokens=tokens, capacity_factor=CAPACITY_FACTOR, **sizes)
+    return Workload(tokens, sizes["hidden"], sizes["experts"], sizes["top_k"], ranks, capacity_factor=CAPACITY_FACTOR)
 
 
 def config_of(work: Workload, width: int, grouped_matmul: str) -> MoEConfig:
