@@ -93,7 +93,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
 
     operation, _, halves = operation.partition(" ")
     wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire
-    header = Header(top_k).words if operation == "dispatch" and not halves else 0
+    header = Header(top_k).words if operation == "dispatch" else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
     everybody = not halves and gathered(case, operation, ranks, top_k)
@@ -156,6 +156,8 @@ def compile_own(generation: str, case: Case, operation: str, sizes: dict[str, in
 
     def both(x, idx, weights):
         routed = dispatch(x, idx, weights)
+        if halves:
+            return xm.combine_done(xm.combine_start(routed.x, routed.handle, wire=case.combine_wire, config=config))
         return xm.combine(routed.x, routed.handle, wire=case.combine_wire, config=config)
 
     operation, _, halves = operation.partition(" ")

@@ -60,7 +60,7 @@ def _ridden(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Rows (and scales), and what `routing` gives first: routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
-    rows = rows_of(x, wire, header=Header(spec.top_k).words)
+    rows = rows_of(x, wire, header=header_words(spec))
     gathered = gathers(spec, config)
     if gathered:
         riding = headers.to_everybody(riding, spec)
@@ -76,7 +76,9 @@ def _ridden(
     )
     if gathered:
         staged = headers.gathered(staged, spec)
-    source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
+    source, weights, positions = headers.arrived(
+        staged, riding.start, riding.routes.expected, riding.recv_counts, rows.record, spec, config
+    )
     placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
     return placed, (positions, riding.recv_counts, weights, topk_idx)
 
@@ -152,6 +154,11 @@ def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int =
     if wire is not None:
         return Record(hidden, wire.dtype, scaled=True, header=header)
     return Record(hidden, jnp.dtype(dtype).name, scaled=scaled, header=header)
+
+
+def header_words(spec: Spec) -> int:
+    """Words of routing that travel in each record of a dispatch."""
+    return Header(spec.top_k).words if headers.ride(spec) else 0
 
 
 class Rows(NamedTuple):

@@ -40,7 +40,7 @@ def window(spec: Spec) -> int | None:
 
 
 def ride(spec: Spec) -> bool:
-    """Whether the routing of a whole dispatch rides in its records; otherwise it is gathered (`tables`).
+    """Whether the routing of a dispatch rides in its records; otherwise it is gathered (`tables`).
 
     On two axes records are forwarded by ranks that need to know them before they come, and a ranked row has no place
     of its own that its source could know.
@@ -58,11 +58,13 @@ class Riding(NamedTuple):
     """What a rank sends, and what it knows of what it gets.
 
     Attributes:
-      routes: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
+      routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
       start: int32 `[R]`, where each source's records begin in staging. recv_counts: int32 `[R, L]`.
     """
 
     routes: Routes
+    sent: jax.Array
+    remote_start: jax.Array
     header: jax.Array
     start: jax.Array
     recv_counts: jax.Array
@@ -101,9 +103,13 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     else:
         start = jnp.arange(ranks, dtype=jnp.int32) * tokens
     address = remote_start + _layout.exclusive_cumsum(sent, axis=0)
-    rows = plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(tokens)
-    routes = plan.routes_to(topk_idx, sent, address, expected, rows, spec)
-    return Riding(routes, _header(topk_idx, row, topk_weights), start, recv_counts)
+    routes = plan.routes_to(topk_idx, sent, address, expected, staging_rows(spec), spec)
+    return Riding(routes, sent, remote_start, _header(topk_idx, row, topk_weights), start, recv_counts)
+
+
+def staging_rows(spec: Spec) -> int:
+    """Records that staging has room for; the last are behind what can come, for blocks of headers reach there."""
+    return plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(spec.num_tokens)
 
 
 def to_everybody(riding: Riding, spec: Spec) -> Riding:
@@ -141,19 +147,27 @@ def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax
 
 
 def arrived(
-    staged: jax.Array, riding: Riding, record: Record, spec: Spec, config: KernelConfig
+    staged: jax.Array,
+    start: jax.Array,
+    expected: jax.Array,
+    recv_counts: jax.Array,
+    record: Record,
+    spec: Spec,
+    config: KernelConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Staged record of each row int32 `[rows]`, weights `spec.row_dims`, positions `[R, T, K]`."""
+    """Staged record of each row int32 `[rows]`, weights `spec.row_dims`, positions `[R, T, K]`, from the headers of
+    the `expected [R]` records of each source, which begin at `start [R]`.
+    """
     local = spec.local_experts
     rows = math.prod(spec.row_dims)
     rank = lax.axis_index(spec.axis_name)
-    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(riding.recv_counts, spec)
+    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(recv_counts, spec)
     chosen = window(spec)
     assert chosen is not None
     source, weights, positions = index_kernel.index_rows(
         staged,
-        riding.start,
-        riding.routes.expected,
+        start,
+        expected,
         (rank * local, jnp.int32(local), used),
         record=record,
         tokens=spec.num_tokens,

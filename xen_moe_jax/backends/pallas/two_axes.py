@@ -5,6 +5,8 @@ in rounds; the chip that gets it fans it out over ICI to the ranks of its slice 
 way: partial sums of a slice are added up on the chip of the token's index before one record crosses DCN.
 
 Shapes: `N` slices of `M` ranks, rank `r = slice * M + index`; "rail" = the `N` chips of one index.
+
+Each operation is what comes before DCN, the crossing, and what follows it: `halves` runs them as two programs.
 """
 
 from __future__ import annotations
@@ -66,6 +68,25 @@ def across_slices(buffer: jax.Array, largest_pair: jax.Array, spec: Spec, config
     )
 
 
+def across_slices_at_once(buffer: jax.Array, spec: Spec) -> jax.Array:
+    """The same by one collective, which XLA starts and finishes as two operations; it moves all `T` rows of a pair."""
+    return lax.all_to_all(buffer, spec.axis_name[:1], 0, 0)
+
+
+class Fan(NamedTuple):
+    """What becomes of the records that come over DCN in a dispatch.
+
+    Attributes:
+      order: int32 `[N, T]`, number of each of the rail's tokens among the records of its slice.
+      peer, address: int32 `[N * T, M]`, as `Routes`. expected: int32 `[M]`.
+    """
+
+    order: jax.Array
+    peer: jax.Array
+    address: jax.Array
+    expected: jax.Array
+
+
 def push(
     x: jax.Array,
     scales: jax.Array | None,
@@ -80,6 +101,25 @@ def push(
     launch: Launch,
 ) -> jax.Array:
     """Every token's record to the staging of the ranks that need it, as `push` does on one axis."""
+    buffer, largest, fan = pack(
+        x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, launch=launch
+    )
+    return fan_out(across_slices(buffer, largest, spec, config), fan, spec, config)
+
+
+def pack(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    todo: plan.SendPlan,
+    positions: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    spec: Spec,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array, Fan]:
+    """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; what follows."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
@@ -99,22 +139,26 @@ def push(
         launch=launch,
     )
     largest = jnp.max(jnp.sum(rail.own_hits, axis=0, dtype=jnp.int32))
-    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
-    stride = received.shape[1]
-
     starts, sent = _regions(todo, rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
-    source = slice_of[:, None] * stride + _layout.exclusive_cumsum(rail.crossed, axis=1)
     peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
+    fan = Fan(
+        _layout.exclusive_cumsum(rail.crossed, axis=1),
+        peer.reshape(slices * tokens, fast),
+        address.reshape(slices * tokens, fast),
+        jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+    )
+    return buffer.reshape(slices, tokens, *record.shape), largest, fan
+
+
+def fan_out(received: jax.Array, fan: Fan, spec: Spec, config: KernelConfig) -> jax.Array:
+    """After DCN: `received [N, rows, ...]` to the staging of the ranks of this slice."""
+    slices, stride = received.shape[:2]
+    source = jnp.arange(slices, dtype=jnp.int32)[:, None] * stride + fan.order
     return forward_kernel.forward(
-        received.reshape(slices * stride, *record.shape),
+        received.reshape(slices * stride, *received.shape[2:]),
         source.reshape(-1),
-        Routes(
-            peer.reshape(slices * tokens, fast),
-            address.reshape(slices * tokens, fast),
-            jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
-            todo.routes.staging_rows,
-        ),
+        Routes(fan.peer, fan.address, fan.expected, plan.dispatch_staging_rows(spec)),
         axes=plan.kernel_axes(spec),
         launch=_table_launch(spec, config),
     )
@@ -151,8 +195,40 @@ def combine(
     slots_launch: Launch,
     ranks_launch,
 ) -> jax.Array:
-    """`[T, hidden]`; `ranks_launch(entries, tokens)` a
-    launch.
+    """`[T, hidden]`; `ranks_launch(entries, tokens)` a launch."""
+    buffer, largest, last = partial_sums(
+        rows,
+        weights,
+        topk_idx,
+        positions,
+        zero,
+        record=record,
+        quantise=quantise,
+        dtype=dtype,
+        spec=spec,
+        slots_launch=slots_launch,
+        ranks_launch=ranks_launch,
+    )
+    received = across_slices(buffer, largest, spec, config)
+    return add_slices(received, last, zero, record=record, dtype=dtype, ranks_launch=ranks_launch)
+
+
+def partial_sums(
+    rows: jax.Array,
+    weights: jax.Array | None,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    zero: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    dtype,
+    spec: Spec,
+    slots_launch: Launch,
+    ranks_launch,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; and
+    `last [T, N]`, which of the records that come from a slice is a token's, `-1` for none.
     """
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
@@ -205,16 +281,23 @@ def combine(
         launch=ranks_launch(fast, slices * tokens),
     )
     largest = jnp.max(jnp.sum(rail.crossed, axis=1, dtype=jnp.int32))
-    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
-    stride = received.shape[1]
-    last = jnp.arange(slices, dtype=jnp.int32) * stride + _layout.exclusive_cumsum(rail.own_hits, axis=0)
+    last = jnp.where(rail.own_hits > 0, _layout.exclusive_cumsum(rail.own_hits, axis=0), -1)
+    return buffer.reshape(slices, tokens, *record.shape), largest, last
+
+
+def add_slices(
+    received: jax.Array, last: jax.Array, zero: jax.Array, *, record: Record, dtype, ranks_launch
+) -> jax.Array:
+    """After DCN: `[T, hidden]` from `received [N, rows, ...]`."""
+    slices, stride = received.shape[:2]
+    summand = jnp.arange(slices, dtype=jnp.int32) * stride + last
     return ranks_kernel.reduce_ranks(
         received.reshape(slices * stride, *record.shape),
-        jnp.where(rail.own_hits > 0, last, -1),
+        jnp.where(last >= 0, summand, -1),
         zero,
         record=record,
         out_dtype=dtype,
-        launch=ranks_launch(slices, tokens),
+        launch=ranks_launch(slices, last.shape[0]),
     )
 
 
