@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 COLLECTIVE = re.compile(
-    r"= (\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
 BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "f8e4m3fn": 8}
 
@@ -238,13 +238,17 @@ def collectives(text: str) -> dict[str, int]:
         match = COLLECTIVE.search(line)
         if match is None:
             continue
-        shapes, kind = match.groups()
+        shapes, kind, started = match.groups()
         channel = re.search(r"channel_id=(\d+)", line)
         if channel is not None:
             if channel[1] in channels:  # start, steps and end of one asynchronous collective
                 continue
             channels.add(channel[1])
+        sizes = []
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             elements = int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
-            found[kind] += elements * BITS.get(dtype, 32) // 8
+            sizes.append(elements * BITS.get(dtype, 32) // 8)
+        # a tuple: several collectives in one; or, of some that only start, the operand beside the result
+        beside = started and kind in ("all-gather", "collective-permute")
+        found[kind] += max(sizes) if beside else sum(sizes)
     return dict(found)
