@@ -240,7 +240,7 @@ def collectives(text: str) -> dict[str, int]:
             continue
         shapes, kind, started = match.groups()
         channel = re.search(r"channel_id=(\d+)", line)
-        if channel is not None:
+        if channel is not None and kind != "all-to-all":  # those share one channel
             if channel[1] in channels:  # start, steps and end of one asynchronous collective
                 continue
             channels.add(channel[1])

@@ -22,10 +22,12 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import padding, two_axes
+from xen_moe_jax.backends.pallas import headers, padding, plan, two_axes
 from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
     given_scales,
+    header_words,
+    pack_for_slices,
     place_rows,
     push_launch,
     quantisation,
@@ -61,12 +63,15 @@ def _crossing_shapes(record: Record, spec: Spec) -> list[ShapeDtype]:
 
 
 def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDtype]:
-    """Of `Crossing`, `Fan`, `source [rows]` and the metadata of a dispatch."""
+    """Of `Crossing`, then `Riding`, or without headers `Fan`, `source [rows]` and the metadata of a dispatch."""
+    record = rows_of(x, wire, header=header_words(spec)).record
+    if record.header:
+        return [*_crossing_shapes(record, spec), *_riding_shapes(spec)]
     slices, fast = spec.axis_sizes
     table = (slices * spec.num_tokens, fast)
     fan = [(slices, spec.num_tokens), table, table, (fast,), (math.prod(spec.row_dims),)]
     return [
-        *_crossing_shapes(rows_of(x, wire).record, spec),
+        *_crossing_shapes(record, spec),
         *((shape, jnp.int32) for shape in fan),
         *_shapes.dispatch(x, scales, spec=spec)[2:],
     ]
@@ -79,6 +84,29 @@ def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDty
     return [*_crossing_shapes(record, spec), (last, jnp.int32), ((1,), jnp.int32)]
 
 
+class Riding(NamedTuple):
+    """What a start of a dispatch returns after `Crossing` where routing rides in the records; as in `headers`.
+
+    Attributes:
+      came, starts: of `headers.Crossing`. expected: int32 `[R]`. start, recv_counts: of `headers.Riding`.
+      topk_idx: a result.
+    """
+
+    came: jax.Array
+    starts: jax.Array
+    expected: jax.Array
+    start: jax.Array
+    recv_counts: jax.Array
+    topk_idx: jax.Array
+
+
+def _riding_shapes(spec: Spec) -> list[ShapeDtype]:
+    slices, fast = spec.axis_sizes
+    ranks, local = spec.num_ranks, spec.local_experts
+    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), (spec.num_tokens, spec.top_k)]
+    return [(shape, jnp.int32) for shape in shapes]
+
+
 def dispatch_start(
     x: jax.Array,
     scales: jax.Array,
@@ -89,31 +117,62 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    known, todo, source = routing(topk_idx, topk_weights, spec, config)
-    rows = rows_of(x, wire)
+    given = given_scales(x, scales)
+    rows = rows_of(x, wire, header=header_words(spec))
+    if rows.record.header:
+        known = headers.sending(topk_idx, topk_weights, spec)
+        assert known.crossing is not None
+        sent = pack_for_slices(x, given, known, rows, spec, config)
+        came, _, starts = known.crossing
+        riding = Riding(came, starts, known.routes.expected, known.start, known.recv_counts, topk_idx)
+        return (sent, two_axes.across_slices_at_once(sent, spec), *riding)
+    results, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent, _, fan = two_axes.pack(
         padding.pad_hidden(x),
-        given_scales(x, scales),
+        given,
         topk_idx,
         todo,
-        known[0],
+        results[0],
         record=rows.record,
         quantise=rows.quantise,
         spec=spec,
         launch=push_launch(rows, spec, config),
     )
-    return (sent, two_axes.across_slices_at_once(sent, spec), *fan, source, *known)
+    return (sent, two_axes.across_slices_at_once(sent, spec), *fan, source, *results)
 
 
 def dispatch_done(
     x: jax.Array, under_way: tuple[jax.Array, ...], *, spec: Spec, wire: Wire | None, config: KernelConfig
 ) -> tuple[jax.Array, ...]:
-    first = len(Crossing._fields) + len(two_axes.Fan._fields)
-    received, *fan = under_way[1:first]
-    source, *known = under_way[first:]
-    staged = two_axes.fan_out(received, two_axes.Fan(*fan), spec, config)
-    rows = place_rows(staged, source, known[1], rows_of(x, wire), spec=spec, config=config)
-    return (*with_scales(rows), *known)
+    received, *rest = under_way[1:]
+    rows = rows_of(x, wire, header=header_words(spec))
+    if rows.record.header:
+        riding = Riding(*rest)
+        staged = two_axes.fan_out_by_headers(
+            received,
+            riding.came,
+            riding.starts,
+            riding.expected,
+            record=rows.record,
+            spec=spec,
+            config=config,
+        )
+        source, known = headers.arrived(
+            staged,
+            riding.start,
+            riding.expected,
+            riding.recv_counts,
+            riding.topk_idx,
+            record=rows.record,
+            spec=spec,
+            config=config,
+        )
+    else:
+        fan, (source, *results) = rest[: len(two_axes.Fan._fields)], rest[len(two_axes.Fan._fields) :]
+        known = tuple(results)
+        staged = two_axes.fan_out(received, two_axes.Fan(*fan), plan.dispatch_staging_rows(spec), spec, config)
+    placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
+    return (*with_scales(placed), *known)
 
 
 def combine_start(

@@ -188,8 +188,9 @@ def _learnt(
     if not record.header:
         return rest[0], rest[1:]
     start, recv_counts, topk_idx = rest
-    source, weights, positions = headers.arrived(staged, start, flight.expected, recv_counts, record, spec, config)
-    return source, (positions, recv_counts, weights, topk_idx)
+    return headers.arrived(
+        staged, start, flight.expected, recv_counts, topk_idx, record=record, spec=spec, config=config
+    )
 
 
 def combine_start(

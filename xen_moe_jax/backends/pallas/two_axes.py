@@ -21,14 +21,14 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
-from xen_moe_jax.backends.pallas import hardware, plan
+from xen_moe_jax.backends.pallas import hardware, headers, plan
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.push import Routes
-from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.pallas_kernels.record import Header, Record
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
@@ -56,12 +56,15 @@ def rail_of(topk_idx: jax.Array, spec: Spec) -> Rail:
 
 
 def across_slices(buffer: jax.Array, largest_pair: jax.Array, spec: Spec, config: KernelConfig) -> jax.Array:
-    """`[N, T, ...]`, the first rows for each slice -> `[N, ceil(T), ...]`, the first rows from each, over DCN."""
+    """`[N, T, ...]`, the first rows for each slice -> `[N, ceil(T), ...]`, the first rows from each, over DCN.
+
+    `largest_pair` is the same on every rank.
+    """
     block = rounds.block_rows(spec.num_tokens, config)
     padded = rounds.pad_to_blocks(buffer, 1, block, fill=0)
     return rounds.exchange(
         lambda first: lax.dynamic_slice_in_dim(padded, first, block, axis=1),
-        largest_pair=lax.pmax(largest_pair, spec.axis_name),
+        largest_pair=largest_pair,
         max_rows=spec.num_tokens,
         block=block,
         axis_name=spec.axis_name[:1],
@@ -104,7 +107,8 @@ def push(
     buffer, largest, fan = pack(
         x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, launch=launch
     )
-    return fan_out(across_slices(buffer, largest, spec, config), fan, spec, config)
+    received = across_slices(buffer, largest, spec, config)
+    return fan_out(received, fan, plan.dispatch_staging_rows(spec), spec, config)
 
 
 def pack(
@@ -123,22 +127,8 @@ def pack(
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
-    slice_of = jnp.arange(slices, dtype=jnp.int32)
-    buffer = push_kernel.push(
-        x,
-        scales,
-        Routes(
-            jnp.where(rail.own_hits > 0, slice_of, -1),
-            slice_of * tokens + _layout.exclusive_cumsum(rail.own_hits, axis=0),
-            jnp.zeros((1,), jnp.int32),
-            slices * tokens,
-        ),
-        record=record,
-        quantise=quantise,
-        axes=None,
-        launch=launch,
-    )
-    largest = jnp.max(jnp.sum(rail.own_hits, axis=0, dtype=jnp.int32))
+    buffer = pack_slices(x, scales, rail.own_hits, record=record, quantise=quantise, spec=spec, launch=launch)
+    largest = _largest_anywhere(rail.own_hits, 0, spec)
     starts, sent = _regions(todo, rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
     peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
@@ -148,17 +138,89 @@ def pack(
         address.reshape(slices * tokens, fast),
         jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
     )
-    return buffer.reshape(slices, tokens, *record.shape), largest, fan
+    return buffer, largest, fan
 
 
-def fan_out(received: jax.Array, fan: Fan, spec: Spec, config: KernelConfig) -> jax.Array:
+def pack_slices(
+    x: jax.Array,
+    scales: jax.Array | None,
+    own_hits: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    spec: Spec,
+    launch: Launch,
+    header: jax.Array | None = None,
+) -> jax.Array:
+    """int32 `[N, T, *record.shape]`: the records of tokens that `own_hits [T, N]` names, the first for each slice."""
+    slices, tokens = spec.axis_sizes[0], spec.num_tokens
+    slice_of = jnp.arange(slices, dtype=jnp.int32)
+    records = push_kernel.push(
+        x,
+        scales,
+        Routes(
+            jnp.where(own_hits > 0, slice_of, -1),
+            slice_of * tokens + _layout.exclusive_cumsum(own_hits, axis=0),
+            jnp.zeros((1,), jnp.int32),
+            slices * tokens,
+        ),
+        record=record,
+        quantise=quantise,
+        axes=None,
+        launch=launch,
+        header=header,
+    )
+    return records.reshape(slices, tokens, *record.shape)
+
+
+def _largest_anywhere(hits: jax.Array, axis: int, spec: Spec) -> jax.Array:
+    """The most rows of any pair, from what this rank sends."""
+    return lax.pmax(jnp.max(jnp.sum(hits, axis=axis, dtype=jnp.int32)), spec.axis_name)
+
+
+def fan_out_by_headers(
+    received: jax.Array,
+    came: jax.Array,
+    starts: jax.Array,
+    expected: jax.Array,
+    *,
+    record: Record,
+    spec: Spec,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `fan_out`, of records with headers, which say who needs them: `came [N]` from each slice, which each rank
+    wants at `starts [N, M]`; each rank gets `expected [R]` from each source.
+    """
+    slices, fast = spec.axis_sizes
+    here = lax.axis_index(spec.axis_name[0])
+    header, top_k, rows = Header(spec.top_k), spec.top_k, received.shape[1]
+    words = received[:, :, record.header_row]
+    experts = words[..., header.experts : header.experts + top_k]
+    kept = experts >= 0
+    if plan.packs_staging(spec):
+        kept &= words[..., header.rows : header.rows + top_k] >= 0
+    number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (slices, rows))
+    kept &= (number < came[:, None])[..., None]  # behind them lies whatever was there
+    index = jnp.where(kept, experts // spec.local_experts - here * fast, -1)
+    sent = jnp.any(index[..., None] == jnp.arange(fast, dtype=jnp.int32), axis=2)
+    address = starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)
+    fan = Fan(
+        number,
+        jnp.where(sent, jnp.arange(fast, dtype=jnp.int32), -1).reshape(slices * rows, fast),
+        address.reshape(slices * rows, fast),
+        jnp.sum(expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+    )
+    return fan_out(received, fan, headers.staging_rows(spec), spec, config)
+
+
+def fan_out(received: jax.Array, fan: Fan, staging_rows: int, spec: Spec, config: KernelConfig) -> jax.Array:
     """After DCN: `received [N, rows, ...]` to the staging of the ranks of this slice."""
     slices, stride = received.shape[:2]
     source = jnp.arange(slices, dtype=jnp.int32)[:, None] * stride + fan.order
     return forward_kernel.forward(
         received.reshape(slices * stride, *received.shape[2:]),
         source.reshape(-1),
-        Routes(fan.peer, fan.address, fan.expected, plan.dispatch_staging_rows(spec)),
+        Routes(fan.peer, fan.address, fan.expected, staging_rows),
         axes=plan.kernel_axes(spec),
         launch=_table_launch(spec, config),
     )
@@ -280,7 +342,7 @@ def partial_sums(
         as_records=True,
         launch=ranks_launch(fast, slices * tokens),
     )
-    largest = jnp.max(jnp.sum(rail.crossed, axis=1, dtype=jnp.int32))
+    largest = _largest_anywhere(rail.crossed, 1, spec)
     last = jnp.where(rail.own_hits > 0, _layout.exclusive_cumsum(rail.own_hits, axis=0), -1)
     return buffer.reshape(slices, tokens, *record.shape), largest, last
 
