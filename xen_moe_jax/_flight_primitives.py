@@ -41,6 +41,12 @@ def splits(spec: Spec, config: KernelConfig) -> bool:
     return spec.capacity > 0 and _backend(spec, config) is not None
 
 
+def brought_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
+    """Places in what is under way of arrays that a collective of XLA brings (`backends`)."""
+    brought = getattr(_backend(spec, config), "brought_by_xla", None)
+    return () if brought is None else brought(spec)
+
+
 def _lands_in_results(params: dict[str, Any]) -> bool:
     return getattr(_backend(params["spec"], params["config"]), "LANDS_IN_RESULTS", False)
 
