@@ -173,6 +173,8 @@ OUTSIDE = {
     "quantize-scale-format": lambda mesh: xm.quantize(tokens(), scale_format="e5m2"),
     "quantize-scalar": lambda mesh: xm.quantize(jnp.float32(1)),
     "dequantize-type": lambda mesh: xm.dequantize(tokens()),
+    "dequantize-dtype": lambda mesh: xm.dequantize(xm.quantize(tokens()), "int32"),
+    "dequantize-scales": lambda mesh: xm.dequantize(xm.BlockScaled(jnp.zeros((T, 256), jnp.int8), jnp.ones((T, 1)))),
     "layout-ranks-per-node": lambda mesh: xm.get_dispatch_layout(slots(), num_experts=E, num_ranks=4, ranks_per_node=3),
     "router-k": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 9),
     "router-score": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, score="tanh"),

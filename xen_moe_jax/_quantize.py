@@ -169,8 +169,19 @@ def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
     """`float32(values) * scales`, rounded to `dtype`; shape `[..., H]`.
 
     Raises:
-      TypeError: `x` is not a `BlockScaled`.
+      TypeError: `x` is not a `BlockScaled`, or `dtype` is no float dtype. ValueError: the scales do not fit the values.
     """
     if not isinstance(x, BlockScaled):
         raise TypeError(f"dequantize: x is a {type(x).__name__}: must be a BlockScaled, as quantize() returns")
+    wanted = (*x.values.shape[:-1], scale_blocks(x.values.shape[-1]))
+    if x.scales.shape != wanted:  # a single block's would be taken for those of all
+        raise ValueError(
+            f"dequantize: x.scales has shape {x.scales.shape}: must be {wanted}, one scale per 128 elements of x.values"
+        )
+    try:
+        known = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise TypeError(f"dequantize: dtype={dtype!r}: must be a float dtype")
     return dequantize_arrays(x.values, x.scales, dtype)
