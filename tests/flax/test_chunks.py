@@ -42,7 +42,9 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    ("remat", "flights"), [("none", False), ("experts", False), ("all", False), ("none", True), ("experts", True)]
+    ("remat", "flights"),
+    [("none", False), ("experts", False), ("all", False), ("none", True), ("experts", True)],
+    ids=["none", "experts", "all", "none, flights", "experts, flights"],
 )
 def test_same_results_in_chunks(remat, flights, whole, monkeypatch):
     """Three chunks of a rank's five tokens: the last one is filled up. `flights`: by start and done, which are whole
