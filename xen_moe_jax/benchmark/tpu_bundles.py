@@ -292,8 +292,10 @@ def _groups(name: str, block: int, tile: int, rows: int) -> tuple[Part, ...]:
 
 
 def xla_cycles(text: str) -> int:
-    """XLA's own estimate of the cycles of its operations in a compiled program; scalar gathers and sorts have none, nor
-    have grouped matmuls and collectives; a scatter that it gives to the SparseCore has the largest int64 instead of one.
+    """XLA's own estimate of the cycles of its operations in a compiled program.
+
+    Scalar gathers, sorts, grouped matmuls and collectives have none; a scatter that it gives to the SparseCore has the
+    largest int64 instead of one.
     """
     return sum(n for n in map(int, CYCLES.findall(text)) if n < NO_ESTIMATE)
 
