@@ -37,13 +37,10 @@ def combine(
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
     padding.check("combine", y.dtype, spec)
     hidden = y.shape[-1]
-    rows = y.reshape(-1, hidden)
-    if rows.shape[0] == 0 or spec.num_tokens == 0:
+    if y.size == 0 or spec.num_tokens == 0:
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
-    rows = padding.pad_rows(padding.pad_hidden(rows))
-    record = record_of(rows.shape[1], y.dtype, False, wire)
+    rows, record, zero = prepared(y, recv_counts, wire)
     quantise = quantisation(wire)
-    zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     if len(spec.axis_name) == 2:
         out = two_axes.combine(
             rows,
@@ -80,6 +77,13 @@ def combine(
         launch=ranks_launch(record, y.dtype, todo.source.shape[1], spec.num_tokens, config),
     )
     return out[:, :hidden]
+
+
+def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[jax.Array, Record, jax.Array]:
+    """`y` as rows that the kernels take, what a partial sum looks like on the wire, and `zero [1]` for additions."""
+    rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
+    zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
+    return rows, record_of(rows.shape[1], y.dtype, False, wire), zero
 
 
 def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:

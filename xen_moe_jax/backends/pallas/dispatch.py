@@ -60,25 +60,62 @@ def _ridden(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Rows (and scales), and what `routing` gives first: routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
-    rows = rows_of(x, wire, header=Header(spec.top_k).words)
+    rows = rows_of(x, wire, header=header_words(spec))
     gathered = gathers(spec, config)
     if gathered:
         riding = headers.to_everybody(riding, spec)
-    staged = push_kernel.push(
+    if riding.crossing is not None:
+        buffer = pack_for_slices(x, scales, riding, rows, spec, config)
+        received = two_axes.across_slices(buffer, riding.crossing.largest, spec, config)
+        staged = two_axes.fan_out_by_headers(
+            received,
+            riding.crossing.came,
+            riding.crossing.starts,
+            riding.routes.expected,
+            record=rows.record,
+            spec=spec,
+            config=config,
+        )
+    else:
+        staged = push_kernel.push(
+            padding.pad_hidden(x),
+            scales,
+            riding.routes,
+            record=rows.record,
+            quantise=rows.quantise,
+            axes=None if gathered else plan.kernel_axes(spec),
+            launch=push_launch(rows, spec, config),
+            header=riding.header,
+        )
+    if gathered:
+        staged = headers.gathered(staged, spec)
+    source, known = headers.arrived(
+        staged,
+        riding.start,
+        riding.routes.expected,
+        riding.recv_counts,
+        topk_idx,
+        record=rows.record,
+        spec=spec,
+        config=config,
+    )
+    return place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config), known
+
+
+def pack_for_slices(
+    x: jax.Array, scales: jax.Array | None, riding: headers.Riding, rows: Rows, spec: Spec, config: KernelConfig
+) -> jax.Array:
+    """int32 `[N, T, *record.shape]`: records with headers, the first for each slice."""
+    return two_axes.pack_slices(
         padding.pad_hidden(x),
         scales,
-        riding.routes,
+        headers.slices_of(riding.sent, spec),
         record=rows.record,
         quantise=rows.quantise,
-        axes=None if gathered else plan.kernel_axes(spec),
+        spec=spec,
         launch=push_launch(rows, spec, config),
         header=riding.header,
     )
-    if gathered:
-        staged = headers.gathered(staged, spec)
-    source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
-    placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
-    return placed, (positions, riding.recv_counts, weights, topk_idx)
 
 
 def is_quantised(x: Any) -> bool:
@@ -152,6 +189,11 @@ def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int =
     if wire is not None:
         return Record(hidden, wire.dtype, scaled=True, header=header)
     return Record(hidden, jnp.dtype(dtype).name, scaled=scaled, header=header)
+
+
+def header_words(spec: Spec) -> int:
+    """Words of routing that travel in each record of a dispatch."""
+    return Header(spec.top_k).words if headers.ride(spec) else 0
 
 
 class Rows(NamedTuple):
@@ -236,7 +278,7 @@ def gathers(spec: Spec, config: KernelConfig) -> bool:
     With at most as many ranks as slots a token reaches `R (1 - (1 - 1/R)^K)` of them, more than `0.63 R`; an all-gather
     sends each record over each link once, an all-to-all once for every destination behind it.
     """
-    return low_latency(spec, config) and spec.num_ranks <= spec.top_k
+    return len(spec.axis_name) == 1 and low_latency(spec, config) and spec.num_ranks <= spec.top_k
 
 
 def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
