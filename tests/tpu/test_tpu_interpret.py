@@ -21,6 +21,7 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
     ),
     "TestGathered": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
     "TestTwoCores": "[grouped/uniform] or padded/zipf",
+    "TestWithoutHeaders": "padded-fp8 or grouped-two-axes/uniform",
     "TestHalves": "align8-capacity-one-below or ranked-capacity-one-below or padded-fp8 or grouped-two-axes/uniform",
 }
 

@@ -25,6 +25,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import headers, padding, plan, two_axes
 from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
+    from_headers,
     given_scales,
     header_words,
     pack_for_slices,
@@ -157,20 +158,18 @@ def dispatch_done(
             spec=spec,
             config=config,
         )
-        source, known = headers.arrived(
+        return from_headers(
             staged,
             riding.start,
             riding.expected,
             riding.recv_counts,
             riding.topk_idx,
-            record=rows.record,
+            rows=rows,
             spec=spec,
             config=config,
         )
-    else:
-        fan, (source, *results) = rest[: len(two_axes.Fan._fields)], rest[len(two_axes.Fan._fields) :]
-        known = tuple(results)
-        staged = two_axes.fan_out(received, two_axes.Fan(*fan), plan.dispatch_staging_rows(spec), spec, config)
+    fan, (source, *known) = rest[: len(two_axes.Fan._fields)], rest[len(two_axes.Fan._fields) :]
+    staged = two_axes.fan_out(received, two_axes.Fan(*fan), plan.dispatch_staging_rows(spec), spec, config)
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
     return (*with_scales(placed), *known)
 

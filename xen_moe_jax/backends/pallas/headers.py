@@ -190,30 +190,20 @@ def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax
     return jnp.pad(words, ((0, 0), (Header(top_k).experts, 0)))
 
 
-class Arrived(NamedTuple):
-    """What headers say of the records that came.
-
-    Attributes:
-      source: int32 `[rows]`, staged record of each row, `-1` for none.
-      known: positions, recv_counts, weights, topk_idx and, ranked, local_idx: results of a dispatch.
-    """
-
-    source: jax.Array
-    known: tuple[jax.Array, ...]
-
-
 def arrived(
     staged: jax.Array,
     start: jax.Array,
     expected: jax.Array,
     recv_counts: jax.Array,
-    topk_idx: jax.Array,
     *,
     record: Record,
     spec: Spec,
     config: KernelConfig,
-) -> Arrived:
-    """Of the `expected [R]` records of each source, which begin at `start [R]` of staging."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Staged record of each row int32 `[rows]`, weights float32 `[rows]` and positions `[R, T, slots]`, from the
+    headers of the `expected [R]` records of each source, which begin at `start [R]`. Ranked rows have more weights than
+    one.
+    """
     local = spec.local_experts
     rows = math.prod(spec.row_dims)
     rank = lax.axis_index(spec.axis_name)
@@ -232,18 +222,18 @@ def arrived(
         window=chosen,
         launch=hardware.launch("index_rows", lambda block: 0, preferred=1, smallest=1, available=1, config=config),
     )
-    if spec.layout != "ranked":
-        return Arrived(source, (positions, recv_counts, weights.reshape(spec.row_dims), topk_idx))
-    # all of a token's slots here name its one row, or say that it was dropped
-    positions = jnp.where(jnp.any(positions >= 0, axis=2), jnp.max(positions, axis=2), jnp.min(positions, axis=2))
-    weights, local_idx = _slots_of_rows(staged[:, record.header_row], source, rank * local, spec)
-    return Arrived(source, (positions[..., None], recv_counts, weights, topk_idx, local_idx))
+    if spec.layout == "ranked":  # all of a token's slots here name its one row, or say that it was dropped
+        row, dropped = jnp.max(positions, axis=2), jnp.min(positions, axis=2)
+        positions = jnp.where(row >= 0, row, dropped)[..., None]
+    return source, weights, positions
 
 
-def _slots_of_rows(headers: jax.Array, source: jax.Array, first: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Weights and local experts `[rows, K]` of ranked rows: 0 and `-1` for slots that belong elsewhere."""
+def slots_of_rows(words: jax.Array, source: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Weights and local experts `[rows, K]` of ranked rows, from their headers `[rows, 128]`: 0 and `-1` for slots that
+    belong elsewhere, and for rows without a record.
+    """
     header, top_k = Header(spec.top_k), spec.top_k
-    words = jnp.take(headers, jnp.maximum(source, 0), axis=0)
+    first = lax.axis_index(spec.axis_name) * spec.local_experts
     experts = words[:, header.experts : header.experts + top_k] - first
     weights = words[:, header.weights : header.weights + top_k]
     here = (source >= 0)[:, None] & (experts >= 0) & (experts < spec.local_experts)
