@@ -89,7 +89,7 @@ class Riding(NamedTuple):
     """What a start of a dispatch returns after `Crossing` where routing rides in the records; as in `headers`.
 
     Attributes:
-      came, starts: of `headers.Crossing`. expected: int32 `[R]`. start, recv_counts: of `headers.Riding`.
+      came, starts: of `headers.Crossing`. expected: int32 `[R]`. start, recv_counts, dropped: of `headers.Riding`.
       topk_idx: a result.
     """
 
@@ -98,13 +98,15 @@ class Riding(NamedTuple):
     expected: jax.Array
     start: jax.Array
     recv_counts: jax.Array
+    dropped: jax.Array
     topk_idx: jax.Array
 
 
 def _riding_shapes(spec: Spec) -> list[ShapeDtype]:
     slices, fast = spec.axis_sizes
     ranks, local = spec.num_ranks, spec.local_experts
-    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), (spec.num_tokens, spec.top_k)]
+    dropped = headers.dropped_shape(spec)
+    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), dropped, (spec.num_tokens, spec.top_k)]
     return [(shape, jnp.int32) for shape in shapes]
 
 
@@ -125,7 +127,7 @@ def dispatch_start(
         assert known.crossing is not None
         sent = pack_for_slices(x, given, known, rows, spec, config)
         came, _, starts = known.crossing
-        riding = Riding(came, starts, known.routes.expected, known.start, known.recv_counts, topk_idx)
+        riding = Riding(came, starts, known.routes.expected, known.start, known.recv_counts, known.dropped, topk_idx)
         return (sent, two_axes.across_slices_at_once(sent, spec), *riding)
     results, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent, _, fan = two_axes.pack(
@@ -163,6 +165,7 @@ def dispatch_done(
             riding.start,
             riding.expected,
             riding.recv_counts,
+            riding.dropped,
             riding.topk_idx,
             rows=rows,
             spec=spec,

@@ -93,6 +93,7 @@ def _ridden(
         riding.start,
         riding.routes.expected,
         riding.recv_counts,
+        riding.dropped,
         topk_idx,
         rows=rows,
         spec=spec,
@@ -105,15 +106,19 @@ def from_headers(
     start: jax.Array,
     expected: jax.Array,
     recv_counts: jax.Array,
+    dropped: jax.Array,
     topk_idx: jax.Array,
     *,
     rows: Rows,
     spec: Spec,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """Results of a dispatch, out of records with headers: `expected [R]` of each source, from `start [R]` on."""
+    """Results of a dispatch, out of records with headers: `expected [R]` of each source, from `start [R]` on.
+
+    `dropped` as in `headers.Riding`.
+    """
     source, weights, positions = headers.arrived(
-        staged, start, expected, recv_counts, record=rows.record, spec=spec, config=config
+        staged, start, expected, recv_counts, dropped, record=rows.record, spec=spec, config=config
     )
     if spec.layout != "ranked":
         placed = place_rows(staged, source, recv_counts, rows, spec=spec, config=config)

@@ -120,8 +120,8 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """`InFlight`, then `start [R]`, `recv_counts [R, L]` and `topk_idx`; without headers `source [rows]` and the
-    metadata of a dispatch.
+    """`InFlight`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
+    and the metadata of a dispatch.
     """
     padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
     if len(spec.axis_name) == 2:
@@ -131,7 +131,7 @@ def dispatch_start(
     if rows.record.header:
         todo = headers.sending(topk_idx, topk_weights, spec)
         header = todo.header
-        rest = [todo.start, todo.recv_counts, topk_idx]
+        rest = [todo.start, todo.recv_counts, todo.dropped, topk_idx]
     else:
         known, todo, source = routing(topk_idx, topk_weights, spec, config)
         header = None
@@ -173,8 +173,10 @@ def dispatch_done(
     staged = _landed(flight, config)
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
-        start, recv_counts, topk_idx = rest
-        return from_headers(staged, start, flight.expected, recv_counts, topk_idx, rows=rows, spec=spec, config=config)
+        start, recv_counts, dropped, topk_idx = rest
+        return from_headers(
+            staged, start, flight.expected, recv_counts, dropped, topk_idx, rows=rows, spec=spec, config=config
+        )
     source, *known = rest
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
     return (*with_scales(placed), *known)
@@ -288,7 +290,7 @@ def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) ->
     known = _shapes.dispatch(x, scales, spec=spec)[2:]
     if record.header:
         ranks = spec.num_ranks
-        rest = [(ranks,), (ranks, spec.local_experts), (spec.num_tokens, spec.top_k)]
+        rest = [(ranks,), (ranks, spec.local_experts), headers.dropped_shape(spec), (spec.num_tokens, spec.top_k)]
         return [*flight, *((shape, jnp.int32) for shape in rest)]
     return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *known]
 
