@@ -114,7 +114,7 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     return out
 
 
-def _body(refs: _Refs, *, slots: int, block: int) -> None:
+def _body(refs: _Refs, *, slots: int, block: int, group: int) -> None:
     columns = Columns(slots, block)
     given = refs.given[...]
     rows, peer = given[:slots], given[slots : slots + 1]
@@ -125,26 +125,29 @@ def _body(refs: _Refs, *, slots: int, block: int) -> None:
     for n in range(columns.rows):
         line = refs.facts[0] if n == columns.facts else table[n : n + 1]
         refs.table[0, :, n * block : (n + 1) * block] = line
-    refs.columns[0] = jnp.transpose(table)[:, :slots]
+    upright = jnp.transpose(table)[:, :slots]
+    refs.columns[0] = jnp.concatenate([upright[n : n + group] for n in range(0, block, group)], axis=1)
 
 
 def order_pairs(
-    rows: jax.Array, peer: jax.Array, address: jax.Array, *, launch: Launch
+    rows: jax.Array, peer: jax.Array, address: jax.Array, group: int, *, launch: Launch
 ) -> tuple[Columns, jax.Array, jax.Array]:
     """Orders pairs within blocks.
 
     Args:
       rows: int32 `[P, slots]`, rows of each pair in slot order, negative where there is none.
       peer, address: int32 `[P]`; the peer is `-1` for no pair.
+      group: pairs that are reduced together; divides 128.
 
     Returns:
-      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns: int32 `[blocks, block,
-      slots]`.
+      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the
+      other, since lanes that nothing fills take memory too: int32 `[blocks, group, block / group * slots]`.
     """
     count, slots = rows.shape
     block = min(BLOCK, -(-count // 128) * 128)
     blocks = -(-count // block)
     columns = Columns(slots, block)
+    beside = group, block // group * slots
     given = jnp.concatenate([rows.T, peer[None], address[None]], axis=0)
     given = jnp.pad(given, ((0, 0), (0, blocks * block - count)), constant_values=-1)
     depth = jnp.sum(given[:slots] >= 0, axis=0, dtype=jnp.int32).reshape(blocks, block)
@@ -154,7 +157,7 @@ def order_pairs(
     facts = jnp.sum(depth[:, None, :] > deeper[:, None], axis=2, dtype=jnp.int32)
     facts = jnp.pad(facts, ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
     table, ordered = launch.call(
-        functools.partial(_body, slots=slots, block=block),
+        functools.partial(_body, slots=slots, block=block, group=group),
         _Refs,
         ["given", "facts", "table", "columns"],
         name="xen_moe_order_pairs",
@@ -169,9 +172,9 @@ def order_pairs(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, columns.words), lambda i: (i, 0, 0)),
-                pl.BlockSpec((1, block, slots), lambda i: (i, 0, 0)),
+                pl.BlockSpec((1, *beside), lambda i: (i, 0, 0)),
             ],
         ),
-        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, block, slots), jnp.int32)],
+        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, *beside), jnp.int32)],
     )(given, facts)
     return columns, table, ordered

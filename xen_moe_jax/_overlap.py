@@ -167,14 +167,15 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
     Args:
       flights: a `Flight` or a pytree of them, none of them finished.
       work: called once; it returns a pytree of arrays. It may start and finish other flights.
-      args: pytrees with an array among them. Work that does not depend on them may run at any time.
+      args: pytrees with an array among them. Work that does not depend on them may run at any time. Numbers and other
+        leaves that are no arrays reach `work` as they are.
 
     Returns:
       The flights, to be finished instead of those given, and what `work` returned. Where nothing can overlap (plain
       JAX) the flights have arrived already, and no order is imposed.
 
     Raises:
-      TypeError: `flights` holds no flight. ValueError: there is no array among `args`.
+      TypeError: `flights` holds no flight, or `work` is no function. ValueError: there is no array among `args`.
     """
     is_flight = lambda node: isinstance(node, Flight)  # noqa: E731
     nodes, tree = jax.tree.flatten(flights, is_leaf=is_flight)
@@ -183,7 +184,9 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
             f"overlap: flights={type(flights).__name__}: pass what dispatch_start or combine_start returned, or a "
             "pytree of that"
         )
-    if not jax.tree.leaves(args):
+    if not callable(work):
+        raise TypeError(f"overlap: work is a {type(work).__name__}: must be a function; its arguments follow it")
+    if not any(map(halves.is_array, jax.tree.leaves(args))):
         raise ValueError(
             "overlap: no array among args: work can only be held back until the flights have started by what it is "
             "given. Pass an array that it begins with, as in overlap(flight, work, x)"

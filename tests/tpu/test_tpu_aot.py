@@ -96,10 +96,7 @@ def test_full_size_program(generation, case):
     )
     predicted = staged + rows * DEEPSEEK["hidden"] * 2
     temp = compiled.memory_analysis().temp_size_in_bytes
-    # XLA reuses fewer of these buffers at 4096 tokens on tpu7x, and on v5p since its kernels share two cores: it plans
-    # 1388 MB there where these buffers are 839
-    slack = {"tpu7x": 2.2, "v5p": 1.7}.get(generation, 1.1)
-    assert predicted * 0.95 <= temp <= slack * predicted + 2 * 8 * case.tokens * 8 * 4 * 40, (temp, predicted)
+    assert predicted * 0.95 <= temp <= 1.1 * predicted + 2 * 8 * case.tokens * 8 * 4 * 40, (temp, predicted)
 
 
 def assert_no_large_scalar_operation(text: str, case: Case) -> None:
@@ -226,7 +223,8 @@ def test_a_matmul_is_scheduled_while_records_cross_slices(generation, tokens, hi
     text = halves_program(
         generation, axes=("dcn", "ici"), shape=(2, 8), num_slices=2, tokens=tokens, hidden=hidden, rows=max(512, tokens)
     )
-    records = rf"= \(s32\[2,{tokens},{hidden // 256},128\]"
+    block_rows = f"(?:{hidden // 256}|{hidden // 256 + 1})"  # a dispatch has one more for its header
+    records = rf"= \(s32\[2,{tokens},{block_rows},128\]"
     sends = re.findall(rf"%(send\S*) {records}", text)
     ends = rf"= token\[\] (send-done)\(%(?:{'|'.join(map(re.escape, sends))})\)"
     order = schedule(text, rf"\s*%\S+ (?:{records}.*? (send|recv|recv-done)\(|{ends})")
@@ -258,7 +256,9 @@ def test_two_slices(generation):
     record = tpu_programs.traffic(case, "dispatch", tpu_programs.count_rows(8, 8, 8, 1, 0), 7168)["record_bytes"] // 4
     routing = sum(n for n in words if n % record)
     counts = 16 * (DEEPSEEK["experts"] + 16 + 2)  # of all ranks; over DCN come those of a rail, in whole tiles
-    assert routing <= counts // 2 and sum(tpu_programs.collectives(text).values()) <= 4 * counts, words
+    dropped = 16 * case.tokens  # in a loop that turns where a rank drops rows
+    within = sum(tpu_programs.collectives(text).values())
+    assert routing <= counts // 2 + dropped and within <= 4 * (counts + dropped), (words, within)
     assert_no_large_scalar_operation(text, case)
 
 
