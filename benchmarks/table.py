@@ -198,7 +198,10 @@ def compared(operations: tuple[str, ...]) -> str:
 
 def tpu_layers() -> str:
     """The whole layer, compiled for TPUs."""
-    content = json.loads((RESULTS / "tpu_layer.json").read_text())
+    path = RESULTS / "tpu_layer.json"
+    if not path.exists():
+        return "Not compiled yet: the file is not there."
+    content = json.loads(path.read_text())
     return "\n".join([*tpu_layer.table(content), "", *(line + "\n" for line in tpu_layer.left_out(content))]).rstrip()
 
 

@@ -35,6 +35,7 @@ class _Refs:
     buffer: Any
     semaphore: Any
     scales: Any = None
+    header: Any = None
 
 
 def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
@@ -55,13 +56,16 @@ def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
             refs.out[rows, c * LANES : (c + 1) * LANES] = values.astype(refs.out.dtype)
             if keep_scales:
                 refs.scales[rows, c : c + 1] = decode_scale(record, load, c)
+        if refs.header is not None:
+            refs.header[rows, :] = load(record.header_row)
 
     for_row_groups(refs.out.shape[0], tile_rows(refs.out.dtype), write)
 
 
-def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) -> int:
+def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, keep_header: bool, block: int) -> int:
     """VMEM that a block size needs: two record buffers and two output blocks (pipelined)."""
     row = record.hidden * jnp.dtype(out_dtype).itemsize + (4 * LANES * record.scale_rows if keep_scales else 0)
+    row += 4 * LANES if keep_header else 0
     return 2 * block * (record.bytes + row)
 
 
@@ -80,6 +84,7 @@ def place(
     keep_scales: bool,
     padding_rows: bool,
     launch: Launch,
+    keep_header: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Builds rows from staged records.
 
@@ -89,9 +94,11 @@ def place(
       live: bool `[C]`, rows that are specified; blocks of rows without any are left unwritten.
       padding_rows: rows without a record are zero; otherwise they are unspecified.
       keep_scales: results are the values as they travelled and their scales, not their product.
+      keep_header: the block row with the header is a result, too; unspecified where there is no record.
 
     Returns:
-      `(rows [C, hidden],)` of `out_dtype`, and with `keep_scales` also float32 `[C, chunks]`.
+      `(rows [C, hidden],)` of `out_dtype`, with `keep_scales` also float32 `[C, chunks]`, with `keep_header` also int32
+      `[C, 128]`.
     """
     rows = source.shape[0]
     block = block_rows(launch.block, rows, tile_rows(out_dtype))
@@ -122,12 +129,16 @@ def place(
     if keep_scales:
         out_specs.append(pl.BlockSpec((block, record.chunks), rows_of_block))
         out_shape.append(((rows, record.chunks), jnp.float32))
+    if keep_header:
+        out_specs.append(pl.BlockSpec((block, LANES), rows_of_block))
+        out_shape.append(((rows, LANES), jnp.int32))
     return tuple(
         launch.call(
             functools.partial(_body, record=record, padding_rows=padding_rows),
             _Refs,
             ["blocks", "last", "gathered", "now", "following", "staged", "out"]
             + (["scales"] if keep_scales else [])
+            + (["header"] if keep_header else [])
             + ["buffer", "semaphore"],
             name="xen_moe_place",
             remote=False,

@@ -60,6 +60,11 @@ def test_scalar_operations_of_a_program():
     assert tpu_bundles.scalar_operations(text) == {"gather": 8 * 4096, "sort": 320}
 
 
+def test_an_operation_without_an_estimate_adds_nothing():
+    text = '%a = fusion() {"estimated_cycles":"70"}\n%b = fusion() {"estimated_cycles":"9223372036854775807"}\n'
+    assert tpu_bundles.xla_cycles(text) == 70
+
+
 def test_random_routing_counts_what_it_says():
     routing = tpu_bundles.random_routing(256, 8, 64, 8, 16, seed=0)
     assert 256 * 8 * 0.9 < routing.placed < 256 * 8 * 1.1

@@ -22,6 +22,7 @@ KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt
 SHARED = ("BarrierMegacore", "barrier-megacore")
 """What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+NO_ESTIMATE = 2**62
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
 
@@ -291,8 +292,12 @@ def _groups(name: str, block: int, tile: int, rows: int) -> tuple[Part, ...]:
 
 
 def xla_cycles(text: str) -> int:
-    """XLA's own estimate of the cycles of its operations in a compiled program; scalar gathers and sorts have none."""
-    return sum(int(n) for n in CYCLES.findall(text))
+    """XLA's own estimate of the cycles of its operations in a compiled program.
+
+    Scalar gathers, sorts, grouped matmuls and collectives have none; a scatter that it gives to the SparseCore has the
+    largest int64 instead of one.
+    """
+    return sum(n for n in map(int, CYCLES.findall(text)) if n < NO_ESTIMATE)
 
 
 def scalar_operations(text: str) -> dict[str, int]:
