@@ -76,10 +76,11 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = ("throughput", "low-latency")
+    counted = {row["case"] for row in results if row.get("budget")}
+    cases = [case for case in ("throughput", "low-latency") if case in counted]
     chips = list(dict.fromkeys(row["generation"] for row in results))
-    figure, panels = plt.subplots(1, len(cases), figsize=(13, 5))
-    for axes, case in zip(panels, cases, strict=True):
+    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5), squeeze=False)
+    for axes, case in zip(panels[0], cases, strict=True):
         for i, chip in enumerate(chips):
             budgets = [
                 row["budget"][0]
@@ -102,7 +103,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
         axes.set_xticks(range(len(chips)), chips)
         axes.set_ylabel("microseconds, at least (estimate)")
         axes.set_title(f"{tokens} tokens a device, fp8 dispatch and bf16 combine, 8 devices")
-    panels[0].legend()
+    panels[0][0].legend()
     figure.suptitle("What a dispatch and a combine need: nothing here is measured")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
