@@ -87,7 +87,7 @@ def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Ar
     return out, count
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
 
@@ -100,7 +100,7 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     number = lax.broadcasted_iota(jnp.int32, (-(-bins // SUBLANES) * SUBLANES, count), 0)
     hot = (number == key).astype(jnp.float32)
     row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    earlier = _dot(hot, (row < column).astype(jnp.float32), (1, 0))
+    earlier = dot(hot, (row < column).astype(jnp.float32), (1, 0))
     behind, to = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, count), jnp.float32)
     for b in range(bins):
         to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
@@ -110,7 +110,7 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     out = jnp.zeros(table.shape, jnp.int32)
     for byte in range(4):
         part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
-        out = out | (_dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
+        out = out | (dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
     return out
 
 

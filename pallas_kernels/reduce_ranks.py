@@ -60,7 +60,14 @@ def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str
     buffer, out, total = refs.buffer, refs.out, refs.total
 
     def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot], zero_others=False)
+        gather.start_rows(
+            lambda n: table[0, 0, n],
+            table.shape[2],
+            lambda row: refs.staged.at[row],
+            buffer.at[slot],
+            refs.semaphore.at[slot],
+            zero_others=False,
+        )
 
     def wait(slot: Any) -> None:
         gather.await_rows(buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])

@@ -241,6 +241,18 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             routing.tokens / push,
             (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
+        "xen_moe_pack_tokens": Work(
+            routing.tokens / push,
+            _groups("encode", push, tile, routing.tokens),
+        ),
+        "xen_moe_index_tokens": Work(
+            1,
+            (
+                Part("slots", "sst", routing.placed / 8, 16),
+                Part("fill", "dma.vmem_to_smem", 21, at_least=1),
+                Part("source", "", 2 * routing.ranks, copies=2),
+            ),
+        ),
         "xen_moe_place": Work(
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),

@@ -16,7 +16,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, headers, padding, plan, tables, two_axes
+from xen_moe_jax.backends.pallas import everybody, hardware, headers, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
@@ -38,14 +38,20 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
-    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     sent_scales = given_scales(x, scales)
+    if gathers(x, wire, spec, config):
+        rows = rows_of(x, wire, header=Header(spec.top_k).words)
+        placed, known = everybody.dispatch(
+            x, sent_scales, topk_idx, topk_weights, rows, spec=spec, config=config
+        )
+        return (*with_scales(placed), *known)
+    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if headers.ride(spec):
-        rows, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
-        return (*with_scales(rows), *known)
+        placed, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+        return (*with_scales(placed), *known)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
-    rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
-    return (*with_scales(rows), *known)
+    placed = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
+    return (*with_scales(placed), *known)
 
 
 def _ridden(
@@ -61,21 +67,16 @@ def _ridden(
     """Rows (and scales), and what `routing` gives first: routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
     rows = rows_of(x, wire, header=Header(spec.top_k).words)
-    gathered = gathers(spec, config)
-    if gathered:
-        riding = headers.to_everybody(riding, spec)
     staged = push_kernel.push(
         padding.pad_hidden(x),
         scales,
         riding.routes,
         record=rows.record,
         quantise=rows.quantise,
-        axes=None if gathered else plan.kernel_axes(spec),
+        axes=plan.kernel_axes(spec),
         launch=push_launch(rows, spec, config),
         header=riding.header,
     )
-    if gathered:
-        staged = headers.gathered(staged, spec)
     source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
     placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
     return placed, (positions, riding.recv_counts, weights, topk_idx)
@@ -230,13 +231,17 @@ def low_latency(spec: Spec, config: KernelConfig) -> bool:
     return config.mode == "low_latency"
 
 
-def gathers(spec: Spec, config: KernelConfig) -> bool:
-    """Whether every rank gets every record, by XLA's all-gather: few tokens, of which each reaches most ranks anyway.
+def gathers(x: Any, wire: Wire | None, spec: Spec, config: KernelConfig) -> bool:
+    """Whether every rank gets every record of `x`, by XLA's all-gather: few tokens, of which each reaches most ranks
+    anyway.
 
     With at most as many ranks as slots a token reaches `R (1 - (1 - 1/R)^K)` of them, more than `0.63 R`; an all-gather
     sends each record over each link once, an all-to-all once for every destination behind it.
     """
-    return low_latency(spec, config) and spec.num_ranks <= spec.top_k
+    few = low_latency(spec, config) and spec.num_tokens <= LOW_LATENCY_TOKENS and spec.num_ranks <= spec.top_k
+    if not (few and headers.ride(spec)):
+        return False
+    return everybody.fits(rows_of(x, wire, header=Header(spec.top_k).words), spec, config)
 
 
 def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:

@@ -106,23 +106,6 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     return Riding(routes, _header(topk_idx, row, topk_weights), start, recv_counts)
 
 
-def to_everybody(riding: Riding, spec: Spec) -> Riding:
-    """The same with records that are kept here, token by token, for `gathered`."""
-    tokens, ranks = spec.num_tokens, spec.num_ranks
-    number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    routes = Routes(jnp.zeros_like(number), number, jnp.full((ranks,), tokens, jnp.int32), tokens)
-    return riding._replace(routes=routes, start=jnp.arange(ranks, dtype=jnp.int32) * tokens)
-
-
-def gathered(records: jax.Array, spec: Spec) -> jax.Array:
-    """Staging with every rank's records; a rank finds its own slots in their headers."""
-    staged = lax.all_gather(records, spec.axis_name, tiled=True)
-    at_once = index_kernel.records_at_once(spec.num_tokens)
-    if spec.num_tokens % at_once == 0:  # then no block of headers reaches behind the last record
-        return staged
-    return jnp.pad(staged, ((0, at_once), (0, 0), (0, 0)))
-
-
 def _group_starts(totals: jax.Array, spec: Spec) -> jax.Array:
     """int32 `[R * L]`: first row of every expert's group on its rank, from the rows of all experts."""
     ranks, local = spec.num_ranks, spec.local_experts
