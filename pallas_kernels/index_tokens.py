@@ -24,7 +24,10 @@ from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, dot, ordered, packe
 from xen_moe_jax.pallas_kernels.place import TOKEN_BITS, Visits
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
-AT_ONCE = 8
+AT_ONCE, READ = 8, 4
+"""Slots that one turn of a loop writes, and how many of them are read before the first is written: numbers that are
+kept must fit the scalar registers.
+"""
 FILLED = 2048
 """Entries of a window that one DMA fills; windows are multiples of it."""
 
@@ -262,7 +265,8 @@ def _write(refs: _Refs, static: _Static) -> None:
 
         @pl.loop(0, many)
         def _(i: Any) -> None:
-            put(s, i * AT_ONCE, AT_ONCE)
+            for n in range(0, AT_ONCE, READ):
+                put(s, i * AT_ONCE + n, READ)
 
         @pl.loop(many * AT_ONCE, count)
         def _(n: Any) -> None:

@@ -114,18 +114,58 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     return out
 
 
-def _body(refs: _Refs, *, slots: int, block: int) -> None:
-    columns = Columns(slots, block)
-    given = refs.given[...]
-    rows, peer = given[:slots], given[slots : slots + 1]
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """Pairs in the order in which `reduce_slots` visits them.
+
+    Attributes:
+      columns: what the tables hold. tables: int32 `[blocks, 1, words]`.
+      rows: the rows again, as columns: int32 `[blocks, block, slots]`.
+      expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
+    """
+
+    columns: Columns
+    tables: jax.Array
+    rows: jax.Array
+    expected: jax.Array
+    staging_rows: int
+
+
+def counted(mask: jax.Array) -> jax.Array:
+    """int32 `[1, 1]`: how many of `mask [1, N]` are true."""
+    return jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
+
+
+def order_block(
+    table_ref: Any,
+    columns_ref: Any,
+    columns: Columns,
+    rows: jax.Array,
+    peer: jax.Array,
+    address: jax.Array,
+    facts: jax.Array | None,
+) -> None:
+    """Orders one block: rows `[slots, N]`, peer and address `[1, N]`; without `facts` they are counted here."""
+    slots, block = columns.slots, columns.block
     (rows,), depth = packed(rows >= 0, rows)
+    if facts is None:
+        lane = lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        facts = jnp.where(lane == slots, counted(peer >= 0), 0)
+        for s in range(slots):
+            facts = jnp.where(lane == s, counted((peer >= 0) & (depth > s)), facts)
     key = jnp.where(peer >= 0, slots - depth, slots + 1)
     none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
-    table = ordered(key, slots + 2, jnp.concatenate([rows, given[slots : slots + 2], depth, none], axis=0))
+    table = ordered(key, slots + 2, jnp.concatenate([rows, peer, address, depth, none], axis=0))
     for n in range(columns.rows):
-        line = refs.facts[0] if n == columns.facts else table[n : n + 1]
-        refs.table[0, :, n * block : (n + 1) * block] = line
-    refs.columns[0] = jnp.transpose(table)[:, :slots]
+        table_ref[:, n * block : (n + 1) * block] = facts if n == columns.facts else table[n : n + 1]
+    columns_ref[...] = jnp.transpose(table)[:, :slots]
+
+
+def _body(refs: _Refs, *, slots: int, block: int) -> None:
+    given = refs.given[...]
+    rows, peer, address = given[:slots], given[slots : slots + 1], given[slots + 1 : slots + 2]
+    columns = Columns(slots, block)
+    order_block(refs.table.at[0], refs.columns.at[0], columns, rows, peer, address, refs.facts[0])
 
 
 def order_pairs(

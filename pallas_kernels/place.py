@@ -211,6 +211,8 @@ def place_visits(
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """As `place`, out of int32 `staged [R, S, T, 128]`, for few visits, whose tables are in SMEM as a whole."""
+    if not launch.interpret:  # so small an array XLA puts into VMEM, where a row is not fetched but loaded and stored
+        staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
 
     def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any, *_: Any) -> Any:
         return blocks[_visit(core, turn, last)], 0
