@@ -38,8 +38,7 @@ class Slabs:
 
     Attributes:
       experts: of this rank. block: rows of `routed.x` that `place` makes at a time.
-      rows: that there are. slab: rows of each expert (padded layout), a multiple of `block`; 0: one group follows the
-        other. alignment: group sizes are multiples of it.
+      rows: that there are. slab: rows of each expert (padded layout); 0: one group follows the other. alignment: group sizes are multiples of it.
     """
 
     experts: int
@@ -52,7 +51,8 @@ class Slabs:
         """Rows of the blocks that are visited, at most, where so many slots come."""
         blocks = -(-self.rows // self.block)
         if self.slab:
-            blocks = min(blocks, self.experts + slots // self.block)
+            shared = self.slab % self.block != 0  # an expert's rows may then begin inside a block
+            blocks = min(blocks, (1 + shared) * self.experts + slots // self.block)
         return blocks * self.block
 
 
@@ -125,11 +125,12 @@ def _row(column: jax.Array) -> jax.Array:
     return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
 
 
-def _before(column: jax.Array) -> jax.Array:
-    """`[N, 1]` float32: sum of the entries above each."""
+def _above(column: jax.Array, largest: bool = False) -> jax.Array:
+    """`[N, 1]` float32, none negative: sum, or largest, of the entries above each."""
     count = column.shape[0]
     row, lane = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    return jnp.sum(jnp.where(lane < row, _row(column), 0.0), axis=1, keepdims=True)
+    others = jnp.where(lane < row, _row(column), 0.0)
+    return (jnp.max if largest else jnp.sum)(others, axis=1, keepdims=True)
 
 
 def _up(x: jax.Array, multiple: int) -> jax.Array:
@@ -167,11 +168,14 @@ class _Starts(NamedTuple):
 
     Attributes:
       row: first row of each expert. place: the same among the rows of visited blocks. kept: rows that it gets.
+      visit: number of its first visit. visits: how many it adds: a block that it shares is an earlier expert's visit.
     """
 
     row: jax.Array
     place: jax.Array
     kept: jax.Array
+    visit: jax.Array
+    visits: jax.Array
 
 
 def _starts(refs: _Refs, static: _Static) -> tuple[_Starts, jax.Array]:
@@ -180,13 +184,18 @@ def _starts(refs: _Refs, static: _Static) -> tuple[_Starts, jax.Array]:
     totals = jnp.sum(refs.sums[...], axis=1, keepdims=True)
     if slabs.slab:
         kept = jnp.minimum(totals, float(slabs.slab))
-        blocks = _up(kept, slabs.block)
         row = lax.broadcasted_iota(jnp.int32, totals.shape, 0).astype(jnp.float32) * slabs.slab
-        return _Starts(row, _before(blocks) * slabs.block, kept), jnp.sum(blocks, axis=0, keepdims=True)
+        last = jnp.where(kept > 0, _up(row + kept, slabs.block), 0.0)
+        first = jnp.maximum(jnp.floor((row + 0.5) * (1.0 / slabs.block)), _above(last, largest=True))
+        visits = jnp.maximum(last - first, 0.0)
+        visit = _above(visits)
+        place = row + (visit - first) * slabs.block
+        return _Starts(row, place, kept, visit, visits), jnp.sum(visits, axis=0, keepdims=True)
     sizes = _up(totals, slabs.alignment) * slabs.alignment
-    start = _before(sizes)
+    row = _above(sizes)
     used = jnp.minimum(jnp.sum(sizes, axis=0, keepdims=True), float(slabs.rows))
-    return _Starts(start, start, jnp.clip(slabs.rows - start, 0.0, totals)), _up(used, slabs.block)
+    kept = jnp.clip(slabs.rows - row, 0.0, totals)
+    return _Starts(row, row, kept, row, row), _up(used, slabs.block)
 
 
 def _visit(refs: _Refs, static: _Static, starts: _Starts, blocks: jax.Array) -> None:
@@ -200,7 +209,8 @@ def _visit(refs: _Refs, static: _Static, starts: _Starts, blocks: jax.Array) -> 
     number = visit[:1]
     if slabs.slab:
         skipped = (starts.row - starts.place) * (1.0 / slabs.block)
-        number = number + jnp.sum(jnp.where(here > 0, skipped, 0.0), axis=0, keepdims=True)
+        new = (visit >= starts.visit) & (visit < starts.visit + starts.visits)
+        number = number + jnp.sum(jnp.where(new, skipped, 0.0), axis=0, keepdims=True)
     refs.blocks_row[...] = jnp.floor(number + 0.5).astype(jnp.int32)
     last = jnp.maximum(blocks, 1.0) - 1.0
     refs.last_row[...] = jnp.broadcast_to(last, (1, LANES)).astype(jnp.int32)

@@ -69,7 +69,6 @@ class TestEightRanks(Pallas):
 class TestGathered(Pallas):
     """Few tokens, and ranks that are no more than slots: records go to everybody."""
 
-    num_tokens = 8  # a padded slab is then whole blocks of rows
     config = dataclasses.replace(config("eager"), mode="auto")
 
 

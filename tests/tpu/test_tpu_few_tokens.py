@@ -48,6 +48,8 @@ def rows_of(idx, local, slabs):
         (4, 128, 2, 16, "padded", None, 1),
         (2, 200, 3, 5, "grouped", 640, 8),
         (4, 64, 4, 3, "grouped", 200, 1),  # not enough for all
+        (3, 7, 3, 6, "padded", None, 1),  # slabs of 21 rows: blocks of 16 are shared by experts
+        (3, 1, 3, 9, "padded", None, 1),  # and by several, with slabs of 3
         (2, 8, 6, 1, "padded", None, 1),  # an expert named twice by a token: its slab is too small
     ],
 )

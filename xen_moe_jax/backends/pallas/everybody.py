@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 
 
 def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:
-    """Whether the tables of all tokens of all ranks fit a kernel's memory, and blocks of rows a padded slab."""
+    """Whether the tables of all tokens of all ranks fit a kernel's memory."""
     slabs = _slabs(_place_launch(rows, spec, config), rows, spec)
     sizes = rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs
     return (
-        slabs.slab % slabs.block == 0
-        and index_kernel.smem_bytes(*sizes) <= hardware.SMEM_BUDGET
+        index_kernel.smem_bytes(*sizes) <= hardware.SMEM_BUDGET
         and index_kernel.vmem_bytes(*sizes) <= hardware.BLOCK_BUDGET
     )
 
