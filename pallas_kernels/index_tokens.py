@@ -38,7 +38,8 @@ class Slabs:
 
     Attributes:
       experts: of this rank. block: rows of `routed.x` that `place` makes at a time.
-      rows: that there are. slab: rows of each expert (padded layout); 0: one group follows the other. alignment: group sizes are multiples of it.
+      rows: that there are. slab: rows of each expert (padded layout); 0: one group follows the other.
+      alignment: group sizes are multiples of it.
     """
 
     experts: int

@@ -126,7 +126,7 @@ def order_tokens(
       local_experts: experts of each rank. block: tokens that `reduce_ranks` adds up at a time (`block_tokens`).
 
     Returns:
-      what `reduce_slots` and `reduce_ranks` follow, and int32 `[128]`, zeros that the compiler does not know to be zero.
+      what `reduce_slots` and `reduce_ranks` follow, and int32 `[128]`, zeros unknown to the compiler.
     """
     ranks, slots, tokens = positions.shape
     wide = -(-tokens // LANES) * LANES

@@ -117,9 +117,7 @@ def pack_tokens(
         grid_spec=pl.GridSpec(
             grid=(launch.cores, each),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec(
-                (record.shape[0], block, LANES), lambda core, turn: (0, visited(core, turn), 0)
-            ),
+            out_specs=pl.BlockSpec((record.shape[0], block, LANES), lambda core, turn: (0, visited(core, turn), 0)),
             scratch_shapes=[
                 pltpu.VMEM((LANES, wide), jnp.int32),
                 pltpu.VMEM((wide + block, LANES), jnp.int32),

@@ -23,7 +23,6 @@ from xen_moe_jax.pallas_kernels import gather
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
 
-
 TOKEN_BITS = 16
 """Record `token` of `source` of `[R, S, T, 128]` has the number `source << TOKEN_BITS | token`."""
 
@@ -83,9 +82,7 @@ def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
         gather.await_rows(refs.buffer.at[slot], gathered, refs.semaphore.at[slot])
 
     if refs.records is None:
-        slot = gather.double_buffered(
-            start, lambda slot: wait(slot, refs.gathered[0, 0, 0]), refs.now, refs.following
-        )
+        slot = gather.double_buffered(start, lambda slot: wait(slot, refs.gathered[0, 0, 0]), refs.now, refs.following)
     else:
         now, following = (_visit(pl.program_id(0), pl.program_id(1) + n, refs.last) for n in range(2))
         slot = gather.double_buffered(start_visit, lambda slot: wait(slot, refs.gathered[now]), now, following)

@@ -218,9 +218,7 @@ def reduce_ranks(
         in_specs = [table_of(0, 1), table_of(0, entries * block), table_of(1, entries * block)]
         tables = [zero, gathered, table, table]
     return launch.call(
-        functools.partial(
-            _body, record=record, entries=entries, steps=steps, quantise=quantise, as_records=as_records
-        ),
+        functools.partial(_body, record=record, entries=entries, steps=steps, quantise=quantise, as_records=as_records),
         _Refs,
         [*names, "sources", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",

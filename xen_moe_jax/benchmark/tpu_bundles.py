@@ -242,9 +242,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             routing.tokens / push,
             (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
-        "xen_moe_pack_tokens": Work(
-            routing.tokens / pack, _groups("encode", pack, tile, routing.tokens)
-        ),
+        "xen_moe_pack_tokens": Work(routing.tokens / pack, _groups("encode", pack, tile, routing.tokens)),
         # its loops over sources, and those that fill windows, which turn a little more often
         "xen_moe_index_tokens": Work(routing.ranks, (Part("slots", "sst", routing.placed / 8, 16, depth=3),)),
         "xen_moe_place": Work(

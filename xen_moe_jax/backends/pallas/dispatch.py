@@ -41,9 +41,7 @@ def dispatch(
     sent_scales = given_scales(x, scales)
     if gathers(x, wire, spec, config):
         rows = rows_of(x, wire, header=Header(spec.top_k).words)
-        placed, known = everybody.dispatch(
-            x, sent_scales, topk_idx, topk_weights, rows, spec=spec, config=config
-        )
+        placed, known = everybody.dispatch(x, sent_scales, topk_idx, topk_weights, rows, spec=spec, config=config)
         return (*with_scales(placed), *known)
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if headers.ride(spec):

@@ -106,9 +106,7 @@ def _pack_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
 
 def _index_launch(rows: Rows, spec: Spec, slabs: index_kernel.Slabs, config: KernelConfig) -> Launch:
     need = index_kernel.vmem_bytes(rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs)
-    return hardware.launch(
-        "index_tokens", lambda block: need, preferred=1, smallest=1, available=1, config=config
-    )
+    return hardware.launch("index_tokens", lambda block: need, preferred=1, smallest=1, available=1, config=config)
 
 
 def _place_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
