@@ -162,6 +162,7 @@ def order_tokens(
             ((wide, ranks), jnp.int32),
         ],
     )(rank, positions, experts)
+    came = came[: -(-tokens // block) * block]
     return Ordered(columns, table, upright, expected, ranks * tokens), Summands(numbers, gathered, came, block), zero
 
 

@@ -82,6 +82,13 @@ class TestTwoCores(Pallas):
         monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
 
 
+class TestGatheredOnTwoCores(TestTwoCores):
+    """Both cores pack, and place what the other one packed."""
+
+    num_tokens = 40  # several blocks of tokens
+    config = dataclasses.replace(config("on_wait", channel=3), mode="auto")
+
+
 @pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])
 def test_ranks_that_are_out(name):
     """A slice of the subsets: all, none, one, two, three of four ranks."""

@@ -96,10 +96,11 @@ def test_order_tokens(ranks, tokens, top_k):
         local_experts=local, block=BLOCK, launch=LAUNCH,
     )  # fmt: skip
     assert not np.asarray(zero).any()
-    hit = np.stack([(own // local == r).any(1) & True for r in range(ranks)]) & True  # -1 // local is no rank
+    hit = np.stack([(own // local == r).any(1) for r in range(ranks)])  # -1 // local is no rank
     number = np.where(hit, np.arange(ranks)[:, None] * tokens + np.arange(tokens), -1)
-    wide = summands.came.shape[0]
+    wide = len(summands.numbers) // ranks
     assert np.array_equal(np.asarray(summands.numbers).reshape(ranks, wide)[:, :tokens], number)
+    assert len(summands.came) == -(-tokens // BLOCK) * BLOCK
     assert np.array_equal(np.asarray(summands.came)[:tokens], number.T)
     steps = np.pad(hit, ((0, 0), (0, -tokens % BLOCK))).reshape(ranks, -1, BLOCK).sum((0, 2))
     assert np.array_equal(np.asarray(summands.gathered)[: len(steps)], steps)

@@ -19,8 +19,9 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
         "padded/zipf or align8-capacity-one-below or grouped-top1/uniform or grouped-int8-f32 or ranked-odd-hidden or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
-    "TestGathered": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
+    "TestGathered and not Cores": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
     "TestTwoCores": "[grouped/uniform] or padded/zipf",
+    "TestGatheredOnTwoCores": "padded/uniform",
     "TestHalves": "[grouped/uniform] or ranked-capacity-one-below or padded-fp8",
 }
 

@@ -47,7 +47,8 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
         moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
         everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
-        if everybody != ("xen_moe_pack_tokens" in program.kernels):
+        few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
+        if few or everybody != ("xen_moe_pack_tokens" in program.kernels):
             continue  # more devices run another program than the one that was compiled
         counted = tpu_bundles.counts(program, routing, case.layout == "padded")
         us = 1e6 / topology.clock_hz
