@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_kernels/params.h"
+#include "native_benchmark.cuh"
 
 using namespace xen_moe;
 
@@ -21,15 +22,6 @@ namespace xen_moe {
 int ReadDispatchPhases(uint64_t* to);
 int ReadCombinePhases(uint64_t* to);
 }  // namespace xen_moe
-
-#define CHECK(call)                                                         \
-  do {                                                                      \
-    cudaError_t e = static_cast<cudaError_t>(call);                         \
-    if (e != cudaSuccess) {                                                 \
-      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(e)); \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 512;
 constexpr uint64_t kFlags = 192ull << 20, kHalf = 320ull << 20;
@@ -45,21 +37,6 @@ struct Rank {
   ErrorRecord* error;
 };
 
-template <class T>
-T* Device(size_t n) {
-  T* p;
-  CHECK(cudaMalloc(&p, n * sizeof(T)));
-  CHECK(cudaMemset(p, 0, n * sizeof(T)));
-  return p;
-}
-// Random bf16 values in (-4, 4): zeros and constants can travel faster than real data.
-__global__ void FillRandom(uint16_t* p, size_t n) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < n; i += size_t{gridDim.x} * blockDim.x) {
-    uint64_t h = (i + 1) * 0x9E3779B97F4A7C15ull;
-    h = (h ^ h >> 31) * 0xBF58476D1CE4E5B9ull;
-    p[i] = static_cast<uint16_t>((h >> 40 & 0x80FF) | (0x3F00 + (h >> 20 & 0x7F)));
-  }
-}
 __global__ void Empty(int* p) {
   if (p) *p = 1;
 }
@@ -80,9 +57,7 @@ int main(int argc, char** argv) {
   const int most_rows = ranks * kMostTokens * kTopK;
   for (int i = 0; i < ranks; ++i) {
     CHECK(cudaSetDevice(i));
-    for (int j = 0; j < ranks; ++j) {
-      if (i != j) CHECK(cudaDeviceEnablePeerAccess(j, 0));
-    }
+    ReachPeers(i, ranks);
     CHECK(PreloadKernels());
     Rank& k = all[i];
     k.control = Device<Control>(1), k.mailbox = Device<Mailbox>(1);

@@ -294,24 +294,9 @@ def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespa
             print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
     with timing.alone(options.lock):
         for name, program in compiled.items():
-            taken[name] = min(queued(program, (rows, gate, sizes), options.inner, options.repeats))
+            taken[name] = min(timing.queued(program, (rows, gate, sizes), options.inner, options.repeats))
     print(f"  best of { ({name: round(us) for name, us in taken.items()}) }", file=sys.stderr)
     return candidates[min(taken, key=lambda name: taken[name])]
-
-
-def queued(program: Callable[..., Any], arguments: tuple[Any, ...], calls: int, repeats: int) -> list[float]:
-    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat."""
-    import jax
-
-    jax.block_until_ready(program(*arguments))
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(calls):
-            result = program(*arguments)
-        jax.block_until_ready(result)
-        taken.append((time.perf_counter() - began) / calls * 1e6)
-    return taken
 
 
 def with_gradients(forward: Any, by_rows: Any, by_weights: Any) -> Callable[..., Any]:
@@ -426,7 +411,7 @@ def time_tiling(options: argparse.Namespace) -> dict[str, Any]:
     work = 2 * options.rows * options.hidden * options.width
     with timing.alone(options.lock):
         for name, program in programs.items():
-            taken = min(queued(program, (*kernels[name][1:], sizes), options.inner, options.repeats))
+            taken = min(timing.queued(program, (*kernels[name][1:], sizes), options.inner, options.repeats))
             found[name] = round(work / taken / 1e6, 1)
             print(f"  {tiles} {name}: {taken:.0f} us, {found[name]} TFLOP/s", file=sys.stderr, flush=True)
     return {str(tiles): found}
@@ -520,7 +505,7 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     times = {}
     with timing.alone(options.lock):
         for name, (_, work, others) in programs.items():
-            taken = queued(compiled[name], (rows, *others), options.inner, options.repeats)
+            taken = timing.queued(compiled[name], (rows, *others), options.inner, options.repeats)
             median = statistics.median(taken)
             analysis = compiled[name].memory_analysis()
             times[name] = {

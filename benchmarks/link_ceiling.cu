@@ -19,14 +19,7 @@
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                                              \
-  do {                                                                                           \
-    cudaError_t status = (call);                                                                 \
-    if (status != cudaSuccess) {                                                                 \
-      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      exit(1);                                                                                   \
-    }                                                                                            \
-  } while (0)
+#include "native_benchmark.cuh"
 
 constexpr int kMaxGpus = 16;
 constexpr int kExperts = 256;
@@ -228,8 +221,7 @@ int main(int argc, char** argv) {
   gpus = std::min(gpus, kMaxGpus);
   for (int i = 0; i < gpus; ++i) {
     CHECK(cudaSetDevice(i));
-    for (int j = 0; j < gpus; ++j)
-      if (i != j) CHECK(cudaDeviceEnablePeerAccess(j, 0));
+    ReachPeers(i, gpus);
   }
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));

@@ -17,11 +17,11 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "tpu.md"]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
-from xen_moe_jax.benchmark import jax_best  # noqa: E402
+from xen_moe_jax.benchmark import jax_best, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
 
@@ -196,11 +196,21 @@ def compared(operations: tuple[str, ...]) -> str:
     )
 
 
+def tpu_layers() -> str:
+    """The whole layer, compiled for TPUs."""
+    content = json.loads((RESULTS / "tpu_layer.json").read_text())
+    return "\n".join([*tpu_layer.table(content), "", *(line + "\n" for line in tpu_layer.left_out(content))]).rstrip()
+
+
 def quoted(match: re.Match) -> str:
     return f"<!-- generated: {match['name']} -->\n{QUOTES[match['name']]()}\n<!-- end -->"
 
 
-QUOTES = {"JAX round trips": lambda: compared(("round trip",)), "JAX operations": lambda: compared(jax_best.OPERATIONS)}
+QUOTES = {
+    "JAX round trips": lambda: compared(("round trip",)),
+    "JAX operations": lambda: compared(jax_best.OPERATIONS),
+    "whole layer on TPU": tpu_layers,
+}
 
 
 def main() -> int:

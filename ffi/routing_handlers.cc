@@ -28,6 +28,18 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
+// Launches `p` as what this device is in its group. `result`: where a flight lands.
+template <class AnyPlan, class Params, class Launch>
+ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t stream, ffi::RunId run, void* result,
+               Launch launch) {
+  return RunOn(plan, p->call.needs, ordinal, stream, run, result, [&](const Member& member, cudaStream_t on) {
+    p->call.control = member.control;
+    p->call.mailbox = member.mailbox;
+    p->routing.rank = member.rank;
+    return launch(*p, on);
+  });
+}
+
 // Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.
 constexpr size_t kHeld = 2;
 
@@ -75,12 +87,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   p.recv_counts = recv_counts->typed_data();
   p.weights = static_cast<float*>(weights->untyped_data());
   p.clean_topk_idx = clean_topk_idx->typed_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
-    p.call.control = member.control;
-    p.call.mailbox = member.mailbox;
-    p.routing.rank = member.rank;
-    return LaunchDispatch(p, on);
-  });
+  return Run(*plan, &p, ordinal, stream, run, p.rows, LaunchDispatch);
 }
 
 // x, topk_idx, positions, recv_counts, active -> rows
@@ -104,12 +111,7 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
   p.recv_counts = recv_counts.typed_data();
   p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.rows = rows->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.rows, [&](const Member& member, cudaStream_t on) {
-    p.call.control = member.control;
-    p.call.mailbox = member.mailbox;
-    p.routing.rank = member.rank;
-    return LaunchDispatch(p, on);
-  });
+  return Run(*plan, &p, ordinal, stream, run, p.rows, LaunchDispatch);
 }
 
 // y, topk_idx, positions, recv_counts, active, weights -> out
@@ -137,12 +139,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.out, [&](const Member& member, cudaStream_t on) {
-    p.call.control = member.control;
-    p.call.mailbox = member.mailbox;
-    p.routing.rank = member.rank;
-    return LaunchCombine(p, on);
-  });
+  return Run(*plan, &p, ordinal, stream, run, p.out, LaunchCombine);
 }
 
 // Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
@@ -169,12 +166,17 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flig
       "while_loop or cond");
 }
 
-auto DispatchArguments() {
+// What every handler is given before its operands.
+template <class AnyPlan>
+auto Given() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .Ctx<ffi::DeviceOrdinal>()
       .Ctx<ffi::RunId>()
-      .Ctx<ffi::State<DispatchPlan>>()
+      .Ctx<ffi::State<AnyPlan>>();
+}
+auto DispatchArguments() {
+  return Given<DispatchPlan>()
       .Arg<ffi::AnyBuffer>()
       .Arg<Floats2>()
       .Arg<Ints2>()
@@ -189,11 +191,7 @@ auto DispatchArguments() {
       .RemainingRets();
 }
 auto RedispatchArguments() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::State<DispatchPlan>>()
+  return Given<DispatchPlan>()
       .Arg<ffi::AnyBuffer>()
       .Arg<Ints2>()
       .Arg<Ints3>()
@@ -202,11 +200,7 @@ auto RedispatchArguments() {
       .Ret<ffi::AnyBuffer>();
 }
 auto CombineArguments() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::State<CombinePlan>>()
+  return Given<CombinePlan>()
       .Arg<ffi::AnyBuffer>()
       .Arg<Ints2>()
       .Arg<ffi::AnyBuffer>()

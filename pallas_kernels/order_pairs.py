@@ -120,7 +120,7 @@ class Ordered:
 
     Attributes:
       columns: what the tables hold. tables: int32 `[blocks, 1, words]`.
-      rows: the rows again, as columns: int32 `[blocks, block, slots]`.
+      rows: the rows again, as columns, as `order_pairs` makes them: int32 `[blocks, group, block / group * slots]`.
       expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
     """
 
@@ -158,7 +158,8 @@ def order_block(
     table = ordered(key, slots + 2, jnp.concatenate([rows, peer, address, depth, none], axis=0))
     for n in range(columns.rows):
         table_ref[:, n * block : (n + 1) * block] = facts if n == columns.facts else table[n : n + 1]
-    columns_ref[...] = jnp.transpose(table)[:, :slots]
+    upright, group = jnp.transpose(table)[:, :slots], columns_ref.shape[0]
+    columns_ref[...] = jnp.concatenate([upright[n : n + group] for n in range(0, block, group)], axis=1)
 
 
 def _body(refs: _Refs, *, slots: int, block: int) -> None:
@@ -169,22 +170,24 @@ def _body(refs: _Refs, *, slots: int, block: int) -> None:
 
 
 def order_pairs(
-    rows: jax.Array, peer: jax.Array, address: jax.Array, *, launch: Launch
+    rows: jax.Array, peer: jax.Array, address: jax.Array, group: int, *, launch: Launch
 ) -> tuple[Columns, jax.Array, jax.Array]:
     """Orders pairs within blocks.
 
     Args:
       rows: int32 `[P, slots]`, rows of each pair in slot order, negative where there is none.
       peer, address: int32 `[P]`; the peer is `-1` for no pair.
+      group: pairs that are reduced together; divides 128.
 
     Returns:
-      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns: int32 `[blocks, block,
-      slots]`.
+      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the
+      other, since lanes that nothing fills take memory too: int32 `[blocks, group, block / group * slots]`.
     """
     count, slots = rows.shape
     block = min(BLOCK, -(-count // 128) * 128)
     blocks = -(-count // block)
     columns = Columns(slots, block)
+    beside = group, block // group * slots
     given = jnp.concatenate([rows.T, peer[None], address[None]], axis=0)
     given = jnp.pad(given, ((0, 0), (0, blocks * block - count)), constant_values=-1)
     depth = jnp.sum(given[:slots] >= 0, axis=0, dtype=jnp.int32).reshape(blocks, block)
@@ -209,9 +212,9 @@ def order_pairs(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, columns.words), lambda i: (i, 0, 0)),
-                pl.BlockSpec((1, block, slots), lambda i: (i, 0, 0)),
+                pl.BlockSpec((1, *beside), lambda i: (i, 0, 0)),
             ],
         ),
-        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, block, slots), jnp.int32)],
+        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, *beside), jnp.int32)],
     )(given, facts)
     return columns, table, ordered

@@ -115,6 +115,7 @@ def order_tokens(
     *,
     local_experts: int,
     block: int,
+    group: int,
     launch: Launch,
 ) -> tuple[Ordered, Summands, jax.Array]:
     """Tables of a combine.
@@ -124,6 +125,7 @@ def order_tokens(
       experts: int32 `[K, T]`, experts of this rank's tokens, `-1` for none.
       rank: int32 `[1]`, this rank.
       local_experts: experts of each rank. block: tokens that `reduce_ranks` adds up at a time (`block_tokens`).
+      group: pairs that `reduce_slots` adds up at a time (`pairs_at_once`).
 
     Returns:
       what `reduce_slots` and `reduce_ranks` follow, and int32 `[128]`, zeros unknown to the compiler.
@@ -157,7 +159,7 @@ def order_tokens(
         ),
         out_shape=[
             ((blocks, 1, columns.words), jnp.int32),
-            ((blocks, columns.block, slots), jnp.int32),
+            ((blocks, group, columns.block // group * slots), jnp.int32),
             *[((n,), jnp.int32) for n in lengths.values()],
             ((wide, ranks), jnp.int32),
         ],

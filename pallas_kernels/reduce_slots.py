@@ -160,8 +160,8 @@ def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
 def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> None:
     """`acc`: the float32 sums of a group of pairs. What is absent adds `+0.0`, which changes no sum: none is `-0.0`."""
     pairs = refs.acc.shape[0]
-    table = refs.columns[0, pl.ds(pl.multiple_of(group * pairs, pairs), pairs), :]
-    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1)
+    table = refs.columns[0]
+    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - group * static.columns.slots
     lane = lax.broadcasted_iota(jnp.int32, (pairs, LANES), 1)
 
     def add(s: Any, before: Any) -> None:
@@ -280,6 +280,11 @@ def vmem_bytes(record: Record, slots: int, block: int) -> int:
     return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
 
 
+def pairs_at_once(launch: Launch) -> int:
+    """Pairs of a group."""
+    return next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
+
+
 def reduce_slots(
     y: jax.Array,
     pairs: Pairs | Ordered,
@@ -306,13 +311,13 @@ def reduce_slots(
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
+    group = pairs_at_once(launch)
     if isinstance(pairs, Ordered):
         columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
     else:
-        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, launch=launch)
+        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, group, launch=launch)
     slots = columns.slots
     blocks = ordered.shape[0]
-    group = next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
     first = jnp.zeros((), jnp.int32)
     if axes is not None:
         first = lax.div((lax.axis_index(axes.names) + 1) * blocks, axes.num_ranks).astype(jnp.int32)
@@ -350,7 +355,7 @@ def reduce_slots(
             grid=(blocks,),
             in_specs=[
                 pl.BlockSpec(
-                    (1, columns.block, slots), lambda i, expected, zero, first: (lax.rem(i + first[0], blocks), 0, 0)
+                    (1, *ordered.shape[1:]), lambda i, expected, zero, first: (lax.rem(i + first[0], blocks), 0, 0)
                 ),
                 *[hbm] * (2 + len(operands)),
             ],

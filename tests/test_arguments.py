@@ -70,6 +70,13 @@ def test_an_unknown_backend_is_not_taken_for_plain_jax():
         backends.load("triton")
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_no_rows_are_quantised_to_no_rows(dtype):
+    empty = xm.quantize(jnp.zeros((0, 200)), dtype)
+    assert empty.values.shape == (0, 200) and empty.scales.shape == (0, 2)
+    assert xm.dequantize(empty).shape == (0, 200)
+
+
 def test_rows_that_do_not_exist_count_as_dropped(mesh4):
     """A handle whose positions were overwritten: nothing is read out of bounds, other tokens keep their sum."""
     x, idx = operands()

@@ -311,6 +311,10 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
         (("--tuned", "best.json"), "--tuned best.json: keeps what --tune finds; add --tune"),
         (("--tune", "--operations", "round trip"), "--tune measures dispatch and combine"),
         (("--tune", "--plot", "p.png"), "--tune draws nothing"),
+        (("--mode", "decode-step", "--plot", "p.png"), "--plot p.png: --mode decode-step draws nothing; leave it out"),
+        (("--mode", "overlap", "--plot", "p.png"), "--plot p.png: --mode overlap draws nothing"),
+        (("--mode", "decode-step", "--tune"), "--tune: --mode decode-step has nothing to tune"),
+        (("--mode", "transfer", "--tune"), "--tune: --mode transfer has nothing to tune"),
         (("--platform", "cpu", "--ranks", "65"), "--ranks 65: must be at most 64 virtual CPU devices"),
         (("--num-sms", "8", "16"), "--num-sms 8 16: several need --mode sweep-sms"),
         (("--num-processes", "2"), "--num-processes 2: needs --coordinator"),
@@ -323,6 +327,13 @@ def test_arguments_that_do_not_go_together(arguments, message):
     assert message in str(error.value)
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'xen-moe-jax[plot]'")
+    checked("--plot", str(tmp_path / "times.SVG"))
+    with pytest.raises(ValueError, match=r"--plot .*times.xyz: '.xyz' is no format of a picture; must be one of .*png"):
+        checked("--plot", str(tmp_path / "times.xyz"))
+
+
 @pytest.mark.parametrize("argument", ["--json", "--plot", "--tuned"])
 def test_outputs_are_opened_before_the_work(argument, tmp_path):
     tune = ["--tune"] if argument == "--tuned" else []
@@ -331,8 +342,8 @@ def test_outputs_are_opened_before_the_work(argument, tmp_path):
     for good in (kept, new):
         checked(*tune, argument, str(good))
     assert kept.read_text() == "{}" and not new.exists(), "the check itself writes nothing"
-    for bad in (inside, tmp_path):
-        with pytest.raises(ValueError, match=f"{argument} .* cannot be written .*; name another file"):
+    for bad in (inside, tmp_path, ""):
+        with pytest.raises(ValueError, match=f"{argument} .*cannot be written .*; name another file"):
             checked(*tune, argument, str(bad))
 
 

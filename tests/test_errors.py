@@ -38,6 +38,10 @@ def scaled(x, **changes):
     return xm.BlockScaled(**({"values": block_scaled.values, "scales": block_scaled.scales} | changes))
 
 
+def started(x, idx):
+    return xm.dispatch_start(x, idx, num_experts=E, axis_name="ep")
+
+
 def ragged(x, idx, weights, *, output=None, **changes):
     sizes = jnp.zeros(RANKS, jnp.int32)
     arguments = dict.fromkeys(("input_offsets", "send_sizes", "output_offsets", "recv_sizes"), sizes) | changes
@@ -68,6 +72,9 @@ INSIDE = {
     "alignment-zero": lambda x, i, w: good(x, i, alignment=0),
     "alignment-ranked": lambda x, i, w: good(x, i, alignment=8, layout="ranked"),
     "layout-unknown": lambda x, i, w: good(x, i, layout="sorted"),
+    "layout-type": lambda x, i, w: good(x, i, layout=np.arange(2)),
+    "active-shape": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),
+    "active-dtype": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
     "wire-unknown": lambda x, i, w: good(x, i, wire="float4"),
     "wire-scale-format": lambda x, i, w: good(x, i, wire="int8:bf16"),
     "wire-of-block-scaled": lambda x, i, w: good(scaled(x), i, wire="int8"),
@@ -91,8 +98,12 @@ INSIDE = {
     "handle-not-an-array": lambda x, i, w: with_handle(x, i, topk_idx=None),
     "redispatch-tokens": lambda x, i, w: xm.redispatch(x[:3], good(x, i).handle),
     "redispatch-block-scaled": lambda x, i, w: xm.redispatch(scaled(x), good(x, i).handle),
-    "done-of-another-flight": lambda x, i, w: xm.combine_done(xm.dispatch_start(x, i, num_experts=E, axis_name="ep")),
+    "done-of-another-flight": lambda x, i, w: xm.combine_done(started(x, i)),
     "done-of-no-flight": lambda x, i, w: xm.dispatch_done(good(x, i)),
+    "done-twice": lambda x, i, w: [xm.dispatch_done(flight) for flight in [started(x, i)] * 2],
+    "overlap-no-flight": lambda x, i, w: xm.overlap(x, jnp.sin, x),
+    "overlap-no-array": lambda x, i, w: xm.overlap(started(x, i), lambda: x),
+    "overlap-no-work": lambda x, i, w: xm.overlap(started(x, i), x, x),
     # transformations
     "vmap": lambda x, i, w: jax.vmap(lambda x: good(x, i).x)(jnp.stack([x, x])),
     "vmap-combine": lambda x, i, w: jax.vmap(lambda y: combined(x, i, y=y))(jnp.ones((3, RANKS * T * K, H))),

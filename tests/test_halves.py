@@ -152,6 +152,19 @@ def test_overlap_says_what_it_wants(mesh):
         traced(mesh, no_flight)
     with pytest.raises(ValueError, match="overlap: no array among args.*overlap\\(flight, work, x\\)"):
         traced(mesh, no_array)
+    with pytest.raises(ValueError, match="overlap: no array among args"):
+        traced(mesh, lambda x, idx, weights, a, w: xm.overlap(start(x, idx, weights), lambda n: n, 2.0))
+    with pytest.raises(TypeError, match="overlap: work is a .*: must be a function"):
+        traced(mesh, lambda x, idx, weights, a, w: xm.overlap(start(x, idx, weights), a, w))
+
+
+def test_overlap_leaves_what_is_no_array_as_it_is(mesh, lands):
+    def body(x, idx, weights, a, w):
+        flight, (a, count) = xm.overlap(start(x, idx, weights), lambda a, n: (jnp.tile(a, n), n), a, 2)
+        assert count == 2 and type(count) is int  # static, as where nothing is ordered
+        return xm.dispatch_done(flight).x, a
+
+    assert traced(mesh, body)[1].shape[-1] == 2 * flights.arguments(mesh)[3].shape[-1]
 
 
 @pytest.mark.parametrize("again", ["the flight that was given", "overlapped twice"])

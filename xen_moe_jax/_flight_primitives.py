@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -38,6 +39,12 @@ def _backend(spec: Spec, config: KernelConfig) -> Any:
 def splits(spec: Spec, config: KernelConfig) -> bool:
     """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
     return spec.capacity > 0 and _backend(spec, config) is not None
+
+
+def brought_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
+    """Places in what is under way of arrays that a collective of XLA brings (`backends`)."""
+    brought = getattr(_backend(spec, config), "brought_by_xla", None)
+    return () if brought is None else brought(spec)
 
 
 def _lands_in_results(params: dict[str, Any]) -> bool:
@@ -146,11 +153,19 @@ ad.primitive_jvps[order_p] = _order_jvp
 ad.primitive_transposes[order_p] = lambda cotangents, *_, num_in_flight: _order_nonzero(cotangents, num_in_flight)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has data to wait for; a Python number is a constant of the program."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
 def order(in_flight: Any, others: Any) -> tuple[Any, Any]:
     """Both pytrees again; whoever uses either of the results comes after whatever makes either of the arguments."""
     leaves, tree = jax.tree.flatten((in_flight, others))
-    count = len(jax.tree.leaves(in_flight))
-    return jax.tree.unflatten(tree, order_p.bind(*leaves, num_in_flight=count))
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    ordered = order_p.bind(*(leaves[i] for i in arrays), num_in_flight=len(jax.tree.leaves(in_flight)))
+    for i, leaf in zip(arrays, ordered, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------

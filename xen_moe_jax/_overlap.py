@@ -167,14 +167,15 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
     Args:
       flights: a `Flight` or a pytree of them, none of them finished.
       work: called once; it returns a pytree of arrays. It may start and finish other flights.
-      args: pytrees with an array among them. Work that does not depend on them may run at any time.
+      args: pytrees with an array among them. Work that does not depend on them may run at any time. Numbers and other
+        leaves that are no arrays reach `work` as they are.
 
     Returns:
       The flights, to be finished instead of those given, and what `work` returned. Where nothing can overlap (plain
-      JAX, two axes on TPU) the flights have arrived already, and no order is imposed.
+      JAX) the flights have arrived already, and no order is imposed.
 
     Raises:
-      TypeError: `flights` holds no flight. ValueError: there is no array among `args`.
+      TypeError: `flights` holds no flight, or `work` is no function. ValueError: there is no array among `args`.
     """
     is_flight = lambda node: isinstance(node, Flight)  # noqa: E731
     nodes, tree = jax.tree.flatten(flights, is_leaf=is_flight)
@@ -183,7 +184,9 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
             f"overlap: flights={type(flights).__name__}: pass what dispatch_start or combine_start returned, or a "
             "pytree of that"
         )
-    if not jax.tree.leaves(args):
+    if not callable(work):
+        raise TypeError(f"overlap: work is a {type(work).__name__}: must be a function; its arguments follow it")
+    if not any(map(halves.is_array, jax.tree.leaves(args))):
         raise ValueError(
             "overlap: no array among args: work can only be held back until the flights have started by what it is "
             "given. Pass an array that it begins with, as in overlap(flight, work, x)"
@@ -193,12 +196,29 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
         return flights, work(*args)
     for i in split:
         _use(nodes[i], "overlap")
-    in_flight, args = halves.order([nodes[i].state.in_flight for i in split], args)
-    in_flight, out = halves.order(in_flight, work(*args))
-    for i, arrays in zip(split, in_flight, strict=True):
-        state = dataclasses.replace(nodes[i].state, in_flight=arrays)
+    states = [nodes[i].state for i in split]
+    states, args = _order(states, args)
+    states, out = _order(states, work(*args))
+    for i, state in zip(split, states, strict=True):
         nodes[i] = dataclasses.replace(nodes[i], state=state)
     return jax.tree.unflatten(tree, nodes), out
+
+
+def _order(states: list[Any], others: Any) -> tuple[list[Any], Any]:
+    """`halves.order` of all that is under way and `others`, less what a collective of XLA brings: ordered, it would be
+    complete before `others` are used.
+    """
+    brought = [halves.brought_by_xla(state.static.spec, state.static.config) for state in states]
+    ordered = [
+        {n: array for n, array in enumerate(state.in_flight) if n not in left_out}
+        for state, left_out in zip(states, brought, strict=True)
+    ]
+    ordered, others = halves.order(ordered, others)
+    states = [
+        dataclasses.replace(state, in_flight=[known.get(n, array) for n, array in enumerate(state.in_flight)])
+        for state, known in zip(states, ordered, strict=True)
+    ]
+    return states, others
 
 
 def under_way(flight: Flight) -> bool:

@@ -117,7 +117,7 @@ def _lowering(
             run = _masked(run, mask, finish, params["spec"])
         avals = _plain_avals(ctx)
         if hasattr(backend, "operand_avals"):
-            avals = backend.operand_avals(operation, avals)
+            avals = backend.operand_avals(operation, avals, params)
         return _lower(ctx, operands, avals, run)
 
     return rule

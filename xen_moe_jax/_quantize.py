@@ -69,6 +69,12 @@ def _blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], blocks, SCALE_BLOCK)
 
 
+def _join(blocks: jax.Array, hidden: int) -> jax.Array:
+    """Inverse of `_blocks`; also of no blocks at all, where a size could not be inferred."""
+    *rows, count, size = blocks.shape
+    return blocks.reshape(*rows, count * size)[..., :hidden]
+
+
 def _power_of_two_at_least(scale: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     exponent = (bits >> 23) + jnp.where(bits & 0x7FFFFF, 1, 0)
@@ -115,7 +121,7 @@ def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     scaled = jnp.where(finite[..., None], scaled, 0.0)
     if wire.dtype == "int8":
         scaled = jnp.clip(jnp.round(scaled), -127, 127)
-    values = scaled.astype(wire.jnp_dtype).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    values = _join(scaled.astype(wire.jnp_dtype), x.shape[-1])
     return values, jnp.where(finite, scale, jnp.float32(jnp.nan))
 
 
@@ -123,7 +129,7 @@ def dequantize_arrays(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.A
     """Inverse of `quantize_arrays` up to rounding: `float32(value) * scale`, rounded to `dtype`."""
     hidden = values.shape[-1]
     blocks = _blocks(values).astype(jnp.float32) * scales[..., None]
-    return blocks.reshape(*values.shape[:-1], -1)[..., :hidden].astype(dtype)
+    return _join(blocks, hidden).astype(dtype)
 
 
 def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "float32") -> BlockScaled:

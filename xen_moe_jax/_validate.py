@@ -71,7 +71,7 @@ def config(value: Any, caller: str) -> KernelConfig:
 
 
 def layout(value: Any, caller: str) -> str:
-    if value not in LAYOUTS:
+    if not isinstance(value, str) or value not in LAYOUTS:
         raise ValueError(f"{caller}: layout={value!r}: must be one of {LAYOUTS}")
     return value
 
@@ -269,7 +269,7 @@ def dtype(value: Any, caller: str, *, name: str = "dtype") -> Any:
 
 
 def backend(value: Any, caller: str) -> str | None:
-    if value not in BACKENDS:
+    if not isinstance(value, str | None) or value not in BACKENDS:
         raise ValueError(f"{caller}: backend={value!r}: must be one of {BACKENDS}")
     return value
 

@@ -41,9 +41,16 @@ def whole():
     return config, mesh, x, target, run_with_gradients(moe, x, target, mesh)
 
 
-@pytest.mark.parametrize("remat", ["none", "experts", "all"])
-def test_same_results_in_chunks(remat, whole):
-    """Three chunks of a rank's five tokens: the last one is filled up."""
+@pytest.mark.parametrize(
+    ("remat", "flights"),
+    [("none", False), ("experts", False), ("all", False), ("none", True), ("experts", True)],
+    ids=["none", "experts", "all", "none, flights", "experts, flights"],
+)
+def test_same_results_in_chunks(remat, flights, whole, monkeypatch):
+    """Three chunks of a rank's five tokens: the last one is filled up. `flights`: by start and done, which are whole
+    operations here."""
+    if flights:
+        monkeypatch.setattr(_chunks, "_overlaps", lambda *_: True)
     config, mesh, x, target, (y, metrics, gradients) = whole
     chunked = layer(dataclasses.replace(config, num_chunks=3, remat=remat))
     y_chunked, metrics_chunked, gradients_chunked = run_with_gradients(chunked, x, target, mesh)

@@ -36,6 +36,8 @@ CONFIG_ERRORS = [
     ({"capacity": 4, "layout": "padded"}, ValueError, r"capacity=4: only layout='grouped'"),
     ({"alignment": 8, "layout": "padded"}, ValueError, r"alignment=8: only layout='grouped'"),
     ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
+    ({"axis_name": ["ep"]}, ValueError, r"axis_name=\['ep'\]: must be a mesh axis name, or a tuple"),
+    ({"param_dtype": None}, ValueError, r"param_dtype=None: must be a floating-point dtype"),
     ({"axis_name": ("ep", "ep")}, ValueError, r"axis_name"),
     ({"axis_name": ("a", "b"), "token_axes": ("a",)}, ValueError, r"token_axes=\('a',\).*includes axis_name"),
     ({"token_axes": ("dp", "tp"), "tensor_axis": "tp"}, ValueError, r"token_axes.*replicated over 'tp'"),

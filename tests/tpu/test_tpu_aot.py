@@ -100,10 +100,7 @@ def test_full_size_program(generation, case):
     )
     predicted = staged + rows * DEEPSEEK["hidden"] * 2
     temp = compiled.memory_analysis().temp_size_in_bytes
-    # XLA reuses fewer of these buffers at 4096 tokens on tpu7x, and on v5p since its kernels share two cores: it plans
-    # 1388 MB there where these buffers are 839
-    slack = {"tpu7x": 2.2, "v5p": 1.7}.get(generation, 1.1)
-    assert predicted * 0.95 <= temp <= slack * predicted + 2 * 8 * case.tokens * 8 * 4 * 40, (temp, predicted)
+    assert predicted * 0.95 <= temp <= 1.1 * predicted + 2 * 8 * case.tokens * 8 * 4 * 40, (temp, predicted)
 
 
 def assert_no_large_scalar_operation(text: str, case: Case) -> None:
@@ -157,19 +154,19 @@ def test_quantised_tokens_travel_as_they_are(generation, dtype):
     assert set(tpu_programs.kernels(text)) == {"xen_moe_push", "xen_moe_index_rows", "xen_moe_place"}
 
 
-def halves_program(generation: str, gradient: bool = False):
-    mesh = tpu_topologies.mesh(generation)
+def halves_program(generation, gradient=False, tokens=256, hidden=2048, rows=512, **mesh_options):
+    mesh = tpu_topologies.mesh(generation, **mesh_options)
+    axes = mesh.axis_names
     config = xm.KernelConfig(backend="pallas")
-    tie = jax.lax.optimization_barrier
+    options = {"capacity": 4 * tokens, "config": config}
 
     def body(x, idx, weights, a, b):
-        flight = xm.dispatch_start(x, idx, weights, num_experts=64, axis_name="ep", capacity=1024, config=config)
-        flight, a = tie((flight, a))
-        flight, a = tie((flight, a @ b))
+        name = axes if len(axes) == 2 else axes[0]
+        flight = xm.dispatch_start(x, idx, weights, num_experts=64, axis_name=name, **options)
+        flight, a = xm.overlap(flight, jnp.matmul, a, b)
         routed = xm.dispatch_done(flight)
         flight = xm.combine_start(routed.x, routed.handle, config=config)
-        flight, a = tie((flight, a))
-        flight, a = tie((flight, a @ b))
+        flight, a = xm.overlap(flight, jnp.matmul, a, b)
         return xm.combine_done(flight), a
 
     def loss(x, idx, weights, a, b):
@@ -177,41 +174,69 @@ def halves_program(generation: str, gradient: bool = False):
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(a.astype(jnp.float32))
 
     function = jax.grad(loss, argnums=(0, 2, 3)) if gradient else body
-    specs = (P("ep"), P("ep"), P("ep"), P("ep"), P())
-    out = (P("ep"), P("ep"), P("ep")) if gradient else P("ep")
+    specs = (P(axes), P(axes), P(axes), P(axes), P())
+    out = (P(axes), P(axes), P(axes)) if gradient else P(axes)
     program = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out))
 
     def struct(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
 
     operands = [
-        struct((8 * 256, 2048), jnp.bfloat16, P("ep")),
-        struct((8 * 256, 4), jnp.int32, P("ep")),
-        struct((8 * 256, 4), jnp.float32, P("ep")),
-        struct((8 * 512, 2048), jnp.bfloat16, P("ep")),
-        struct((2048, 2048), jnp.bfloat16, P()),
+        struct((mesh.size * tokens, hidden), jnp.bfloat16, P(axes)),
+        struct((mesh.size * tokens, 4), jnp.int32, P(axes)),
+        struct((mesh.size * tokens, 4), jnp.float32, P(axes)),
+        struct((mesh.size * rows, hidden), jnp.bfloat16, P(axes)),
+        struct((hidden, hidden), jnp.bfloat16, P()),
     ]
     return program.trace(*operands).lower(lowering_platforms=("tpu",)).compile().as_text()
 
 
-@pytest.mark.parametrize("generation", ["v5e", slow("v5p"), slow("v6e")])
-def test_a_matmul_is_scheduled_between_start_and_done(generation):
-    text = halves_program(generation)
+def schedule(text: str, half: str) -> list[str]:
+    """What a scheduled program does, in its order: the caller's matmuls, and what `half` has as its group where it
+    matches a line.
+    """
     assert "is_scheduled=true" in text
     entry = text[text.index("ENTRY") :]
     matmuls = set(re.findall(r"%(\S+) \([^\n]*\n(?:(?!\n}).)*?convolution\(", text, re.DOTALL))
     order = []
     for line in entry.splitlines():
-        name = re.match(r"\s*(?:ROOT )?%(\S+) = ", line)
-        if name is None:
+        if re.match(r"\s*(?:ROOT )?%(\S+) = ", line) is None:
             continue
-        if "tpu_custom_call" in line and (kernel := re.match(r"xen_moe_(start|done)", name[1])):
-            order.append(kernel[1])
-        elif "xen_moe_" in line:  # the orders of a dispatch are matrix products, too
+        if found := re.match(half, line):
+            order.append(found[found.lastindex])
+        elif "xen_moe_" in line.replace("xen_moe_overlap", ""):  # the orders of a dispatch are matrix products, too
             continue
         elif " convolution(" in line or any(re.search(rf"calls=%{re.escape(m)}\b(?!\.)", line) for m in matmuls):
             order.append("matmul")
+    return order
+
+
+@pytest.mark.parametrize("generation", ["v5e", slow("v5p"), slow("v6e")])
+def test_a_matmul_is_scheduled_between_start_and_done(generation):
+    order = schedule(halves_program(generation), r"\s*%xen_moe_(start|done)\S* = .*tpu_custom_call")
     assert order == ["start", "matmul", "done", "start", "matmul", "done"], order
+
+
+@pytest.mark.parametrize(
+    ("generation", "tokens", "hidden"), [("v5e", 256, 2048), slow("v5p", 256, 2048), slow("v6e", 4096, 7168)]
+)
+def test_a_matmul_is_scheduled_while_records_cross_slices(generation, tokens, hidden):
+    """XLA makes a send and a receive of the exchange over DCN, of a record for every token and slice. Where its model
+    says that a small receive takes no time, it begins one late.
+    """
+    text = halves_program(
+        generation, axes=("dcn", "ici"), shape=(2, 8), num_slices=2, tokens=tokens, hidden=hidden, rows=max(512, tokens)
+    )
+    records = rf"= \(s32\[2,{tokens},{hidden // 256},128\]"
+    sends = re.findall(rf"%(send\S*) {records}", text)
+    ends = rf"= token\[\] (send-done)\(%(?:{'|'.join(map(re.escape, sends))})\)"
+    order = schedule(text, rf"\s*%\S+ (?:{records}.*? (send|recv|recv-done)\(|{ends})")
+    assert len(order) == 10, order
+    for first, *between, last in (order[:5], order[5:]):
+        assert first == "send" and last == "recv-done" and set(between) == {"recv", "matmul", "send-done"}, order
+        assert between.index("matmul") < between.index("send-done"), order
+        if tokens == 4096:
+            assert between == ["recv", "matmul", "send-done"], order
 
 
 def test_gradients_of_the_halves_compile():
@@ -244,6 +269,16 @@ def test_large_topology(generation):
     case = Case("large", 128, "grouped", "float8_e4m3fn", None)
     text = tpu_programs.compile_own(generation, case, "both", DEEPSEEK, large=True).as_text()
     assert sorted(tpu_programs.kernels(text)) == sorted(FUSED)
+    assert_only_counts_travel(text, case)
+
+
+def test_halves_on_a_large_topology():
+    """Their routing rides in the records, too: 256 chips exchange counts."""
+    case = Case("large", 128, "grouped", "float8_e4m3fn", None)
+    text = tpu_programs.compile_own("v5e", case, "both halves", DEEPSEEK, large=True).as_text()
+    local = {"xen_moe_pack", "xen_moe_reduce_slots_local"}
+    expected = {"xen_moe_start", "xen_moe_done", *local, *FUSED} - {"xen_moe_push", "xen_moe_reduce_slots"}
+    assert sorted(tpu_programs.kernels(text)) == sorted(expected)
     assert_only_counts_travel(text, case)
 
 

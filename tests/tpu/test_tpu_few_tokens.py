@@ -14,7 +14,7 @@ from xen_moe_jax.pallas_kernels.place import TOKEN_BITS
 from xen_moe_jax.pallas_kernels.record import Header, Record
 
 LAUNCH = Launch(16, interpret=pltpu.InterpretParams())
-RANK, BLOCK = 1, 16
+RANK, BLOCK, GROUP = 1, 16, 32
 
 
 def routing(ranks, tokens, top_k, experts, seed):
@@ -93,7 +93,7 @@ def test_order_tokens(ranks, tokens, top_k):
     own = idx[RANK]
     ordered, summands, zero = order_tokens(
         jnp.asarray(positions.swapaxes(1, 2), jnp.int32), jnp.asarray(own.T), jnp.full((1,), RANK, jnp.int32),
-        local_experts=local, block=BLOCK, launch=LAUNCH,
+        local_experts=local, block=BLOCK, group=GROUP, launch=LAUNCH,
     )  # fmt: skip
     assert not np.asarray(zero).any()
     hit = np.stack([(own // local == r).any(1) for r in range(ranks)])  # -1 // local is no rank
@@ -109,13 +109,15 @@ def test_order_tokens(ranks, tokens, top_k):
     columns = ordered.columns
     tables = np.asarray(ordered.tables).reshape(-1, columns.rows, columns.block)
     each = columns.block // wide
+    beside = np.asarray(ordered.rows).reshape(len(tables), GROUP, -1, top_k)
+    upright = beside.swapaxes(1, 2).reshape(len(tables), columns.block, top_k)
     for b, table in enumerate(tables):
         sources = range(b * each, (b + 1) * each)
         pairs = [(s, t, [r for r in positions[s, t] if r >= 0]) for s in sources for t in range(tokens)]
         pairs = sorted((p for p in pairs if (positions[p[0], p[1]] != -1).any()), key=lambda p: -len(p[2]))
         n = len(pairs)
         want = np.array([rows + [-1] * (top_k - len(rows)) for _, _, rows in pairs])
-        assert np.array_equal(table[:top_k, :n].T, want) and np.array_equal(ordered.rows[b, :n], want)
+        assert np.array_equal(table[:top_k, :n].T, want) and np.array_equal(upright[b, :n], want)
         assert np.array_equal(table[columns.peer, :n], [s for s, _, _ in pairs])
         assert np.array_equal(table[columns.address, :n], [RANK * tokens + t for _, t, _ in pairs])
         deeper = [sum(len(rows) > s for _, _, rows in pairs) for s in range(top_k)]

@@ -22,7 +22,7 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
     "TestGathered and not Cores": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
     "TestTwoCores": "[grouped/uniform] or padded/zipf",
     "TestGatheredOnTwoCores": "padded/uniform",
-    "TestHalves": "[grouped/uniform] or ranked-capacity-one-below or padded-fp8",
+    "TestHalves": "align8-capacity-one-below or ranked-capacity-one-below or padded-fp8 or grouped-two-axes/uniform",
 }
 
 

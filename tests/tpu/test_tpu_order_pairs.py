@@ -17,8 +17,8 @@ def expected_block(rows, peer, slots):
     return sorted(exist, key=lambda p: -(rows[p] >= 0).sum())
 
 
-@pytest.mark.parametrize(("pairs", "slots"), [(24, 3), (600, 8), (256, 1)])
-def test_pairs_are_ordered_by_depth(pairs, slots):
+@pytest.mark.parametrize(("pairs", "slots", "group"), [(24, 3, 8), (600, 8, 16), (256, 1, 128)])
+def test_pairs_are_ordered_by_depth(pairs, slots, group):
     rng = np.random.default_rng(pairs)
     rows = rng.integers(0, 1 << 30, (pairs, slots))
     rows[rng.random((pairs, slots)) < 0.6] = -1
@@ -26,8 +26,10 @@ def test_pairs_are_ordered_by_depth(pairs, slots):
     peer = np.where((rows != -1).any(1), rng.integers(0, 300, pairs), -1)
     address = rng.integers(0, 1 << 22, pairs)
     operands = [jnp.asarray(a, jnp.int32) for a in (rows, peer, address)]
-    columns, tables, upright = order_pairs(*operands, launch=Launch(8, interpret=pltpu.InterpretParams()))
-    tables, upright = np.asarray(tables).reshape(-1, columns.rows, columns.block), np.asarray(upright)
+    columns, tables, beside = order_pairs(*operands, group, launch=Launch(8, interpret=pltpu.InterpretParams()))
+    tables = np.asarray(tables).reshape(-1, columns.rows, columns.block)
+    assert beside.shape[1:] == (group, columns.block // group * slots)
+    upright = np.asarray(beside).reshape(len(tables), group, -1, slots).swapaxes(1, 2).reshape(len(tables), -1, slots)
     for b, table in enumerate(tables):
         here = slice(b * columns.block, (b + 1) * columns.block)
         order = expected_block(rows[here], peer[here], slots)

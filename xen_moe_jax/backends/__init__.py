@@ -6,7 +6,10 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
   can_split(spec, config)          whether start and done of an operation can be two programs: then it has
                                    `dispatch_start`, `dispatch_done`, `combine_start`, `combine_done`, and
                                    `dispatch_in_flight`, `combine_in_flight` give what travels between them
-  operand_avals(operation, avals)  avals under which an operation is traced, where they are not its operands' own
+  brought_by_xla(spec)             places in what travels between them of arrays that a collective of XLA brings:
+                                   `overlap` leaves them out of its order, or XLA would finish that first
+  operand_avals(operation, avals, params)
+                                   avals under which an operation is traced, where they are not its operands' own
   TAKES_ACTIVE = True              its operations take `active` as an operand, and wait for no rank that is out; the
                                    others get operands in which what does not move is masked
   open_buffer, buffer_size_hint    symmetric memory

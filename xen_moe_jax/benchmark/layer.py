@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,13 +122,7 @@ def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands
 
 def times(program: Any, operands: Operands, calls: int, repeats: int, given: LayerProblem) -> dict[str, Any]:
     """Microseconds a call, of `calls` that are queued at once and run one after the other."""
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(calls):
-            result = program(*operands)
-        jax.block_until_ready(result)
-        taken.append(timing.slowest_process((time.perf_counter() - began) / calls * 1e6))
+    taken = [timing.slowest_process(us) for us in timing.queued(program, operands, calls, repeats)]
     median = statistics.median(taken)
     return {
         "us_median": median,

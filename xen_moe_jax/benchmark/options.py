@@ -25,6 +25,8 @@ MODES = (
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_CASES = ("throughput", "throughput-bf16", "low-latency")
 LAYER_MODES = ("layer", "model")
+NOTHING_TO_DRAW = ("overlap", "decode-step")
+NOTHING_TO_TUNE = (*LAYER_MODES, "overlap", "decode-step", "tpu-static", "transfer")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
@@ -190,16 +192,30 @@ def check(options: argparse.Namespace) -> None:
         }
         name = next(name for name, value in layer.items() if value)
         raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
-    if options.mode in LAYER_MODES and options.tune:
+    if options.mode in NOTHING_TO_TUNE and options.tune:
         raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
+    if options.mode in NOTHING_TO_DRAW and options.plot:
+        raise ValueError(f"--plot {options.plot}: --mode {options.mode} draws nothing; leave it out, and take --json")
     operations(options)
     operations(options, "peer_operations")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
+    if options.plot:
+        check_picture("--plot", options.plot)
     for name in ("json", "plot", "tuned"):
-        if getattr(options, name):
+        if getattr(options, name) is not None:
             check_writable(f"--{name}", getattr(options, name))
     link_ceiling(options)
+
+
+def check_picture(name: str, path: str) -> None:
+    """Raises ValueError for a file whose ending matplotlib knows no format for; one without an ending is a PNG."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    ending = pathlib.Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in formats:
+        raise ValueError(f"{name} {path}: '.{ending}' is no format of a picture; must be one of {', '.join(formats)}")
 
 
 def check_writable(name: str, path: str) -> None:

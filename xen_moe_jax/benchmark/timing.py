@@ -125,6 +125,19 @@ def compile_only(
     return start
 
 
+def queued(program: Callable[..., Any], operands: tuple[Any, ...], calls: int, repeats: int) -> list[float]:
+    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat."""
+    jax.block_until_ready(program(*operands))
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = program(*operands)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - began) / calls * 1e6)
+    return taken
+
+
 @contextlib.contextmanager
 def alone(path: str | None) -> Iterator[None]:
     """Holds an exclusive lock on a file, so that processes which compile side by side measure one after the other."""

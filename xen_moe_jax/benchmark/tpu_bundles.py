@@ -62,23 +62,28 @@ def loops(text: str) -> Loop:
 
 
 def request_dump(folder: str) -> None:
-    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices."""
-    arguments = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices.
+
+    Only the final ones: all passes of a program with matmuls are gigabytes.
+    """
+    arguments = (
+        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    )
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, [os.environ.get("LIBTPU_INIT_ARGS"), arguments]))
 
 
-def take_dump(folder: str) -> dict[str, Loop]:
-    """Our kernels in the dump of one compilation, by name; the dump is removed.
+def take_dump(folder: str) -> list[tuple[str, Loop]]:
+    """Our kernels in the dump of one compilation, with their names, which several may share; the dump is removed.
 
     Raises:
       RuntimeError: there is none: libtpu was loaded before `request_dump`.
     """
-    found = {}
+    found = []
     files = list(pathlib.Path(folder).iterdir())
     for path in files:
         match = KERNEL.search(path.name)
         if match and "analysis" not in path.name:
-            found[match[1]] = loops(path.read_text(errors="replace"))
+            found.append((match[1], loops(path.read_text(errors="replace"))))
         path.unlink()
     if not files:
         raise RuntimeError(f"libtpu wrote no bundles to {folder}: request_dump must come before JAX makes its devices")
@@ -311,12 +316,15 @@ def scalar_operations(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled operation. `blocks`: rows or tokens of a step of each kernel, as the policy chose them."""
+    """A compiled operation. `blocks`: rows or tokens of a step of each kernel, as the policy chose them.
+    `every_kernel`: also those that share a name.
+    """
 
     text: str
     kernels: dict[str, Loop]
     blocks: dict[str, int]
     compiled: Any = None
+    every_kernel: tuple[tuple[str, Loop], ...] = ()
 
 
 def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
@@ -336,7 +344,8 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
         compiled = compile_program()
     finally:
         hardware.launch = launch
-    return Program(compiled.as_text(), take_dump(folder), blocks, compiled)
+    kernels = take_dump(folder)
+    return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels))
 
 
 def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:

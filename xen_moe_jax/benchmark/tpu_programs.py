@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 COLLECTIVE = re.compile(
-    r"= (\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
 BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "f8e4m3fn": 8}
 
@@ -93,7 +93,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
 
     operation, _, halves = operation.partition(" ")
     wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire
-    header = Header(top_k).words if operation == "dispatch" and not halves else 0
+    header = Header(top_k).words if operation == "dispatch" else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
     everybody = not halves and gathered(case, operation, ranks, top_k)
@@ -156,6 +156,8 @@ def compile_own(generation: str, case: Case, operation: str, sizes: dict[str, in
 
     def both(x, idx, weights):
         routed = dispatch(x, idx, weights)
+        if halves:
+            return xm.combine_done(xm.combine_start(routed.x, routed.handle, wire=case.combine_wire, config=config))
         return xm.combine(routed.x, routed.handle, wire=case.combine_wire, config=config)
 
     operation, _, halves = operation.partition(" ")
@@ -236,13 +238,17 @@ def collectives(text: str) -> dict[str, int]:
         match = COLLECTIVE.search(line)
         if match is None:
             continue
-        shapes, kind = match.groups()
+        shapes, kind, started = match.groups()
         channel = re.search(r"channel_id=(\d+)", line)
-        if channel is not None:
+        if channel is not None and kind != "all-to-all":  # those share one channel
             if channel[1] in channels:  # start, steps and end of one asynchronous collective
                 continue
             channels.add(channel[1])
+        sizes = []
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             elements = int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
-            found[kind] += elements * BITS.get(dtype, 32) // 8
+            sizes.append(elements * BITS.get(dtype, 32) // 8)
+        # a tuple: several collectives in one; or, of some that only start, the operand beside the result
+        beside = started and kind in ("all-gather", "collective-permute")
+        found[kind] += max(sizes) if beside else sum(sizes)
     return dict(found)

@@ -149,8 +149,8 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def devices(generation: str, *, large: bool = False, num_slices: int = 1) -> list[Any]:
-    """Devices to compile for.
+def devices(generation: str, *, large: bool = False, num_slices: int = 1, topology: str | None = None) -> list[Any]:
+    """Devices to compile for: the generation's 8, its large topology, or `topology`, as libtpu names it.
 
     Raises:
       RuntimeError: libtpu is missing.
@@ -158,11 +158,11 @@ def devices(generation: str, *, large: bool = False, num_slices: int = 1) -> lis
     from jax.experimental import topologies
 
     prepare_environment()
-    topology = TOPOLOGIES[generation]
-    name = topology.large if large else topology.topology
+    known = TOPOLOGIES[generation]
+    name = topology or (known.large if large else known.topology)
     if name is None:
         raise ValueError(f"{generation} has no large topology here")
-    options = dict(topology.options)
+    options = dict(known.options)
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:

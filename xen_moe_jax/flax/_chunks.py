@@ -29,8 +29,9 @@ RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which the flights of chunks overlap. On GPUs XLA copies what is in flight between the halves of two
 flights, and the done half refuses a copy."""
-SAVED_NAMES = (ROWS, HANDLE)
-"""`checkpoint_name`s that remat="experts" saves: with them no dispatch runs again in the backward pass."""
+EXPERT_ROWS = "xen_moe_expert_rows"
+"""`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
+saves these, and not those before the barrier as well."""
 
 
 class Chunk(NamedTuple):
@@ -61,18 +62,27 @@ def through_experts(
     """
     num_tokens = tokens.x.shape[0]
     chunks = _split(tokens, config.num_chunks)
+    overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], active)
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-        return _pipelined(config, lambda rows, sizes: experts(rows, sizes, weights), chunks, active)
+        run_here = _pipelined if overlap else _whole
+        return run_here(config, lambda rows, sizes: experts(rows, sizes, weights), chunks, active)
 
     if config.remat == "all":
         run = jax.checkpoint(run)
     elif config.remat == "experts":
-        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES))
-    in_turn = config.remat == "all" or platform() not in OVERLAPPING
-    outs, dropped = (_one_by_one if in_turn else _all_at_once)(run, weights, chunks)
+        saved = jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS if overlap else ROWS, HANDLE)
+        run = jax.checkpoint(run, policy=saved)
+    outs, dropped = run(weights, chunks) if overlap else _one_by_one(run, weights, chunks)
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return out[:num_tokens], dropped
+
+
+def _overlaps(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> bool:
+    """Whether the flights of chunks like this one are two programs each, which may be ordered as `_pipelined` does."""
+    if platform() not in OVERLAPPING:
+        return False
+    return under_way(jax.eval_shape(lambda chunk, active: _start(config, chunk, active), chunk, active))
 
 
 def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
@@ -84,10 +94,6 @@ def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
         unused = jnp.pad(tokens.topk_idx, rows, constant_values=-1)
         tokens = Chunk(jnp.pad(tokens.x, rows), unused, jnp.pad(tokens.topk_weights, rows))
     return [Chunk(*(a[i * size : (i + 1) * size] for a in tokens)) for i in range(num_chunks)]
-
-
-def _all_at_once(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-    return run(weights, chunks)
 
 
 def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
@@ -104,51 +110,49 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
     return outs, dropped
 
 
+def _whole(
+    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array]:
+    """Of one chunk."""
+    (chunk,) = chunks
+    routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
+    y = experts(routed.x, _sizes(config, routed))
+    out = xm.combine(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
+    return [out], routed.num_dropped
+
+
 def _pipelined(
     config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array]:
+    """Of two chunks or more: the next one's dispatch and the last one's combine fly while the experts work."""
+
     def work(rows: jax.Array, sizes: jax.Array) -> jax.Array:
         # named again behind the barrier of `overlap`, or a remat policy would start the flights again to get them
-        return experts(checkpoint_name(rows, ROWS), checkpoint_name(sizes, HANDLE))
+        rows = checkpoint_name(checkpoint_name(rows, ROWS), EXPERT_ROWS)
+        return experts(rows, checkpoint_name(sizes, HANDLE))
 
-    if len(chunks) == 1:  # nothing to overlap with
-        routed = xm.dispatch(
-            chunks[0].x, chunks[0].topk_idx, chunks[0].topk_weights, **_options(config, chunks[0], active)
-        )
-        y = experts(routed.x, _sizes(config, routed))
-        out = xm.combine(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
-        return [out], routed.num_dropped
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
     sending = _start(config, chunks[0], active)
     returning: xm.Flight | None = None
     for upcoming in [*chunks[1:], None]:
-        splits = under_way(sending)
         routed = xm.dispatch_done(sending)
-        sizes = _sizes(config, routed)
         flights = {} if returning is None else {"back": returning}
-        if upcoming is not None and splits:
+        if upcoming is not None:
             flights["there"] = _start(config, upcoming, active)
-        if flights:
-            flights, y = xm.overlap(flights, work, routed.x, sizes)
-        else:
-            y = work(routed.x, sizes)
+        flights, y = xm.overlap(flights, work, routed.x, _sizes(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
         returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
         if upcoming is not None:
-            sending = flights["there"] if splits else _start(config, upcoming, active, after=returning.state)
+            sending = flights["there"]
         dropped = dropped + routed.num_dropped
     assert returning is not None  # there is a chunk
     return [*outs, xm.combine_done(returning)], dropped
 
 
-def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None, after: jax.Array | None = None) -> xm.Flight:
-    """Puts a chunk on its way, not before `after` is known."""
-    x, topk_idx = chunk.x, chunk.topk_idx
-    if after is not None:
-        x, topk_idx, _ = jax.lax.optimization_barrier((x, topk_idx, _evidence(after)))
-    return xm.dispatch_start(x, topk_idx, chunk.topk_weights, **_options(config, chunk, active))
+def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> xm.Flight:
+    return xm.dispatch_start(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
 
 
 def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[str, Any]:
@@ -167,8 +171,3 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
 
 def _sizes(config: MoEConfig, routed: xm.Routed) -> jax.Array:
     return routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
-
-
-def _evidence(array: jax.Array) -> jax.Array:
-    """All of `array` (of a part of it XLA would compute just that part), with nothing to differentiate."""
-    return jax.lax.stop_gradient(array)

@@ -62,8 +62,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_float_dtype(value: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    try:  # NumPy takes None for float64
+        return value is not None and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
     except TypeError:  # not a dtype at all
         return False
 
@@ -130,9 +130,10 @@ def _check_capacity(config: Any) -> None:
 
 
 def _check_axes(config: Any) -> None:
+    remedy = "must be a mesh axis name, or a tuple of one or two with the slow axis first"
+    _require(isinstance(config.axis_name, str | tuple), "axis_name", config.axis_name, remedy)  # a list has no hash
     axes = config.expert_axes
     names = all(isinstance(axis, str) and axis for axis in axes)
-    remedy = "must be a mesh axis name, or a tuple of one or two with the slow axis first"
     _require(names and len(set(axes)) == len(axes) in (1, 2), "axis_name", config.axis_name, remedy)
     tensor = config.tensor_axis
     _require(

@@ -4,6 +4,7 @@ from xen_moe_jax.backends.pallas.collectives import all_to_all, ragged_all_to_al
 from xen_moe_jax.backends.pallas.combine import combine
 from xen_moe_jax.backends.pallas.dispatch import dispatch, redispatch
 from xen_moe_jax.backends.pallas.halves import (
+    brought_by_xla,
     can_split,
     combine_done,
     combine_in_flight,
@@ -16,6 +17,7 @@ from xen_moe_jax.backends.pallas.halves import (
 
 __all__ = [
     "all_to_all",
+    "brought_by_xla",
     "can_split",
     "combine",
     "combine_done",

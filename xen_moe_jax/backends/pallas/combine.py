@@ -40,14 +40,11 @@ def combine(
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
     padding.check("combine", y.dtype, spec)
     hidden = y.shape[-1]
-    rows = y.reshape(-1, hidden)
-    if rows.shape[0] == 0 or spec.num_tokens == 0:
+    if y.size == 0 or spec.num_tokens == 0:
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
-    rows = padding.pad_rows(padding.pad_hidden(rows))
-    record = record_of(rows.shape[1], y.dtype, False, wire)
+    rows, record, zero = prepared(y, recv_counts, wire)
     quantise = quantisation(wire)
     if len(spec.axis_name) == 2:
-        zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
         out = two_axes.combine(
             rows,
             weights.reshape(-1) if weighted else None,
@@ -75,10 +72,10 @@ def combine(
             lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
             local_experts=spec.local_experts,
             block=block,
+            group=slots_kernel.pairs_at_once(slots_launch(record, spec, config)),
             launch=_order_launch(spec, config),
         )
     else:
-        zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
         todo = plan.combine_plan(topk_idx, positions, spec)
         pairs, source = todo.pairs, todo.source
     staged = slots_kernel.reduce_slots(
@@ -115,6 +112,13 @@ def _order_launch(spec: Spec, config: KernelConfig) -> Launch:
     return hardware.launch(
         "order_tokens", lambda block: _tables_bytes(spec), preferred=1, smallest=1, available=1, config=config
     )
+
+
+def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[jax.Array, Record, jax.Array]:
+    """`y` as rows that the kernels take, what a partial sum looks like on the wire, and `zero [1]` for additions."""
+    rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
+    zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
+    return rows, record_of(rows.shape[1], y.dtype, False, wire), zero
 
 
 def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:

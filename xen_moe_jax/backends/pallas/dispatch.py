@@ -39,17 +39,18 @@ def dispatch(
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
     sent_scales = given_scales(x, scales)
-    if gathers(x, wire, spec, config):
-        rows = rows_of(x, wire, header=Header(spec.top_k).words)
-        placed, known = everybody.dispatch(x, sent_scales, topk_idx, topk_weights, rows, spec=spec, config=config)
-        return (*with_scales(placed), *known)
+    if gathers(spec, config) and everybody.serves(spec):
+        sent = rows_of(x, wire, header=Header(spec.top_k).words)
+        if everybody.fits(sent, spec, config):
+            placed, known = everybody.dispatch(x, sent_scales, topk_idx, topk_weights, sent, spec=spec, config=config)
+            return (*with_scales(placed), *known)
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if headers.ride(spec):
-        placed, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
-        return (*with_scales(placed), *known)
+        rows, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+        return (*with_scales(rows), *known)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
-    placed = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
-    return (*with_scales(placed), *known)
+    rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
+    return (*with_scales(rows), *known)
 
 
 def _ridden(
@@ -64,20 +65,62 @@ def _ridden(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Rows (and scales), and what `routing` gives first: routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
-    rows = rows_of(x, wire, header=Header(spec.top_k).words)
-    staged = push_kernel.push(
+    rows = rows_of(x, wire, header=header_words(spec))
+    gathered = gathers(spec, config)
+    if gathered:
+        riding = headers.to_everybody(riding, spec)
+    if riding.crossing is not None:
+        buffer = pack_for_slices(x, scales, riding, rows, spec, config)
+        received = two_axes.across_slices(buffer, riding.crossing.largest, spec, config)
+        staged = two_axes.fan_out_by_headers(
+            received,
+            riding.crossing.came,
+            riding.crossing.starts,
+            riding.routes.expected,
+            record=rows.record,
+            spec=spec,
+            config=config,
+        )
+    else:
+        staged = push_kernel.push(
+            padding.pad_hidden(x),
+            scales,
+            riding.routes,
+            record=rows.record,
+            quantise=rows.quantise,
+            axes=None if gathered else plan.kernel_axes(spec),
+            launch=push_launch(rows, spec, config),
+            header=riding.header,
+        )
+    if gathered:
+        staged = headers.gathered(staged, spec)
+    source, known = headers.arrived(
+        staged,
+        riding.start,
+        riding.routes.expected,
+        riding.recv_counts,
+        topk_idx,
+        record=rows.record,
+        spec=spec,
+        config=config,
+    )
+    return place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config), known
+
+
+def pack_for_slices(
+    x: jax.Array, scales: jax.Array | None, riding: headers.Riding, rows: Rows, spec: Spec, config: KernelConfig
+) -> jax.Array:
+    """int32 `[N, T, *record.shape]`: records with headers, the first for each slice."""
+    return two_axes.pack_slices(
         padding.pad_hidden(x),
         scales,
-        riding.routes,
+        headers.slices_of(riding.sent, spec),
         record=rows.record,
         quantise=rows.quantise,
-        axes=plan.kernel_axes(spec),
+        spec=spec,
         launch=push_launch(rows, spec, config),
         header=riding.header,
     )
-    source, weights, positions = headers.arrived(staged, riding, rows.record, spec, config)
-    placed = place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config)
-    return placed, (positions, riding.recv_counts, weights, topk_idx)
 
 
 def is_quantised(x: Any) -> bool:
@@ -151,6 +194,11 @@ def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int =
     if wire is not None:
         return Record(hidden, wire.dtype, scaled=True, header=header)
     return Record(hidden, jnp.dtype(dtype).name, scaled=scaled, header=header)
+
+
+def header_words(spec: Spec) -> int:
+    """Words of routing that travel in each record of a dispatch."""
+    return Header(spec.top_k).words if headers.ride(spec) else 0
 
 
 class Rows(NamedTuple):
@@ -229,17 +277,13 @@ def low_latency(spec: Spec, config: KernelConfig) -> bool:
     return config.mode == "low_latency"
 
 
-def gathers(x: Any, wire: Wire | None, spec: Spec, config: KernelConfig) -> bool:
-    """Whether every rank gets every record of `x`, by XLA's all-gather: few tokens, of which each reaches most ranks
-    anyway.
+def gathers(spec: Spec, config: KernelConfig) -> bool:
+    """Whether every rank gets every record, by XLA's all-gather: few tokens, of which each reaches most ranks anyway.
 
     With at most as many ranks as slots a token reaches `R (1 - (1 - 1/R)^K)` of them, more than `0.63 R`; an all-gather
     sends each record over each link once, an all-to-all once for every destination behind it.
     """
-    few = low_latency(spec, config) and spec.num_tokens <= LOW_LATENCY_TOKENS and spec.num_ranks <= spec.top_k
-    if not (few and headers.ride(spec)):
-        return False
-    return everybody.fits(rows_of(x, wire, header=Header(spec.top_k).words), spec, config)
+    return len(spec.axis_name) == 1 and low_latency(spec, config) and spec.num_ranks <= spec.top_k
 
 
 def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:

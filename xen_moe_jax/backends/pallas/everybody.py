@@ -21,9 +21,22 @@ from xen_moe_jax.pallas_kernels import index_tokens as index_kernel
 from xen_moe_jax.pallas_kernels import pack_tokens as pack_kernel
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, tile_rows
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK
+from xen_moe_jax.pallas_kernels.record import LANES, Header
 
 if TYPE_CHECKING:
     from xen_moe_jax.backends.pallas.dispatch import Rows
+
+
+def serves(spec: Spec) -> bool:
+    """Whether a dispatch is one of those that are made here: of few tokens, with a row for every slot."""
+    return (
+        len(spec.axis_name) == 1
+        and spec.layout != "ranked"
+        and 0 < spec.num_tokens <= BLOCK
+        and spec.capacity > 0
+        and Header(spec.top_k).words <= LANES
+    )
 
 
 def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:

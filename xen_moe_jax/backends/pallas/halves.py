@@ -10,6 +10,8 @@ What is odd about them:
 - XLA may not touch the send buffer and staging in between: both halves pass them through, aliased.
 - XLA schedules by data alone: without an `optimization_barrier` around other work it puts done right behind start.
 - Interpret mode cannot run a kernel that leaves semaphores behind: there a start is the whole operation.
+
+On two axes other things are under way: `crossing`.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from xen_moe_jax import _layout, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import hardware, padding, plan
-from xen_moe_jax.backends.pallas.combine import ranks_launch, slots_launch
+from xen_moe_jax.backends.pallas import crossing, hardware, headers, padding, plan
+from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
     given_scales,
+    header_words,
     is_quantised,
     place_rows,
     push_launch,
@@ -40,7 +43,6 @@ from xen_moe_jax.backends.pallas.dispatch import (
     rows_of,
     with_scales,
 )
-from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import exchange
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -75,7 +77,12 @@ def _in_flight_shapes(record: Record, send_rows: int, staging_rows: int, spec: S
 
 
 def _start(
-    buffer: jax.Array, sizes: jax.Array, remote_start: jax.Array, routes: Any, spec: Spec, config: KernelConfig
+    buffer: jax.Array,
+    sizes: jax.Array,
+    remote_start: jax.Array,
+    routes: push_kernel.Routes | slots_kernel.Pairs,
+    spec: Spec,
+    config: KernelConfig,
 ) -> InFlight:
     """Sends `sizes[r]` rows of the buffer to each rank, to row `remote_start[r]` of its staging."""
     runs = exchange.Runs(
@@ -112,11 +119,20 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """The metadata of a dispatch, then `InFlight` and `source [rows]`."""
+    """`InFlight`, then what `_learnt` makes the rest of."""
     padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
-    sent_scales = given_scales(x, scales)
-    known, todo, source = routing(topk_idx, topk_weights, spec, config)
-    rows = rows_of(x, wire)
+    if len(spec.axis_name) == 2:
+        return crossing.dispatch_start(x, scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+    rows = rows_of(x, wire, header=header_words(spec))
+    todo: plan.SendPlan | headers.Riding
+    if rows.record.header:
+        todo = headers.sending(topk_idx, topk_weights, spec)
+        header = todo.header
+        rest = [todo.start, todo.recv_counts, topk_idx]
+    else:
+        known, todo, source = routing(topk_idx, topk_weights, spec, config)
+        header = None
+        rest = [source, *known]
     sizes = jnp.sum(todo.sent, axis=0, dtype=jnp.int32)
     place = _layout.exclusive_cumsum(sizes, axis=0) + _layout.exclusive_cumsum(todo.sent, axis=0)
     peer = todo.routes.peer
@@ -125,15 +141,15 @@ def dispatch_start(
     )
     buffer = push_kernel.push(
         padding.pad_hidden(x),
-        sent_scales,
+        given_scales(x, scales),
         packing,
         record=rows.record,
         quantise=rows.quantise,
         axes=None,
         launch=push_launch(rows, spec, config),
+        header=header,
     )
-    flight = _start(buffer, sizes, todo.remote_start, todo.routes, spec, config)
-    return (*flight, source, *known)
+    return (*_start(buffer, sizes, todo.remote_start, todo.routes, spec, config), *rest)
 
 
 def dispatch_done(
@@ -147,11 +163,34 @@ def dispatch_done(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """All results. The operands of the start are here for derivatives; only the shape and dtype of `x` are read."""
-    del topk_idx, topk_weights
-    flight, (source, *known) = under_way[: len(InFlight._fields)], under_way[len(InFlight._fields) :]
-    staged = _landed(InFlight(*flight), config)
-    rows = place_rows(staged, source, known[1], rows_of(x, wire), spec=spec, config=config)
-    return (*with_scales(rows), *known)
+    del scales, topk_idx, topk_weights
+    if len(spec.axis_name) == 2:
+        return crossing.dispatch_done(x, under_way, spec=spec, wire=wire, config=config)
+    flight, rest = InFlight(*under_way[: len(InFlight._fields)]), under_way[len(InFlight._fields) :]
+    staged = _landed(flight, config)
+    rows = rows_of(x, wire, header=header_words(spec))
+    source, known = _learnt(staged, flight, rest, rows.record, spec, config)
+    placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
+    return (*with_scales(placed), *known)
+
+
+def _learnt(
+    staged: jax.Array,
+    flight: InFlight,
+    rest: tuple[jax.Array, ...],
+    record: Record,
+    spec: Spec,
+    config: KernelConfig,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`source [rows]` and the metadata of a dispatch: from the headers that came, with `start [R]`,
+    `recv_counts [R, L]` and `topk_idx`; without headers the start knew all of it.
+    """
+    if not record.header:
+        return rest[0], rest[1:]
+    start, recv_counts, topk_idx = rest
+    return headers.arrived(
+        staged, start, flight.expected, recv_counts, topk_idx, record=record, spec=spec, config=config
+    )
 
 
 def combine_start(
@@ -168,9 +207,19 @@ def combine_start(
 ) -> tuple[jax.Array, ...]:
     """`InFlight`, then `source [T, D]` and `zero [1]` for the last addition."""
     padding.check("combine_start", y.dtype, spec)
-    rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
-    record = record_of(rows.shape[1], y.dtype, False, wire)
-    zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
+    if len(spec.axis_name) == 2:
+        return crossing.combine_start(
+            y,
+            topk_idx,
+            positions,
+            recv_counts,
+            weights,
+            spec=spec,
+            weighted=weighted,
+            wire=wire,
+            config=config,
+        )
+    rows, record, zero = prepared(y, recv_counts, wire)
     todo = plan.combine_plan(topk_idx, positions, spec)
     sizes = jnp.sum(todo.came, axis=1, dtype=jnp.int32)
     starts = _layout.exclusive_cumsum(sizes, axis=0)
@@ -211,6 +260,8 @@ def combine_done(
 ) -> jax.Array:
     """`[T, hidden]` from what `combine_start` left under way; of the operands only the shape of `y` is read."""
     del topk_idx, positions, recv_counts, weights, weighted
+    if len(spec.axis_name) == 2:
+        return crossing.combine_done(y, under_way, wire=wire, config=config)
     *flight, source, zero = under_way
     staged = _landed(InFlight(*flight), config)
     hidden = y.shape[-1]
@@ -227,19 +278,38 @@ def combine_done(
 
 
 def can_split(spec: Spec, config: KernelConfig) -> bool:
-    """On chips and one axis: interpret mode cannot run a kernel that leaves semaphores behind."""
-    return not config.interpret and len(spec.axis_name) == 1 and spec.num_tokens > 0
+    """One axis: on chips, for interpret mode cannot run a kernel that leaves semaphores behind. Two: where one exchange
+    of all rows over DCN suits them.
+    """
+    if len(spec.axis_name) == 2:
+        return spec.num_tokens > 0 and crossing.suits(spec)
+    return spec.num_tokens > 0 and not config.interpret
+
+
+def brought_by_xla(spec: Spec) -> tuple[int, ...]:
+    """Places of arrays in what is under way that a collective of XLA brings."""
+    return crossing.RECEIVED if len(spec.axis_name) == 2 else ()
 
 
 def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
-    record = rows_of(x, wire).record
-    flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), plan.dispatch_staging_rows(spec), spec)
-    return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *_shapes.dispatch(x, scales, spec=spec)[2:]]
+    if len(spec.axis_name) == 2:
+        return crossing.dispatch_in_flight(x, scales, spec=spec, wire=wire)
+    record = rows_of(x, wire, header=header_words(spec)).record
+    staging = headers.staging_rows(spec) if record.header else plan.dispatch_staging_rows(spec)
+    flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), staging, spec)
+    known = _shapes.dispatch(x, scales, spec=spec)[2:]
+    if record.header:
+        ranks = spec.num_ranks
+        rest = [(ranks,), (ranks, spec.local_experts), (spec.num_tokens, spec.top_k)]
+        return [*flight, *((shape, jnp.int32) for shape in rest)]
+    return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *known]
 
 
 def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
+    if len(spec.axis_name) == 2:
+        return crossing.combine_in_flight(y, spec=spec, wire=wire)
     record = record_of(y.shape[-1], y.dtype, False, wire)
     flight = _in_flight_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
@@ -249,10 +319,12 @@ OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
 """Operands of the primitive of a done half that come before `InFlight`, `active` among them."""
 
 
-def operand_avals(operation: str, avals: Sequence[Any]) -> list[Any]:
+def operand_avals(operation: str, avals: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """DMA semaphores instead of the int32 arrays that carry them between two kernels."""
     first = OPERANDS_BEFORE.get(operation)
-    semaphores = [] if first is None else [first + InFlight._fields.index(name) for name in ("send", "recv")]
+    if first is None or len(params["spec"].axis_name) == 2:
+        return list(avals)
+    semaphores = [first + InFlight._fields.index(name) for name in ("send", "recv")]
     return [
         pltpu.SemaphoreType.DMA(aval.shape).get_array_aval() if i in semaphores else aval
         for i, aval in enumerate(avals)

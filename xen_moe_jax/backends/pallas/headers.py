@@ -40,32 +40,39 @@ def window(spec: Spec) -> int | None:
 
 
 def ride(spec: Spec) -> bool:
-    """Whether the routing of a whole dispatch rides in its records; otherwise it is gathered (`tables`).
+    """Whether the routing of a dispatch rides in its records; otherwise it is gathered (`tables`)."""
+    return spec.num_tokens > 0 and spec.capacity > 0 and window(spec) is not None
 
-    On two axes records are forwarded by ranks that need to know them before they come, and a ranked row has no place
-    of its own that its source could know.
+
+class Crossing(NamedTuple):
+    """What a chip knows of the records of its rail before they come over DCN (`two_axes`).
+
+    Attributes:
+      came: int32 `[N]`, how many come from each slice. largest: int32 `[]`, the most of any chip, everywhere.
+      starts: int32 `[N, M]`, where each rank of this slice wants those of each slice.
     """
-    return (
-        len(spec.axis_name) == 1
-        and spec.layout != "ranked"
-        and spec.num_tokens > 0
-        and spec.capacity > 0
-        and window(spec) is not None
-    )
+
+    came: jax.Array
+    largest: jax.Array
+    starts: jax.Array
 
 
 class Riding(NamedTuple):
     """What a rank sends, and what it knows of what it gets.
 
     Attributes:
-      routes: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
+      routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
       start: int32 `[R]`, where each source's records begin in staging. recv_counts: int32 `[R, L]`.
+      crossing: None on one axis.
     """
 
     routes: Routes
+    sent: jax.Array
+    remote_start: jax.Array
     header: jax.Array
     start: jax.Array
     recv_counts: jax.Array
+    crossing: Crossing | None
 
 
 def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
@@ -73,16 +80,20 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     ranks, local, tokens = spec.num_ranks, spec.local_experts, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
     hit = _layout.ranks_hit(topk_idx, ranks, local).astype(jnp.int32)
-    order = tables.Order(topk_idx.reshape(-1), spec.num_experts)
-    own = jnp.concatenate([order.counts, jnp.sum(hit, axis=0, dtype=jnp.int32)])
-    gathered = lax.all_gather(own, spec.axis_name)  # [R, E + R]
-    counts = jnp.pad(gathered[:, : spec.num_experts], ((0, 0), (0, ranks * local - spec.num_experts)))
-    recv_counts = lax.dynamic_slice_in_dim(counts, rank * local, local, axis=1)
-
     earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < rank
-    before = jnp.sum(jnp.where(earlier, counts, 0), axis=0, dtype=jnp.int32)
-    base = before + _group_starts(jnp.sum(counts, axis=0, dtype=jnp.int32), spec)
-    row = order.among(base[: spec.num_experts]).reshape(topk_idx.shape)
+    if spec.layout == "ranked":
+        records = lax.all_gather(_records(hit, spec), spec.axis_name)
+        row, recv_counts = _ranked_rows(topk_idx, hit, records[:, :ranks], earlier, spec)
+    else:
+        order = tables.Order(topk_idx.reshape(-1), spec.num_experts)
+        own = jnp.concatenate([order.counts, _records(hit, spec)])
+        gathered = lax.all_gather(own, spec.axis_name)  # [R, E + R], on two axes [R, E + R + N]
+        records = gathered[:, spec.num_experts :]
+        counts = jnp.pad(gathered[:, : spec.num_experts], ((0, 0), (0, ranks * local - spec.num_experts)))
+        recv_counts = lax.dynamic_slice_in_dim(counts, rank * local, local, axis=1)
+        before = jnp.sum(jnp.where(earlier, counts, 0), axis=0, dtype=jnp.int32)
+        base = before + _group_starts(jnp.sum(counts, axis=0, dtype=jnp.int32), spec)
+        row = order.among(base[: spec.num_experts]).reshape(topk_idx.shape)
     last = jnp.int32(spec.capacity)
     if spec.layout == "padded":
         last = (topk_idx % local + 1) * (ranks * tokens)
@@ -90,20 +101,76 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
 
     if plan.packs_staging(spec):
         sent = _layout.ranks_hit(jnp.where(row >= 0, topk_idx, -1), ranks, local).astype(jnp.int32)
-        pairs = lax.all_gather(jnp.sum(sent, axis=0, dtype=jnp.int32), spec.axis_name)
-        remote_start = jnp.sum(jnp.where(earlier, pairs, 0), axis=0, dtype=jnp.int32)
+        records = lax.all_gather(_records(sent, spec), spec.axis_name)
+        starts = _layout.exclusive_cumsum(records[:, :ranks], axis=0)
     else:
-        sent, pairs = hit, gathered[:, spec.num_experts :]
-        remote_start = jnp.full((ranks,), rank * tokens, jnp.int32)
-    expected = lax.dynamic_slice_in_dim(pairs, rank, 1, axis=1)[:, 0]
-    if plan.packs_staging(spec):
-        start = _layout.exclusive_cumsum(expected, axis=0)
-    else:
-        start = jnp.arange(ranks, dtype=jnp.int32) * tokens
+        sent = hit
+        starts = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32)[:, None] * tokens, (ranks, ranks))
+    expected, start = (lax.dynamic_slice_in_dim(a[:, :ranks], rank, 1, axis=1)[:, 0] for a in (records, starts))
+    remote_start = lax.dynamic_slice_in_dim(starts, rank, 1, axis=0)[0]
     address = remote_start + _layout.exclusive_cumsum(sent, axis=0)
-    rows = plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(tokens)
-    routes = plan.routes_to(topk_idx, sent, address, expected, rows, spec)
-    return Riding(routes, _header(topk_idx, row, topk_weights), start, recv_counts)
+    routes = plan.routes_to(topk_idx, sent, address, expected, staging_rows(spec), spec)
+    header = _header(topk_idx, row, topk_weights)
+    crossing = _crossing(records[:, ranks:], starts, spec) if len(spec.axis_name) == 2 else None
+    return Riding(routes, sent, remote_start, header, start, recv_counts, crossing)
+
+
+def _records(sent: jax.Array, spec: Spec) -> jax.Array:
+    """int32 `[R]`, records for each rank, by `sent [T, R]`; on two axes `[R + N]`, then those for each slice."""
+    if len(spec.axis_name) == 2:
+        sent = jnp.concatenate([sent, slices_of(sent, spec)], axis=1)
+    return jnp.sum(sent, axis=0, dtype=jnp.int32)
+
+
+def slices_of(sent: jax.Array, spec: Spec) -> jax.Array:
+    """int32 `[T, N]`, 1 for each slice with a rank that `sent [T, R]` names."""
+    return jnp.max(sent.reshape(-1, *spec.axis_sizes), axis=2)
+
+
+def _ranked_rows(
+    topk_idx: jax.Array, hit: jax.Array, pairs: jax.Array, earlier: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
+    """Row `[T, K]` of a token on the rank of each of its slots, and `recv_counts [R, L]`: sources in their order."""
+    rank = lax.axis_index(spec.axis_name)
+    before = jnp.sum(jnp.where(earlier, pairs, 0), axis=0, dtype=jnp.int32)
+    row = plan.pick(before + _layout.exclusive_cumsum(hit, axis=0), _layout.owners(topk_idx, spec.local_experts))
+    came = lax.dynamic_slice_in_dim(pairs, rank, 1, axis=1)
+    return row, jnp.pad(came, ((0, 0), (0, spec.local_experts - 1)))
+
+
+def _crossing(records: jax.Array, starts: jax.Array, spec: Spec) -> Crossing:
+    """From `records [R, N]`, of every rank for every slice, and `starts [R, R]`, of every source on every rank."""
+    slices, fast = spec.axis_sizes
+    here, index = (lax.axis_index(name) for name in spec.axis_name)
+    count = lax.dynamic_index_in_dim(records.reshape(slices, fast, slices), index, axis=1, keepdims=False)
+    starts = lax.dynamic_index_in_dim(starts.reshape(slices, fast, slices, fast), index, axis=1, keepdims=False)
+    return Crossing(
+        lax.dynamic_index_in_dim(count, here, axis=1, keepdims=False),
+        jnp.max(records),
+        lax.dynamic_index_in_dim(starts, here, axis=1, keepdims=False),
+    )
+
+
+def staging_rows(spec: Spec) -> int:
+    """Records that staging has room for; the last are behind what can come, for blocks of headers reach there."""
+    return plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(spec.num_tokens)
+
+
+def to_everybody(riding: Riding, spec: Spec) -> Riding:
+    """The same with records that are kept here, token by token, for `gathered`."""
+    tokens, ranks = spec.num_tokens, spec.num_ranks
+    number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    routes = Routes(jnp.zeros_like(number), number, jnp.full((ranks,), tokens, jnp.int32), tokens)
+    return riding._replace(routes=routes, start=jnp.arange(ranks, dtype=jnp.int32) * tokens)
+
+
+def gathered(records: jax.Array, spec: Spec) -> jax.Array:
+    """Staging with every rank's records; a rank finds its own slots in their headers."""
+    staged = lax.all_gather(records, spec.axis_name, tiled=True)
+    at_once = index_kernel.records_at_once(spec.num_tokens)
+    if spec.num_tokens % at_once == 0:  # then no block of headers reaches behind the last record
+        return staged
+    return jnp.pad(staged, ((0, at_once), (0, 0), (0, 0)))
 
 
 def _group_starts(totals: jax.Array, spec: Spec) -> jax.Array:
@@ -123,20 +190,40 @@ def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax
     return jnp.pad(words, ((0, 0), (Header(top_k).experts, 0)))
 
 
+class Arrived(NamedTuple):
+    """What headers say of the records that came.
+
+    Attributes:
+      source: int32 `[rows]`, staged record of each row, `-1` for none.
+      known: positions, recv_counts, weights, topk_idx and, ranked, local_idx: results of a dispatch.
+    """
+
+    source: jax.Array
+    known: tuple[jax.Array, ...]
+
+
 def arrived(
-    staged: jax.Array, riding: Riding, record: Record, spec: Spec, config: KernelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Staged record of each row int32 `[rows]`, weights `spec.row_dims`, positions `[R, T, K]`."""
+    staged: jax.Array,
+    start: jax.Array,
+    expected: jax.Array,
+    recv_counts: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    record: Record,
+    spec: Spec,
+    config: KernelConfig,
+) -> Arrived:
+    """Of the `expected [R]` records of each source, which begin at `start [R]` of staging."""
     local = spec.local_experts
     rows = math.prod(spec.row_dims)
     rank = lax.axis_index(spec.axis_name)
-    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(riding.recv_counts, spec)
+    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(recv_counts, spec)
     chosen = window(spec)
     assert chosen is not None
     source, weights, positions = index_kernel.index_rows(
         staged,
-        riding.start,
-        riding.routes.expected,
+        start,
+        expected,
         (rank * local, jnp.int32(local), used),
         record=record,
         tokens=spec.num_tokens,
@@ -145,4 +232,20 @@ def arrived(
         window=chosen,
         launch=hardware.launch("index_rows", lambda block: 0, preferred=1, smallest=1, available=1, config=config),
     )
-    return source, weights.reshape(spec.row_dims), positions
+    if spec.layout != "ranked":
+        return Arrived(source, (positions, recv_counts, weights.reshape(spec.row_dims), topk_idx))
+    # all of a token's slots here name its one row, or say that it was dropped
+    positions = jnp.where(jnp.any(positions >= 0, axis=2), jnp.max(positions, axis=2), jnp.min(positions, axis=2))
+    weights, local_idx = _slots_of_rows(staged[:, record.header_row], source, rank * local, spec)
+    return Arrived(source, (positions[..., None], recv_counts, weights, topk_idx, local_idx))
+
+
+def _slots_of_rows(headers: jax.Array, source: jax.Array, first: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Weights and local experts `[rows, K]` of ranked rows: 0 and `-1` for slots that belong elsewhere."""
+    header, top_k = Header(spec.top_k), spec.top_k
+    words = jnp.take(headers, jnp.maximum(source, 0), axis=0)
+    experts = words[:, header.experts : header.experts + top_k] - first
+    weights = words[:, header.weights : header.weights + top_k]
+    here = (source >= 0)[:, None] & (experts >= 0) & (experts < spec.local_experts)
+    weights = lax.bitcast_convert_type(weights, jnp.float32)
+    return jnp.where(here, weights, 0.0), jnp.where(here, experts, -1)

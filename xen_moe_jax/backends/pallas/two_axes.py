@@ -5,6 +5,8 @@ in rounds; the chip that gets it fans it out over ICI to the ranks of its slice 
 way: partial sums of a slice are added up on the chip of the token's index before one record crosses DCN.
 
 Shapes: `N` slices of `M` ranks, rank `r = slice * M + index`; "rail" = the `N` chips of one index.
+
+Each operation is what comes before DCN, the crossing, and what follows it: `halves` runs them as two programs.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
-from xen_moe_jax.backends.pallas import hardware, plan
+from xen_moe_jax.backends.pallas import hardware, headers, plan
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.push import Routes
-from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.pallas_kernels.record import Header, Record
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
@@ -54,16 +56,38 @@ def rail_of(topk_idx: jax.Array, spec: Spec) -> Rail:
 
 
 def across_slices(buffer: jax.Array, largest_pair: jax.Array, spec: Spec, config: KernelConfig) -> jax.Array:
-    """`[N, T, ...]`, the first rows for each slice -> `[N, ceil(T), ...]`, the first rows from each, over DCN."""
+    """`[N, T, ...]`, the first rows for each slice -> `[N, ceil(T), ...]`, the first rows from each, over DCN.
+
+    `largest_pair` is the same on every rank.
+    """
     block = rounds.block_rows(spec.num_tokens, config)
     padded = rounds.pad_to_blocks(buffer, 1, block, fill=0)
     return rounds.exchange(
         lambda first: lax.dynamic_slice_in_dim(padded, first, block, axis=1),
-        largest_pair=lax.pmax(largest_pair, spec.axis_name),
+        largest_pair=largest_pair,
         max_rows=spec.num_tokens,
         block=block,
         axis_name=spec.axis_name[:1],
     )
+
+
+def across_slices_at_once(buffer: jax.Array, spec: Spec) -> jax.Array:
+    """The same by one collective, which XLA starts and finishes as two operations; it moves all `T` rows of a pair."""
+    return lax.all_to_all(buffer, spec.axis_name[:1], 0, 0)
+
+
+class Fan(NamedTuple):
+    """What becomes of the records that come over DCN in a dispatch.
+
+    Attributes:
+      order: int32 `[N, T]`, number of each of the rail's tokens among the records of its slice.
+      peer, address: int32 `[N * T, M]`, as `Routes`. expected: int32 `[M]`.
+    """
+
+    order: jax.Array
+    peer: jax.Array
+    address: jax.Array
+    expected: jax.Array
 
 
 def push(
@@ -80,16 +104,63 @@ def push(
     launch: Launch,
 ) -> jax.Array:
     """Every token's record to the staging of the ranks that need it, as `push` does on one axis."""
+    buffer, largest, fan = pack(
+        x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, launch=launch
+    )
+    received = across_slices(buffer, largest, spec, config)
+    return fan_out(received, fan, plan.dispatch_staging_rows(spec), spec, config)
+
+
+def pack(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    todo: plan.SendPlan,
+    positions: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    spec: Spec,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array, Fan]:
+    """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; what follows."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
+    buffer = pack_slices(x, scales, rail.own_hits, record=record, quantise=quantise, spec=spec, launch=launch)
+    largest = _largest_anywhere(rail.own_hits, 0, spec)
+    starts, sent = _regions(todo, rail, positions, spec)
+    address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
+    peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
+    fan = Fan(
+        _layout.exclusive_cumsum(rail.crossed, axis=1),
+        peer.reshape(slices * tokens, fast),
+        address.reshape(slices * tokens, fast),
+        jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+    )
+    return buffer, largest, fan
+
+
+def pack_slices(
+    x: jax.Array,
+    scales: jax.Array | None,
+    own_hits: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    spec: Spec,
+    launch: Launch,
+    header: jax.Array | None = None,
+) -> jax.Array:
+    """int32 `[N, T, *record.shape]`: the records of tokens that `own_hits [T, N]` names, the first for each slice."""
+    slices, tokens = spec.axis_sizes[0], spec.num_tokens
     slice_of = jnp.arange(slices, dtype=jnp.int32)
-    buffer = push_kernel.push(
+    records = push_kernel.push(
         x,
         scales,
         Routes(
-            jnp.where(rail.own_hits > 0, slice_of, -1),
-            slice_of * tokens + _layout.exclusive_cumsum(rail.own_hits, axis=0),
+            jnp.where(own_hits > 0, slice_of, -1),
+            slice_of * tokens + _layout.exclusive_cumsum(own_hits, axis=0),
             jnp.zeros((1,), jnp.int32),
             slices * tokens,
         ),
@@ -97,24 +168,59 @@ def push(
         quantise=quantise,
         axes=None,
         launch=launch,
+        header=header,
     )
-    largest = jnp.max(jnp.sum(rail.own_hits, axis=0, dtype=jnp.int32))
-    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
-    stride = received.shape[1]
+    return records.reshape(slices, tokens, *record.shape)
 
-    starts, sent = _regions(todo, rail, positions, spec)
-    address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
-    source = slice_of[:, None] * stride + _layout.exclusive_cumsum(rail.crossed, axis=1)
-    peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
+
+def _largest_anywhere(hits: jax.Array, axis: int, spec: Spec) -> jax.Array:
+    """The most rows of any pair, from what this rank sends."""
+    return lax.pmax(jnp.max(jnp.sum(hits, axis=axis, dtype=jnp.int32)), spec.axis_name)
+
+
+def fan_out_by_headers(
+    received: jax.Array,
+    came: jax.Array,
+    starts: jax.Array,
+    expected: jax.Array,
+    *,
+    record: Record,
+    spec: Spec,
+    config: KernelConfig,
+) -> jax.Array:
+    """As `fan_out`, of records with headers, which say who needs them: `came [N]` from each slice, which each rank
+    wants at `starts [N, M]`; each rank gets `expected [R]` from each source.
+    """
+    slices, fast = spec.axis_sizes
+    here = lax.axis_index(spec.axis_name[0])
+    header, top_k, rows = Header(spec.top_k), spec.top_k, received.shape[1]
+    words = received[:, :, record.header_row]
+    experts = words[..., header.experts : header.experts + top_k]
+    kept = experts >= 0
+    if plan.packs_staging(spec):
+        kept &= words[..., header.rows : header.rows + top_k] >= 0
+    number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (slices, rows))
+    kept &= (number < came[:, None])[..., None]  # behind them lies whatever was there
+    index = jnp.where(kept, experts // spec.local_experts - here * fast, -1)
+    sent = jnp.any(index[..., None] == jnp.arange(fast, dtype=jnp.int32), axis=2)
+    address = starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)
+    fan = Fan(
+        number,
+        jnp.where(sent, jnp.arange(fast, dtype=jnp.int32), -1).reshape(slices * rows, fast),
+        address.reshape(slices * rows, fast),
+        jnp.sum(expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+    )
+    return fan_out(received, fan, headers.staging_rows(spec), spec, config)
+
+
+def fan_out(received: jax.Array, fan: Fan, staging_rows: int, spec: Spec, config: KernelConfig) -> jax.Array:
+    """After DCN: `received [N, rows, ...]` to the staging of the ranks of this slice."""
+    slices, stride = received.shape[:2]
+    source = jnp.arange(slices, dtype=jnp.int32)[:, None] * stride + fan.order
     return forward_kernel.forward(
-        received.reshape(slices * stride, *record.shape),
+        received.reshape(slices * stride, *received.shape[2:]),
         source.reshape(-1),
-        Routes(
-            peer.reshape(slices * tokens, fast),
-            address.reshape(slices * tokens, fast),
-            jnp.sum(todo.routes.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
-            todo.routes.staging_rows,
-        ),
+        Routes(fan.peer, fan.address, fan.expected, staging_rows),
         axes=plan.kernel_axes(spec),
         launch=_table_launch(spec, config),
     )
@@ -151,8 +257,40 @@ def combine(
     slots_launch: Launch,
     ranks_launch,
 ) -> jax.Array:
-    """`[T, hidden]`; `ranks_launch(entries, tokens)` a
-    launch.
+    """`[T, hidden]`; `ranks_launch(entries, tokens)` a launch."""
+    buffer, largest, last = partial_sums(
+        rows,
+        weights,
+        topk_idx,
+        positions,
+        zero,
+        record=record,
+        quantise=quantise,
+        dtype=dtype,
+        spec=spec,
+        slots_launch=slots_launch,
+        ranks_launch=ranks_launch,
+    )
+    received = across_slices(buffer, largest, spec, config)
+    return add_slices(received, last, zero, record=record, dtype=dtype, ranks_launch=ranks_launch)
+
+
+def partial_sums(
+    rows: jax.Array,
+    weights: jax.Array | None,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    zero: jax.Array,
+    *,
+    record: Record,
+    quantise: tuple[str, str] | None,
+    dtype,
+    spec: Spec,
+    slots_launch: Launch,
+    ranks_launch,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; and
+    `last [T, N]`, which of the records that come from a slice is a token's, `-1` for none.
     """
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
@@ -204,17 +342,24 @@ def combine(
         as_records=True,
         launch=ranks_launch(fast, slices * tokens),
     )
-    largest = jnp.max(jnp.sum(rail.crossed, axis=1, dtype=jnp.int32))
-    received = across_slices(buffer.reshape(slices, tokens, *record.shape), largest, spec, config)
-    stride = received.shape[1]
-    last = jnp.arange(slices, dtype=jnp.int32) * stride + _layout.exclusive_cumsum(rail.own_hits, axis=0)
+    largest = _largest_anywhere(rail.crossed, 1, spec)
+    last = jnp.where(rail.own_hits > 0, _layout.exclusive_cumsum(rail.own_hits, axis=0), -1)
+    return buffer.reshape(slices, tokens, *record.shape), largest, last
+
+
+def add_slices(
+    received: jax.Array, last: jax.Array, zero: jax.Array, *, record: Record, dtype, ranks_launch
+) -> jax.Array:
+    """After DCN: `[T, hidden]` from `received [N, rows, ...]`."""
+    slices, stride = received.shape[:2]
+    summand = jnp.arange(slices, dtype=jnp.int32) * stride + last
     return ranks_kernel.reduce_ranks(
         received.reshape(slices * stride, *record.shape),
-        jnp.where(rail.own_hits > 0, last, -1),
+        jnp.where(last >= 0, summand, -1),
         zero,
         record=record,
         out_dtype=dtype,
-        launch=ranks_launch(slices, tokens),
+        launch=ranks_launch(slices, last.shape[0]),
     )
 
 

@@ -1,0 +1,82 @@
+"""A whole MoE layer with its gradients compiled for TPUs: less temporary memory than on `jax.lax.ragged_all_to_all`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import xen_moe_jax as xm
+
+pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
+
+from xen_moe_jax.benchmark import layer_programs, tpu_layer, tpu_layer_programs, tpu_programs
+from xen_moe_jax.benchmark.problem import RANK_SPEC
+
+SMALLEST = {"hidden": 3584, "experts": 64, "top_k": 8}
+"""Half of DeepSeek-V3's hidden size, so that records fill their tiles as its own do; 512 tokens on 8 devices."""
+
+
+def test_the_peer_computes_the_same_layer():
+    """Outputs and gradients by tokens, experts and router, in float32 on CPU devices."""
+    work = tpu_layer_programs.workload(8, 16, {"hidden": 32, "experts": 16, "top_k": 2})
+    work = dataclasses.replace(work, dtype="float32", capacity_factor=4.0)
+    config = tpu_layer_programs.config_of(work, 24, "ragged_dot")
+    config = dataclasses.replace(config, kernel=xm.KernelConfig(), capacity=None)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("ep",))
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (16, 32, 24), "up": (16, 32, 24), "down": (16, 24, 32), "router": (32, 16)}
+    weights = {name: jnp.asarray(rng.standard_normal((1, *shape)), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.standard_normal((8 * 16, 32)), jnp.float32)
+    idx = jnp.asarray(np.argsort(rng.random((8 * 16, 16)), axis=1)[:, :2], jnp.int32)
+    specs = layer_programs.weight_specs(1)
+
+    def run(layer):
+        program = layer_programs.forward_and_backward(layer_programs.stacked(layer, 1))
+        mapped = jax.shard_map(
+            program, mesh=mesh, in_specs=(specs, RANK_SPEC, RANK_SPEC), out_specs=(RANK_SPEC, RANK_SPEC, specs),
+            check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped)(weights, x, idx)
+
+    ours = run(layer_programs.own_layer(config, work))
+    theirs = run(tpu_layer_programs.peer_layer(config, work, ragged=xm.ragged_all_to_all))
+    assert layer_programs.largest_difference(theirs, ours) < 1e-4
+    assert float(jnp.abs(ours[2]["router"]).max()) > 0 and float(jnp.abs(ours[1]).max()) > 0
+
+
+def compile_both(generation, topology, tokens, sizes, width):
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    return [
+        tpu_layer_programs.compile_layer(program, generation, topology, tokens, sizes, width)
+        for program in (tpu_layer_programs.OWN, tpu_layer_programs.PEER)
+    ]
+
+
+def assert_less_memory(own, peer):
+    ours, theirs = (tpu_layer_programs.memory(compiled) for compiled in (own, peer))
+    assert ours["argument_bytes"] == theirs["argument_bytes"] and ours["output_bytes"] == theirs["output_bytes"]
+    for name in ("temp_bytes", "allocated_bytes"):
+        assert 0 < ours[name] < theirs[name], (name, ours, theirs)
+
+
+@pytest.mark.tpu_aot
+def test_a_layer_needs_less_memory_than_the_peer():
+    own, peer = compile_both("v5e", None, 512, SMALLEST, 1024)
+    assert_less_memory(own, peer)
+    assert "xen_moe_push" in tpu_programs.kernels(own.as_text()) and not tpu_programs.kernels(peer.as_text())
+    moved = tpu_programs.collectives(own.as_text())
+    assert "ragged-all-to-all" not in moved and sum(moved.values()) < 2**20, moved
+    assert tpu_programs.collectives(peer.as_text())["ragged-all-to-all"] > 4 * 512 * 8 * SMALLEST["hidden"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("topology", tpu_layer.TARGETS)
+def test_a_full_size_layer_needs_less_memory_than_the_peer(topology):
+    generation = tpu_layer.TARGETS[topology]
+    assert_less_memory(*compile_both(generation, topology, tpu_layer.TOKENS, tpu_layer.SIZES, tpu_layer.WIDTH))
