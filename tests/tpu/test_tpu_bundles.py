@@ -121,7 +121,7 @@ BUDGETS = {  # bundles of one turn of a loop, or step; a few percent over what j
         "xen_moe_pack_tokens": {"step": 1800},
         "xen_moe_index_tokens": {"step": 630, "slots": 62},
         "xen_moe_place": {"step": 530, "fetch": 36},
-        "xen_moe_order_tokens": {"step": 590},
+        "xen_moe_order_tokens": {"step": 650},
         "xen_moe_reduce_slots": {"group": 540, "turn": 60, "fetch": 120, "fetch one": 30, "add": 215, "send": 52},
         "xen_moe_reduce_ranks": {"fetch": 36, "add": 150},
     },

@@ -14,6 +14,7 @@ import numpy as np
 from xen_moe_jax.benchmark import tpu_bundles
 from xen_moe_jax.benchmark.tpu_bundles import Program, Routing
 
+TERMS = ("wire", "hbm", "kernels", "xla")
 CHIPS = (8, 16, 32, 64, 128, 256)
 
 
@@ -68,6 +69,36 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
     return found
 
 
+def by_operation(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: every fused operation on 8 devices."""
+    lines = [
+        "| chip | operation | ICI MB | HBM MB | remote DMAs | local DMAs | temp MiB | wire us | HBM us | kernels us "
+        "| XLA us | bound |",
+        "|" + "---|" * 12,
+    ]
+    for row in (row for row in results if row.get("budget")):
+        budget = row["budget"][0]
+        cells = [row["generation"], f"{row['case']} {row['operation']}", f"{row['ici_bytes'] / 1e6:.1f}"]
+        cells += [f"{row['hbm_bytes'] / 1e6:.0f}", str(row["remote_dmas"]), str(row["local_dmas"])]
+        cells += [f"{row['temp_bytes'] / 2**20:.0f}", *(f"{budget[f'{n}_us']:.0f}" for n in TERMS), budget["bound"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def by_devices(results: list[dict[str, Any]], generation: str, case: str) -> list[str]:
+    """Lines of a Markdown table: the operations of a case on more and more devices."""
+    lines = ["| operation | devices | torus | wire us | HBM us | kernels us | of it DMA issue | bound |"]
+    lines.append("|" + "---|" * 8)
+    for row in results:
+        if (row["generation"], row["case"]) != (generation, case):
+            continue
+        for budget in row.get("budget", []):
+            cells = [f"{case} {row['operation']}", str(budget["devices"]), " x ".join(map(str, budget["torus"]))]
+            cells += [f"{budget[f'{n}_us']:.0f}" for n in ("wire", "hbm", "kernels", "dma_issue")]
+            lines.append("| " + " | ".join([*cells, budget["bound"]]) + " |")
+    return lines
+
+
 def plot(path: str, results: list[dict[str, Any]]) -> None:
     """The whole budget of a dispatch and a combine by generation, at 4096 and at 128 tokens. Needs matplotlib."""
     try:
@@ -90,7 +121,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
                 and row.get("budget")
                 and "halves" not in row["operation"]
             ]
-            total = {n: sum(b[f"{n}_us"] for b in budgets) for n in ("wire", "hbm", "kernels", "xla")}
+            total = {n: sum(b[f"{n}_us"] for b in budgets) for n in TERMS}
             axes.bar(i - 0.27, total["wire"], 0.25, color="tab:blue", label="wire (ICI)" if not i else None)
             axes.bar(i, total["hbm"], 0.25, color="tab:orange", label="HBM" if not i else None)
             axes.bar(
