@@ -12,6 +12,7 @@ import pathlib
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -85,7 +85,7 @@ class TestTwoCores(Pallas):
 class TestGatheredOnTwoCores(TestTwoCores):
     """Both cores pack, and place what the other one packed."""
 
-    num_tokens = 40  # several blocks of tokens
+    num_tokens = 20  # a block of tokens for each core
     config = dataclasses.replace(config("on_wait", channel=3), mode="auto")
 
 
