@@ -92,6 +92,13 @@ class TestWithoutHeaders(Pallas):
         monkeypatch.setattr(headers, "window", lambda spec: None)
 
 
+class TestGatheredOnTwoCores(TestTwoCores):
+    """Both cores pack, and place what the other one packed."""
+
+    num_tokens = 20  # a block of tokens for each core
+    config = dataclasses.replace(config("on_wait", channel=4), mode="auto")
+
+
 @pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])
 def test_ranks_that_are_out(name):
     """A slice of the subsets: all, none, one, two, three of four ranks."""

@@ -20,9 +20,10 @@ SHORT = {  # class -> pytest -k expression; between them every kernel and every 
         "ranked-odd-hidden or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
-    "TestGathered": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
+    "TestGathered and not Cores": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
     "TestTwoCores": "[grouped/uniform] or padded/zipf",
     "TestWithoutHeaders": "padded-fp8 or grouped-two-axes/uniform",
+    "TestGatheredOnTwoCores": "padded/uniform",
     "TestHalves": "align8-capacity-one-below or ranked-capacity-one-below or padded-fp8 or grouped-two-axes/uniform",
 }
 

@@ -23,6 +23,8 @@ MODES = (
     "tpu-static",
     "transfer",
 )
+TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPU_CASES = ("throughput", "throughput-bf16", "low-latency")
 LAYER_MODES = ("layer", "model")
 NOTHING_TO_DRAW = ("overlap", "decode-step")
 NOTHING_TO_TUNE = (*LAYER_MODES, "overlap", "decode-step", "tpu-static", "transfer")
@@ -128,8 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
     tuned_jax("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
     tuned_jax("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
     tuned_jax("--part", help=argparse.SUPPRESS)
+    static = parser.add_argument_group("--mode tpu-static").add_argument
+    static("--generations", nargs="+", choices=TPU_GENERATIONS, help="to compile for (default: all)")
+    static("--cases", nargs="+", choices=TPU_CASES, help="to compile (default: all)")
     out = parser.add_argument_group("output").add_argument
-    out("--json", metavar="FILE")
+    out("--json", metavar="FILE", help="--mode tpu-static adds to the file, or replaces what it holds of the same")
     out("--plot", metavar="FILE")
     out("--tuned", metavar="FILE", help="with --tune: JSON file that keeps the best, for xen_moe_jax.autotune.load")
     out(
@@ -165,6 +170,9 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--num-sms {several}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
+    for name in ("generations", "cases"):
+        if getattr(options, name) and options.mode != "tpu-static":
+            raise ValueError(f"--{name} {' '.join(getattr(options, name))}: needs --mode tpu-static")
     if options.mode == "decode-step" and options.tokens:
         raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
     if options.mode == "jax-best":

@@ -16,7 +16,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, headers, padding, plan, tables, two_axes
+from xen_moe_jax.backends.pallas import everybody, hardware, headers, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
@@ -38,8 +38,13 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
-    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     sent_scales = given_scales(x, scales)
+    if gathers(spec, config) and everybody.serves(spec):
+        sent = rows_of(x, wire, header=Header(spec.top_k).words)
+        if everybody.fits(sent, spec, config):
+            placed, known = everybody.dispatch(x, sent_scales, topk_idx, topk_weights, sent, spec=spec, config=config)
+            return (*with_scales(placed), *known)
+    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if headers.ride(spec):
         return _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
