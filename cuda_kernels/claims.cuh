@@ -4,7 +4,8 @@
 // are resident. Large work is claimed item by item from counters. Small work is cut into one share per block, because
 // asking a counter would take as long as the work: each block marks its share as started and does it, and then the
 // pushing blocks, block 0 among them, adopt what nobody has started. A late block may repeat an adopted share: it
-// stores the same bytes and flags once more, inside the same operation. Work that nobody waits for (placing rows,
+// stores the same bytes and flags once more, inside the same operation. Not so where ranks may be left out: the others
+// may be two operations ahead of a rank that they leave out (workspace.h). Work that nobody waits for (placing rows,
 // summing) may have fixed owners: the others end and make room for them.
 #pragma once
 
@@ -59,10 +60,13 @@ __device__ __forceinline__ void BlockComplete(uint32_t* counter, int items) {
   }
 }
 
-// Fixed shares of this operation. StartShare: this block does share `share`. AdoptShare: a share from `*next` on that
-// nobody has started, or -1; all threads of the block call it, until it says -1.
-__device__ __forceinline__ void StartShare(Control* control, int share, uint32_t epoch) {
+// Fixed shares of this operation. StartShare: this block does share `share`; with `once`, false if another has started
+// it. AdoptShare: a share from `*next` on that nobody has started, or -1; until it says -1. All threads of the block
+// call both.
+__device__ __forceinline__ bool StartShare(Control* control, int share, uint32_t epoch, bool once = false) {
+  if (once) return __syncthreads_or(threadIdx.x == 0 && atomicExch(&control->started[share], epoch) != epoch);
   if (threadIdx.x == 0) StoreRelaxedGpu(&control->started[share], epoch);
+  return true;
 }
 __device__ __forceinline__ int AdoptShare(Control* control, int shares, uint32_t epoch, int* next) {
   if (*next == 0) {

@@ -180,9 +180,13 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
   const bool few = items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   if (!few && warp == kSignalWarp) return signaller.Serve();
-  if (few) StartShare(shared.run.control, block, epoch);
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
-  int item = few ? block + warp * s.push_blocks : claims.First();
+  int item = items;
+  if (!few) {
+    item = claims.First();
+  } else if (StartShare(shared.run.control, block, epoch, p.call.active != nullptr)) {
+    item = block + warp * s.push_blocks;
+  }
   for (int next = 0;;) {
     if (item < items) PushPartial<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, signaller, item);
     if (few) {

@@ -96,10 +96,8 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   Control* const control = shared.run.control;
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   const int slices = p.known_positions ? 0 : s.layout_blocks, slice = block - (s.blocks - slices);
-  if (slice >= 0) {
-    StartShare(control, slice, epoch);
-    SendMetadata(p, shared, epoch, slice);
-  }
+  const bool once = p.call.active != nullptr;
+  if (slice >= 0 && StartShare(control, slice, epoch, once)) SendMetadata(p, shared, epoch, slice);
   if (block >= s.push_blocks) return;
   const int items = p.routing.ranks > 1 ? p.routing.tokens * s.parts : 0;
   const bool few = items <= s.push_blocks * kWarps;
@@ -107,8 +105,7 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   Claims claims(&control->claimed[static_cast<int>(Work::kPush)], items, false);
   int item = items;
   if (few) {
-    StartShare(control, slices + block, epoch);
-    item = block + warp * s.push_blocks;
+    if (StartShare(control, slices + block, epoch, once)) item = block + warp * s.push_blocks;
   } else if (warp == kSignalWarp) {
     signaller.Serve();
   } else {
@@ -140,7 +137,7 @@ __device__ __forceinline__ void ZeroRows(const DispatchParams& p, Range range, c
 }
 
 // Positions of one (source, token) into `list` (those that have a row), and its metadata outputs. All lanes return the
-// count.
+// count; -1 if the token does not come here at all.
 __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
                                            const char* data, int source, int token, bool write, int* list) {
   const Routing& r = p.routing;
@@ -148,6 +145,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
   const int* topk = OfSource(p.topk_idx, data, p.staging.topk_idx, r, source) + static_cast<int64_t>(token) * r.top_k;
   int count = 0;
+  bool belongs = false;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
     int position = -1;
@@ -163,6 +161,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
     const uint32_t placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
     if (position >= 0) list[count + __popc(placed & ((1u << lane) - 1))] = position;
     count += __popc(placed);
+    belongs |= __any_sync(0xFFFFFFFFu, position != -1);
     if (position >= 0 && write && !p.known_positions && r.layout != Layout::kRanked) {
       const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
       p.weights[position] = weights[static_cast<int64_t>(token) * r.top_k + slot];
@@ -178,7 +177,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
       p.weights[at] = local >= 0 ? weights[static_cast<int64_t>(token) * r.top_k + k] : 0.0f;
     }
   }
-  return count;
+  return belongs ? count : -1;
 }
 
 template <class Codec>
@@ -204,7 +203,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
     }
     __syncwarp();
     const Rows rows{list, ResolveRows(p, scratch, starts, data, source, token, part == 0, list)};
-    if (rows.count == 0) continue;
+    if (rows.count < (source == r.rank ? 1 : 0)) continue;
     const Range range = PartOf(part, p.schedule, r.hidden);
     if (!(shared.run.active >> source & 1)) {
       ZeroRows(p, range, rows);
@@ -219,6 +218,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
       arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
       __syncwarp();  // what one lane has acquired, all lanes may read
       if (!arrived) return;
+      if (rows.count == 0) continue;  // dropped, but sent, and so awaited: workspace.h
       Codec::PlaceStaged(
           p, data + p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes, range,
           rows);

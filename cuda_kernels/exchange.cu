@@ -162,7 +162,8 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
     if (!arrived) return false;
     if (fits) CopyBytes(to + begin, way.ring + n % p.ring_chunks * p.chunk_bytes, min(p.chunk_bytes, bytes - begin));
     SyncHalf();
-    if (Leads()) {
+    // Credits that somebody awaits: another would come when the sender may be two operations ahead (workspace.h).
+    if (Leads() && begin + p.ring_chunks * p.lanes * p.chunk_bytes < bytes) {
       __threadfence_system();
       StoreRelaxedSystem(way.credit_flags + n, epoch);
     }

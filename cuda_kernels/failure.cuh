@@ -38,6 +38,7 @@ struct Running {
   uint32_t reported;    // the one that the host knows of
   bool refused;         // the group had failed when this block started
   bool outside;         // this block could not check in: it has no part in the operation
+  bool repeats;         // low latency: another block does the share of this one
   bool last;            // this block is the last to finish
   bool all_refused;
 };

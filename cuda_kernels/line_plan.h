@@ -96,8 +96,9 @@ XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int mos
 XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, const Staging& m, bool combine) {
   LineCut c{};
   const int all_rounds = m.row_rounds;
-  c.routing = combine ? 0 : s.layout_blocks;
-  c.push = s.push_blocks;
+  // No more shares than blocks: a second one could not be claimed together with the number (low_latency_dispatch.cu).
+  c.routing = combine ? 0 : s.layout_blocks < s.blocks ? s.layout_blocks : s.blocks > 1 ? s.blocks - 1 : 1;
+  c.push = s.push_blocks < s.blocks - c.routing ? s.push_blocks : s.blocks > c.routing ? s.blocks - c.routing : 1;
   c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
   CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, combine ? kSumRounds : kPlaceRounds,
          &c.rounds, &c.parts);

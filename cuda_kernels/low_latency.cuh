@@ -46,6 +46,12 @@ struct OfTables {
 };
 static_assert(kGenerations == 4, "OfTables");
 
+// The first warp calls it: StartShare where ranks may be left out, so that nothing is sent twice (claims.cuh).
+static __device__ __noinline__ void StartOnce(Running& run, int share) {
+  if (threadIdx.x == 0 && !run.refused) {
+    run.repeats = atomicExch(&run.control->started[share], run.epoch) == run.epoch;
+  }
+}
 // The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
 __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
                                                 int rank) {
@@ -59,6 +65,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
   const uint32_t everybody = (1u << ranks) - 1;
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
+  if (lane == 0) run.repeats = false;
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint32_t cleared = LoadRelaxedSystem(&control->cleared[lane & 1]);

@@ -308,7 +308,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const LowLatencyCombine<Y> work(p, cut, run);
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
-  if (warp == 0) BeginLowLatency(run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
+  if (warp == 0) {
+    BeginLowLatency(run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
+    if (p.call.active && block < cut.push) StartOnce(run, block);
+  }
   bool begun = false;
   auto begin = [&] {  // of all threads once: the first warp has the operation's number
     if (!begun) {
@@ -320,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return !run.refused;
   };
   if (warp == 0) begin();  // it has the number already: the others need not wait for its first rows
-  if (block < cut.push) work.PushShare(block, warp, kWarps, begin);
+  if (block < cut.push) work.PushShare(block, warp, kWarps, [&] { return begin() && !run.repeats; });
   bool good = begin();
   Phase(2);
   if (good) good = work.Sum();

@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // What does not depend on the operation's number is loaded while the first warp finds it.
   if (threadIdx.x < 32) {
     BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
+    if (p.call.active && block < plan.Shares()) StartOnce(run, block);
   } else if (block < cut.routing) {
     NumberRows(plan);
   }
@@ -63,12 +64,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     return !run.refused;
   };
   if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
+  // One share each; a block that is alone does both.
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
-    if (share != block && !run.refused) StartShare(run.control, share, run.epoch);
-    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, begin);
+    if (share != block) StartShare(run.control, share, run.epoch);
+    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
     if (!begin()) break;
-    if (share < cut.routing) SendRouting(plan, piece, share);
+    if (share < cut.routing && !run.repeats) SendRouting(plan, piece, share);
   }
   bool good = begin();
   Phase(2);

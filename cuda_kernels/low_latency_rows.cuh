@@ -134,7 +134,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
         if (!ResolveRows(plan, piece, source, token, first == 0, &position)) return false;
         placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
         resolved = true;
-        if (placed == 0) break;
+        if (!__any_sync(0xFFFFFFFFu, position != -1)) break;  // dropped rows are sent, and so awaited: workspace.h
       }
       if (!own) {
 #pragma unroll

@@ -37,6 +37,9 @@
 // it had not, all its ranks first meet (`Mailbox::joins`): each has begun it, hence ended everything before, and what
 // is said above holds from there on. Such an operation takes its memory from its own announcements. After a start or a
 // reset the operation before is taken to have had no ranks. The mask is part of the announced signature.
+// A rank that is left out from some operation on may still be busy with the one before, and the others do not hear when
+// it has ended: they may use the half again meanwhile. Hence all that is stored at a rank in an operation is awaited
+// there before it ends, rows that are dropped too; and where ranks may be left out nothing is stored a second time.
 #pragma once
 
 #include <cstddef>

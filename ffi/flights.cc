@@ -9,33 +9,29 @@ Flights& Flights::Get() {
   return *flights;
 }
 
-void* Flights::Fork(Devices* gpus, int ordinal, void* stream, int64_t run) {
+void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto flight = open_.lower_bound({ordinal, nullptr}); flight != open_.end() && flight->first.first == ordinal;) {
     if (flight->second.run == run) {
       ++flight;
       continue;
     }
-    gpus->Join(ordinal, stream, flight->second.mark);  // its run ended early
-    flight = open_.erase(flight);
+    void* const mark = flight->second.mark;
+    flight = open_.erase(flight);  // its run ended early
+    gpus->Join(ordinal, stream, mark);
+  }
+  if (open_.count({ordinal, result})) {
+    Refuse(
+        "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
+        "dispatch_done or combine_done, in the program that starts it");
   }
   return gpus->Fork(ordinal, stream);
 }
 
 void Flights::Started(Devices* gpus, int ordinal, const void* result, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto [flight, fresh] = open_.try_emplace({ordinal, result}, Flight{gpus, nullptr, run});
-  if (!fresh) {
-    Refuse(
-        "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
-        "dispatch_done or combine_done, in the program that starts it");
-  }
-  try {
-    flight->second.mark = gpus->Mark(ordinal);
-  } catch (...) {
-    open_.erase(flight);
-    throw;
-  }
+  void* const mark = gpus->Mark(ordinal);
+  open_[{ordinal, result}] = Flight{gpus, mark, run};
 }
 
 bool Flights::Land(Devices* gpus, int ordinal, const void* result, void* stream) {

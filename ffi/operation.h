@@ -155,7 +155,7 @@ ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStre
   if (!plan.flight) return Launched(ordinal, launch(**member, stream));
   try {
     Flights& flights = Flights::Get();
-    const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, run.run_id));
+    const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, result, run.run_id));
     if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return e;
     flights.Started(&CudaDevices(), ordinal, result, run.run_id);
   } catch (const MemoryError& e) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <sstream>
+#include <utility>
 
 #include "ffi/failure_text.h"
 #include "ffi/symmetric_memory.h"
@@ -33,8 +34,17 @@ void Workspace::Release(double seconds) {
     if (!homes_.empty()) WriteTables(true);
   }
   if (across_) {
+    std::string offer = Offer();
+    if (!idle) {  // what a GPU still uses is offered another time, and its scratch freed when it no longer does
+      std::vector<std::pair<int, char*>> scratch;
+      for (Generation& generation : old) {
+        scratch.emplace_back(members_.front().ordinal, std::exchange(generation.blocks.front().scratch, nullptr));
+      }
+      FreeWhenIdle(job_.gpus, {members_.front().ordinal}, std::move(scratch), Pinned{});
+    }
     for (Generation& generation : old) Drop(&generation);
-    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + Offer(), seconds, false);
+    if (idle) offer = Offer();
+    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + offer, seconds, false);
     Turns::Get().Begin(agreed.ticket, seconds);
     std::vector<std::string> offers;
     for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");

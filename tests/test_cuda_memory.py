@@ -496,8 +496,10 @@ def test_a_flight_is_found_by_its_result_and_once(memory):
 
 def test_a_result_that_serves_two_flights_of_a_run_is_refused(memory):
     memory.start_flight(0, 0x100, 1)
+    calls = memory.calls()
     with pytest.raises(RuntimeError, match="started and never finished.*finish every flight once"):
         memory.start_flight(0, 0x100, 1)
+    assert memory.calls() == calls  # it was not even begun
     assert memory.land_flight(0, 0x100)
 
 

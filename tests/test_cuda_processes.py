@@ -175,6 +175,11 @@ def test_buffers_close_together_and_alone(tmp_path):
     assert results[0]["seconds"] < 20 and "did not come" in results[0]["closing"]
 
 
+def test_closing_frees_nothing_that_a_busy_gpu_may_use(tmp_path):
+    results = run("busy_buffer", str(tmp_path))
+    assert results[0]["errors"] == [""] and results[0]["freed"] == 0 and results[0]["freed_later"] == 512
+
+
 def test_reset_in_all_processes_begins_again_under_one_number(tmp_path):
     for result in run("reset", str(tmp_path)):
         assert "rank 2 (GPU 0 of process 2)" in result["failed"] and result["failure"] == ""

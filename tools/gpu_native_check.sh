@@ -61,6 +61,9 @@ done
 if [ "$gpus" -gt 1 ]; then  # one rank per GPU
   run native_late_apart 60 "$BUILD/harness" --ranks "$gpus" --gpus "$gpus" --scenario late --json "$OUT/native_late_apart.json"
 fi
+if [ "$gpus" -gt 2 ]; then  # it takes three, one of which is nearly full
+  run native_leaver 60 "$BUILD/harness" --ranks "$gpus" --gpus "$gpus" --scenario leaver --json "$OUT/native_leaver.json"
+fi
 run native_random_two 60 "$BUILD/harness" --ranks 2 --gpus "$((gpus > 1 ? 2 : 1))" --scenario random --calls "$CALLS" --seed 2 \
   --json "$OUT/native_random_two.json"
 run native_random 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario random --calls "$((CALLS / 4))" \

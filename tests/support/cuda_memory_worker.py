@@ -250,6 +250,22 @@ def buffers(rank: Rank) -> dict:
     return {"errors": [first, second], "freed": freed, "closing": closing, "seconds": time.monotonic() - began}
 
 
+def busy_buffer(rank: Rank) -> dict:
+    """Close while process 0's GPU is busy: its memory stays until it is not."""
+    workspace = rank.workspace()
+    workspace.reserve(1 << 16, WAIT_S)
+    first = rank.serve(workspace, SMALL)
+    held = rank.memory.held()
+    rank.memory.set_busy(rank.process == 0)
+    workspace.release(2.0)
+    closed = rank.memory.held()
+    rank.memory.set_busy(False)
+    limit = time.monotonic() + WAIT_S
+    while rank.process == 0 and rank.memory.held() == held and time.monotonic() < limit:
+        time.sleep(0.01)
+    return {"errors": [first], "freed": held - closed, "freed_later": closed - rank.memory.held()}
+
+
 def reset(rank: Rank) -> dict:
     """Failed and reset: all begin again under one number."""
     workspace = rank.workspace()

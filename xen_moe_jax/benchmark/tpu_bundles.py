@@ -236,6 +236,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
+    pack = blocks.get("pack_tokens", push)
     placing = routing.visited(place, padded)
     records = index_rows.records_at_once(routing.tokens)
     return {
@@ -247,6 +248,9 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             routing.tokens / push,
             (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
+        "xen_moe_pack_tokens": Work(routing.tokens / pack, _groups("encode", pack, tile, routing.tokens)),
+        # its loops over sources, and those that fill windows, which turn a little more often
+        "xen_moe_index_tokens": Work(routing.ranks, (Part("slots", "sst", routing.placed / 8, 16, depth=3),)),
         "xen_moe_place": Work(
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
@@ -260,6 +264,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
         ),
         "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
         "xen_moe_order_pairs": Work(pairs.blocks),
+        "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(
             pairs.blocks,
             (

@@ -1,3 +1,5 @@
+#include <thread>
+
 #include "tests/gpu/native/expectations.h"
 
 namespace native {
@@ -95,6 +97,73 @@ std::string Members(const Options& o) {
       "%lld calls with changing members, %.1f us each; as many without a rank that calls nothing; dead named; "
       "disagreement named:%s",
       static_cast<long long>(calls), each, seen.c_str());
+}
+
+// A rank is left out while it is still busy with the operation before: blocks of it that start late, and rows that
+// nobody waits for because they are dropped, must not reach what the others run without it.
+std::string Leaver(const Options& o) {
+  if (o.ranks < 3 || o.gpus < o.ranks) return "not run: it takes three ranks and a GPU for each";
+  const int slow = 1;
+  int operations = 0;
+  int* stop = nullptr;
+  NATIVE_CHECK(cudaHostAlloc(&stop, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable));
+  for (int kind = 0; kind < 6; ++kind) {
+    World world(o.ranks, o.gpus);
+    Problem p;
+    p.operation = kind < 4 ? Operation::kDispatch : kind == 4 ? Operation::kRedispatch : Operation::kCombine;
+    p.low_latency = kind % 2 == 1;
+    p.ranks = o.ranks, p.tokens = 24, p.top_k = 4, p.experts = 4 * o.ranks, p.hidden = 64, p.told = true;
+    p.capacity = kind < 2 || kind == 5 ? o.ranks * p.tokens * p.top_k : 8;  // else nearly all rows are dropped
+    p.blocks = 6, p.push_blocks = 3, p.slices = 2, p.seed = o.seed + kind;
+    const bool drops = kind >= 2 && kind < 5;
+    if (drops) p.tokens = 200;
+    const std::vector<RankCase> cases = Reference(p);
+    std::vector<Prepared*> before;
+    for (int r = 0; r < o.ranks; ++r) {
+      Problem own = p;
+      if (drops && r == slow) own.blocks = 3, own.push_blocks = 1;  // it sends its routing at once, its rows slowly
+      before.push_back(world.Add(own, cases[r], r, 1000, 20 * o.patience));
+    }
+    Problem without = p;  // of such a size that the slow rank's place in the first lies in that of rank 0
+    without.members = ~(1u << slow), without.tokens = drops ? 60 : 30,
+    without.capacity = o.ranks * without.tokens * p.top_k;
+    const auto after = world.AddAll(without, 20 * o.patience);
+    world.Start(Largest({before, after}));
+    if (drops) {  // what has ended somewhere is not written there any more
+      std::vector<Bytes> staged(o.ranks);
+      world.Each([&](int rank) {
+        const RankState& state = world.states[rank];
+        before[rank]->LaunchAndVerify(state.stream[0]);
+        if (rank == slow) return;
+        NATIVE_CHECK(cudaStreamSynchronize(state.stream[0]));
+        staged[rank] = world.Staged(rank);
+      });
+      world.Synchronize();
+      for (int r = 0; r < o.ranks; ++r) {
+        Expect(r == slow || staged[r] == world.Staged(r), Text("rank %d was written to after ", r) + Name(p));
+      }
+    }
+    for (int round = 0; round < 2; ++round) {
+      *stop = 0;
+      world.Each([&](int rank) {
+        const RankState& state = world.states[rank];
+        if (rank == slow) {
+          Occupy(state.side, drops ? 3 : 1, stop);  // 1: one block at a time
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+        before[rank]->LaunchAndVerify(state.stream[0]);
+        for (int i = 0; i < (drops ? 4 : 12); ++i) after[rank]->LaunchAndVerify(state.stream[0]);
+        NATIVE_CHECK(cudaStreamSynchronize(state.stream[0]));
+        if (rank == slow) *reinterpret_cast<volatile int*>(stop) = 1;
+      });
+      world.Synchronize();
+      ExpectNoFailure(world);
+      ExpectRight(world, "operations beside a rank that was left out, after " + Name(p));
+      operations += drops ? 5 : 13;
+    }
+  }
+  NATIVE_CHECK(cudaFreeHost(stop));
+  return Text("%d operations, most of them without a rank that was still busy with the one before", operations);
 }
 
 }  // namespace native

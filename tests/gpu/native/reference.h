@@ -34,6 +34,7 @@ struct Problem {
   xen_moe::WireType wire = xen_moe::WireType::kNative;
   bool ue8m0 = false;
   uint32_t members = ~0u;  // bit mask of the ranks that take part
+  bool told = false;       // it is given that mask though all take part
 
   bool moves(int source, int target) const { return (members >> source & 1) && (members >> target & 1); }
   int slots() const { return layout == Layout::kRanked ? 1 : top_k; }

@@ -23,6 +23,8 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
-std::string Members(const Options& options);  // ranks that are out: members.cu
+// Ranks that are out: members.cu.
+std::string Members(const Options& options);
+std::string Leaver(const Options& options);
 
 }  // namespace native

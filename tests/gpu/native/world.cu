@@ -140,7 +140,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
 
   Call call{};
   call.control = rank.control, call.mailbox = rank.mailbox, call.timeout_ns = timeout_ns, call.call_id = call_id;
-  if (~p.members & ((1u << p.ranks) - 1)) {
+  if (p.told || ~p.members & ((1u << p.ranks) - 1)) {
     Bytes active;
     for (int i = 0; i < p.ranks; ++i) active.push_back(p.members >> i & 1);
     call.active = reinterpret_cast<const bool*>(Upload(active));
@@ -391,6 +391,13 @@ uint64_t World::Wrong() {
     sum += wrong;
   }
   return sum;
+}
+Bytes World::Staged(int rank) {
+  const MemoryTable& table = generations_.back()[rank];
+  Bytes out(2 * (table.flag_bytes + table.data_bytes));
+  NATIVE_CHECK(cudaMemcpyAsync(out.data(), table.staging[rank], out.size(), cudaMemcpyDeviceToHost, states[rank].side));
+  NATIVE_CHECK(cudaStreamSynchronize(states[rank].side));
+  return out;
 }
 std::string World::Picture() {
   std::string out;

@@ -84,6 +84,7 @@ class World {
   void Synchronize();
   uint64_t Wrong();  // sum of `wrong`
   void ClearWrong();
+  Bytes Staged(int rank);  // what lies in its staging area
   // What each rank is doing, for the report of a scenario that went wrong.
   std::string Picture();
   uint64_t FailureOf(int rank) const { return *reinterpret_cast<volatile uint64_t*>(&states[rank].error->failure); }

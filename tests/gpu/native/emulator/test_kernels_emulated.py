@@ -50,6 +50,7 @@ CASES = [
     ("concurrent", 2, 2, 64, 2),
     ("members", 3, 3, 64, 0),
     ("members", 3, 3, 1, 0),
+    ("leaver", 3, 3, 12, 0),
     ("graphs", 2, 2, 64, 15),
     ("random", 2, 2, 64, 1500),
     ("random", 4, 2, 64, 300),
