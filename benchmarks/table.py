@@ -12,6 +12,7 @@ import pathlib
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,7 +22,7 @@ QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" /
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
-from xen_moe_jax.benchmark import jax_best, tpu_layer  # noqa: E402
+from xen_moe_jax.benchmark import jax_best, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
 
@@ -198,8 +199,21 @@ def compared(operations: tuple[str, ...]) -> str:
 
 def tpu_layers() -> str:
     """The whole layer, compiled for TPUs."""
-    content = json.loads((RESULTS / "tpu_layer.json").read_text())
+    path = RESULTS / "tpu_layer.json"
+    if not path.exists():
+        return "Not compiled yet: the file is not there."
+    content = json.loads(path.read_text())
     return "\n".join([*tpu_layer.table(content), "", *(line + "\n" for line in tpu_layer.left_out(content))]).rstrip()
+
+
+def tpu_static(lines: Callable[[list[dict[str, Any]]], list[str]]) -> str:
+    """Of what the compiled TPU programs say."""
+    return "\n".join(lines(json.loads((RESULTS / "tpu_static.json").read_text())["results"]))
+
+
+def tpu_left_out() -> str:
+    missing = json.loads((RESULTS / "tpu_static.json").read_text())["left_out"]
+    return f"Not compiled for this file: {', '.join(missing)}." if missing else "Every program was compiled."
 
 
 def quoted(match: re.Match) -> str:
@@ -210,6 +224,9 @@ QUOTES = {
     "JAX round trips": lambda: compared(("round trip",)),
     "JAX operations": lambda: compared(jax_best.OPERATIONS),
     "whole layer on TPU": tpu_layers,
+    "TPU operations": lambda: tpu_static(tpu_budget.by_operation),
+    "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
+    "TPU left out": tpu_left_out,
 }
 
 

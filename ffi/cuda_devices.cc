@@ -80,7 +80,7 @@ void Check(CUresult e, const std::string& what) {
   if (e == CUDA_ERROR_OUT_OF_MEMORY) {
     throw MemoryError{true, "xen_moe_jax: " + what +
                                 ": not enough GPU memory for the symmetric workspace. JAX preallocates most of it: "
-                                "lower XLA_PYTHON_CLIENT_MEM_FRACTION, or lower num_tokens or hidden"};
+                                "lower XLA_CLIENT_MEM_FRACTION, or lower num_tokens or hidden"};
   }
   Refuse(what + ": CUDA driver error " + std::to_string(static_cast<int>(e)));
 }

@@ -34,23 +34,29 @@ def rows_in(buffer: Any, first: Any, count: int) -> Callable[[int], jax.Array]:
     return lambda j: buffer[j, pl.ds(first, count), :]
 
 
-def start_rows(table: Any, staged: Any, buffer: Any, semaphore: Any, *, zero_others: bool) -> None:
-    """Starts one DMA per entry `>= 0` of `table [1, 1, N]`: `staged[entry]` -> record `n` of the buffer.
-
-    The other records become zero, or keep what they held.
+def start_rows(
+    number: Callable[[Any], Any],
+    count: int,
+    record: Callable[[Any], Any],
+    buffer: Any,
+    semaphore: Any,
+    *,
+    zero_others: bool,
+) -> None:
+    """Starts one DMA per entry: `record(number(n))` -> record `n` of the buffer, for `n` below `count` where `number(n)
+    >= 0`. The other records become zero, or keep what they held.
     """
-    count = table.shape[2]
     at_once = next(n for n in (AT_ONCE, 2, 1) if count % n == 0)
 
     @pl.loop(0, count // at_once)
     def _(i: Any) -> None:
         for n in range(at_once):
             n = i * at_once + n
-            row = table[0, 0, n]
+            row = number(n)
 
             @pl.when(row >= 0)
             def _(row: Any = row, n: Any = n) -> None:
-                pltpu.make_async_copy(staged.at[row], buffer.at[:, n], semaphore).start()
+                pltpu.make_async_copy(record(row), buffer.at[:, n], semaphore).start()
 
             if zero_others:
 

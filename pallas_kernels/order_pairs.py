@@ -87,7 +87,7 @@ def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Ar
     return out, count
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
 
@@ -100,7 +100,7 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     number = lax.broadcasted_iota(jnp.int32, (-(-bins // SUBLANES) * SUBLANES, count), 0)
     hot = (number == key).astype(jnp.float32)
     row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    earlier = _dot(hot, (row < column).astype(jnp.float32), (1, 0))
+    earlier = dot(hot, (row < column).astype(jnp.float32), (1, 0))
     behind, to = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, count), jnp.float32)
     for b in range(bins):
         to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
@@ -110,23 +110,63 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     out = jnp.zeros(table.shape, jnp.int32)
     for byte in range(4):
         part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
-        out = out | (_dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
+        out = out | (dot(part, chosen, (1, 1)).astype(jnp.int32) << (8 * byte))
     return out
 
 
-def _body(refs: _Refs, *, slots: int, block: int, group: int) -> None:
-    columns = Columns(slots, block)
-    given = refs.given[...]
-    rows, peer = given[:slots], given[slots : slots + 1]
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """Pairs in the order in which `reduce_slots` visits them.
+
+    Attributes:
+      columns: what the tables hold. tables: int32 `[blocks, 1, words]`.
+      rows: the rows again, as columns, as `order_pairs` makes them: int32 `[blocks, group, block / group * slots]`.
+      expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
+    """
+
+    columns: Columns
+    tables: jax.Array
+    rows: jax.Array
+    expected: jax.Array
+    staging_rows: int
+
+
+def counted(mask: jax.Array) -> jax.Array:
+    """int32 `[1, 1]`: how many of `mask [1, N]` are true."""
+    return jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
+
+
+def order_block(
+    table_ref: Any,
+    columns_ref: Any,
+    columns: Columns,
+    rows: jax.Array,
+    peer: jax.Array,
+    address: jax.Array,
+    facts: jax.Array | None,
+) -> None:
+    """Orders one block: rows `[slots, N]`, peer and address `[1, N]`; without `facts` they are counted here."""
+    slots, block = columns.slots, columns.block
     (rows,), depth = packed(rows >= 0, rows)
+    if facts is None:
+        lane = lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        facts = jnp.where(lane == slots, counted(peer >= 0), 0)
+        for s in range(slots):
+            facts = jnp.where(lane == s, counted((peer >= 0) & (depth > s)), facts)
     key = jnp.where(peer >= 0, slots - depth, slots + 1)
     none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
-    table = ordered(key, slots + 2, jnp.concatenate([rows, given[slots : slots + 2], depth, none], axis=0))
+    table = ordered(key, slots + 2, jnp.concatenate([rows, peer, address, depth, none], axis=0))
     for n in range(columns.rows):
-        line = refs.facts[0] if n == columns.facts else table[n : n + 1]
-        refs.table[0, :, n * block : (n + 1) * block] = line
-    upright = jnp.transpose(table)[:, :slots]
-    refs.columns[0] = jnp.concatenate([upright[n : n + group] for n in range(0, block, group)], axis=1)
+        table_ref[:, n * block : (n + 1) * block] = facts if n == columns.facts else table[n : n + 1]
+    upright, group = jnp.transpose(table)[:, :slots], columns_ref.shape[0]
+    columns_ref[...] = jnp.concatenate([upright[n : n + group] for n in range(0, block, group)], axis=1)
+
+
+def _body(refs: _Refs, *, slots: int, block: int) -> None:
+    given = refs.given[...]
+    rows, peer, address = given[:slots], given[slots : slots + 1], given[slots + 1 : slots + 2]
+    columns = Columns(slots, block)
+    order_block(refs.table.at[0], refs.columns.at[0], columns, rows, peer, address, refs.facts[0])
 
 
 def order_pairs(
@@ -157,7 +197,7 @@ def order_pairs(
     facts = jnp.sum(depth[:, None, :] > deeper[:, None], axis=2, dtype=jnp.int32)
     facts = jnp.pad(facts, ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
     table, ordered = launch.call(
-        functools.partial(_body, slots=slots, block=block, group=group),
+        functools.partial(_body, slots=slots, block=block),
         _Refs,
         ["given", "facts", "table", "columns"],
         name="xen_moe_order_pairs",

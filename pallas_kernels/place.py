@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -22,31 +23,79 @@ from xen_moe_jax.pallas_kernels import gather
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.record import LANES, Record, decode, decode_scale, decode_values
 
+TOKEN_BITS = 16
+"""Record `token` of `source` of `[R, S, T, 128]` has the number `source << TOKEN_BITS | token`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """Blocks of rows that `place` visits, of which `last[0] + 1` are.
+
+    Attributes:
+      blocks: int32 `[V]`, number of each. gathered: int32 `[V]`, records that it gets.
+      last: int32 `[N]`, number of the last visit, first.
+      records: int32 `[V * block]` at least, record of each row, `-1` for none, as `TOKEN_BITS` says.
+      block: rows of a block.
+    """
+
+    blocks: jax.Array
+    last: jax.Array
+    gathered: jax.Array
+    records: jax.Array
+    block: int
+
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
     blocks: Any
     last: Any
     gathered: Any
-    now: Any
-    following: Any
     staged: Any
     out: Any
     buffer: Any
     semaphore: Any
+    now: Any = None
+    following: Any = None
+    records: Any = None
     scales: Any = None
+    header: Any = None
 
 
 def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
-    keep_scales = refs.scales is not None
+    """Tables come block by block, `now` and `following`, or all at once, `records`."""
+    block = refs.out.shape[0]
+
+    def start_block(number: Any, at: Any, slot: Any) -> None:
+        target, semaphore = refs.buffer.at[slot], refs.semaphore.at[slot]
+        gather.start_rows(number, block, at, target, semaphore, zero_others=padding_rows)
 
     def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, refs.staged, refs.buffer.at[slot], refs.semaphore.at[slot], zero_others=padding_rows)
+        start_block(lambda n: table[0, 0, n], lambda row: refs.staged.at[row], slot)
 
-    def wait(slot: Any) -> None:
-        gather.await_rows(refs.buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
+    def start_visit(visit: Any, slot: Any) -> None:
+        def at(number: Any) -> Any:
+            token = number & ((1 << TOKEN_BITS) - 1)
+            return refs.staged.at[lax.shift_right_logical(number, TOKEN_BITS), :, token]
 
-    slot = gather.double_buffered(start, wait, refs.now, refs.following)
+        start_block(lambda n: refs.records[visit * block + n], at, slot)
+
+    def wait(slot: Any, gathered: Any) -> None:
+        gather.await_rows(refs.buffer.at[slot], gathered, refs.semaphore.at[slot])
+
+    if refs.records is None:
+        slot = gather.double_buffered(start, lambda slot: wait(slot, refs.gathered[0, 0, 0]), refs.now, refs.following)
+    else:
+        now, following = (_visit(pl.program_id(0), pl.program_id(1) + n, refs.last) for n in range(2))
+        slot = gather.double_buffered(start_visit, lambda slot: wait(slot, refs.gathered[now]), now, following)
+    _write(refs, record, slot)
+
+
+def _visit(core: Any, turn: Any, last: Any) -> Any:
+    return jnp.minimum(core * pl.num_programs(1) + turn, last[0])
+
+
+def _write(refs: _Refs, record: Record, slot: Any) -> None:
+    keep_scales = refs.scales is not None
 
     def write(rows: Any) -> None:
         load = gather.rows_in(refs.buffer.at[slot], rows.start, rows.size)
@@ -55,13 +104,16 @@ def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
             refs.out[rows, c * LANES : (c + 1) * LANES] = values.astype(refs.out.dtype)
             if keep_scales:
                 refs.scales[rows, c : c + 1] = decode_scale(record, load, c)
+        if refs.header is not None:
+            refs.header[rows, :] = load(record.header_row)
 
     for_row_groups(refs.out.shape[0], tile_rows(refs.out.dtype), write)
 
 
-def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, block: int) -> int:
+def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, keep_header: bool, block: int) -> int:
     """VMEM that a block size needs: two record buffers and two output blocks (pipelined)."""
     row = record.hidden * jnp.dtype(out_dtype).itemsize + (4 * LANES * record.scale_rows if keep_scales else 0)
+    row += 4 * LANES if keep_header else 0
     return 2 * block * (record.bytes + row)
 
 
@@ -80,6 +132,7 @@ def place(
     keep_scales: bool,
     padding_rows: bool,
     launch: Launch,
+    keep_header: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Builds rows from staged records.
 
@@ -89,9 +142,11 @@ def place(
       live: bool `[C]`, rows that are specified; blocks of rows without any are left unwritten.
       padding_rows: rows without a record are zero; otherwise they are unspecified.
       keep_scales: results are the values as they travelled and their scales, not their product.
+      keep_header: the block row with the header is a result, too; unspecified where there is no record.
 
     Returns:
-      `(rows [C, hidden],)` of `out_dtype`, and with `keep_scales` also float32 `[C, chunks]`.
+      `(rows [C, hidden],)` of `out_dtype`, with `keep_scales` also float32 `[C, chunks]`, with `keep_header` also int32
+      `[C, 128]`.
     """
     rows = source.shape[0]
     block = block_rows(launch.block, rows, tile_rows(out_dtype))
@@ -103,31 +158,26 @@ def place(
     num_blocks = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32), 1)
     gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
 
-    each = divided(num_blocks, launch.cores)
-
-    def visited(core: Any, i: Any, blocks: Any, last: Any) -> Any:
-        return blocks[jnp.minimum(core * pl.num_programs(1) + i, last[0])]
-
     def table_of(ahead: int, count: int) -> Any:
-        def at(core: Any, i: Any, *known: Any) -> Any:
-            return visited(core, i + ahead, *known), 0, 0
+        def at(core: Any, turn: Any, blocks: Any, last: Any) -> Any:
+            return blocks[_visit(core, turn + ahead, last)], 0, 0
 
         return pl.BlockSpec((1, 1, count), at, memory_space=pltpu.SMEM)
 
-    def rows_of_block(core: Any, i: Any, *known: Any) -> Any:
-        return visited(core, i, *known), 0
+    def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any) -> Any:
+        return blocks[_visit(core, turn, last)], 0
 
-    out_specs = [pl.BlockSpec((block, record.hidden), rows_of_block)]
-    out_shape = [((rows, record.hidden), out_dtype)]
-    if keep_scales:
-        out_specs.append(pl.BlockSpec((block, record.chunks), rows_of_block))
-        out_shape.append(((rows, record.chunks), jnp.float32))
+    out_specs, out_shape = _results(rows, block, record, out_dtype, keep_scales, rows_of_block)
+    if keep_header:
+        out_specs.append(pl.BlockSpec((block, LANES), rows_of_block))
+        out_shape.append(((rows, LANES), jnp.int32))
     return tuple(
         launch.call(
             functools.partial(_body, record=record, padding_rows=padding_rows),
             _Refs,
             ["blocks", "last", "gathered", "now", "following", "staged", "out"]
             + (["scales"] if keep_scales else [])
+            + (["header"] if keep_header else [])
             + ["buffer", "semaphore"],
             name="xen_moe_place",
             remote=False,
@@ -135,11 +185,65 @@ def place(
             shared=True,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
-                grid=(launch.cores, each),
+                grid=(launch.cores, divided(num_blocks, launch.cores)),
                 in_specs=[table_of(0, 1), table_of(0, block), table_of(1, block), pl.BlockSpec(memory_space=pltpu.HBM)],
                 out_specs=out_specs,
                 scratch_shapes=gather.buffers(record, block),
             ),
             out_shape=out_shape,
         )(blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged)
+    )
+
+
+def _results(
+    rows: int, block: int, record: Record, out_dtype: Any, keep_scales: bool, at: Any
+) -> tuple[list[Any], list[Any]]:
+    """Blocks of the results and their shapes."""
+    specs: list[Any] = [pl.BlockSpec((block, record.hidden), at)]
+    shapes: list[Any] = [((rows, record.hidden), out_dtype)]
+    if keep_scales:
+        specs.append(pl.BlockSpec((block, record.chunks), at))
+        shapes.append(((rows, record.chunks), jnp.float32))
+    return specs, shapes
+
+
+def place_visits(
+    staged: jax.Array,
+    visits: Visits,
+    *,
+    rows: int,
+    record: Record,
+    out_dtype: Any,
+    keep_scales: bool,
+    padding_rows: bool,
+    launch: Launch,
+) -> tuple[jax.Array, ...]:
+    """As `place`, out of int32 `staged [R, S, T, 128]`, for few visits, whose tables are in SMEM as a whole."""
+    if not launch.interpret:  # so small an array XLA puts into VMEM, where a row is not fetched but loaded and stored
+        staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
+
+    def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any, *_: Any) -> Any:
+        return blocks[_visit(core, turn, last)], 0
+
+    out_specs, out_shape = _results(rows, visits.block, record, out_dtype, keep_scales, rows_of_block)
+    return tuple(
+        launch.call(
+            functools.partial(_body, record=record, padding_rows=padding_rows),
+            _Refs,
+            ["blocks", "last", "gathered", "records", "staged", "out"]
+            + (["scales"] if keep_scales else [])
+            + ["buffer", "semaphore"],
+            name="xen_moe_place",
+            remote=False,
+            by_dma=False,
+            shared=True,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=4,
+                grid=(launch.cores, divided(visits.last[0] + 1, launch.cores)),
+                in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+                out_specs=out_specs,
+                scratch_shapes=gather.buffers(record, visits.block),
+            ),
+            out_shape=out_shape,
+        )(visits.blocks, visits.last, visits.gathered, visits.records, staged)
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,7 +62,10 @@ class _Refs:
     credits: Any = None
 
 
-def _encode_rows(refs: _Refs, out: Any, rows: Any, record: Record, quantise: tuple[str, str] | None) -> None:
+def encode_rows(
+    refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantise: tuple[str, str] | None
+) -> None:
+    """The tokens `rows` of `refs.x`, with their `scales` and `header` where there are some, as `record.encode` puts."""
     x, scales = refs.x, refs.scales
     latest = {}
 
@@ -76,7 +80,7 @@ def _encode_rows(refs: _Refs, out: Any, rows: Any, record: Record, quantise: tup
         return latest["scale"] if scales is None else scales[rows, c : c + 1]
 
     header = None if refs.header is None else refs.header[rows, :]
-    encode(record, chunk, scale if record.scaled else None, out.put(rows), rows.size, header)
+    encode(record, chunk, scale if record.scaled else None, put, rows.size, header)
 
 
 def _body(
@@ -98,10 +102,10 @@ def _body(
     def _() -> None:
         link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
-    def encode_rows(rows: Any) -> None:
-        _encode_rows(refs, outgoing(slot), rows, record, quantise)
+    def encode(rows: Any) -> None:
+        encode_rows(refs, outgoing(slot).put(rows), rows, record, quantise)
 
-    for_row_groups(refs.x.shape[0], tile_rows(refs.x.dtype), encode_rows)
+    for_row_groups(refs.x.shape[0], tile_rows(refs.x.dtype), encode)
 
     @pl.when(step == 0)
     def _() -> None:

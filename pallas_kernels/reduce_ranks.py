@@ -43,30 +43,82 @@ def encode_sums(
 
 
 @dataclasses.dataclass(frozen=True)
+class Summands:
+    """What is added up of few tokens, whose tables are in SMEM as a whole.
+
+    Attributes:
+      numbers: int32 `[D * N]`, staged record of summand `d` of token `t` at `d * N + t`, `-1` for none.
+      gathered: int32 `[M]`, records of each block of tokens, first.
+      came: int32 `[N, D]`, the same numbers, token by token. block: tokens of a block.
+    """
+
+    numbers: jax.Array
+    gathered: jax.Array
+    came: jax.Array
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Refs:
     zero: Any
     gathered: Any
-    now: Any
-    following: Any
     sources: Any
     staged: Any
     out: Any
     buffer: Any
     semaphore: Any
     total: Any
+    now: Any = None
+    following: Any = None
+    numbers: Any = None
 
 
-def _body(refs: _Refs, *, record: Record, entries: int, quantise: tuple[str, str] | None, as_records: bool) -> None:
+def _fetch(refs: _Refs, entries: int, steps: int) -> Any:
+    """Fetches this step's summands and the next one's; the buffer that holds this step's. Tables come step by step,
+    `now` and `following`, or all at once, `numbers`.
+    """
+    buffer, tokens = refs.buffer, refs.sources.shape[0]
+
+    def start(number: Any, slot: Any) -> None:
+        target, semaphore = buffer.at[slot], refs.semaphore.at[slot]
+        gather.start_rows(
+            number, entries * tokens, lambda row: refs.staged.at[row], target, semaphore, zero_others=False
+        )
+
+    def wait(slot: Any, gathered: Any) -> None:
+        gather.await_rows(buffer.at[slot], gathered, refs.semaphore.at[slot])
+
+    if refs.numbers is None:
+        return gather.double_buffered(
+            lambda table, slot: start(lambda n: table[0, 0, n], slot),
+            lambda slot: wait(slot, refs.gathered[0, 0, 0]),
+            refs.now,
+            refs.following,
+        )
+
+    def start_block(block: Any, slot: Any) -> None:
+        apart, first = refs.numbers.shape[0] // entries, block * tokens
+
+        def number(n: Any) -> Any:
+            if tokens & (tokens - 1):
+                entry, token = lax.div(n, tokens), lax.rem(n, tokens)
+            else:  # a shift and a mask: a division costs more than the DMA
+                entry, token = lax.shift_right_logical(n, tokens.bit_length() - 1), n & (tokens - 1)
+            return refs.numbers[entry * apart + token + first]
+
+        start(number, slot)
+
+    each = pl.num_programs(1)
+    now, following = (jnp.minimum(pl.program_id(0) * each + pl.program_id(1) + n, steps - 1) for n in range(2))
+    return gather.double_buffered(start_block, lambda slot: wait(slot, refs.gathered[now]), now, following)
+
+
+def _body(
+    refs: _Refs, *, record: Record, entries: int, steps: int, quantise: tuple[str, str] | None, as_records: bool
+) -> None:
     buffer, out, total = refs.buffer, refs.out, refs.total
-
-    def start(table: Any, slot: Any) -> None:
-        gather.start_rows(table, refs.staged, buffer.at[slot], refs.semaphore.at[slot], zero_others=False)
-
-    def wait(slot: Any) -> None:
-        gather.await_rows(buffer.at[slot], refs.gathered[0, 0, 0], refs.semaphore.at[slot])
-
-    slot = gather.double_buffered(start, wait, refs.now, refs.following)
-    tokens = refs.now.shape[2] // entries
+    slot = _fetch(refs, entries, steps)
+    tokens = refs.sources.shape[0]
     nothing = refs.zero[0]
 
     def add(rows: Any) -> None:
@@ -104,9 +156,14 @@ def vmem_bytes(record: Record, out_dtype: Any, entries: int, block: int) -> int:
     return 2 * block * (entries * record.bytes + record.hidden * (jnp.dtype(out_dtype).itemsize + 2))
 
 
+def block_tokens(launch: Launch, tokens: int, dtype: Any) -> int:
+    """Tokens that are added up at a time."""
+    return block_rows(launch.block, tokens, tile_rows(dtype))
+
+
 def reduce_ranks(
     staged: jax.Array,
-    source: jax.Array,
+    source: jax.Array | Summands,
     zero: jax.Array,
     *,
     record: Record,
@@ -114,24 +171,26 @@ def reduce_ranks(
     quantise: tuple[str, str] | None = None,
     as_records: bool = False,
     launch: Launch,
+    tokens: int | None = None,
 ) -> jax.Array:
     """Adds each token's partial records.
 
     Args:
       staged: int32 `[N, *record.shape]`.
-      source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none.
-      zero: int32 `[1]`, a zero unknown to the compiler.
+      source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none; or tables that say so.
+      zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantise: with `as_records`, how the sum is quantised.
+      tokens: `T`, where `source` is tables.
 
     Returns:
       `[T, hidden]` of `out_dtype`, or with `as_records` int32 `[T, *record.shape]`.
     """
-    tokens, entries = source.shape
-    block = block_rows(launch.block, tokens, tile_rows(jnp.int32 if as_records else out_dtype))
+    known = source if isinstance(source, Summands) else None
+    sources = source.came if isinstance(source, Summands) else source
+    entries = sources.shape[1]
+    tokens = tokens or sources.shape[0]
+    block = known.block if known else block_tokens(launch, tokens, jnp.int32 if as_records else out_dtype)
     steps = -(-tokens // block)
-    sources = jnp.pad(source, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
-    table = sources.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
-    gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     each = divided(steps, launch.cores)
 
     def visited(core: Any, i: Any) -> Any:
@@ -148,21 +207,29 @@ def reduce_ranks(
     else:
         out_spec = pl.BlockSpec((block, record.hidden), lambda core, i, *_: (visited(core, i), 0))
         out_shape = ((tokens, record.hidden), out_dtype)
+    if known:
+        names, in_specs = ["zero", "gathered", "numbers"], []
+        tables = [zero, known.gathered, known.numbers]
+    else:
+        sources = jnp.pad(sources, ((0, steps * block - tokens), (0, 0)), constant_values=-1)
+        table = sources.reshape(steps, block, entries).swapaxes(1, 2).reshape(steps, 1, entries * block)
+        gathered = jnp.sum(table >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        names = ["zero", "gathered", "now", "following"]
+        in_specs = [table_of(0, 1), table_of(0, entries * block), table_of(1, entries * block)]
+        tables = [zero, gathered, table, table]
     return launch.call(
-        functools.partial(_body, record=record, entries=entries, quantise=quantise, as_records=as_records),
+        functools.partial(_body, record=record, entries=entries, steps=steps, quantise=quantise, as_records=as_records),
         _Refs,
-        ["zero", "gathered", "now", "following", "sources", "staged", "out", "buffer", "semaphore", "total"],
+        [*names, "sources", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",
         remote=False,
         by_dma=False,
         shared=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(tables) - len(in_specs),
             grid=(launch.cores, each),
             in_specs=[
-                table_of(0, 1),
-                table_of(0, entries * block),
-                table_of(1, entries * block),
+                *in_specs,
                 pl.BlockSpec((block, entries), lambda core, i, *_: (visited(core, i), 0)),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
@@ -173,4 +240,4 @@ def reduce_ranks(
             ],
         ),
         out_shape=out_shape,
-    )(zero, gathered, table, table, sources, staged)
+    )(*tables, sources, staged)

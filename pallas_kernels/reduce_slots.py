@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.order_pairs import Columns, order_pairs
+from xen_moe_jax.pallas_kernels.order_pairs import Columns, Ordered, order_pairs
 from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
 from xen_moe_jax.pallas_kernels.send import Link, Outgoing, await_whole, scratch
@@ -280,9 +280,14 @@ def vmem_bytes(record: Record, slots: int, block: int) -> int:
     return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
 
 
+def pairs_at_once(launch: Launch) -> int:
+    """Pairs of a group."""
+    return next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
+
+
 def reduce_slots(
     y: jax.Array,
-    pairs: Pairs,
+    pairs: Pairs | Ordered,
     weights: jax.Array | None,
     zero: jax.Array,
     *,
@@ -295,19 +300,23 @@ def reduce_slots(
 
     Args:
       y: `[C, hidden]`, float32, or bfloat16 with an even `C`.
+      pairs: in any order, or ordered already.
       weights: float32 `[C]`, what the rows are multiplied by, or None.
-      zero: int32 `[1]`, a zero unknown to the compiler.
+      zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantise: (dtype, scale format), or None to send partial sums in `y.dtype`.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
     """
-    slots = pairs.rows.shape[1]
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
-    group = next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
-    columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, group, launch=launch)
+    group = pairs_at_once(launch)
+    if isinstance(pairs, Ordered):
+        columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
+    else:
+        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, group, launch=launch)
+    slots = columns.slots
     blocks = ordered.shape[0]
     first = jnp.zeros((), jnp.int32)
     if axes is not None:

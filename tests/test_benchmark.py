@@ -327,6 +327,13 @@ def test_arguments_that_do_not_go_together(arguments, message):
     assert message in str(error.value)
 
 
+def test_tpu_programs_are_not_begun_without_their_compiler(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--mode tpu-static: compiles with libtpu, which is not installed"):
+        checked("--mode", "tpu-static")
+
+
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'xen-moe-jax[plot]'")
     checked("--plot", str(tmp_path / "times.SVG"))

@@ -1,5 +1,6 @@
 """What the documents say is true: their examples run, links lead somewhere, every public name is described."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
+from xen_moe_jax import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -107,6 +109,18 @@ def test_links_inside_the_repository_lead_somewhere(document):
 def test_api_page_describes_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in xm.__all__ if not re.search(rf"`(xm\.)?{name}\b", text)]
+    assert not missing, f"docs/api.md does not describe {missing}"
+
+
+def test_api_page_has_every_command_and_every_field_of_the_configs():
+    text = (ROOT / "docs" / "api.md").read_text()
+    fields = [f.name for f in dataclasses.fields(xm.KernelConfig)]
+    if importlib.util.find_spec("flax") is not None:
+        from xen_moe_jax.flax import MoEConfig
+
+        fields += [f.name for f in dataclasses.fields(MoEConfig)]
+    missing = [name for name in fields if f"`{name}`" not in text]
+    missing += [name for name in cli.COMMANDS if f"`xen-moe-jax {name}" not in text]
     assert not missing, f"docs/api.md does not describe {missing}"
 
 

@@ -301,6 +301,17 @@ def test_autotune_command_end_to_end(tmp_path, capsys):
     assert "8 tokens bfloat16 dispatch" in capsys.readouterr().out
 
 
+def test_a_size_that_is_given_wins_over_the_named_model(monkeypatch, tmp_path):
+    """For `--deepseek-v3 --hidden 4096` the profile would else name a shape that nobody asked for."""
+    asked = []
+    monkeypatch.setattr("xen_moe_jax.benchmark.command.start_jax", lambda options: None)
+    monkeypatch.setattr("xen_moe_jax.benchmark.problem.make_problem", lambda work: asked.append(work) or 1 / 0)
+    given = "--deepseek-v3 --hidden 4096 --tokens 8 --ranks 2 --output".split()
+    with pytest.raises(ZeroDivisionError):
+        tuning_command.main([*given, str(tmp_path / "p.json")])
+    assert (asked[0].hidden, asked[0].experts, asked[0].top_k) == (4096, 256, 8)
+
+
 def test_autotune_command_refuses_a_foreign_file_before_it_measures(tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text("{}")

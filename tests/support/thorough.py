@@ -16,6 +16,7 @@ THOROUGH = (
     "tpu/test_tpu_aot.py::test_full_size_program[v5p-fp8]",
     "tpu/test_tpu_aot.py::test_full_size_program[v6e-bf16]",
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
+    "tpu/test_tpu_aot.py::test_halves_on_a_large_topology",
     "tpu/test_tpu_layer.py::test_a_layer_needs_less_memory_than_the_peer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",

@@ -19,7 +19,7 @@ import xen_moe_jax as xm
 from tests.support import conformance, members
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
-from xen_moe_jax.backends.pallas import hardware
+from xen_moe_jax.backends.pallas import hardware, headers
 from xen_moe_jax.pallas_kernels import exchange
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
@@ -80,6 +80,23 @@ class TestTwoCores(Pallas):
     @pytest.fixture(autouse=True)
     def two_cores(self, monkeypatch):
         monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
+
+
+class TestWithoutHeaders(Pallas):
+    """As where a rank's slots do not fit SMEM: routing is gathered."""
+
+    config = config("eager", channel=3)
+
+    @pytest.fixture(autouse=True)
+    def nothing_fits(self, monkeypatch):
+        monkeypatch.setattr(headers, "window", lambda spec: None)
+
+
+class TestGatheredOnTwoCores(TestTwoCores):
+    """Both cores pack, and place what the other one packed."""
+
+    num_tokens = 20  # a block of tokens for each core
+    config = dataclasses.replace(config("on_wait", channel=4), mode="auto")
 
 
 @pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])

@@ -16,11 +16,14 @@ ROOT = HERE.parents[1]
 SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
     "TestEager": "[grouped/uniform] or ranked/duplicates or padded-fp8 or grouped-scaled or two-axes/uniform",
     "TestOnWait": (
-        "padded/zipf or align8-capacity-one-below or grouped-top1/uniform or grouped-int8-f32 or ranked-odd-hidden or "
+        "padded/zipf or grouped-capacity-one/uniform or grouped-top1/uniform or grouped-int8-f32 or "
+        "ranked-odd-hidden or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
-    "TestGathered": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
+    "TestGathered and not Cores": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
     "TestTwoCores": "[grouped/uniform] or padded/zipf",
+    "TestWithoutHeaders": "padded-fp8 or grouped-two-axes/uniform",
+    "TestGatheredOnTwoCores": "padded/uniform",
     "TestHalves": "align8-capacity-one-below or ranked-capacity-one-below or padded-fp8 or grouped-two-axes/uniform",
 }
 

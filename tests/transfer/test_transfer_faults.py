@@ -81,11 +81,16 @@ def test_a_counter_says_how_far_it_came(engine, other):
 REFUSED = {
     "shape": ({"shape": (5,), "dtype": np.float32}, r"float32\[5\], the target <w float32\[4\]"),
     "dtype": ({"shape": (4,), "dtype": np.int32}, r"int32\[4\], the target"),
-    "pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([0], [4])}, "destination pages 4..4"),
+    "pages out of range": (
+        {"shape": (4,), "dtype": np.float32, "pages": ([0], [4])},
+        "destination pages 4..4 of the target",
+    ),
     "source pages out of range": ({"shape": (4,), "dtype": np.float32, "pages": ([-1], [0])}, "source pages -1..-1"),
     "pages of other lengths": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [0])}, "2 source pages for 1"),
     "a page twice": ({"shape": (4,), "dtype": np.float32, "pages": ([0, 1], [2, 2])}, "named twice"),
     "no such window": ({"name": "v", "shape": (4,), "dtype": np.float32}, r"does not exist; this peer can see \['w'\]"),
+    "pages that are no integers": ({"shape": (4,), "dtype": np.float32, "pages": ([0.5], [1])}, "must be integers"),
+    "pages of one side": ({"shape": (4,), "dtype": np.float32, "pages": 3}, "pages=3 must be \\(source pages"),
     "imm": ({"shape": (4,), "dtype": np.float32, "imm": 1.5}, "imm=1.5"),
 }
 
@@ -117,6 +122,67 @@ def test_a_target_must_be_a_window_of_this_engine(refusing):
             c.write(np.ones(4, np.float32), peer["w"])
     with pytest.raises(xt.TransferRefused, match="is closed"):
         c.publish("x", np.ones(4))
+
+
+def test_values_that_are_no_arrays_and_peers_that_are_none(refusing):
+    engine, peer = refusing
+    for call in (
+        lambda: engine.write(1.0, peer["w"]),
+        lambda: engine.write([1.0] * 4, peer["w"]),
+        lambda: engine.send(peer, None),
+        lambda: engine.send(peer, [np.ones(4)]),
+        lambda: engine.send(peer, {"a": 1}),
+        lambda: engine.publish("number", 3),
+    ):
+        with pytest.raises(xt.TransferRefused, match="must be a jax.Array or a NumPy array"):
+            call()
+    for call in (lambda: engine.send("b", b"x"), lambda: engine.barrier(["b"], 1)):
+        with pytest.raises(xt.TransferRefused, match="'b' is a str, not a Peer"):
+            call()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1", 1j])
+def test_a_limit_that_is_no_time_is_an_error_and_no_wait_for_ever(refusing, timeout):
+    engine, peer = refusing
+    for wait in (
+        lambda: engine.counter("never", expect=1).wait(timeout),
+        lambda: engine.recv(timeout=timeout),
+        lambda: engine.barrier([peer], timeout),
+        lambda: engine.connect(b"whatever", timeout=timeout),
+        lambda: xt.Watcher().wait(1, timeout),
+        lambda: engine.close(timeout),
+    ):
+        with pytest.raises(ValueError, match="timeout=.* must be seconds"):
+            wait()
+    with pytest.raises(xt.TransferTimeout):
+        engine.counter("never", expect=1).wait(np.float32(0))
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"name": 5}, "name=5 must be a string"),
+        ({"name": ""}, "name='' must be a string of 1 to 256"),
+        ({"name": "x", "token": ""}, "token= must be bytes or a string, not empty"),
+        ({"name": "x", "token": 5}, "token= must be bytes or a string"),
+        ({"name": "x", "port": 65536}, "port=65536 must be 0"),
+        ({"name": "x", "backend": "nixl"}, "backend='nixl'"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_be(given, text):
+    with pytest.raises(ValueError, match=text):
+        xt.Engine(**given)
+
+
+def test_names_of_writers_are_not_letters(refusing):
+    _, peer = refusing
+    with xt.Engine(name="d") as engine, pytest.raises(ValueError, match=r"writers='decode' must be .* \['decode'\]"):
+        engine.window(aval(4), name="v", writers="decode")
+    with pytest.raises(ValueError, match="plan: cast={'\\*': 'float7'}: 'float7' is no dtype"):
+        xt.plan({"a": np.ones(3)}, {"a": np.ones(3)}, cast={"*": "float7"})
+    with xt.Engine(name="e") as engine, pytest.raises(ValueError, match="expect=-1 must be a number of writes"):
+        engine.counter(1, expect=-1)
 
 
 def test_descriptors_are_authenticated(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -22,6 +23,8 @@ MODES = (
     "tpu-static",
     "transfer",
 )
+TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPU_CASES = ("throughput", "throughput-bf16", "low-latency")
 LAYER_MODES = ("layer", "model")
 NOTHING_TO_DRAW = ("overlap", "decode-step")
 NOTHING_TO_TUNE = (*LAYER_MODES, "overlap", "decode-step", "tpu-static", "transfer")
@@ -127,8 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
     tuned_jax("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
     tuned_jax("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
     tuned_jax("--part", help=argparse.SUPPRESS)
+    static = parser.add_argument_group("--mode tpu-static").add_argument
+    static("--generations", nargs="+", choices=TPU_GENERATIONS, help="to compile for (default: all)")
+    static("--cases", nargs="+", choices=TPU_CASES, help="to compile (default: all)")
     out = parser.add_argument_group("output").add_argument
-    out("--json", metavar="FILE")
+    out("--json", metavar="FILE", help="--mode tpu-static adds to the file, or replaces what it holds of the same")
     out("--plot", metavar="FILE")
     out("--tuned", metavar="FILE", help="with --tune: JSON file that keeps the best, for xen_moe_jax.autotune.load")
     out(
@@ -164,6 +170,9 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--num-sms {several}: several need --mode sweep-sms or overlap; give one")
     if options.sizes and options.mode != "transfer":
         raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
+    for name in ("generations", "cases"):
+        if getattr(options, name) and options.mode != "tpu-static":
+            raise ValueError(f"--{name} {' '.join(getattr(options, name))}: needs --mode tpu-static")
     if options.mode == "decode-step" and options.tokens:
         raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
     if options.mode == "jax-best":
@@ -188,6 +197,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     if options.mode in NOTHING_TO_DRAW and options.plot:
         raise ValueError(f"--plot {options.plot}: --mode {options.mode} draws nothing; leave it out, and take --json")
+    if options.mode == "tpu-static" and not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
+        raise ValueError("--mode tpu-static: compiles with libtpu, which is not installed: pip install libtpu")
     operations(options)
     operations(options, "peer_operations")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -252,17 +263,23 @@ def _positive(entry: Any, fields: tuple[str, ...]) -> bool:
     return all(isinstance(value, int | float) and value > 0 for value in values)
 
 
+def model_sizes(options: argparse.Namespace) -> dict[str, int]:
+    """`hidden`, `experts` and `top_k`: what was given, else those of the model that was named."""
+    model = DEEPSEEK_V3 if options.deepseek_v3 else {"hidden": 1024, "experts": 64, "top_k": 8}
+    return {name: getattr(options, name) or size for name, size in model.items()}
+
+
 def workload(options: argparse.Namespace, num_devices: int) -> Any:
     """The `Workload` that the sizes describe; `num_devices` is the default number of ranks."""
     from xen_moe_jax.benchmark.workload import Workload
 
     low_latency = options.mode == "low-latency"
-    model = DEEPSEEK_V3 if options.deepseek_v3 else {"hidden": 1024, "experts": 64, "top_k": 8}
+    sizes = model_sizes(options)
     return Workload(
         tokens=options.tokens or (128 if low_latency else 1024),
-        hidden=options.hidden or model["hidden"],
-        experts=options.experts or model["experts"],
-        top_k=options.top_k or model["top_k"],
+        hidden=sizes["hidden"],
+        experts=sizes["experts"],
+        top_k=sizes["top_k"],
         ranks=options.ranks or num_devices,
         dtype=options.dtype,
         wire=options.wire,

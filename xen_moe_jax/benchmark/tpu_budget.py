@@ -14,6 +14,7 @@ import numpy as np
 from xen_moe_jax.benchmark import tpu_bundles
 from xen_moe_jax.benchmark.tpu_bundles import Program, Routing
 
+TERMS = ("wire", "hbm", "kernels", "xla")
 CHIPS = (8, 16, 32, 64, 128, 256)
 
 
@@ -47,7 +48,8 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
         moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
         everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
-        if everybody != ("xen_moe_pack" in program.kernels):
+        few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
+        if few or everybody != ("xen_moe_pack_tokens" in program.kernels):
             continue  # more devices run another program than the one that was compiled
         counted = tpu_bundles.counts(program, routing, case.layout == "padded")
         us = 1e6 / topology.clock_hz
@@ -67,6 +69,36 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
     return found
 
 
+def by_operation(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: every fused operation on 8 devices."""
+    lines = [
+        "| chip | operation | ICI MB | HBM MB | remote DMAs | local DMAs | temp MiB | wire us | HBM us | kernels us "
+        "| XLA us | bound |",
+        "|" + "---|" * 12,
+    ]
+    for row in (row for row in results if row.get("budget")):
+        budget = row["budget"][0]
+        cells = [row["generation"], f"{row['case']} {row['operation']}", f"{row['ici_bytes'] / 1e6:.1f}"]
+        cells += [f"{row['hbm_bytes'] / 1e6:.0f}", str(row["remote_dmas"]), str(row["local_dmas"])]
+        cells += [f"{row['temp_bytes'] / 2**20:.0f}", *(f"{budget[f'{n}_us']:.0f}" for n in TERMS), budget["bound"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def by_devices(results: list[dict[str, Any]], generation: str, case: str) -> list[str]:
+    """Lines of a Markdown table: the operations of a case on more and more devices."""
+    lines = ["| operation | devices | torus | wire us | HBM us | kernels us | of it DMA issue | bound |"]
+    lines.append("|" + "---|" * 8)
+    for row in results:
+        if (row["generation"], row["case"]) != (generation, case):
+            continue
+        for budget in row.get("budget", []):
+            cells = [f"{case} {row['operation']}", str(budget["devices"]), " x ".join(map(str, budget["torus"]))]
+            cells += [f"{budget[f'{n}_us']:.0f}" for n in ("wire", "hbm", "kernels", "dma_issue")]
+            lines.append("| " + " | ".join([*cells, budget["bound"]]) + " |")
+    return lines
+
+
 def plot(path: str, results: list[dict[str, Any]]) -> None:
     """The whole budget of a dispatch and a combine by generation, at 4096 and at 128 tokens. Needs matplotlib."""
     try:
@@ -76,10 +108,11 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = ("throughput", "low-latency")
+    counted = {row["case"] for row in results if row.get("budget")}
+    cases = [case for case in ("throughput", "low-latency") if case in counted]
     chips = list(dict.fromkeys(row["generation"] for row in results))
-    figure, panels = plt.subplots(1, len(cases), figsize=(13, 5))
-    for axes, case in zip(panels, cases, strict=True):
+    figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5), squeeze=False)
+    for axes, case in zip(panels[0], cases, strict=True):
         for i, chip in enumerate(chips):
             budgets = [
                 row["budget"][0]
@@ -88,7 +121,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
                 and row.get("budget")
                 and "halves" not in row["operation"]
             ]
-            total = {n: sum(b[f"{n}_us"] for b in budgets) for n in ("wire", "hbm", "kernels", "xla")}
+            total = {n: sum(b[f"{n}_us"] for b in budgets) for n in TERMS}
             axes.bar(i - 0.27, total["wire"], 0.25, color="tab:blue", label="wire (ICI)" if not i else None)
             axes.bar(i, total["hbm"], 0.25, color="tab:orange", label="HBM" if not i else None)
             axes.bar(
@@ -102,7 +135,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
         axes.set_xticks(range(len(chips)), chips)
         axes.set_ylabel("microseconds, at least (estimate)")
         axes.set_title(f"{tokens} tokens a device, fp8 dispatch and bf16 combine, 8 devices")
-    panels[0].legend()
+    panels[0][0].legend()
     figure.suptitle("What a dispatch and a combine need: nothing here is measured")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

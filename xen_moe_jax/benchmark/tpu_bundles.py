@@ -22,6 +22,7 @@ KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt
 SHARED = ("BarrierMegacore", "barrier-megacore")
 """What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+NO_ESTIMATE = 2**62
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
 
@@ -235,6 +236,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
+    pack = blocks.get("pack_tokens", push)
     placing = routing.visited(place, padded)
     records = index_rows.records_at_once(routing.tokens)
     return {
@@ -246,6 +248,9 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             routing.tokens / push,
             (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
         ),
+        "xen_moe_pack_tokens": Work(routing.tokens / pack, _groups("encode", pack, tile, routing.tokens)),
+        # its loops over sources, and those that fill windows, which turn a little more often
+        "xen_moe_index_tokens": Work(routing.ranks, (Part("slots", "sst", routing.placed / 8, 16, depth=3),)),
         "xen_moe_place": Work(
             placing / place,
             (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
@@ -259,6 +264,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
         ),
         "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
         "xen_moe_order_pairs": Work(pairs.blocks),
+        "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(
             pairs.blocks,
             (
@@ -291,8 +297,12 @@ def _groups(name: str, block: int, tile: int, rows: int) -> tuple[Part, ...]:
 
 
 def xla_cycles(text: str) -> int:
-    """XLA's own estimate of the cycles of its operations in a compiled program; scalar gathers and sorts have none."""
-    return sum(int(n) for n in CYCLES.findall(text))
+    """XLA's own estimate of the cycles of its operations in a compiled program.
+
+    Scalar gathers, sorts, grouped matmuls and collectives have none; a scatter that it gives to the SparseCore has the
+    largest int64 instead of one.
+    """
+    return sum(n for n in map(int, CYCLES.findall(text)) if n < NO_ESTIMATE)
 
 
 def scalar_operations(text: str) -> dict[str, int]:

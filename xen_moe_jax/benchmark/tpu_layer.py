@@ -100,7 +100,11 @@ def leave_out(document: dict[str, Any], name: str, why: str) -> None:
 
 
 def left_out(document: dict[str, Any]) -> list[str]:
-    return [f"Not compiled: {entry['name']}: {entry['why']}" for entry in document["left_out"]]
+    """What the document does not have, and why."""
+    tried = " ".join(entry["name"] for entry in document["left_out"])
+    not_run = [t for t in TARGETS if t not in tried and not any(r["topology"] == t for r in document["results"])]
+    lines = [f"Not compiled: {entry['name']}: {entry['why']}." for entry in document["left_out"]]
+    return lines + [f"Not compiled yet, a run takes long: {topology}." for topology in not_run]
 
 
 # -- a row ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import numpy as np
 COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
+ONE_CHANNEL = ("all-to-all", "ragged-all-to-all")
+"""Collectives that all share one channel; of others, a channel twice is a part of one that is asynchronous."""
 BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "f8e4m3fn": 8}
 
 
@@ -240,7 +242,7 @@ def collectives(text: str) -> dict[str, int]:
             continue
         shapes, kind, started = match.groups()
         channel = re.search(r"channel_id=(\d+)", line)
-        if channel is not None and kind != "all-to-all":  # those share one channel
+        if channel is not None and kind not in ONE_CHANNEL:
             if channel[1] in channels:  # start, steps and end of one asynchronous collective
                 continue
             channels.add(channel[1])

@@ -10,9 +10,12 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import json
+import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from xen_moe_jax.benchmark.tpu_programs import (
@@ -40,6 +43,8 @@ README_V5P = {
 OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
 """The fused operations push row by row; the halves pack a send buffer and send one run of rows to each peer."""
 HALVES_ON = ("v5e", "v5p")
+PEER_CASE = "throughput-bf16"
+"""What the peer is counted for: bfloat16 rows, as it sends them."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -56,32 +61,75 @@ def main(options: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
 
     sizes = {"hidden": options.hidden or 7168, "experts": options.experts or 256, "top_k": options.top_k or 8}
-    cases = [c if options.tokens is None else dataclasses.replace(c, tokens=options.tokens) for c in CASES]
-    rows = []
-    for generation in tpu_topologies.TOPOLOGIES:
-        for case in cases:
-            for operation in OPERATIONS if generation in HALVES_ON and case.name == "throughput" else OPERATIONS[:2]:
-                report.progress(f"{generation} {case.name} {operation}")
-                rows.append(own_row(generation, case, operation, sizes, options.seed, folder))
-        report.progress(f"{generation} jax.lax.ragged_all_to_all")
-        rows.append(peer_row(generation, cases[1], sizes, options.seed))
-    document = {
-        "command": "python -m xen_moe_jax.benchmark " + shlex.join(sys.argv[1:]),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "left_out": [],
-        "notice": NOTICE,
-        "versions": report.versions(),
-        "sizes": sizes,
-        "readme_v5p": README_V5P,
-        "sources": {t.name: t.source for t in tpu_topologies.TOPOLOGIES.values()},
-        "results": rows,
-    }
+    cases = {c.name: c if options.tokens is None else dataclasses.replace(c, tokens=options.tokens) for c in CASES}
+    fixed = {"versions": report.versions(), "sizes": sizes, "seed": options.seed, "tokens": options.tokens}
+    try:
+        rows = earlier_rows(options.json, fixed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for key in wanted(options.generations, options.cases):
+        report.progress(" ".join(key))
+        generation, program, case, operation = key
+        if program == "xen_moe_jax":
+            rows[key] = own_row(generation, cases[case], operation, sizes, options.seed, folder)
+        else:
+            rows[key] = peer_row(generation, cases[case], sizes, options.seed)
+        everything = wanted(None, None)
+        document = {
+            "command": "python -m xen_moe_jax.benchmark " + shlex.join(sys.argv[1:]),
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "left_out": [" ".join(key) for key in everything if key not in rows],
+            "notice": NOTICE,
+            **fixed,
+            "readme_v5p": README_V5P,
+            "sources": {t.name: t.source for t in tpu_topologies.TOPOLOGIES.values()},
+            "results": [rows[key] for key in everything if key in rows],
+        }
+        if options.json:
+            report.write_json(options.json, document)  # after every program: a run that is stopped keeps what it has
     print(table(document))
-    if options.json:
-        report.write_json(options.json, document)
     if options.plot:
-        tpu_budget.plot(options.plot, rows)
+        tpu_budget.plot(options.plot, document["results"])
     return 0
+
+
+Key = tuple[str, str, str, str]
+"""Generation, program, case, operation of a row."""
+
+
+def wanted(generations: Sequence[str] | None, cases: Sequence[str] | None) -> list[Key]:
+    """Keys of the rows of these generations and cases (None: all), in the order of the report."""
+    from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
+
+    names = [case.name for case in CASES if cases is None or case.name in cases]
+    found: list[Key] = []
+    for generation in TOPOLOGIES:
+        if generations is not None and generation not in generations:
+            continue
+        found += [(generation, "xen_moe_jax", name, operation) for name in names for operation in OPERATIONS[:2]]
+        if generation in HALVES_ON and "throughput" in names:
+            found += [(generation, "xen_moe_jax", "throughput", operation) for operation in OPERATIONS[2:]]
+        if PEER_CASE in names:
+            found.append((generation, "jax.lax.ragged_all_to_all", PEER_CASE, "dispatch"))
+    return found
+
+
+def earlier_rows(path: str | None, fixed: dict[str, Any]) -> dict[Key, dict[str, Any]]:
+    """Rows that a file already holds, for a run that adds to it or replaces some of them.
+
+    Raises:
+      ValueError: they were counted with other versions, sizes, seed or tokens than `fixed`.
+    """
+    if path is None or not pathlib.Path(path).exists():
+        return {}
+    document = json.loads(pathlib.Path(path).read_text())
+    for name, value in fixed.items():
+        if document.get(name) != value:
+            raise ValueError(
+                f"--json {path}: holds rows of {name} {document.get(name)}, this run has {value}; name another file"
+            )
+    return {tuple(row[k] for k in ("generation", "program", "case", "operation")): row for row in document["results"]}
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -189,15 +237,16 @@ def table(document: dict[str, Any]) -> str:
     readme = document["readme_v5p"]
     published = [f"{readme['source']}:"]
     for operation, rate in readme["throughput_gb_per_s"].items():
-        us = document_bytes(document, operation) / rate / 1e3
-        published.append(f"  throughput {operation}: {rate:.0f} GB/s, {us:.0f} us for the bytes above (throughput)")
+        sent = document_bytes(document, operation)
+        needs = "" if sent is None else f", {sent / rate / 1e3:.0f} us for the bytes above (throughput)"
+        published.append(f"  throughput {operation}: {rate:.0f} GB/s{needs}")
     for operation, us in readme["low_latency_us"].items():
         published.append(f"  low latency {operation}: {us:.0f} us")
     return "\n".join([format_table(columns, lines), "", format_table(budget, terms), "", NOTICE, "", *published])
 
 
-def document_bytes(document: dict[str, Any], operation: str) -> float:
-    """ICI bytes of our throughput operation on v5p."""
+def document_bytes(document: dict[str, Any], operation: str) -> float | None:
+    """ICI bytes of our throughput operation on v5p; None where it was left out."""
     wanted = ("v5p", "xen_moe_jax", "throughput", operation)
     keys = ("generation", "program", "case", "operation")
-    return next(r["ici_bytes"] for r in document["results"] if tuple(r[k] for k in keys) == wanted)
+    return next((r["ici_bytes"] for r in document["results"] if tuple(r[k] for k in keys) == wanted), None)

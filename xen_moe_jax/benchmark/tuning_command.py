@@ -27,10 +27,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", required=True, metavar="FILE", help="the profile; entries of other shapes in it are kept")
     add("--tokens", type=positive, nargs="+", default=[4096, 128], help="tokens per rank (default 4096 128)")
     add("--dtypes", nargs="+", default=["bfloat16", "float8_e4m3fn"], help="of the tokens (default bfloat16, fp8)")
-    add("--deepseek-v3", action="store_true", help="hidden 7168, 256 experts, top-8")
-    add("--hidden", type=positive, default=1024)
-    add("--experts", type=positive, default=64)
-    add("--top-k", type=positive, default=8)
+    add("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
+    add("--hidden", type=positive, help="elements of a token (default 1024)")
+    add("--experts", type=positive, help="global number of experts (default 64)")
+    add("--top-k", type=positive, help="experts per token (default 8)")
     add("--layout", help="grouped, ranked or padded (default: padded up to 512 tokens, else grouped)")
     add("--ranks", type=positive, help="default: every device")
     add("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
@@ -68,8 +68,7 @@ def tune(options: argparse.Namespace) -> int:
     from xen_moe_jax.benchmark.problem import make_problem
     from xen_moe_jax.benchmark.workload import BLOCK_SCALED_DTYPES, Workload
 
-    sizes = {name: getattr(options, name) for name in ("hidden", "experts", "top_k")}
-    sizes = command_options.DEEPSEEK_V3 if options.deepseek_v3 else sizes
+    sizes = command_options.model_sizes(options)
     began, left_out, known = time.monotonic(), [], set()
     for tokens in options.tokens:
         for dtype in options.dtypes:
@@ -81,8 +80,10 @@ def tune(options: argparse.Namespace) -> int:
                 dtype=dtype,
                 layout=options.layout or ("padded" if tokens <= FEW_TOKENS else "grouped"),
                 ranks=options.ranks or jax.device_count(),
+                hidden=sizes["hidden"],
+                experts=sizes["experts"],
+                top_k=sizes["top_k"],
                 pool=2,
-                **sizes,
             )
             # expert outputs are in the compute dtype whatever the tokens travelled in: one combine serves both
             compute = (tokens, "bfloat16" if dtype in BLOCK_SCALED_DTYPES else dtype)

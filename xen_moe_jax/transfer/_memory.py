@@ -24,6 +24,12 @@ _CHECKED: set[np.dtype] = set()
 _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 
+def check_array(value: Any, what: str) -> None:
+    """Raises `TransferRefused` for what is not an array."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TransferRefused(f"{what} is a {type(value).__name__}: must be a jax.Array or a NumPy array")
+
+
 def check_dtype(dtype, what: str) -> np.dtype:
     """The NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
     if isinstance(dtype, np.dtype) and dtype in _CHECKED:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
 from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
 from xen_moe_jax.transfer._loop import Loop
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
-from xen_moe_jax.transfer._waiting import wait
+from xen_moe_jax.transfer._waiting import end_of, wait
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.messages import Mailbox
@@ -69,8 +70,12 @@ class Engine:
     ):
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} must be one of {BACKENDS}")
-        if not name or len(name) > 256:
-            raise ValueError(f"name={name!r} must have 1 to 256 characters")
+        if not isinstance(name, str) or not 1 <= len(name) <= 256:
+            raise ValueError(f"name={name!r} must be a string of 1 to 256 characters")
+        if token is not None and (not isinstance(token, bytes | str) or not token):
+            raise ValueError("token= must be bytes or a string, not empty; without one the descriptor holds a secret")
+        if not isinstance(port, int) or not 0 <= port < 2**16:
+            raise ValueError(f"port={port!r} must be 0 (any that is free) to 65535")
         self.name = name
         self.identity = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32) if token is None else None
@@ -127,7 +132,7 @@ class Engine:
         Raises `TransferRefused` (wrong token, changed descriptor), `PeerLost` (nobody listens), `TransferTimeout`.
         """
         self._check_open("connect")
-        deadline = time.monotonic() + timeout
+        deadline = end_of(timeout, "connect")
         try:
             body, mark = descriptor[: -_channel._TAG], descriptor[-_channel._TAG :]
             text = json.loads(body)
@@ -284,7 +289,7 @@ class Engine:
             sharding: of the result; one for all. None: the first local device.
         """
         request = self._request("read", target)
-        deadline = time.monotonic() + timeout
+        deadline = end_of(timeout, request)
         peer = target.peer
         lease = self._call(peer, {"t": "lease", "name": target.target.name}, timeout, request)
         leaves = {record["p"]: Leaf.from_json(record) for record in lease["leaves"]}
@@ -325,6 +330,8 @@ class Engine:
         """Counts arrivals of writes with number `imm`; of all peers, or of `source` alone (whose death `wait` then
         notices).
         """
+        if not isinstance(expect, int | np.integer) or expect < 0:
+            raise ValueError(f"counter {imm!r}: expect={expect!r} must be a number of writes, 0 or more")
         return ImmCounter(self, check_imm(imm), expect, None if source is None else source.number)
 
     # --- messages
@@ -361,13 +368,13 @@ class Engine:
         Transfers under way are cancelled. A peer that does not confirm within `timeout` seconds is cut off, and the
         memory that it could write into is kept until this process ends.
         """
+        deadline = end_of(timeout, "close")
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             transfers = list(self._active)
             windows = list(self._windows.values())
-        deadline = time.monotonic() + timeout
         for transfer in transfers:
             transfer.cancel(max(0.1, deadline - time.monotonic()))
         for window in windows:
@@ -477,6 +484,8 @@ class Engine:
                 f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
             )
         parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
+        for label, array, _ in parts:
+            _memory.check_array(array, f"{request}: {label}")
         checked = None if pages is None else check_pages(pages, parts, request)
         return self._parts_job(parts, checked, request, timeout)
 

@@ -16,13 +16,12 @@ import numpy as np
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
 from xen_moe_jax.transfer.errors import TransferRefused
-from xen_moe_jax.transfer.remote import RemoteArray, RemoteWindow
+from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteWindow
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Region
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.remote import Peer
 
 MAX_INLINE = 1 << 20
 """Bytes that travel in the frame; more travel as an array."""
@@ -61,6 +60,15 @@ class _Letter(Transfer):
         self._engine._active = [t for t in self._engine._active if t is not self]
 
 
+def check_peer(peer: Any, request: str) -> None:
+    """Raises `TransferRefused` for what is not a `Peer`."""
+    if not isinstance(peer, Peer):
+        raise TransferRefused(
+            f"{request}: {peer!r} is a {type(peer).__name__}, not a Peer, as connect() and peer(name) return it",
+            request=request,
+        )
+
+
 class Mailbox:
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -73,6 +81,7 @@ class Mailbox:
 
     def send(self, peer: Peer, value, tag: str) -> Transfer:
         engine = self._engine
+        check_peer(peer, "send")
         payload, kind = b"", "bytes"
         tree: Any = None
         if isinstance(value, bytes | bytearray | memoryview):
@@ -82,6 +91,8 @@ class Mailbox:
                 tree = np.frombuffer(value, np.uint8)
         else:
             kind, tree = ("dict", value) if isinstance(value, dict) else ("array", value)
+            if kind == "array":
+                _memory.check_array(value, "send: the value, neither bytes nor a dict,")
         request = f"send of {kind} (tag {tag!r}) to {peer.name!r}"
         with engine._lock:
             number, self._next = self._next, self._next + 1
@@ -89,6 +100,8 @@ class Mailbox:
         head: dict = {"t": "msg", "i": number, "tag": tag, "kind": kind}
         if tree is not None:
             flat = leaves_by_path(tree)
+            for path, array in flat.items():
+                _memory.check_array(array, f"{request}: {path or 'the value'}")
             jax.block_until_ready(tree)
             records = []
             for path, array in flat.items():
@@ -166,6 +179,8 @@ class Mailbox:
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
         engine = self._engine
+        for peer in group:
+            check_peer(peer, "barrier")
         members = sorted([engine.identity, *(peer.identity for peer in group)])
         key = hashlib.blake2b("/".join(members).encode(), digest_size=16).hexdigest()
         request = f"barrier of {len(members)}"

@@ -91,7 +91,10 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     for path in dtypes:
         for pattern, dtype in (cast or {}).items():
             if fnmatch.fnmatchcase(path, pattern):
-                dtypes[path] = jax.numpy.dtype(dtype)
+                try:
+                    dtypes[path] = jax.numpy.dtype(dtype)
+                except TypeError:
+                    raise ValueError(f"plan: cast={{{pattern!r}: {dtype!r}}}: {dtype!r} is no dtype") from None
                 break
     load: Counter[int] = Counter()
     pieces: list[Piece] = []

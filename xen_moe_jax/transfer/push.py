@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
+from xen_moe_jax.transfer._waiting import deadline_of
 from xen_moe_jax.transfer.plan import Piece, Plan
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
 from xen_moe_jax.transfer.transfer import Transfer
@@ -27,7 +28,7 @@ class Push:
 
     def wait(self, timeout: float | None = None) -> None:
         """Raises what `Transfer.wait` does; the other transfers go on."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout, "push")
         for transfer in self.transfers:
             transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 

@@ -326,14 +326,30 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
     return RemoteTree(target, path)
 
 
+def _sides(pages: Any) -> Pages:
+    """Both sides of `pages` as int64 arrays. Raises `TransferRefused` for what is no pair of integers."""
+    try:
+        source, destination = pages
+    except (TypeError, ValueError):
+        raise TransferRefused(f"pages={pages!r} must be (source pages, destination pages)") from None
+    return _indices(source), _indices(destination)
+
+
+def _indices(side: Any) -> np.ndarray:
+    indices = np.asarray(side)
+    if indices.size and indices.dtype.kind not in "iu":
+        raise TransferRefused(f"pages: {side!r} has dtype {indices.dtype}: must be integers")
+    return indices.astype(np.int64, copy=False).reshape(-1)
+
+
 def pages_key(pages: Any) -> PagesKey:
-    source, destination = pages
-    return np.asarray(source, np.int64).tobytes(), np.asarray(destination, np.int64).tobytes()
+    source, destination = _sides(pages)
+    return source.tobytes(), destination.tobytes()
 
 
 def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
     """(source pages, destination pages) as arrays. Raises `TransferRefused`."""
-    source, destination = (np.asarray(side, np.int64).reshape(-1) for side in pages)
+    source, destination = _sides(pages)
     for label, array, target in parts:
         extents = (array.shape[0] if array.shape else None, target.shape[0] if target.shape else None)
         if fault := _pages_fault(source.tobytes(), destination.tobytes(), *extents):
@@ -349,9 +365,10 @@ def _pages_fault(source_pages: bytes, destination_pages: bytes, rows: int | None
         return f"{len(source)} source pages for {len(destination)} destination pages"
     if len(np.unique(destination)) != len(destination):
         return "a destination page is named twice; transfers have no order"
-    for side, indices, extent in (("source", source, rows), ("destination", destination, target_rows)):
+    sides = ("source", "{label}", source, rows), ("destination", "the target of {label}", destination, target_rows)
+    for side, where, indices, extent in sides:
         if extent is None:
-            return "{label} has no dimension to count pages along"
+            return f"{where} has no dimension to count pages along"
         if len(indices) and not 0 <= indices.min() <= indices.max() < extent:
-            return f"{side} pages {int(indices.min())}..{int(indices.max())} of {{label}}, which has {extent}"
+            return f"{side} pages {int(indices.min())}..{int(indices.max())} of {where}, which has {extent}"
     return ""

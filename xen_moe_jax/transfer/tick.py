@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from xen_moe_jax.transfer._waiting import deadline_of
 from xen_moe_jax.transfer.errors import TransferTimeout
 
 
@@ -35,7 +36,7 @@ class Watcher:
         """Returns after so many ticks since this watcher was made. Raises the callback's first exception, or
         `TransferTimeout`.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout, "tick")
         with self._changed:
             while self._ticks < ticks and self._error is None:
                 remaining = None if deadline is None else deadline - time.monotonic()

@@ -107,6 +107,8 @@ class Window:
             _memory.check_dtype(aval.dtype, f"window {name or ''}: {path or 'the array'}")
         self._avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in flat]
         self._engine, self.name = engine, name if name is not None else "+".join(map(str, avals))
+        if isinstance(writers, str):  # its letters would be the names
+            raise ValueError(f"window: writers={writers!r} must be a collection of names, as in [{writers!r}]")
         self._writers = None if writers is None else frozenset(writers)
         self._readable = readable
         self.number = next(_numbers)
@@ -261,6 +263,8 @@ class Published:
     def __init__(self, engine: Engine, name: str, tree):
         self._engine, self.name = engine, name
         flat = leaves_by_path(tree)
+        for path, array in flat.items():
+            _memory.check_array(array, f"publish {name!r}: {path or 'the value'}")
         jax.block_until_ready(tree)
         self._arrays = list(flat.values())
         self._kept: list[object] = []

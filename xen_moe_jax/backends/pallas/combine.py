@@ -14,11 +14,14 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
-from xen_moe_jax.backends.pallas.dispatch import quantisation, record_of
+from xen_moe_jax.backends.pallas.dispatch import low_latency, quantisation, record_of
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, Ordered
+from xen_moe_jax.pallas_kernels.order_tokens import order_tokens
+from xen_moe_jax.pallas_kernels.order_tokens import vmem_bytes as tables_bytes
 from xen_moe_jax.pallas_kernels.record import Record
 
 
@@ -57,10 +60,27 @@ def combine(
             ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
         )
         return out[:, :hidden]
-    todo = plan.combine_plan(topk_idx, positions, spec)
+    pairs: slots_kernel.Pairs | Ordered
+    source: jax.Array | ranks_kernel.Summands
+    entries = min(spec.num_ranks, spec.top_k)
+    ranks = ranks_launch(record, y.dtype, entries, spec.num_tokens, config)
+    if _few(spec, config):
+        block = ranks_kernel.block_tokens(ranks, spec.num_tokens, y.dtype)
+        pairs, source, zero = order_tokens(
+            positions.swapaxes(1, 2),
+            topk_idx.T,
+            lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
+            local_experts=spec.local_experts,
+            block=block,
+            group=slots_kernel.pairs_at_once(slots_launch(record, spec, config)),
+            launch=_order_launch(spec, config),
+        )
+    else:
+        todo = plan.combine_plan(topk_idx, positions, spec)
+        pairs, source = todo.pairs, todo.source
     staged = slots_kernel.reduce_slots(
         rows,
-        todo.pairs,
+        pairs,
         weights.reshape(-1) if weighted else None,
         zero,
         record=record,
@@ -69,14 +89,29 @@ def combine(
         launch=slots_launch(record, spec, config),
     )
     out = ranks_kernel.reduce_ranks(
-        staged,
-        todo.source,
-        zero,
-        record=record,
-        out_dtype=y.dtype,
-        launch=ranks_launch(record, y.dtype, todo.source.shape[1], spec.num_tokens, config),
+        staged, source, zero, record=record, out_dtype=y.dtype, launch=ranks, tokens=spec.num_tokens
     )
     return out[:, :hidden]
+
+
+def _few(spec: Spec, config: KernelConfig) -> bool:
+    """Whether one kernel makes the tables: of few tokens, each of which has a record from every rank."""
+    return (
+        low_latency(spec, config)
+        and spec.num_ranks <= spec.top_k
+        and spec.num_tokens <= BLOCK
+        and _tables_bytes(spec) <= hardware.BLOCK_BUDGET
+    )
+
+
+def _tables_bytes(spec: Spec) -> int:
+    return tables_bytes(spec.num_ranks, spec.slots, spec.num_tokens)
+
+
+def _order_launch(spec: Spec, config: KernelConfig) -> Launch:
+    return hardware.launch(
+        "order_tokens", lambda block: _tables_bytes(spec), preferred=1, smallest=1, available=1, config=config
+    )
 
 
 def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[jax.Array, Record, jax.Array]:

@@ -25,6 +25,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import headers, padding, plan, two_axes
 from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
+    from_headers,
     given_scales,
     header_words,
     pack_for_slices,
@@ -88,7 +89,7 @@ class Riding(NamedTuple):
     """What a start of a dispatch returns after `Crossing` where routing rides in the records; as in `headers`.
 
     Attributes:
-      came, starts: of `headers.Crossing`. expected: int32 `[R]`. start, recv_counts: of `headers.Riding`.
+      came, starts: of `headers.Crossing`. expected: int32 `[R]`. start, recv_counts, dropped: of `headers.Riding`.
       topk_idx: a result.
     """
 
@@ -97,13 +98,15 @@ class Riding(NamedTuple):
     expected: jax.Array
     start: jax.Array
     recv_counts: jax.Array
+    dropped: jax.Array
     topk_idx: jax.Array
 
 
 def _riding_shapes(spec: Spec) -> list[ShapeDtype]:
     slices, fast = spec.axis_sizes
     ranks, local = spec.num_ranks, spec.local_experts
-    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), (spec.num_tokens, spec.top_k)]
+    dropped = headers.dropped_shape(spec)
+    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), dropped, (spec.num_tokens, spec.top_k)]
     return [(shape, jnp.int32) for shape in shapes]
 
 
@@ -124,7 +127,7 @@ def dispatch_start(
         assert known.crossing is not None
         sent = pack_for_slices(x, given, known, rows, spec, config)
         came, _, starts = known.crossing
-        riding = Riding(came, starts, known.routes.expected, known.start, known.recv_counts, topk_idx)
+        riding = Riding(came, starts, known.routes.expected, known.start, known.recv_counts, known.dropped, topk_idx)
         return (sent, two_axes.across_slices_at_once(sent, spec), *riding)
     results, todo, source = routing(topk_idx, topk_weights, spec, config)
     sent, _, fan = two_axes.pack(
@@ -157,20 +160,19 @@ def dispatch_done(
             spec=spec,
             config=config,
         )
-        source, known = headers.arrived(
+        return from_headers(
             staged,
             riding.start,
             riding.expected,
             riding.recv_counts,
+            riding.dropped,
             riding.topk_idx,
-            record=rows.record,
+            rows=rows,
             spec=spec,
             config=config,
         )
-    else:
-        fan, (source, *results) = rest[: len(two_axes.Fan._fields)], rest[len(two_axes.Fan._fields) :]
-        known = tuple(results)
-        staged = two_axes.fan_out(received, two_axes.Fan(*fan), plan.dispatch_staging_rows(spec), spec, config)
+    fan, (source, *known) = rest[: len(two_axes.Fan._fields)], rest[len(two_axes.Fan._fields) :]
+    staged = two_axes.fan_out(received, two_axes.Fan(*fan), plan.dispatch_staging_rows(spec), spec, config)
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
     return (*with_scales(placed), *known)
 

@@ -16,7 +16,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
-from xen_moe_jax.backends.pallas import hardware, headers, padding, plan, tables, two_axes
+from xen_moe_jax.backends.pallas import everybody, hardware, headers, padding, plan, tables, two_axes
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
@@ -38,11 +38,15 @@ def dispatch(
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
-    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     sent_scales = given_scales(x, scales)
+    if gathers(spec, config) and everybody.serves(spec):
+        sent = rows_of(x, wire, header=Header(spec.top_k).words)
+        if everybody.fits(sent, spec, config):
+            placed, known = everybody.dispatch(x, sent_scales, topk_idx, topk_weights, sent, spec=spec, config=config)
+            return (*with_scales(placed), *known)
+    topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if headers.ride(spec):
-        rows, known = _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
-        return (*with_scales(rows), *known)
+        return _ridden(x, sent_scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
     rows = send_rows(x, sent_scales, topk_idx, known[:2], todo, source, spec=spec, wire=wire, config=config)
     return (*with_scales(rows), *known)
@@ -57,8 +61,8 @@ def _ridden(
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Rows (and scales), and what `routing` gives first: routing rides in the records."""
+) -> tuple[jax.Array, ...]:
+    """Routing rides in the records."""
     riding = headers.sending(topk_idx, topk_weights, spec)
     rows = rows_of(x, wire, header=header_words(spec))
     gathered = gathers(spec, config)
@@ -89,17 +93,44 @@ def _ridden(
         )
     if gathered:
         staged = headers.gathered(staged, spec)
-    source, known = headers.arrived(
+    return from_headers(
         staged,
         riding.start,
         riding.routes.expected,
         riding.recv_counts,
+        riding.dropped,
         topk_idx,
-        record=rows.record,
+        rows=rows,
         spec=spec,
         config=config,
     )
-    return place_rows(staged, source, riding.recv_counts, rows, spec=spec, config=config), known
+
+
+def from_headers(
+    staged: jax.Array,
+    start: jax.Array,
+    expected: jax.Array,
+    recv_counts: jax.Array,
+    dropped: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    rows: Rows,
+    spec: Spec,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
+    """Results of a dispatch, out of records with headers: `expected [R]` of each source, from `start [R]` on.
+
+    `dropped` as in `headers.Riding`.
+    """
+    source, weights, positions = headers.arrived(
+        staged, start, expected, recv_counts, dropped, record=rows.record, spec=spec, config=config
+    )
+    if spec.layout != "ranked":
+        placed = place_rows(staged, source, recv_counts, rows, spec=spec, config=config)
+        return (*with_scales(placed), positions, recv_counts, weights.reshape(spec.row_dims), topk_idx)
+    placed = place_rows(staged, source, recv_counts, rows, spec=spec, config=config, keep_header=True)
+    weights, local_idx = headers.slots_of_rows(placed[-1], source, spec)
+    return (*with_scales(placed[:-1]), positions, recv_counts, weights, topk_idx, local_idx)
 
 
 def pack_for_slices(
@@ -302,11 +333,12 @@ def place_rows(
     *,
     spec: Spec,
     config: KernelConfig,
+    keep_header: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Staged records -> rows of `routed.x`, in its shape."""
+    """Staged records -> rows of `routed.x`, in its shape; then their scales, and their headers, where asked."""
     launch = hardware.launch(
         "place",
-        functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled),
+        functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled, keep_header),
         preferred=16 if low_latency(spec, config) else 128,  # an expert's few rows are decoded with their whole block
         smallest=tile_rows(like.dtype),
         available=source.shape[0],
@@ -323,5 +355,6 @@ def place_rows(
         keep_scales=like.scaled,
         padding_rows=spec.alignment > 1,
         launch=launch,
+        keep_header=keep_header,
     )
     return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))

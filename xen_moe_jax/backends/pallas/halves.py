@@ -32,6 +32,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import crossing, hardware, headers, padding, plan
 from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import (
+    from_headers,
     given_scales,
     header_words,
     is_quantised,
@@ -119,7 +120,9 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """`InFlight`, then what `_learnt` makes the rest of."""
+    """`InFlight`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
+    and the metadata of a dispatch.
+    """
     padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
     if len(spec.axis_name) == 2:
         return crossing.dispatch_start(x, scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
@@ -128,7 +131,7 @@ def dispatch_start(
     if rows.record.header:
         todo = headers.sending(topk_idx, topk_weights, spec)
         header = todo.header
-        rest = [todo.start, todo.recv_counts, topk_idx]
+        rest = [todo.start, todo.recv_counts, todo.dropped, topk_idx]
     else:
         known, todo, source = routing(topk_idx, topk_weights, spec, config)
         header = None
@@ -169,28 +172,14 @@ def dispatch_done(
     flight, rest = InFlight(*under_way[: len(InFlight._fields)]), under_way[len(InFlight._fields) :]
     staged = _landed(flight, config)
     rows = rows_of(x, wire, header=header_words(spec))
-    source, known = _learnt(staged, flight, rest, rows.record, spec, config)
+    if rows.record.header:
+        start, recv_counts, dropped, topk_idx = rest
+        return from_headers(
+            staged, start, flight.expected, recv_counts, dropped, topk_idx, rows=rows, spec=spec, config=config
+        )
+    source, *known = rest
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
     return (*with_scales(placed), *known)
-
-
-def _learnt(
-    staged: jax.Array,
-    flight: InFlight,
-    rest: tuple[jax.Array, ...],
-    record: Record,
-    spec: Spec,
-    config: KernelConfig,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`source [rows]` and the metadata of a dispatch: from the headers that came, with `start [R]`,
-    `recv_counts [R, L]` and `topk_idx`; without headers the start knew all of it.
-    """
-    if not record.header:
-        return rest[0], rest[1:]
-    start, recv_counts, topk_idx = rest
-    return headers.arrived(
-        staged, start, flight.expected, recv_counts, topk_idx, record=record, spec=spec, config=config
-    )
 
 
 def combine_start(
@@ -301,7 +290,7 @@ def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) ->
     known = _shapes.dispatch(x, scales, spec=spec)[2:]
     if record.header:
         ranks = spec.num_ranks
-        rest = [(ranks,), (ranks, spec.local_experts), (spec.num_tokens, spec.top_k)]
+        rest = [(ranks,), (ranks, spec.local_experts), headers.dropped_shape(spec), (spec.num_tokens, spec.top_k)]
         return [*flight, *((shape, jnp.int32) for shape in rest)]
     return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *known]
 

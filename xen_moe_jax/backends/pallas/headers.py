@@ -17,6 +17,7 @@ from jax import lax
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends import rounds
 from xen_moe_jax.backends.pallas import hardware, plan, tables
 from xen_moe_jax.pallas_kernels import index_rows as index_kernel
 from xen_moe_jax.pallas_kernels.push import Routes
@@ -25,6 +26,8 @@ from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 WINDOW = 64 * 1024
 """Rows that are indexed at a time, at most."""
 SMALLEST_WINDOW = 4 * 1024
+DROPPED_AT_ONCE = 32 * 1024
+"""Words that one round of an exchange of dropped slots moves."""
 
 
 def window(spec: Spec) -> int | None:
@@ -63,6 +66,7 @@ class Riding(NamedTuple):
     Attributes:
       routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
       start: int32 `[R]`, where each source's records begin in staging. recv_counts: int32 `[R, L]`.
+      dropped: int32 `dropped_shape`, what `_dropped` says of every source; of no meaning where staging is not packed.
       crossing: None on one axis.
     """
 
@@ -72,6 +76,7 @@ class Riding(NamedTuple):
     header: jax.Array
     start: jax.Array
     recv_counts: jax.Array
+    dropped: jax.Array
     crossing: Crossing | None
 
 
@@ -84,6 +89,7 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     if spec.layout == "ranked":
         records = lax.all_gather(_records(hit, spec), spec.axis_name)
         row, recv_counts = _ranked_rows(topk_idx, hit, records[:, :ranks], earlier, spec)
+        ends = jnp.sum(records[:, :ranks], axis=0, dtype=jnp.int32)
     else:
         order = tables.Order(topk_idx.reshape(-1), spec.num_experts)
         own = jnp.concatenate([order.counts, _records(hit, spec)])
@@ -92,7 +98,9 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
         counts = jnp.pad(gathered[:, : spec.num_experts], ((0, 0), (0, ranks * local - spec.num_experts)))
         recv_counts = lax.dynamic_slice_in_dim(counts, rank * local, local, axis=1)
         before = jnp.sum(jnp.where(earlier, counts, 0), axis=0, dtype=jnp.int32)
-        base = before + _group_starts(jnp.sum(counts, axis=0, dtype=jnp.int32), spec)
+        totals = jnp.sum(counts, axis=0, dtype=jnp.int32)
+        starts = _group_starts(totals, spec)
+        base, ends = before + starts, jnp.where(totals > 0, starts + totals, 0)
         row = order.among(base[: spec.num_experts]).reshape(topk_idx.shape)
     last = jnp.int32(spec.capacity)
     if spec.layout == "padded":
@@ -103,8 +111,10 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
         sent = _layout.ranks_hit(jnp.where(row >= 0, topk_idx, -1), ranks, local).astype(jnp.int32)
         records = lax.all_gather(_records(sent, spec), spec.axis_name)
         starts = _layout.exclusive_cumsum(records[:, :ranks], axis=0)
+        dropped = _dropped(topk_idx, row, jnp.any(ends > spec.capacity), spec)
     else:
         sent = hit
+        dropped = jnp.zeros(dropped_shape(spec), jnp.int32)
         starts = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32)[:, None] * tokens, (ranks, ranks))
     expected, start = (lax.dynamic_slice_in_dim(a[:, :ranks], rank, 1, axis=1)[:, 0] for a in (records, starts))
     remote_start = lax.dynamic_slice_in_dim(starts, rank, 1, axis=0)[0]
@@ -112,7 +122,41 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     routes = plan.routes_to(topk_idx, sent, address, expected, staging_rows(spec), spec)
     header = _header(topk_idx, row, topk_weights)
     crossing = _crossing(records[:, ranks:], starts, spec) if len(spec.axis_name) == 2 else None
-    return Riding(routes, sent, remote_start, header, start, recv_counts, crossing)
+    return Riding(routes, sent, remote_start, header, start, recv_counts, dropped, crossing)
+
+
+def dropped_shape(spec: Spec) -> tuple[int, int, int]:
+    """`[R, T, words]` where staging is packed; elsewhere every record comes, and one word keeps the place."""
+    if plan.packs_staging(spec):
+        return spec.num_ranks, spec.num_tokens, -(-spec.top_k // 32)
+    return 1, 1, 1
+
+
+def _dropped(topk_idx: jax.Array, row: jax.Array, any_anywhere: jax.Array, spec: Spec) -> jax.Array:
+    """A bit for each slot of every source's tokens that belongs here and was dropped: a record that is dropped whole
+    does not come, and its token's rank waits for what combine makes of it. Nothing travels where `any_anywhere`, the
+    same on every rank, is false.
+    """
+    owner = jnp.where(row == -2, _layout.owners(topk_idx, spec.local_experts), -1)
+    _, tokens, words = dropped_shape(spec)
+    place = jnp.arange(words * 32, dtype=jnp.int32).reshape(words, 32)
+    owner = jnp.pad(owner, ((0, 0), (0, words * 32 - spec.top_k)), constant_values=-1).reshape(tokens, words, 32)
+    block = max(1, min(tokens, DROPPED_AT_ONCE // (spec.num_ranks * words)))
+    owner = rounds.pad_to_blocks(owner, 0, block)
+
+    def for_everybody(first: jax.Array) -> jax.Array:
+        now = lax.dynamic_slice_in_dim(owner, first, block, axis=0)
+        mine = now == jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None, None, None]
+        return jnp.bitwise_or.reduce(jnp.where(mine, 1 << (place % 32), 0), axis=3)
+
+    came = rounds.exchange(
+        for_everybody,
+        largest_pair=jnp.where(any_anywhere, jnp.int32(tokens), 0),
+        max_rows=tokens,
+        block=block,
+        axis_name=spec.axis_name,
+    )
+    return came[:, :tokens]
 
 
 def _records(sent: jax.Array, spec: Spec) -> jax.Array:
@@ -190,30 +234,21 @@ def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax
     return jnp.pad(words, ((0, 0), (Header(top_k).experts, 0)))
 
 
-class Arrived(NamedTuple):
-    """What headers say of the records that came.
-
-    Attributes:
-      source: int32 `[rows]`, staged record of each row, `-1` for none.
-      known: positions, recv_counts, weights, topk_idx and, ranked, local_idx: results of a dispatch.
-    """
-
-    source: jax.Array
-    known: tuple[jax.Array, ...]
-
-
 def arrived(
     staged: jax.Array,
     start: jax.Array,
     expected: jax.Array,
     recv_counts: jax.Array,
-    topk_idx: jax.Array,
+    dropped: jax.Array,
     *,
     record: Record,
     spec: Spec,
     config: KernelConfig,
-) -> Arrived:
-    """Of the `expected [R]` records of each source, which begin at `start [R]` of staging."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Staged record of each row int32 `[rows]`, weights float32 `[rows]` and positions `[R, T, slots]`, from the
+    headers of the `expected [R]` records of each source, which begin at `start [R]`, and what is known of dropped ones.
+    Ranked rows have more weights than one.
+    """
     local = spec.local_experts
     rows = math.prod(spec.row_dims)
     rank = lax.axis_index(spec.axis_name)
@@ -232,18 +267,22 @@ def arrived(
         window=chosen,
         launch=hardware.launch("index_rows", lambda block: 0, preferred=1, smallest=1, available=1, config=config),
     )
-    if spec.layout != "ranked":
-        return Arrived(source, (positions, recv_counts, weights.reshape(spec.row_dims), topk_idx))
-    # all of a token's slots here name its one row, or say that it was dropped
-    positions = jnp.where(jnp.any(positions >= 0, axis=2), jnp.max(positions, axis=2), jnp.min(positions, axis=2))
-    weights, local_idx = _slots_of_rows(staged[:, record.header_row], source, rank * local, spec)
-    return Arrived(source, (positions[..., None], recv_counts, weights, topk_idx, local_idx))
+    if plan.packs_staging(spec):
+        bits = (dropped[..., None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+        bits = bits.reshape(*dropped.shape[:2], -1)[..., : spec.top_k]
+        positions = jnp.where(bits > 0, -2, positions)
+    if spec.layout == "ranked":  # all of a token's slots here name its one row, or say that it was dropped
+        row, dropped = jnp.max(positions, axis=2), jnp.min(positions, axis=2)
+        positions = jnp.where(row >= 0, row, dropped)[..., None]
+    return source, weights, positions
 
 
-def _slots_of_rows(headers: jax.Array, source: jax.Array, first: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Weights and local experts `[rows, K]` of ranked rows: 0 and `-1` for slots that belong elsewhere."""
+def slots_of_rows(words: jax.Array, source: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Weights and local experts `[rows, K]` of ranked rows, from their headers `[rows, 128]`: 0 and `-1` for slots that
+    belong elsewhere, and for rows without a record.
+    """
     header, top_k = Header(spec.top_k), spec.top_k
-    words = jnp.take(headers, jnp.maximum(source, 0), axis=0)
+    first = lax.axis_index(spec.axis_name) * spec.local_experts
     experts = words[:, header.experts : header.experts + top_k] - first
     weights = words[:, header.weights : header.weights + top_k]
     here = (source >= 0)[:, None] & (experts >= 0) & (experts < spec.local_experts)

@@ -1,0 +1,136 @@
+"""A dispatch of few tokens on TPU that sends its records to every rank: one all-gather, and each finds its own slots.
+
+Nothing is exchanged before the records: a rank counts in the headers of all of them, and knows rows, positions and
+counts like after any dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _layout
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import hardware, padding
+from xen_moe_jax.pallas_kernels import index_tokens as index_kernel
+from xen_moe_jax.pallas_kernels import pack_tokens as pack_kernel
+from xen_moe_jax.pallas_kernels import place as place_kernel
+from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, tile_rows
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK
+from xen_moe_jax.pallas_kernels.record import LANES, Header
+
+if TYPE_CHECKING:
+    from xen_moe_jax.backends.pallas.dispatch import Rows
+
+
+def serves(spec: Spec) -> bool:
+    """Whether a dispatch is one of those that are made here: of few tokens, with a row for every slot."""
+    return (
+        len(spec.axis_name) == 1
+        and spec.layout != "ranked"
+        and 0 < spec.num_tokens <= BLOCK
+        and spec.capacity > 0
+        and Header(spec.top_k).words <= LANES
+    )
+
+
+def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:
+    """Whether the tables of all tokens of all ranks fit a kernel's memory."""
+    slabs = _slabs(_place_launch(rows, spec, config), rows, spec)
+    sizes = rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs
+    return (
+        index_kernel.smem_bytes(*sizes) <= hardware.SMEM_BUDGET
+        and index_kernel.vmem_bytes(*sizes) <= hardware.BLOCK_BUDGET
+    )
+
+
+def dispatch(
+    x: jax.Array,
+    scales: jax.Array | None,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    rows: Rows,
+    *,
+    spec: Spec,
+    config: KernelConfig,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Rows (and scales), and positions, counts, weights and sanitised `topk_idx` in the order of docs/internals.md."""
+    # slots by tokens, as XLA keeps narrow tables: nothing is turned over outside of the kernels
+    experts = _layout.sanitize(topk_idx.T, spec.num_experts)
+    packed = pack_kernel.pack_tokens(
+        padding.pad_hidden(x),
+        scales,
+        experts,
+        topk_weights.T.astype(jnp.float32),
+        record=rows.record,
+        quantise=rows.quantise,
+        launch=_pack_launch(rows, spec, config),
+    )
+    staged = lax.all_gather(packed, spec.axis_name)
+    launch = _place_launch(rows, spec, config)
+    slabs = _slabs(launch, rows, spec)
+    first_expert = (lax.axis_index(spec.axis_name) * spec.local_experts).astype(jnp.int32).reshape(1)
+    visits, weights, positions, recv_counts = index_kernel.index_tokens(
+        staged,
+        first_expert,
+        record=rows.record,
+        top_k=spec.top_k,
+        slabs=slabs,
+        launch=_index_launch(rows, spec, slabs, config),
+    )
+    placed = place_kernel.place_visits(
+        staged,
+        visits,
+        rows=slabs.rows,
+        record=rows.record,
+        out_dtype=rows.dtype,
+        keep_scales=rows.scaled,
+        padding_rows=spec.alignment > 1,
+        launch=launch,
+    )
+    placed = tuple(r[:, : rows.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(placed))
+    return placed, (positions.swapaxes(1, 2), recv_counts, weights.reshape(spec.row_dims), experts.T)
+
+
+def _slabs(launch: Launch, rows: Rows, spec: Spec) -> index_kernel.Slabs:
+    padded = spec.layout == "padded"
+    slab = spec.num_ranks * spec.num_tokens if padded else 0
+    count = spec.local_experts * slab if padded else spec.capacity
+    block = block_rows(launch.block, count, tile_rows(rows.dtype))
+    return index_kernel.Slabs(spec.local_experts, block, count, slab, spec.alignment)
+
+
+def _pack_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
+    smallest = tile_rows(rows.dtype)
+    return hardware.launch(
+        "pack_tokens",
+        functools.partial(pack_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled, spec.num_tokens),
+        preferred=smallest,
+        smallest=smallest,
+        available=spec.num_tokens,
+        config=config,
+    )
+
+
+def _index_launch(rows: Rows, spec: Spec, slabs: index_kernel.Slabs, config: KernelConfig) -> Launch:
+    need = index_kernel.vmem_bytes(rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs)
+    return hardware.launch("index_tokens", lambda block: need, preferred=1, smallest=1, available=1, config=config)
+
+
+def _place_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
+    """An expert's few rows are decoded with their whole block."""
+    return hardware.launch(
+        "place",
+        functools.partial(place_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled, False),
+        preferred=16,
+        smallest=tile_rows(rows.dtype),
+        available=max(spec.local_experts * spec.num_ranks * spec.num_tokens, 1)
+        if spec.layout == "padded"
+        else spec.capacity,
+        config=config,
+    )
