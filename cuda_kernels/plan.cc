@@ -51,7 +51,9 @@ const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s) 
   if (s.parts < 1 || s.parts > kMaxParts || s.part_elements % 256 != 0) return "parts";
   if (static_cast<int64_t>(s.parts) * s.part_elements < r.hidden) return "part_elements";
   if (s.segment_tokens < 1) return "segment_tokens";
-  if (static_cast<uint64_t>(r.ranks) * r.tokens * s.parts > 0x7FFFFFFFu) return "ranks * tokens * parts";
+  // Warps count items in an int, and each may ask for one behind the last.
+  constexpr uint64_t kMostItems = 0x7FFFFFFFu - 2 * kMaxBlocks * kWarps;
+  if (static_cast<uint64_t>(r.ranks) * r.tokens * s.parts > kMostItems) return "ranks * tokens * parts";
   if (static_cast<uint64_t>(r.ranks) * r.tokens * r.top_k > 0x7FFFFFFFu) return "ranks * tokens * top_k";
   return nullptr;
 }

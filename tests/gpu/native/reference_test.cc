@@ -120,6 +120,11 @@ static void Plans() {
     CombineParams bad = c;
     bad.routing.local_experts += 1;
     EXPECT(Unfit(bad) != nullptr);
+    bad = c, bad.routing.top_k = bad.routing.slots = 1, bad.schedule.low_latency = false;
+    bad.routing.tokens = (0x7FFFFFFF - kMaxBlocks * kWarps) / (r.ranks * p.parts);  // a counter would turn negative
+    EXPECT(Unfit(bad) != nullptr);
+    bad.routing.tokens = 0x7FFF0000 / (r.ranks * p.parts);
+    EXPECT(Unfit(bad) == nullptr);
     bad = c, bad.routing.tokens = 1 << 30, bad.routing.top_k = bad.routing.slots = 4;
     EXPECT(Unfit(bad) != nullptr);
   }
