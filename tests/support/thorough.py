@@ -18,6 +18,7 @@ THOROUGH = (
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
     "tpu/test_tpu_aot.py::test_halves_on_a_large_topology",
     "tpu/test_tpu_layer.py::test_a_layer_needs_less_memory_than_the_peer",
+    "tpu/test_tpu_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
