@@ -159,6 +159,18 @@ def test_every_kernel_follows_the_protocol(monkeypatch):
     assert tuple(recorder.steps) == peers.KERNEL
 
 
+def test_few_tokens_are_lowered_where_the_mesh_tells_no_generation():
+    """By other kernels than on a chip, since Pallas would ask which chip it is."""
+
+    def decode(x, idx):
+        routed = xm.dispatch(x, idx, num_experts=4, axis_name="ep")
+        return xm.combine(routed.x, routed.handle)
+
+    text = lowered(decode, X, IDX)
+    assert "xen_moe_index_rows" in text and "xen_moe_order_pairs" in text
+    assert "xen_moe_index_tokens" not in text and "xen_moe_order_tokens" not in text
+
+
 def test_forward_follows_the_protocol(monkeypatch):
     recorder = Recorder(monkeypatch)
 

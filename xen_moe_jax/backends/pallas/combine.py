@@ -97,7 +97,8 @@ def combine(
 def _few(spec: Spec, config: KernelConfig) -> bool:
     """Whether one kernel makes the tables: of few tokens, each of which has a record from every rank."""
     return (
-        low_latency(spec, config)
+        hardware.lowers_flat_arrays(config)
+        and low_latency(spec, config)
         and spec.num_ranks <= spec.top_k
         and spec.num_tokens <= BLOCK
         and _tables_bytes(spec) <= hardware.BLOCK_BUDGET

@@ -40,7 +40,9 @@ def serves(spec: Spec) -> bool:
 
 
 def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:
-    """Whether the tables of all tokens of all ranks fit a kernel's memory."""
+    """Whether the kernels can be lowered, and the tables of all tokens of all ranks fit their memory."""
+    if not hardware.lowers_flat_arrays(config):
+        return False
     slabs = _slabs(_place_launch(rows, spec, config), rows, spec)
     sizes = rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs
     return (

@@ -65,6 +65,13 @@ def generation() -> Generation:
     return GENERATIONS.get(kind or "", SMALLEST)
 
 
+def lowers_flat_arrays(config: KernelConfig) -> bool:
+    """Whether kernels may take arrays of one axis: Pallas asks the chip about their tiles when it lowers them, which
+    needs a mesh that tells the generation, or interpret mode.
+    """
+    return bool(config.interpret) or generation() is not SMALLEST
+
+
 def _devices(mesh: Any) -> np.ndarray | None:
     return None if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices
 
