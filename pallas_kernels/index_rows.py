@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch, divided
-from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, counted_by_depth, ordered, packed
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
 NOBODYS = 128
@@ -97,10 +97,7 @@ def _table(refs: _Refs, static: _Static, headers: jax.Array, valid: Any) -> None
     tables, depth = packed(mine, rows, entry, weights)
     empty = jnp.zeros((static.lines - static.number - 1, block), jnp.int32)
     lines = ordered(top_k - depth, top_k + 1, jnp.concatenate([*tables, lane, empty], axis=0))
-    counts = jnp.zeros((1, block), jnp.int32)
-    for s in range(top_k):
-        deeper = jnp.sum((depth > s).astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
-        counts = jnp.where(lane == s, deeper, counts)
+    counts = counted_by_depth(depth, top_k)
     for n in range(static.counts + 1):
         refs.lines[:, n * block : (n + 1) * block] = counts if n == static.counts else lines[n : n + 1]
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, dot, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, counted_by_depth, dot, ordered, packed
 from xen_moe_jax.pallas_kernels.place import TOKEN_BITS, Visits
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
@@ -244,10 +244,7 @@ def _sort(refs: _Refs, static: _Static, source: Any, starts: _Starts) -> None:
     empty = jnp.zeros((static.lines - static.counts, block), jnp.int32)
     record = lane | (source << TOKEN_BITS)
     lines = ordered(top_k - depth, top_k + 1, jnp.concatenate([*tables, record, empty], axis=0))
-    counts = jnp.zeros((1, block), jnp.int32)
-    for s in range(top_k):
-        deeper = jnp.sum((depth > s).astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
-        counts = jnp.where(lane == s, deeper, counts)
+    counts = counted_by_depth(depth, top_k)
     for n in range(static.counts + 1):
         refs.lines[:, n * block : (n + 1) * block] = counts if n == static.counts else lines[n : n + 1]
 

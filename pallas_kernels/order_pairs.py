@@ -136,6 +136,15 @@ def counted(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
 
 
+def counted_by_depth(depth: jax.Array, slots: int) -> jax.Array:
+    """int32 `[1, N]`: in lane `s < slots`, how many of `depth [1, N]` are more than `s`; 0 behind them."""
+    lane = lax.broadcasted_iota(jnp.int32, depth.shape, 1)
+    counts = jnp.zeros(depth.shape, jnp.int32)
+    for s in range(slots):
+        counts = jnp.where(lane == s, counted(depth > s), counts)
+    return counts
+
+
 def order_block(
     table_ref: Any,
     columns_ref: Any,
@@ -150,9 +159,8 @@ def order_block(
     (rows,), depth = packed(rows >= 0, rows)
     if facts is None:
         lane = lax.broadcasted_iota(jnp.int32, (1, block), 1)
-        facts = jnp.where(lane == slots, counted(peer >= 0), 0)
-        for s in range(slots):
-            facts = jnp.where(lane == s, counted((peer >= 0) & (depth > s)), facts)
+        deeper = counted_by_depth(jnp.where(peer >= 0, depth, -1), slots)
+        facts = jnp.where(lane == slots, counted(peer >= 0), deeper)
     key = jnp.where(peer >= 0, slots - depth, slots + 1)
     none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
     table = ordered(key, slots + 2, jnp.concatenate([rows, peer, address, depth, none], axis=0))

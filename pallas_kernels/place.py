@@ -164,47 +164,68 @@ def place(
 
         return pl.BlockSpec((1, 1, count), at, memory_space=pltpu.SMEM)
 
-    def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any) -> Any:
+    return _launched(
+        ["blocks", "last", "gathered", "now", "following", "staged"],
+        [table_of(0, 1), table_of(0, block), table_of(1, block), pl.BlockSpec(memory_space=pltpu.HBM)],
+        (blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged),
+        num_blocks=num_blocks,
+        rows=rows,
+        block=block,
+        record=record,
+        out_dtype=out_dtype,
+        keep_scales=keep_scales,
+        keep_header=keep_header,
+        padding_rows=padding_rows,
+        launch=launch,
+    )
+
+
+def _launched(
+    names: list[str],
+    in_specs: list[Any],
+    operands: tuple[jax.Array, ...],
+    *,
+    num_blocks: jax.Array,
+    rows: int,
+    block: int,
+    record: Record,
+    out_dtype: Any,
+    keep_scales: bool,
+    keep_header: bool,
+    padding_rows: bool,
+    launch: Launch,
+) -> tuple[jax.Array, ...]:
+    """The kernel on `operands`, which `_Refs` has as `names`: the first are scalars, `blocks` and `last` among them, as
+    many as `in_specs` leave.
+    """
+
+    def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any, *_: Any) -> Any:
         return blocks[_visit(core, turn, last)], 0
 
-    out_specs, out_shape = _results(rows, block, record, out_dtype, keep_scales, rows_of_block)
+    results = [("out", record.hidden, out_dtype)]
+    if keep_scales:
+        results.append(("scales", record.chunks, jnp.float32))
     if keep_header:
-        out_specs.append(pl.BlockSpec((block, LANES), rows_of_block))
-        out_shape.append(((rows, LANES), jnp.int32))
+        results.append(("header", LANES, jnp.int32))
     return tuple(
         launch.call(
             functools.partial(_body, record=record, padding_rows=padding_rows),
             _Refs,
-            ["blocks", "last", "gathered", "now", "following", "staged", "out"]
-            + (["scales"] if keep_scales else [])
-            + (["header"] if keep_header else [])
-            + ["buffer", "semaphore"],
+            [*names, *(name for name, _, _ in results), "buffer", "semaphore"],
             name="xen_moe_place",
             remote=False,
             by_dma=False,
             shared=True,
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=len(operands) - len(in_specs),
                 grid=(launch.cores, divided(num_blocks, launch.cores)),
-                in_specs=[table_of(0, 1), table_of(0, block), table_of(1, block), pl.BlockSpec(memory_space=pltpu.HBM)],
-                out_specs=out_specs,
+                in_specs=in_specs,
+                out_specs=[pl.BlockSpec((block, columns), rows_of_block) for _, columns, _ in results],
                 scratch_shapes=gather.buffers(record, block),
             ),
-            out_shape=out_shape,
-        )(blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged)
+            out_shape=[((rows, columns), dtype) for _, columns, dtype in results],
+        )(*operands)
     )
-
-
-def _results(
-    rows: int, block: int, record: Record, out_dtype: Any, keep_scales: bool, at: Any
-) -> tuple[list[Any], list[Any]]:
-    """Blocks of the results and their shapes."""
-    specs: list[Any] = [pl.BlockSpec((block, record.hidden), at)]
-    shapes: list[Any] = [((rows, record.hidden), out_dtype)]
-    if keep_scales:
-        specs.append(pl.BlockSpec((block, record.chunks), at))
-        shapes.append(((rows, record.chunks), jnp.float32))
-    return specs, shapes
 
 
 def place_visits(
@@ -221,29 +242,17 @@ def place_visits(
     """As `place`, out of int32 `staged [R, S, T, 128]`, for few visits, whose tables are in SMEM as a whole."""
     if not launch.interpret:  # so small an array XLA puts into VMEM, where a row is not fetched but loaded and stored
         staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
-
-    def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any, *_: Any) -> Any:
-        return blocks[_visit(core, turn, last)], 0
-
-    out_specs, out_shape = _results(rows, visits.block, record, out_dtype, keep_scales, rows_of_block)
-    return tuple(
-        launch.call(
-            functools.partial(_body, record=record, padding_rows=padding_rows),
-            _Refs,
-            ["blocks", "last", "gathered", "records", "staged", "out"]
-            + (["scales"] if keep_scales else [])
-            + ["buffer", "semaphore"],
-            name="xen_moe_place",
-            remote=False,
-            by_dma=False,
-            shared=True,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=4,
-                grid=(launch.cores, divided(visits.last[0] + 1, launch.cores)),
-                in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
-                out_specs=out_specs,
-                scratch_shapes=gather.buffers(record, visits.block),
-            ),
-            out_shape=out_shape,
-        )(visits.blocks, visits.last, visits.gathered, visits.records, staged)
+    return _launched(
+        ["blocks", "last", "gathered", "records", "staged"],
+        [pl.BlockSpec(memory_space=pltpu.HBM)],
+        (visits.blocks, visits.last, visits.gathered, visits.records, staged),
+        num_blocks=visits.last[0] + 1,
+        rows=rows,
+        block=visits.block,
+        record=record,
+        out_dtype=out_dtype,
+        keep_scales=keep_scales,
+        keep_header=False,
+        padding_rows=padding_rows,
+        launch=launch,
     )

@@ -7,6 +7,7 @@ counts like after any dispatch.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -100,9 +101,8 @@ def dispatch(
 
 
 def _slabs(launch: Launch, rows: Rows, spec: Spec) -> index_kernel.Slabs:
-    padded = spec.layout == "padded"
-    slab = spec.num_ranks * spec.num_tokens if padded else 0
-    count = spec.local_experts * slab if padded else spec.capacity
+    slab = spec.num_ranks * spec.num_tokens if spec.layout == "padded" else 0
+    count = math.prod(spec.row_dims)
     block = block_rows(launch.block, count, tile_rows(rows.dtype))
     return index_kernel.Slabs(spec.local_experts, block, count, slab, spec.alignment)
 
@@ -131,8 +131,6 @@ def _place_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
         functools.partial(place_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled, False),
         preferred=16,
         smallest=tile_rows(rows.dtype),
-        available=max(spec.local_experts * spec.num_ranks * spec.num_tokens, 1)
-        if spec.layout == "padded"
-        else spec.capacity,
+        available=math.prod(spec.row_dims),
         config=config,
     )
