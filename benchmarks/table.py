@@ -22,6 +22,7 @@ QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" /
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import layer_tables  # noqa: E402
 from xen_moe_jax.benchmark import jax_best, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
@@ -227,6 +228,7 @@ QUOTES = {
     "TPU operations": lambda: tpu_static(tpu_budget.by_operation),
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
     "TPU left out": tpu_left_out,
+    **layer_tables.TABLES,
 }
 
 

@@ -44,6 +44,7 @@ THOROUGH = (
     "test_jax_best.py::test_the_command_end_to_end[2]",
     "test_profiles.py::test_autotune_measures_saves_and_loads",
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
+    "flax/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
     "flax/test_arguments.py::test_a_router_that_went_wrong_shows_in_the_metrics[dp x ep]",
     "flax/test_chunks.py::test_memory_of_the_compiled_program_shrinks",
