@@ -76,6 +76,13 @@ THOROUGH = (
     "flax/test_variants.py::test_tokens_replicated_over_the_expert_axis[padded, uneven, shared]",
     "flax/test_variants.py::test_activations_and_biases[gpt-oss, uneven and aligned]",
     "flax/test_variants.py::test_activations_and_biases[geglu]",
+    # further directions of vmap: 2 to 3 s each
+    "test_drop_ins_jax_suite.py::test_batching_all_to_all_over_two_axes[1]",
+    "test_drop_ins_jax_suite.py::test_batching_all_to_all_over_two_axes[2]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[0-0-groups]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[0-1-all]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-0-groups]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-1-all]",
     # derivatives of the other layouts
     "test_derivatives.py::test_second_derivatives[ranked]",
     "test_derivatives.py::test_second_derivatives[padded]",
