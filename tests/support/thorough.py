@@ -32,6 +32,7 @@ THOROUGH = (
     "gpu/test_gpu_bodies_on_cpu.py::test_random_calls_agree_and_a_wrong_one_is_found",
     # whole commands and pages; the first page, the first example and the demo's short run stay
     "test_benchmark.py::test_low_latency_and_sweep_modes",
+    "test_documents.py::test_blocks_of_a_document_run_in_order[docs/api.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/benchmarks.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/flax.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/memory.md]",
