@@ -234,6 +234,8 @@ combine_tangent_p = declare_composite("combine_tangent", _shapes.combine, _two_c
 
 def combine_tangent(y_dot: Any, weights_dot: Any, y: Any, weights: Any, handle: Any, params: Any) -> Any:
     """`combine(y_dot, weights) + combine(y, weights_dot)`; None where it is zero."""
+    if 0 in y.shape:  # and `y` is no residual: XLA's compiler crashes on one without elements that leaves a shard_map
+        return None
     params = _for_gradients(params)
     if not params["weighted"] or are_zero(weights_dot):
         if are_zero(y_dot):
