@@ -48,8 +48,9 @@ def weights_from_rows(
     if spec.layout == "ranked":
         rows = jnp.where(local_idx[0] >= 0, values, 0.0)
         none = jnp.zeros(spec.weights_shape, jnp.float32)
-        options = {"spec": spec, "weighted": False, "wire": None, "config": config}
-        return combine(rows, topk_idx, positions, recv_counts, none, **options)
+        return combine(
+            rows, topk_idx, positions, recv_counts, none, spec=spec, weighted=False, wire=None, config=config
+        )
     return _runs_back(values.reshape(-1), topk_idx, recv_counts, spec)
 
 
