@@ -260,6 +260,23 @@ class Conformance:
         assert_bits(np.abs(dy), np.abs(np.where(routed.specified[..., None], expected, 0)), "gradient of y")
         assert_bits(dy, expected, "gradient of y", where=routed.specified & (routed.weights != 0 if weighted else True))
 
+    @pytest.mark.parametrize("layout", cases.LAYOUTS)
+    def test_tangents_of_weights_travel_without_rows(self, layout):
+        """A tangent of router weights comes to the rows as weights do."""
+        problem = self.problem(Case("tangents", layout=layout, dtype="float32"), "uniform")
+        dots = np.random.default_rng(9).standard_normal(problem.weights.shape).astype(np.float32)
+        options = {"axis_name": problem.axis_name, "layout": layout, "config": self.config}
+
+        def body(x, idx, weights, dots):
+            def weights_of(w):
+                return _rows_and_weights(xm.dispatch(x, idx, w, num_experts=problem.experts, **options))[1]
+
+            return jax.jvp(weights_of, (weights,), (dots,))[1]
+
+        found = self.run(body, problem.x, problem.idx, problem.weights, dots)
+        expected = oracle.dispatch(problem.x, problem.idx, dots, num_experts=problem.experts, layout=layout)
+        assert_bits(found, expected.weights, "tangent of the weights", where=expected.specified)
+
     # -- drop-ins ----------------------------------------------------------------------------------
     @pytest.mark.parametrize(("shape", "split", "concat", "tiled", "groups", "dtype"), ALL_TO_ALL)
     def test_all_to_all(self, shape, split, concat, tiled, groups, dtype):
