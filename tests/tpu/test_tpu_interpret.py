@@ -14,7 +14,10 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 
 SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
-    "TestEager": "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or padded-fp8 or grouped-scaled or two-axes/uniform",
+    "TestEager": (
+        "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or padded-fp8 or grouped-scaled or "
+        "two-axes/uniform"
+    ),
     "TestOnWait": (
         "padded/zipf or grouped-capacity-one/uniform or grouped-top1/uniform or grouped-int8-f32 or "
         "ranked-odd-hidden or "
