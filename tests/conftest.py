@@ -66,6 +66,17 @@ def dp_tp_mesh():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Most of the suite's time was LLVM optimising programs that run once, on a few rows.
+
+    The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
+    """
+    on_cpu = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
+    full = any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
+    jax.config.update("jax_disable_most_optimizations", on_cpu and not full)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_thorough(item.nodeid):
