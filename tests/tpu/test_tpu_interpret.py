@@ -17,7 +17,7 @@ ROOT = HERE.parents[1]
 SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
     "TestEager": "[grouped/uniform] or ranked/duplicates or padded-fp8 or grouped-scaled or ranked-two-axes/uniform",
     "TestOnWait": (
-        "padded/zipf or grouped-capacity-one/uniform or grouped-top1/uniform or grouped-int8-f32 or "
+        "padded/zipf or grouped-capacity-one/uniform or grouped-int8-f32 or "
         "ranked-odd-hidden or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
