@@ -8,6 +8,7 @@ from tests.support import conformance
 
 class TestReference(conformance.Conformance):
     config = xm.KernelConfig(backend="reference")
+    optimized = ("grouped-two-axes", "padded-two-axes-fp8")  # the other kinds are optimised in the classes below
 
 
 @pytest.mark.optimized
