@@ -233,7 +233,8 @@ def test_one_redispatch_serves_rows_and_weights(mesh4):
     both, rows, router = counted(0, 1), counted(0), counted(1)
     assert both["xen_moe_redispatch"] == rows["xen_moe_redispatch"] == router["xen_moe_redispatch"] == 1
     assert (both["xen_moe_combine"], rows["xen_moe_combine"], router["xen_moe_combine"]) == (2, 2, 1)
-    assert (both["xen_moe_all_to_all"], rows["xen_moe_all_to_all"], router["xen_moe_all_to_all"]) == (1, 0, 1)
+    back = "xen_moe_weights_from_rows"
+    assert (both[back], rows[back], router[back]) == (1, 0, 1)
 
 
 def test_results_carry_names_and_operations_scopes(mesh4):

@@ -69,7 +69,7 @@ def test_the_backward_pass_flies_too(mesh, lands):
     found = equations(program, *args)
     backward = found[found.index("redispatch_start") :]
     one_flight = ["order", "order"]
-    assert [e for e in backward if e != "all_to_all"] == [
+    assert [e for e in backward if e != "weights_from_rows"] == [
         *["redispatch_start", *one_flight, "redispatch_done"],
         *["combine_start", *one_flight, "combine_done"],
     ]

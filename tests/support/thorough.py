@@ -2,7 +2,8 @@
 quicker member of the same family beside them, or are a whole program or suite in themselves.
 
 An entry is `file::function`, or `file::function[id]` for one of its cases. conftest.py gives them the marker
-`thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon.
+`thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon. CI
+runs what is here, too: the rest of a matrix whose every kind runs in CI is marked `slow` instead.
 """
 
 THOROUGH = (
@@ -33,6 +34,8 @@ THOROUGH = (
     # whole commands and pages; the first page, the first example and the demo's short run stay
     "test_benchmark.py::test_low_latency_and_sweep_modes",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/api.md]",
+    "test_benchmark.py::test_overlap_mode_end_to_end",
+    "flax/test_layer_benchmark.py::test_a_stack_of_layers",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/benchmarks.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/flax.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/memory.md]",
