@@ -184,8 +184,10 @@ def compared(operations: tuple[str, ...]) -> str:
     if not files:
         return "**The tuned comparison has not been run on several GPUs yet.**"
     content = json.loads(files[0].read_text())
+    machine = content["machine"]
     return "\n".join(
         [
+            f"{machine['devices']} x {machine['device_kind']}, {content['time'][:10]}:\n",
             "| " + " | ".join(jax_best.COLUMNS) + " |",
             "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
             *(
