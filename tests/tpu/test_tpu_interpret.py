@@ -47,6 +47,10 @@ def test_ranks_that_are_out():
     run_suite("test_ranks_that_are_out", 900)
 
 
+def test_more_rows_than_one_wait_covers():
+    run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
+
+
 def test_a_mesh_with_another_axis():
     run_suite("test_ep_beside_another_axis", 600)
 
