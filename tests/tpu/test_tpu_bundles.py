@@ -11,48 +11,76 @@ import sys
 import numpy as np
 import pytest
 
-from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_topologies
+from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_dump, tpu_topologies
 from xen_moe_jax.benchmark.tpu_bundles import Part, Work
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 DUMP = """\
    0x0   :  { %1 = sld [smem:x] }
-   0x1 LB: > { %2 = vld [vmem:y] }
+   0x1 LB: > { %2 = vld [vmem:y] } /* Start region 10 */
    0x2   : > { %3 = dma.done.wait %s }
-   0x3 LB: >> { %4 = dma.hbm_to_vmem [thread:z] }
-   0x4   : >> { %5 = sld [smem:x]  ;;  %6 = vst [vmem:y] }
-   0x5 LB: >> { %7 = vld [vmem:y]  ;;  %8 = vld [vmem:y] }
-   0x6   : > { %9 = vst [vmem:y] }
-   0x7   :  { %10 = sst [smem:x] }
+   0x3   : > { %4 = sbr.rel (%p1) target = $region20 }
+   0x4   :  {}
+   0x5 LB: >> { %5 = dma.hbm_to_vmem [thread:z] } /* Start region 11 */
+   0x6   :  {}
+   0x7   : >> { %6 = sld [smem:x]  ;;  %7 = vst [vmem:y] }
+   0x8   : > { %8 = sbr.rel (!%p2) target = $region11 }
+   0x9   :  {}
+   0xa PF: > { %9 = sbr.rel (%p3) target = $region30 } /* Start/End empty region 20 */
+   0xb   :  {}
+   0xc   : > { %10 = vwait.ge [sflag:c], 0 }
+   0xd LB: >> { %11 = vsyncadd.remote %s, 1 } /* Start region 12 */
+   0xe   : > { %12 = sbr.rel (!%p4) target = $region12 }
+   0xf   :  {}
+  0x10 LB: >> { %13 = vld [vmem:y]  ;;  %14 = vld [vmem:y] } /* Start region 13 :: Start/End empty region 30 */
+  0x11   : > { %15 = sbr.rel (!%p5) target = $region13 }
+  0x12   :  {}
+  0x13   : > { %16 = vst [vmem:y] }
+  0x14   :  { %17 = sbr.rel (!%p6) target = $region10 }
+  0x15   :  {}
+  0x16 PF:  { %18 = sst [smem:x] }
 """
+"""As libtpu writes it: a bundle behind each branch runs before it is taken. Bundles 0xc to 0xf, which wait for other
+ranks, run in one step of many."""
 
 
 def test_loops_of_a_dump():
-    top = tpu_bundles.loops(DUMP)
+    top = tpu_dump.loops(DUMP)
     (grid,) = top.inner
-    assert (top.bundles, grid.bundles, [loop.bundles for loop in grid.inner]) == (2, 3, [2, 1])
+    assert tpu_dump.delay_slots(DUMP) == 1
+    assert (top.bundles, grid.bundles, [loop.bundles for loop in grid.inner]) == (2 + 4, 9, [5, 3])
     assert grid.inner[0].operations == {"dma.hbm_to_vmem": 1, "sld": 1, "vst": 1}
     assert grid.inner[1].operations == {"vld": 2}
+    assert top.bundles + grid.bundles + 5 + 3 == len(DUMP.splitlines())
+
+
+def test_a_loop_without_its_branch_is_an_error():
+    with pytest.raises(ValueError, match="no branch leads back to the loops that begin at 0x5"):
+        tpu_dump.loops(DUMP.replace("target = $region11", "target = $region99"))
 
 
 def test_two_cores_share_a_kernel():
-    shared = "   0x0   :  { %1 = shalt.err /* scheckeq: BarrierMegacore cookie */ }\n" + DUMP
-    alone, both = (tpu_bundles.count(tpu_bundles.loops(text), Work(10)) for text in (DUMP, shared))
-    assert (alone.cores, both.cores) == (1, 2) and both.total == (alone.total + 1) / 2
+    shared = DUMP.replace("%1 = sld [smem:x]", "%1 = shalt.err /* scheckeq: BarrierMegacore cookie */")
+    alone, both = (tpu_bundles.count(tpu_dump.loops(text), Work(10)) for text in (DUMP, shared))
+    assert (alone.cores, both.cores) == (1, 2) and both.total == alone.total / 2
 
 
 def test_count_of_a_dump():
     work = Work(10, (Part("fetch", tpu_bundles.FETCH, 100), Part("add", "vld", 1000, at_least=2)))
-    counted = tpu_bundles.count(tpu_bundles.loops(DUMP), work)
-    assert (counted.step, counted.turn) == (3, {"fetch": 2, "add": 1})
-    assert counted.total == 2 + 10 * 3 + 100 * 2 + 1000 * 1
-    pieces = tpu_bundles.count(
-        tpu_bundles.loops(DUMP), Work(1, (Part("all", "vst", 1, copies=1), Part("sld", "sld", 1)))
-    )
-    assert pieces.turn == {"all": 2, "sld": 2}
+    counted = tpu_bundles.count(tpu_dump.loops(DUMP), work)
+    assert (counted.step, counted.turn) == (9, {"fetch": 5, "add": 3})
+    assert counted.total == 6 + 10 * 9 + 100 * 5 + 1000 * 3
+    both = Work(1, (Part("all", "", 1, copies=1),))
+    assert tpu_bundles.count(tpu_dump.loops(DUMP), both).turn == {"all": 5 + 3}
     with pytest.raises(ValueError, match="no loop with vperm for rotate"):
-        tpu_bundles.count(tpu_bundles.loops(DUMP), Work(1, (Part("rotate", "vperm", 1),)))
+        tpu_bundles.count(tpu_dump.loops(DUMP), Work(1, (Part("rotate", "vperm", 1),)))
+
+
+@pytest.mark.parametrize(("rows", "most", "turns"), [(0, 64, 0), (63, 64, 7 + 7), (340, 64, 5 + 2 + 4), (64, 32, 8)])
+def test_turns_of_waiting(rows, most, turns):
+    assert tpu_bundles.waits(rows, most) == turns
+    assert tpu_bundles.mean_waits(10 * rows, 10, most) >= 10 * (rows // most)
 
 
 def test_scalar_operations_of_a_program():
@@ -79,10 +107,12 @@ def test_random_routing_counts_what_it_says():
 
 
 def test_visited_pairs_of_a_few_depths():
-    """Twenty pairs of three rows and one of one: two groups, of 3 + 3 turns, the second with 5, 4 and 4 pairs."""
+    """Twenty pairs of three rows, one of one: two groups, of 3 + 3 turns, the second with 5, 4 and 4 pairs. Waits: 48
+    rows and 16 records, then 13 and 5, by eights and by ones.
+    """
     depths = np.zeros(100, int)
     depths[:20], depths[50] = 3, 1
-    assert tpu_bundles.visited_pairs(depths, 16) == tpu_bundles.Visited(1, 2, 6, 6, 5 + 4 + 4, 1)
+    assert tpu_bundles.visited_pairs(depths, 16) == tpu_bundles.Visited(1, 2, 6, 6, 5 + 4 + 4, 1, 6 + 2 + 1 + 5 + 5)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +133,7 @@ def test_all_to_all_bandwidth_of_larger_tori(generation, devices, gb_per_s):
 
 
 def test_uniform_routing_is_like_a_random_one():
-    model = tpu_budget.uniform_routing(512, 8, 256, 8, seed=0)
+    model = tpu_budget.uniform_routing(512, 8, 256, 8, 16, seed=0)
     drawn = tpu_bundles.random_routing(512, 8, 256, 8, 16, seed=0)
     for name in ("sent", "placed"):
         assert np.isclose(getattr(model, name), getattr(drawn, name), rtol=0.05)

@@ -150,7 +150,8 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], seed)
+    group = tpu_bundles.pair_group(program)
+    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
     works = tpu_bundles.works(routing, blocks, padded=False)
     counted: dict[str, float] = {}
@@ -170,7 +171,7 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
     for each slot of the peer's; bfloat16.
     """
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], seed)
+    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
     row = SIZES["hidden"] * 2
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row

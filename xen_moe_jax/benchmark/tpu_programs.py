@@ -35,6 +35,7 @@ CASES = (
     Case("throughput", 4096, "grouped", "float8_e4m3fn", None),
     Case("throughput-bf16", 4096, "grouped", None, None),
     Case("low-latency", 128, "padded", "float8_e4m3fn", None),
+    Case("low-latency-bf16", 128, "padded", None, None),
 )
 
 # -- counting ---------------------------------------------------------------------------------------------------------
