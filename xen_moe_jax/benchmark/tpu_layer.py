@@ -136,6 +136,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "matmul": matmul,
         **tpu_layer_programs.memory(compiled.compiled),
         "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
+        "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
         "collective_bytes": tpu_programs.collectives(compiled.text),
         "ici_bytes": ici,
         "wire_us": round(chip.all_to_all_us(ici, devices), 1),
