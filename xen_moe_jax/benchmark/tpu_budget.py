@@ -111,6 +111,56 @@ def by_devices(results: list[dict[str, Any]], generation: str, case: str) -> lis
     return lines
 
 
+TARGETS = (
+    ("v5p", "throughput", 2400),
+    ("v5e", "throughput", 9700),
+    ("v5p", "low-latency", 100),
+    ("v5e", "low-latency", 150),
+)
+"""Microseconds that all kernels and tables of a dispatch and a combine may take on 8 devices; of 4096 tokens, what the
+wire needs."""
+
+
+def core_and_wire(results: list[dict[str, Any]], generation: str, case: str, devices: int) -> tuple[float, float]:
+    """What the core and what the wire needs for a dispatch and a combine together, in microseconds.
+
+    Raises:
+      ValueError: XLA's tables were not counted for so many devices.
+    """
+    mine = [r["budget"] for r in results if (r["generation"], r["case"]) == (generation, case) and r.get("budget")]
+    pair = [b for budget in mine for b in budget if b["devices"] == devices and b["xla_us"] is not None]
+    if len(pair) != 2:
+        raise ValueError(f"{generation} {case}: no program for {devices} devices was compiled")
+    return sum(b["kernels_us"] + b["xla_us"] for b in pair), sum(b["wire_us"] for b in pair)
+
+
+def by_target(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: kernels and tables of a dispatch and a combine together, beside what is aimed at."""
+    lines = [
+        "| chip | devices | case | kernels and tables, us | wire, us | aimed at, us |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    aims = {(generation, case): f"{most}" for generation, case, most in TARGETS}
+    for devices in (CHIPS[0], CHIPS[-1]):
+        for generation, case in dict.fromkeys((r["generation"], r["case"]) for r in results if r.get("budget")):
+            core, wire = core_and_wire(results, generation, case, devices)
+            aim = aims.get((generation, case), "-")
+            if devices == CHIPS[-1]:
+                aim = f"{1.5 * wire:.0f}, 1.5 times the wire" if case.startswith("throughput") else "-"
+            lines.append(f"| {generation} | {devices} | {case} | {core:.0f} | {wire:.0f} | {aim} |")
+    return lines
+
+
+def by_bound(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: the term that bounds each operation on each number of devices, and its time in us."""
+    lines = ["| chip | operation | " + " | ".join(map(str, CHIPS)) + " |", "|---|---|" + "---|" * len(CHIPS)]
+    for row in (row for row in results if row.get("budget")):
+        found = {b["devices"]: f"{b['bound']} {b[b['bound'] + '_us']:.0f}" for b in row["budget"]}
+        cells = [row["generation"], f"{row['case']} {row['operation']}", *(found.get(n, "-") for n in CHIPS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def plot(path: str, results: list[dict[str, Any]]) -> None:
     """The whole budget of a dispatch and a combine by generation, at 4096 and at 128 tokens. Needs matplotlib."""
     try:
