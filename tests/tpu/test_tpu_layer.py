@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 import xen_moe_jax as xm
 
 pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
 
-from xen_moe_jax.benchmark import layer_programs, tpu_layer, tpu_layer_programs, tpu_programs
+from xen_moe_jax.benchmark import layer_programs, tpu_layer, tpu_layer_programs, tpu_programs, tpu_topologies
 from xen_moe_jax.benchmark.problem import RANK_SPEC
+from xen_moe_jax.flax import MoEConfig, linen
 
 SMALLEST = {"hidden": 3584, "experts": 64, "top_k": 8}
 """Half of DeepSeek-V3's hidden size, so that records fill their tiles as its own do; 512 tokens on 8 devices."""
@@ -74,6 +75,24 @@ def test_a_layer_needs_less_memory_than_the_peer():
     assert "ragged-all-to-all" not in moved and router <= sum(moved.values()) < router + 2**16, moved
     slots = 512 * SMALLEST["top_k"]
     assert tpu_programs.collectives(peer.as_text())["ragged-all-to-all"] >= 4 * slots * SMALLEST["hidden"] * 2
+
+
+@pytest.mark.tpu_aot
+def test_a_decode_of_the_flax_layer_is_grouped_and_goes_to_everybody():
+    """What nobody asked for: the layout and the mode that a TPU's decode is quickest with (docs/tpu.md)."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    mesh = tpu_topologies.mesh("v5e")
+    kernel = xm.KernelConfig(backend="pallas")
+    config = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=32, top_k=8, kernel=kernel)
+    assert (config.layout, kernel.mode) == ("grouped", "auto")
+    layer = linen.MoE(config, mesh=mesh)
+    x = jax.ShapeDtypeStruct((8 * 64, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, RANK_SPEC))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    text = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+    own = tpu_programs.kernels(text)
+    assert "xen_moe_pack_tokens" in own and "xen_moe_push" not in own, own  # records leave by XLA's all-gather
+    assert "all-gather" in tpu_programs.collectives(text)
+    assert tpu_layer_programs.matmul_kernels(text)["ragged-dot-none"] == 3  # gate, up and down
 
 
 @pytest.mark.slow
