@@ -238,19 +238,22 @@ class Conformance:
         rows_bar = rng.standard_normal(routed.rows.shape).astype(np.float32)
         rows_bar[~routed.specified] = np.nan  # a gradient that reads an unspecified row shows it
         out_bar = rng.standard_normal(problem.x.shape).astype(np.float32)
+        weights_bar = rng.standard_normal(routed.weights.shape).astype(np.float32)
+        weights_bar[~routed.specified] = np.nan
 
-        def body(x, idx, weights, y, rows_bar, out_bar):
+        def body(x, idx, weights, y, rows_bar, out_bar, weights_bar):
             options = {"num_experts": problem.experts, "axis_name": names, "layout": layout, "config": config}
-            routed, pull = jax.vjp(lambda x, w: _rows_and_weights(xm.dispatch(x, idx, w, **options)), x, weights)
-            weights_bar = jnp.where(jnp.isnan(routed[1]), 0, jnp.ones_like(routed[1]))
+            _, pull = jax.vjp(lambda x, w: _rows_and_weights(xm.dispatch(x, idx, w, **options)), x, weights)
             dx, dweights = pull((rows_bar, weights_bar))
             handle = xm.dispatch(x, idx, weights, **options).handle
             _, pull = jax.vjp(lambda y: xm.combine(y, handle, weighted=weighted, config=config), y)
             return dx, dweights, *pull(out_bar)
 
-        dx, dweights, dy = self.run(body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar)
+        dx, dweights, dy = self.run(
+            body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar, weights_bar
+        )
         assert_bits(dx, oracle.combine(rows_bar, routed, weighted=False), "gradient of x")
-        np.testing.assert_array_equal(dweights, (routed.topk_idx >= 0).astype(np.float32))
+        assert_bits(dweights, oracle.weights_from_rows(weights_bar, routed), "gradient of weights")
         expected = oracle.redispatch(out_bar, routed)
         if weighted:
             expected = expected * np.where(routed.specified, routed.weights, 0)[..., None]

@@ -187,9 +187,8 @@ def mean_waits(rows: int, blocks: float, most: int) -> float:
 
 def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
-    from xen_moe_jax.pallas_kernels import index_rows
+    from xen_moe_jax.pallas_kernels import index_rows, order_pairs
 
-    entries = routing.ranks * routing.tokens * routing.top_k
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
@@ -229,7 +228,9 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("slots", "sst", routing.placed / 8, 8, depth=4),
             ),
         ),
-        "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
+        "xen_moe_scatter": Work(
+            routing.ranks * routing.tokens / order_pairs.BLOCK, (Part("slots", "sst", routing.placed / 8, 4, depth=3),)
+        ),
         "xen_moe_order_pairs": Work(pairs.blocks),
         "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(

@@ -13,7 +13,6 @@ import numpy as np
 from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.pallas import barriers
-from xen_moe_jax.pallas_kernels import scatter
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 
@@ -185,10 +184,10 @@ def check_smem(kernel: str, need: int, remedy: str) -> None:
         )
 
 
-def smem_window(count: int, preferred: int, block: int) -> int:
-    """Rows of `count` tables that fit SMEM at a time, at most `preferred`."""
+def smem_window(smem_bytes: Callable[[int], int], preferred: int) -> int:
+    """Rows of tables that fit SMEM at a time, at most `preferred`."""
     window = preferred
-    while scatter.smem_bytes(count, window, block) > SMEM_BUDGET:
+    while smem_bytes(window) > SMEM_BUDGET:
         window //= 2
     return window
 
