@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_dump, tpu_topologies
+from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_dump, tpu_programs, tpu_topologies
 from xen_moe_jax.benchmark.tpu_bundles import Part, Work
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -86,6 +86,26 @@ def test_turns_of_waiting(rows, most, turns):
 def test_scalar_operations_of_a_program():
     text = "  %a = s32[8,4096]{1,0} gather(%x, %y)\n  %b = (s32[320]{0}, s32[320]{0}) sort(%c, %d)\n"
     assert tpu_bundles.scalar_operations(text) == {"gather": 8 * 4096, "sort": 320}
+
+
+def test_collectives_of_a_program():
+    """Two of one channel and of different results, and one in three computations, which is asynchronous."""
+    text = """\
+%begin (p: f32[8]) -> f32[8] {
+  %a = f32[8]{0} all-reduce(%p), channel_id=3
+}
+%end (p: f32[8]) -> f32[8] {
+  %b = f32[8]{0} all-reduce(%p), channel_id=3
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %c = (s32[]{:T(128)}, s32[]) all-reduce(%x, %y), channel_id=1
+  %d = f32[4,2]{1,0} all-reduce(%z), channel_id=1
+  %e = s32[16,1]{1,0} all-to-all(%z), channel_id=1
+  %f = s32[16,1]{1,0} all-to-all(%z), channel_id=1
+  %g = (bf16[2], bf16[4]) all-gather-start(%z), channel_id=4
+}
+"""
+    assert tpu_programs.collectives(text) == {"all-reduce": 32 + 8 + 32, "all-to-all": 128, "all-gather": 8}
 
 
 def test_an_operation_without_an_estimate_adds_nothing():
