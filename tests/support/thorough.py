@@ -11,6 +11,7 @@ THOROUGH = (
     "tpu/test_tpu_interpret.py::test_conformance_on_eight_ranks",
     "tpu/test_tpu_interpret.py::test_conformance_in_interpret_mode",
     "tpu/test_tpu_interpret.py::test_ranks_that_are_out",
+    "tpu/test_tpu_interpret.py::test_more_rows_than_one_wait_covers",
     "tpu/test_tpu_planted_bugs.py::test_planted_bug_is_noticed",
     "tpu/test_tpu_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
     # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
