@@ -309,6 +309,8 @@ QUOTES = {
     "whole layer on TPU": tpu_layers,
     "TPU operations": lambda: tpu_static(tpu_budget.by_operation),
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
+    "TPU targets": lambda: tpu_static(tpu_budget.by_target),
+    "TPU bounds": lambda: tpu_static(tpu_budget.by_bound),
     "TPU left out": tpu_left_out,
     "on paper": perf_curves.tables,
     **layer_tables.TABLES,

@@ -137,6 +137,31 @@ def test_ep_beside_another_axis(axes):
         assert_bits(a, b, what)
 
 
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_more_rows_than_one_wait_covers(mode):
+    """Two ranks of 72 tokens: waits for 64 records, for eight and for one, whole groups of 32 pairs and a part."""
+    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((144, 256)).astype(jnp.bfloat16)
+    idx = np.argsort(rng.random((144, 5)), axis=1)[:, :3].astype(np.int32)
+    idx[rng.random(idx.shape) < 0.2] = -1
+    weights = rng.random(idx.shape, np.float32)
+
+    def program(config):
+        def body(x, idx, weights):
+            routed = xm.dispatch(x, idx, weights, num_experts=5, axis_name="ep", capacity=256, config=config)
+            live = jnp.arange(256) < jnp.sum(routed.group_sizes)
+            rows = jnp.where(live[:, None], routed.x, 0)
+            return rows, xm.combine(rows, routed.handle, config=config)
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+    ours = program(config(mode))(x, idx, weights)
+    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
+    for what, a, b in zip(("rows", "combined"), ours, expected, strict=True):
+        assert_bits(a, b, what)
+
+
 def exchanged_at_once(x, runs, *, rows, axes, launch):
     """`exchange.start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
     out = exchange.exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), runs, axes=axes, launch=launch)

@@ -61,6 +61,10 @@ def test_ranks_that_are_out(case):
     run_suite(f"test_ranks_that_are_out and [{case}]", 900)
 
 
+def test_more_rows_than_one_wait_covers():
+    run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
+
+
 def test_a_mesh_with_another_axis():
     run_suite("test_ep_beside_another_axis", 600)
 
