@@ -27,8 +27,8 @@ from xen_moe_jax.flax._config import MoEConfig
 RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
 """`(rows, group_sizes) -> rows`, the weights bound."""
 OVERLAPPING = ("cpu", "tpu")
-"""Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn: a flight
-takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
+"""Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn, because
+a flight takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
 saves these, and not those before the barrier as well."""
