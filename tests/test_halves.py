@@ -20,6 +20,10 @@ from tests.support.checks import assert_bits
 from xen_moe_jax.backends import load, reference
 from xen_moe_jax.backends.availability import BackendUnavailable
 
+# Two programs are compared bit for bit, experts included. With few optimisations, how XLA rounds a tanh depends on
+# what it is fused with.
+pytestmark = pytest.mark.optimized
+
 CONFIG = xm.KernelConfig(backend="reference")
 
 

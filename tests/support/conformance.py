@@ -47,6 +47,7 @@ class Conformance:
       exact_weighted: False where the backend cannot keep multiply and add apart (TPU): one unit in the last place is
         then allowed.
       selected: names of the cases to run; None runs all of them.
+      optimized: names of the cases that get the whole compiler on CPU; a class may have the marker for all of them.
       excluded: case name -> reason: skipped.
     """
 
@@ -58,6 +59,7 @@ class Conformance:
     odd_hidden: ClassVar[int] = 200
     exact_weighted: ClassVar[bool] = True
     selected: ClassVar[tuple[str, ...] | None] = None
+    optimized: ClassVar[tuple[str, ...]] = ()
     excluded: ClassVar[dict[str, str]] = {}
 
     @classmethod
@@ -66,7 +68,9 @@ class Conformance:
         if "case" in metafunc.fixturenames:
             table = zip(CASE_ROUTINGS, CASE_IDS, strict=True)
             chosen = [(c, i) for c, i in table if cls.selected is None or c[0].name in cls.selected]
-            metafunc.parametrize(("case", "routing"), [c for c, _ in chosen], ids=[i for _, i in chosen])
+            full = pytest.mark.optimized
+            rows = [pytest.param(*c, marks=[full] * (c[0].name in cls.optimized), id=i) for c, i in chosen]
+            metafunc.parametrize(("case", "routing"), rows)
 
     # -- set-up ------------------------------------------------------------------------------------
     def axes(self, count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

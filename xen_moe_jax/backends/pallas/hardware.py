@@ -127,6 +127,7 @@ def launch(
     config: KernelConfig,
     axes: Axes | None = None,
     groups: Any = None,
+    budget: int | None = None,
 ) -> Launch:
     """Chooses a block size, and a barrier semaphore for a kernel that reaches other ranks.
 
@@ -136,6 +137,7 @@ def launch(
       smallest: granularity; every block is a multiple of it, unless all there is is less.
       available: rows or tokens that there are.
       axes, groups: ranks that the kernel reaches (`groups` are `axis_index_groups` of them); None: it stays at home.
+      budget: VMEM bytes that a default block stays under; None is `BLOCK_BUDGET`.
 
     Raises:
       ValueError: the smallest block, or the one that `config.block_tokens` asks for, does not fit.
@@ -156,7 +158,7 @@ def launch(
             )
     else:
         block = max(preferred, smallest)
-        budget = min(BLOCK_BUDGET, limit)
+        budget = min(budget or BLOCK_BUDGET, limit)
         while block > smallest and vmem_bytes(block) > budget:
             block = max(smallest, block // 2 // smallest * smallest)
         block = min(block, max(available, 1))
