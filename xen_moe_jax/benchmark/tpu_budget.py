@@ -36,6 +36,15 @@ def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_grou
     )
 
 
+def moves(routing: Routing) -> Any:
+    """`tpu_programs.Counts` of a rank."""
+    from xen_moe_jax.benchmark import tpu_programs
+
+    others = routing.ranks - 1
+    off, duplicated = (n * others // routing.ranks for n in (routing.sent, routing.placed))
+    return tpu_programs.Counts(off, duplicated, routing.sent, routing.placed)
+
+
 def rows(
     topology: Any, case: Any, operation: str, programs: dict[int, Program], sizes: dict[str, int], seed: int
 ) -> list[dict]:
@@ -53,9 +62,7 @@ def rows(
         routing = uniform_routing(
             case.tokens, devices, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
         )
-        off = routing.sent * (devices - 1) // devices
-        counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
-        moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
+        moved = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"], sizes["top_k"], devices)
         everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]

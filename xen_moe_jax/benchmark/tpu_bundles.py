@@ -362,7 +362,7 @@ def main() -> int:
     import json
     import tempfile
 
-    from xen_moe_jax.benchmark import tpu_programs, tpu_topologies
+    from xen_moe_jax.benchmark import tpu_budget, tpu_programs, tpu_topologies
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", choices=list(tpu_topologies.TOPOLOGIES), default="v5p")
@@ -380,17 +380,16 @@ def main() -> int:
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
     topology = tpu_topologies.TOPOLOGIES[options.generation]
     case = next(case for case in tpu_programs.CASES if case.name == options.case)
-    moved = tpu_programs.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
     document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
     print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
     total = 0.0
     for operation in options.operations:
         compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
-        routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), seed=0)
+        routing = tpu_budget.uniform_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), 0)
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
-        wire = tpu_programs.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
+        wire = tpu_programs.traffic(case, operation, tpu_budget.moves(routing), sizes["hidden"])["ici_bytes"]
         everybody = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
         wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")

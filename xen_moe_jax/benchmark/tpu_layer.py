@@ -190,8 +190,7 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row
     case = tpu_programs.Case("layer", TOKENS, "grouped", None, None)
-    off = routing.sent * (devices - 1) // devices
-    counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
+    counts = tpu_budget.moves(routing)
     dispatch, combine = (
         tpu_programs.traffic(case, operation, counts, SIZES["hidden"], SIZES["top_k"], devices)["ici_bytes"]
         for operation in ("dispatch", "combine")
