@@ -11,6 +11,7 @@ import argparse
 import collections
 import datetime
 import functools
+import importlib.metadata
 import json
 import pathlib
 import shlex
@@ -141,12 +142,14 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     us = 1e6 / chip.clock_hz
     counted, uncounted = kernel_cycles(compiled, devices, seed)
     own = program == tpu_layer_programs.OWN
+    version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
     return {
         "topology": topology,
         "devices": devices,
         "program": program,
         "matmul": matmul,
+        **version,
         **tpu_layer_programs.memory(compiled.compiled),
         "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
         "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
