@@ -162,7 +162,7 @@ class Compiler:
     def __call__(self, generation: str, case: Case, operation: str, devices: int) -> tuple[tpu_bundles.Program, float]:
         """The program, and the seconds that it took to compile."""
         wires = {"dispatch": (case.dispatch_wire, None), "combine": (None, case.combine_wire)}
-        key = (generation, devices, case.tokens, case.layout, operation)
+        key: tuple[Any, ...] = (generation, devices, case.tokens, case.layout, operation)
         key += wires.get(operation, (case.dispatch_wire, case.combine_wire))
         if key not in self.found:
             sides = tpu_topologies.TOPOLOGIES[generation].shape(devices).sides
