@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from xen_moe_jax.benchmark import report, tpu_budget, tpu_bundles, tpu_programs, tpu_topologies
+from xen_moe_jax.benchmark import report, tpu_bundles, tpu_programs, tpu_topologies
 
 NOTICE = """\
 Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
@@ -168,7 +168,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
     group = tpu_bundles.pair_group(program)
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
     works = tpu_bundles.works(routing, blocks, padded=False)
     counted: dict[str, float] = {}
@@ -188,12 +188,12 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
     for each slot of the peer's; bfloat16.
     """
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
     row = SIZES["hidden"] * 2
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row
     case = tpu_programs.Case("layer", TOKENS, "grouped", None, None)
-    counts = tpu_budget.moves(routing)
+    counts = tpu_bundles.moves(routing)
     dispatch, combine = (
         tpu_programs.traffic(case, operation, counts, SIZES["hidden"], SIZES["top_k"], devices)["ici_bytes"]
         for operation in ("dispatch", "combine")
