@@ -21,7 +21,7 @@ pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformanc
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from tests.support.thorough import is_thorough, not_there  # noqa: E402
+from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E402
 
 # A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25, print_blob=True)
@@ -80,8 +80,10 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if is_thorough(item.nodeid):
+        if is_in(THOROUGH, item.nodeid):
             item.add_marker(pytest.mark.thorough)
+        if is_in(SLOW, item.nodeid):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: "test_tpu_interpret.py" not in item.nodeid)  # the longest first: nobody waits for it
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])

@@ -3,7 +3,8 @@ quicker member of the same family beside them, or are a whole program or suite i
 
 An entry is `file::function`, or `file::function[id]` for one of its cases. conftest.py gives them the marker
 `thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon. CI
-runs what is here, too: the rest of a matrix whose every kind runs in CI is marked `slow` instead.
+runs what is here, too: the rest of a matrix whose every kind runs in CI is `slow` instead, by the table below or where
+the test stands.
 """
 
 THOROUGH = (
@@ -60,26 +61,17 @@ THOROUGH = (
     "flax/test_chunks.py::test_same_results_in_chunks_padded_with_biases",
     "flax/test_chunks.py::test_same_results_in_chunks[experts]",
     "flax/test_forward.py::test_explicit_axes_give_the_output_the_sharding_of_x",
-    "flax/test_forward.py::test_equals_dense[uneven-dp x ep]",
-    "flax/test_forward.py::test_equals_dense[uneven-explicit]",
-    "flax/test_forward.py::test_equals_dense[softmax-dp x ep]",
     "flax/test_forward.py::test_equals_dense[fewer experts than ranks-dp x ep]",
-    "flax/test_forward.py::test_equals_dense[DeepSeek-V3-explicit]",
     "flax/test_forward.py::test_meshes[sizes0-names0-changes0]",
     "flax/test_forward.py::test_scan_and_remat",
-    "flax/test_forward.py::test_token_counts_that_the_mesh_does_not_divide[shape0-Auto]",
-    "flax/test_forward.py::test_token_counts_that_the_mesh_does_not_divide[shape3-Auto]",
     "flax/test_forward.py::test_quantised_wire[int8]",
     "flax/test_front_ends.py::test_linen_bias_moves_only_when_mutable",
     "flax/test_front_ends.py::test_checkpoint_restores_on_another_mesh",
-    "flax/test_front_ends.py::test_shardings[Auto]",
     "flax/test_gradients.py::test_left_out_tokens_have_no_part_in_any_gradient",
     "flax/test_gradients.py::test_equal_dense[padded, uneven]",
     "flax/test_grouped_matmul.py::test_a_function_takes_the_place_of_ragged_dot",
     "flax/test_maxtext_branch.py::test_outputs_and_gradients_agree",
-    "flax/test_mesh_of_inputs.py::test_mesh_from_the_types[jitted-Auto]",
     "flax/test_scan.py::test_nnx_vmap_and_scan",
-    "flax/test_scan.py::test_linen_scan[gpt-oss, tensor axis-Auto]",
     "flax/test_scan.py::test_linen_scan[gpt-oss, tensor axis-Explicit]",
     "flax/test_variants.py::test_expert_width_over_a_tensor_axis[padded, explicit]",
     "flax/test_variants.py::test_tokens_replicated_over_the_expert_axis[padded, uneven, shared]",
@@ -94,7 +86,6 @@ THOROUGH = (
     "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-1-all]",
     # derivatives of the other layouts
     "test_derivatives.py::test_second_derivatives[ranked]",
-    "test_derivatives.py::test_second_derivatives[padded]",
     "test_derivatives.py::test_forward_mode_and_linearize[padded]",
     "test_derivatives.py::test_a_policy_by_name_saves_the_dispatch[handle saved-halves]",
     "test_derivatives.py::test_a_policy_by_name_saves_the_dispatch[nothing saved-halves]",
@@ -102,11 +93,27 @@ THOROUGH = (
     "reference/test_modes.py::test_global_modes_do_not_change_the_result[disable_jit]",
 )
 
+SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, axis types, routers
+    "flax/test_forward.py::test_equals_dense[uneven-dp x ep]",
+    "flax/test_forward.py::test_equals_dense[uneven-explicit]",
+    "flax/test_forward.py::test_equals_dense[softmax-dp x ep]",
+    "flax/test_forward.py::test_equals_dense[DeepSeek-V3-explicit]",
+    "flax/test_forward.py::test_token_counts_that_the_mesh_does_not_divide[shape0-Auto]",
+    "flax/test_forward.py::test_token_counts_that_the_mesh_does_not_divide[shape3-Auto]",
+    "flax/test_front_ends.py::test_shardings[Auto]",
+    "flax/test_mesh_of_inputs.py::test_mesh_from_the_types[jitted-Auto]",
+    "flax/test_scan.py::test_linen_scan[gpt-oss, tensor axis-Auto]",
+    "test_derivatives.py::test_second_derivatives[padded]",
+    "flax/test_active.py::test_one_program_serves_every_subset[padded-Explicit]",
+    "flax/test_active.py::test_one_program_serves_every_subset[chunks and remat-Explicit]",
+    "flax/test_chunks.py::test_same_results_in_chunks[none, flights]",
+)
 
-def is_thorough(node_id: str) -> bool:
+
+def is_in(table: tuple[str, ...], node_id: str) -> bool:
     """Whether a test, by pytest's name for it, is in the table."""
     name = node_id.removeprefix("tests/")
-    return name in THOROUGH or name.split("[", 1)[0] in THOROUGH
+    return name in table or name.split("[", 1)[0] in table
 
 
 def not_there(node_ids: list[str]) -> list[str]:
@@ -114,4 +121,4 @@ def not_there(node_ids: list[str]) -> list[str]:
     names = {node_id.removeprefix("tests/") for node_id in node_ids}
     known = names | {name.split("[", 1)[0] for name in names}
     files = {name.split("::", 1)[0] for name in names}
-    return [entry for entry in THOROUGH if entry.split("::", 1)[0] in files and entry not in known]
+    return [entry for entry in THOROUGH + SLOW if entry.split("::", 1)[0] in files and entry not in known]

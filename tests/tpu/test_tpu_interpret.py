@@ -17,7 +17,7 @@ ROOT = HERE.parents[1]
 SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
     "TestEager": (
         "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or padded-fp8 or grouped-scaled or "
-        "grouped-two-axes/uniform or ranked-two-axes/uniform"
+        "ranked-two-axes/uniform"
     ),
     "TestOnWait": (
         "padded/zipf or grouped-capacity-one/uniform or grouped-int8-f32 or "
