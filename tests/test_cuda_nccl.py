@@ -17,6 +17,7 @@ import time
 import pytest
 
 from tests.support import fake_nccl, memory_module, processes
+from xen_moe_jax import doctor
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl, nvshmem
 from xen_moe_jax.backends.cuda import processes as start
@@ -116,6 +117,17 @@ def test_no_library_at_all_says_how_to_get_one(monkeypatch):
     monkeypatch.setattr(nccl, "find", lambda: None)
     with pytest.raises(BackendUnavailable, match=r"NCCL was not found: pip install 'nvidia-nccl-cu13>=2\.31'"):
         nccl.usable()
+
+
+def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monkeypatch):
+    home = nccl_home()
+    found = doctor.nccl_library()
+    assert found.ok and found.detail == f"2.32.3 ({home}/lib/libnccl.so.2)" and not found.remedy
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    found = doctor.nccl_library()
+    assert found.ok is None and "NCCL 2.28.9 in" in found.detail and "is too old (one process" in found.detail
+    assert found.remedy == nccl.REMEDY
 
 
 # -- what a job uses ---------------------------------------------------------------------------------------------------
