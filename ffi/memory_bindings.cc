@@ -46,7 +46,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
     Registry::Get().Configure(std::move(job));
   });
   m.def("set_provider", [](nb::capsule table) {
-    Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data("xen_moe_memory_provider")));
+    Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data(kMemoryProviderCapsule)));
   });
   m.def("set_agreement", [](nb::object function) { Registry::Get().SetAgree(AgreeThrough(std::move(function))); });
   // The symmetric memory of an axis on a channel, for as long as this object lives.

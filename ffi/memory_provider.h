@@ -7,6 +7,10 @@
 
 namespace xen_moe {
 
+// The name under which one module hands the table to another: modules built from different tables do not understand
+// each other.
+constexpr const char* kMemoryProviderCapsule = "xen_moe_memory_provider/2";
+
 struct MemoryProvider {
   const char* name;
   int num_processes;

@@ -175,7 +175,7 @@ NB_MODULE(_memory_test, m) {
   using namespace xen_moe;
   BindMemory(m, &FakeDevices::Get());
   BindNccl(m, &FakeDevices::Get(), WatchedNccl::Provider());
-  m.def("fake_provider", [] { return nb::capsule(FakeProvider(), "xen_moe_memory_provider"); });
+  m.def("fake_provider", [] { return nb::capsule(FakeProvider(), kMemoryProviderCapsule); });
   m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
   m.def("set_busy", [](bool busy) { FakeDevices::Get().SetBusy(busy); });
   m.def("calls", [] { return FakeDevices::Get().calls(); });

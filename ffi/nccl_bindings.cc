@@ -18,7 +18,7 @@ void BindNccl(nb::module_& m, Devices* gpus, const MemoryProvider* provider) {
     const std::string id(unique_id.c_str(), unique_id.size());
     WithoutGil([&] { StartNccl(gpus, ordinal, process, num_processes, id, seconds); });
   });
-  m.def("nccl_provider", [provider] { return nb::capsule(provider, "xen_moe_memory_provider"); });
+  m.def("nccl_provider", [provider] { return nb::capsule(provider, kMemoryProviderCapsule); });
 }
 
 }  // namespace xen_moe

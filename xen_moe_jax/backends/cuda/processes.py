@@ -23,6 +23,7 @@ MEMORY = "XEN_MOE_MEMORY"
 CHOICES = ("auto", "nvshmem", "nccl")
 
 _started = False
+_failed: Exception | None = None
 
 
 def start(compiled: Any) -> None:
@@ -32,9 +33,11 @@ def start(compiled: Any) -> None:
       ValueError: the processes are on several nodes, own several GPUs each, or ask for different memory.
       BackendUnavailable: neither NVSHMEM nor NCCL will do, or the one that `XEN_MOE_MEMORY` asks for will not.
     """
-    global _started
+    global _started, _failed
     if _started:
         return
+    if _failed is not None:  # a second attempt would meet what the first has left in the store
+        raise _failed
     client = _jax_internals.key_value_client()
     if client is None:
         raise ValueError(
@@ -45,7 +48,12 @@ def start(compiled: Any) -> None:
             f"this process owns {jax.local_device_count()} GPUs and the expert-parallel axis spans processes: start "
             "one process per GPU (jax.distributed.initialize(..., local_device_ids=[i])), or one process for all"
         )
-    start_memory(compiled, client, jax.process_index(), jax.process_count(), jax.local_devices()[0].local_hardware_id)
+    ordinal = jax.local_devices()[0].local_hardware_id
+    try:
+        start_memory(compiled, client, jax.process_index(), jax.process_count(), ordinal)
+    except Exception as error:
+        _failed = error
+        raise
     _started = True
 
 
