@@ -188,6 +188,24 @@ def test_one_error_names_both_remedies(nccl_home, monkeypatch):
         assert part in str(error.value), error.value
 
 
+def test_a_start_that_failed_fails_again_with_the_same_words(monkeypatch):
+    """Another attempt would find the first one's keys in the store."""
+    calls = []
+
+    def start_memory(*arguments):
+        calls.append(arguments)
+        raise BackendUnavailable("no memory that processes can share")
+
+    monkeypatch.setattr(start, "start_memory", start_memory)
+    monkeypatch.setattr(start, "_failed", None)
+    monkeypatch.setattr(start._jax_internals, "key_value_client", object)
+    monkeypatch.setattr(start.jax, "local_device_count", lambda: 1)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="no memory that processes can share"):
+            start.start(None)
+    assert len(calls) == 1 and not start._started
+
+
 # -- growth ------------------------------------------------------------------------------------------------------------
 
 
