@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import pathlib
+import shlex
 import sys
 import time
 from typing import Any
@@ -169,9 +170,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise RuntimeError("a loss is not finite")
     rows = tokens * options.top_k * len(config.moe_layers)
     return {
-        "command": "python benchmarks/train.py " + " ".join(sys.argv[1:]),
-        "machine": report.machine(),
-        "versions": report.versions(),
+        **report.header([], None),
+        "command": shlex.join(["python", "benchmarks/train.py", *sys.argv[1:]]),
         "options": {name: str(value) if name == "json" else value for name, value in vars(options).items()},
         "grouped_matmul": grouped_matmul.describe(jax.default_backend())["choice"]
         if options.grouped_matmul == "auto"

@@ -18,6 +18,10 @@ constexpr uint64_t kDescriptorGraceNs =
     1000000000;  // for the operation that a failed rank has announced to be readable
 constexpr uint64_t kMismatchGraceNs =
     200000000;  // for the other ranks' announcements, to see which one is odd; a quarter of the timeout at most
+// For a rank that seems to have gone on without this one; an eighth of the timeout at most. While a killed process is
+// taken apart its kernels still run, but stores to it or from it may already be lost: that looks the same, until the
+// host hears of the death, a second later.
+constexpr uint64_t kWentOnGraceNs = 5000000000;
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
@@ -81,15 +85,22 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
   Fail(run, Cause::kTimeout, step, rank, run.rank, waited_ns);
 }
 
+// What `rank` announced under this number, or what it came to join with.
+__device__ __forceinline__ uint64_t Said(const Mailbox& mailbox, uint32_t epoch, int rank) {
+  const uint64_t word = LoadRelaxedSystem(&mailbox.announcements[epoch & 1][rank]);
+  return AnnouncedEpoch(word) == epoch ? word : LoadRelaxedSystem(&mailbox.joins[rank]);
+}
+
+// `most`, or this part of the timeout where that is less.
+__device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uint64_t part) {
+  return run.timeout_ns && run.timeout_ns / part < most ? run.timeout_ns / part : most;
+}
+
 // `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
 static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
-  auto said = [&](int r) {  // what it announced, or what it came to join
-    const uint64_t word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][r]);
-    return AnnouncedEpoch(word) == run.epoch ? word : LoadRelaxedSystem(&run.mailbox->joins[r]);
-  };
+  auto said = [&](int r) { return Said(*run.mailbox, run.epoch, r); };
   const uint32_t theirs = AnnouncedSignature(said(rank));
-  const uint64_t start = NowNs(), quarter = run.timeout_ns / 4;
-  const uint64_t grace = quarter && quarter < kMismatchGraceNs ? quarter : kMismatchGraceNs;
+  const uint64_t start = NowNs(), grace = Grace(run, kMismatchGraceNs, 4);
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
@@ -117,6 +128,7 @@ static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) 
 
 struct Waiting {
   uint64_t start = 0, shown = 0;
+  uint64_t alone = 0;  // since when the rank awaited seems to have gone on without this one
 };
 
 // The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks.
@@ -139,7 +151,11 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
     StoreRelaxedSystem(&run.mailbox->progress, PackWaiting(run.epoch, step, rank));
-    if (WentOnWithout(run, rank)) {
+    if (!WentOnWithout(run, rank)) {
+      waiting->alone = 0;
+    } else if (waiting->alone == 0) {
+      waiting->alone = now;
+    } else if (now - waiting->alone > Grace(run, kWentOnGraceNs, 8)) {
       FailMismatch(run, rank);
       return false;
     }

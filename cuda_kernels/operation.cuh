@@ -293,7 +293,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     const uint64_t start = NowNs();
     do {
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      const uint64_t announced = LoadRelaxedSystem(&own->announcements[failure.epoch & 1][rank]);
+      const uint64_t announced = Said(*own, failure.epoch, rank);
       const bool came = AnnouncedEpoch(announced) == failure.epoch;
       if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
       const uint64_t shown = LoadRelaxedSystem(&control->mailbox[rank]->progress);

@@ -1,7 +1,7 @@
-"""Two jobs over four GPUs of one host, two processes with two GPUs each: `xen_moe_jax.transfer` between them.
+"""Two jobs over the GPUs of one host, two processes with half of them each: `xen_moe_jax.transfer` between them.
 
     python tools/transfer_gpu_jobs.py prefill            KV pages layer by layer, tokens against one process alone
-    python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first two GPUs to the last two
+    python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first half of the GPUs to the other
 
 `--cpu` rehearses either on virtual devices. One JSON object with the figures goes to standard output; status 1 where
 something differs.
@@ -26,7 +26,7 @@ PROMPT, STEPS = 500, 24
 
 
 def start(options, descriptor):
-    """The other process of a job, on the first two GPUs; this one has the last two."""
+    """The other process of a job, on the first half of the GPUs; this one has the rest."""
     command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib)]
     return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])])
 
@@ -35,11 +35,15 @@ chosen = []
 """This process's devices; the others of the host are the other process's."""
 
 
-def use_gpus(*numbers):
+def use_half(which):
     import jax
 
     # Not `jax_cuda_visible_devices`: with it JAX 0.11.2 counts devices in two ways, and its own operations fail.
-    chosen[:] = [jax.local_devices()[number % jax.local_device_count()] for number in numbers]
+    devices = jax.local_devices()
+    if len(devices) < 2:
+        raise SystemExit(f"two processes need two GPUs of one host; JAX sees {devices}")
+    each = len(devices) // 2
+    chosen[:] = devices[which * each : (which + 1) * each]
     jax.config.update("jax_default_device", chosen[0])
 
 
@@ -278,12 +282,12 @@ def main():
     options = parser.parse_args()
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     if options.other:
-        use_gpus(0, 1)
+        use_half(0)
         {"prefill": prefill_other, "weights": weights_other}[options.job](bytes.fromhex(options.other), options)
         return 0
-    use_gpus(2, 3)
+    use_half(1)
     figures, whole = {"prefill": prefill_job, "weights": weights_job}[options.job](options)
     print(json.dumps({"job": options.job, "whole": whole} | figures, indent=1))
     return 0 if whole else 1

@@ -6,7 +6,8 @@ must never have seen a wrong row that was not poison.
 
     python tests/gpu/chaos.py --ranks 4 --kills 40 --stalls 200 --together 6 --seconds 900
 
-Starting a job takes most of its time, so several run side by side on the same GPUs.
+Starting a job takes most of its time, so several run side by side on the same GPUs. With `--gpus` fewer than ranks, the
+processes of a job share GPUs too, in turns that the driver deals out: slow, but a job of four then needs only two.
 
 Process 0 is not killed: it keeps `jax.distributed`'s service, and JAX ends every process that loses it. The ranks are
 in another order in each job, so that every rank is killed.
@@ -206,14 +207,18 @@ def main() -> int:
     parser.add_argument("--stalls", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=900.0, help="no further job is started after this long")
     parser.add_argument("--together", type=int, default=1, help="jobs side by side on the same GPUs")
+    parser.add_argument("--gpus", type=int, help="that the ranks share (default: one each)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     options = parser.parse_args()
-    share = f"{0.2 if options.together == 1 else min(0.08, 0.6 / options.together):.3f}"
+    gpus = options.gpus or options.ranks
+    on_each = options.together * -(-options.ranks // gpus)
+    share = f"{0.2 if on_each == 1 else min(0.08, 0.6 / on_each):.3f}"
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
     limits = options.ranks, options.kills, options.stalls, options.seconds
-    tally = run(*limits, environment=environment, seed=options.seed, together=options.together)
-    summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "together": options.together}
+    shared = "--gpus", str(gpus)
+    tally = run(*limits, *shared, environment=environment, seed=options.seed, together=options.together)
+    summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "gpus": gpus, "together": options.together}
     print(json.dumps(summary, indent=1))
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")

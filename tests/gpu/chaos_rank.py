@@ -28,12 +28,13 @@ def main() -> None:
     parser.add_argument("--process-id", type=int, required=True)
     parser.add_argument("--order", required=True, help="processes in rank order: 2,0,1")
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
     parser.add_argument("--cpu", action="store_true", help="one virtual CPU device instead of a GPU")
     options = parser.parse_args()
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)
-    local = None if options.cpu else [options.process_id]
+    local = None if options.cpu else [options.process_id % (options.gpus or options.num_processes)]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
     import xen_moe_jax as xm
