@@ -207,6 +207,10 @@ NB_MODULE(_memory_test, m) {
     char* to = control.memory[control.newest % kGenerations].staging[rank] + offset;
     FakeDevices::Get().Write(At(w, 0).ordinal, to, &word, sizeof(word));
   });
+  m.def("staging_address", [](Workspace& w, int rank) {
+    const Control& control = *At(w, 0).control;
+    return reinterpret_cast<uintptr_t>(control.memory[control.newest % kGenerations].staging[rank]);
+  });
   m.def("get", [](Workspace& w, int rank, uint64_t offset) {
     const Control& control = *At(w, 0).control;
     const char* from = control.memory[control.newest % kGenerations].staging[rank] + offset;

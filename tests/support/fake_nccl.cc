@@ -184,6 +184,11 @@ void fake_nccl_set(const char* name, long value) {
   knobs.at(name) = value;
 }
 long fake_nccl_get(const char* name) { return Knob(name); }
+// Whether this process has allocated it, as opposed to mapped.
+long fake_nccl_owns(void* block) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return static_cast<long>(memory.count(block));
+}
 
 int ncclGetVersion(int* version) {
   const char* told = std::getenv("FAKE_NCCL_VERSION");

@@ -27,7 +27,11 @@ class Knobs:
 
     def __init__(self, folder: str) -> None:
         self._library = ctypes.CDLL(str(pathlib.Path(folder) / "lib" / NAME))
-        self._library.fake_nccl_get.restype = ctypes.c_long
+        self._library.fake_nccl_get.restype = self._library.fake_nccl_owns.restype = ctypes.c_long
+
+    def owns(self, address: int) -> bool:
+        """Whether this process has allocated the block, as opposed to mapped it."""
+        return bool(self._library.fake_nccl_owns(ctypes.c_void_p(address)))
 
     def set(self, name: str, value: int) -> None:
         self._library.fake_nccl_set(name.encode(), ctypes.c_long(value))

@@ -50,14 +50,18 @@ class Rank(cuda_memory_worker.Rank):
         return self.memory.workspace(devices, self.count, channel)
 
     def see_each_other(self, workspace, name: str) -> bool:
-        """Every rank writes a word into the memory of every other, and finds those of all in its own."""
+        """Every rank writes a word into the memory of every other, and finds those of all in its own; what is its own it
+        has made itself.
+        """
+        own = [self.nccl.owns(self.memory.staging_address(workspace, other)) for other in range(self.count)]
         offset = SMALL[0]
         for other in range(self.count):
             self.memory.put(workspace, other, offset + 4 * self.rank, 100 * self.rank + other)
         self.meet(f"written {name}")
         found = [self.memory.get(workspace, self.rank, offset + 4 * other) for other in range(self.count)]
         self.meet(f"read {name}")
-        return found == [100 * other + self.rank for other in range(self.count)]
+        mine = own == [other == self.rank for other in range(self.count)]
+        return mine and found == [100 * other + self.rank for other in range(self.count)]
 
 
 def grow(rank: Rank) -> dict:
