@@ -50,8 +50,8 @@ class Rank(cuda_memory_worker.Rank):
         return self.memory.workspace(devices, self.count, channel)
 
     def see_each_other(self, workspace, name: str) -> bool:
-        """Every rank writes a word into the memory of every other, and finds those of all in its own; what is its own it
-        has made itself.
+        """Every rank writes a word into the memory of every other, and finds those of all in its own, which it has
+        made itself.
         """
         own = [self.nccl.owns(self.memory.staging_address(workspace, other)) for other in range(self.count)]
         offset = SMALL[0]
