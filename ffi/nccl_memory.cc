@@ -180,11 +180,16 @@ class Nccl {
     if (rc != kNcclSuccess) Refuse(Text(rc, what));
   }
 
-  // "" when what was begun has ended well, else why not.
+  // "" when what was begun has ended well, else why not. `rc` tells whether it was begun, no more: NCCL may say success
+  // of what is still in progress.
   std::string Finish(int rc, const char* what, double seconds) const {
+    if (rc != kNcclSuccess && rc != kNcclInProgress) return Text(rc, what);
     const auto began = Clock::now();
     std::optional<Clock::time_point> grace;
-    while (rc == kNcclInProgress) {
+    while (true) {
+      const int asked = api_->CommGetAsyncError(comm_, &rc);
+      if (asked != kNcclSuccess) rc = asked;
+      if (rc != kNcclInProgress) return rc == kNcclSuccess ? "" : Text(rc, what);
       const auto now = Clock::now();
       const int lost = lost_.load();
       if (lost >= 0 && !grace) grace = now + std::chrono::milliseconds(static_cast<int>(1000 * kGraceSeconds));
@@ -195,10 +200,7 @@ class Nccl {
                " s: another process is stopped, or does not run the same program";
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      const int asked = api_->CommGetAsyncError(comm_, &rc);
-      if (asked != kNcclSuccess) rc = asked;
     }
-    return rc == kNcclSuccess ? "" : Text(rc, what);
   }
 
   // Ends what NCCL's threads are in the middle of. Nobody waits for that.
