@@ -41,9 +41,10 @@ versions:  ## the oldest and the newest jax that are supported
 # look for a TPU in every program of this environment, and say so on standard error.
 LIBTPU = import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))
 
+# Most modules of these packages are never imported: each is compiled when it is.
 $(READY): pyproject.toml
 	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m venv $(VENV)
-	XEN_MOE_CUDA=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	XEN_MOE_CUDA=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  "jax==$(JAX)" "jaxlib==$(JAX)" --editable '.[dev]'
 	if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu \
@@ -95,7 +96,7 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
 	$(BIN)/cmake --build build/memory
-	$(BIN)/python -m pytest tests/test_cuda_memory.py tests/test_cuda_processes.py tests/test_cuda_nccl.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_cuda_memory.py tests/test_cuda_processes.py tests/test_cuda_nccl.py $(PYTEST_ARGS)
 
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...

@@ -4,8 +4,8 @@
 
 Router, balancing loss, dispatch, experts and combine are the layer's own; nothing but the fields of `MoEConfig` that a
 plan names differs from its defaults. Tokens are bfloat16; weights are float32, as the layer makes them. A time is that
-of `--inner` calls queued at once, divided by their number. Every plan's output is compared with that of the first, which
-drops nothing; one with a capacity says how many rows it dropped, and is not compared where it dropped any.
+of `--inner` calls queued at once, divided by their number. Every plan's output is compared with that of the first,
+which drops nothing; one with a capacity says how many rows it dropped, and is not compared where it dropped any.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     row["max difference"] = difference(result, expected)
                     if not row["max difference"] <= TOLERANCE:
                         raise WrongResultError(
-                            f"{name}: differs by {row['max difference']:.2g} of the largest element; {TOLERANCE} is allowed"
+                            f"{name}: differs by {row['max difference']:.2g} of the largest element; "
+                            f"{TOLERANCE} is allowed"
                         )
                 del result
                 taken = timing.queued(program, (state, x), options.inner, options.repeats)

@@ -22,6 +22,8 @@ QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" /
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import layer_tables  # noqa: E402
+from tools import perf_curves  # noqa: E402
 from xen_moe_jax.benchmark import jax_best, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
@@ -216,17 +218,81 @@ def tpu_left_out() -> str:
     return f"Not compiled for this file: {', '.join(missing)}." if missing else "Every program was compiled."
 
 
+HEADLINES = (  # what the README says: document of the suite, operation, words
+    (
+        "fp8 dispatch, bf16 combine",
+        "dispatch",
+        "fp8 dispatch (input already quantised), 4096 tokens a rank, layout work included",
+    ),
+    ("bf16, against JAX's own", "dispatch", "bf16 dispatch, 4096 tokens"),
+    ("bf16, against JAX's own", "combine", "bf16 weighted combine, 4096 tokens"),
+    ("bf16, against JAX's own", "round trip", "bf16 round trip, 4096 tokens"),
+    ("decode 128", "dispatch", "bf16 dispatch, 128 tokens, padded layout"),
+    ("decode 128", "combine", "bf16 combine, 128 tokens, padded layout"),
+)
+
+
+def own_row(document: str, operation: str) -> dict[str, Any]:
+    """This library's row of the suite on 4 x H200."""
+    results = json.loads((RESULTS / "h200x4.json").read_text())["documents"][document]["results"]
+    return next(r for r in results if r["name"].startswith("xen_moe_jax") and r["operation"] == operation)
+
+
+def headlines() -> str:
+    lines = ["| | time | of the link |", "|---|---:|---:|"]
+    for document, operation, words in HEADLINES:
+        row = own_row(document, operation)
+        time = f"{row['us_median']:.0f}" if row["us_median"] >= 100 else f"{row['us_median']:.1f}"
+        link = f"{row['of_link_ceiling']:.0%}" if "of_link_ceiling" in row else ""
+        lines.append(f"| {words} | {time} us | {link} |")
+    return "\n".join(lines)
+
+
+def other_shapes() -> str:
+    lines = ["| | dispatch, us | combine, us |", "|---|---:|---:|"]
+    for document, quantised, words in (
+        ("zipf", "zipf fp8", "Zipf routing, bf16 (fp8)"),
+        ("hidden 4096", None, "hidden 4096, bf16"),
+        ("hidden 2048", None, "hidden 2048, bf16"),
+    ):
+        fp8 = f" ({own_row(quantised, 'dispatch')['us_median']:.0f})" if quantised else ""
+        dispatch, combine = (own_row(document, operation)["us_median"] for operation in ("dispatch", "combine"))
+        lines.append(f"| {words} | {dispatch:.0f}{fp8} | {combine:.0f} |")
+    return "\n".join(lines)
+
+
+def thread_blocks() -> str:
+    documents = json.loads((RESULTS / "h200x4.json").read_text())["documents"]
+    lines: list[str] = []
+    for name in ("fp8 dispatch", "bf16 combine"):
+        results = documents[f"{name} by thread blocks"]["results"]
+        if not lines:
+            lines = [
+                "| | " + " | ".join(str(row["num_sms"]) for row in results) + " |",
+                "|---|" + "---:|" * len(results),
+            ]
+        lines.append(f"| {name} | " + " | ".join(f"{row['us_median']:.0f}" for row in results) + " |")
+    return "\n".join(lines)
+
+
 def quoted(match: re.Match) -> str:
     return f"<!-- generated: {match['name']} -->\n{QUOTES[match['name']]()}\n<!-- end -->"
 
 
 QUOTES = {
     "JAX round trips": lambda: compared(("round trip",)),
+    "headlines": headlines,
+    "other shapes": other_shapes,
+    "thread blocks": thread_blocks,
     "JAX operations": lambda: compared(jax_best.OPERATIONS),
     "whole layer on TPU": tpu_layers,
     "TPU operations": lambda: tpu_static(tpu_budget.by_operation),
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
+    "TPU targets": lambda: tpu_static(tpu_budget.by_target),
+    "TPU bounds": lambda: tpu_static(tpu_budget.by_bound),
     "TPU left out": tpu_left_out,
+    "on paper": perf_curves.tables,
+    **layer_tables.TABLES,
 }
 
 

@@ -6,7 +6,9 @@
 // instruction, becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a
 // whole. The PTX memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol
 // relies on it in the same way. Where the words of a line may come one by one, the low-latency kernels must not be
-// used.
+// used. One instruction means that the lanes are together: lanes that went different ways before, the first one into
+// the slow half of a wait say, may run it one group after another, and then a lane has old data beside a new epoch. So
+// every line is moved by the two functions below, which bring the warp together first; all its lanes must call them.
 //
 // A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order, the other
 // four the 32 bytes after them: so both ends move aligned vectors, and nothing is shuffled between lanes.
@@ -17,18 +19,26 @@
 
 namespace xen_moe {
 
-// The whole vector at once, past the L1 cache.
-__device__ __forceinline__ uint4 LoadVectorSystem(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
+// This lane's 16 bytes of a line, past the L1 cache; zeros without `wanted`, which is the same for all lanes of a line.
+__device__ __forceinline__ uint4 LoadOfLine(const char* line, int part, bool wanted = true) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  const uint4* const p = reinterpret_cast<const uint4*>(line) + part;
+  __syncwarp();
+  if (wanted) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+  }
   return v;
 }
-__device__ __forceinline__ void StoreVectorSystem(uint4* p, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
+__device__ __forceinline__ void StoreOfLine(char* line, int part, uint4 v, bool wanted) {
+  uint4* const p = reinterpret_cast<uint4*>(line) + part;
+  __syncwarp();
+  if (wanted) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
 }
 
 // This lane's place in a round.
@@ -47,11 +57,11 @@ struct Piece {
 // All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.
 __device__ __forceinline__ void StoreRound(char* round, const Piece& piece, uint4 v, int lines, uint32_t epoch) {
   if (piece.flags) v.z = v.w = epoch;
-  if (piece.line < lines) StoreVectorSystem(reinterpret_cast<uint4*>(round) + (threadIdx.x & 31), v);
+  StoreOfLine(round, static_cast<int>(threadIdx.x & 31), v, piece.line < lines);
 }
 // All lanes. What is loaded counts only where the whole line has arrived: Missing says which lanes' lines have not.
 __device__ __forceinline__ uint4 LoadRound(const char* round) {
-  return LoadVectorSystem(reinterpret_cast<const uint4*>(round) + (threadIdx.x & 31));
+  return LoadOfLine(round, static_cast<int>(threadIdx.x & 31));
 }
 __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, uint32_t epoch) {
   return piece.flags && piece.line < lines && v.w != epoch;

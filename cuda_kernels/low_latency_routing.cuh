@@ -195,8 +195,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
       uint4 v;
       auto missing = [&] {
-        v = make_uint4(0, 0, 0, 0);
-        if (active) v = LoadVectorSystem(reinterpret_cast<const uint4*>(from) + q);
+        v = LoadOfLine(from, q, active);
         if (static_cast<int>(threadIdx.x) < plan.Shares()) {
           idle = LoadRelaxedGpu(&plan.run.control->started[threadIdx.x]) != plan.run.epoch;
         }
@@ -270,7 +269,7 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
     const char* line = plan.run.half[r.rank] + plan.MessageAt(source, p.staging.count_lines + token);
     const bool good = AwaitLines(
         [&] {
-          slots = LoadVectorSystem(reinterpret_cast<const uint4*>(line) + (lane & 7));
+          slots = LoadOfLine(line, lane & 7);
           return __ballot_sync(0xFFFFFFFFu, piece.flags && slots.w != plan.run.epoch);
         },
         [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kMetadata);

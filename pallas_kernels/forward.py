@@ -55,7 +55,7 @@ def _body(refs: _Refs, *, entries: int, axes: peers.Axes) -> None:
 
     @pl.when(step == steps - 1)
     def _() -> None:
-        await_whole(refs.records, refs.sent[0], refs.send.at[0])
+        await_whole([refs.records], refs.sent[0], refs.send.at[0])
         link.await_records(refs.expected)
         link.leave()
 

@@ -67,7 +67,7 @@ def start_rows(
 
 def await_rows(buffer: Any, count: Any, semaphore: Any) -> None:
     """Waits for `count` records."""
-    wait_rows(lambda n: buffer.at[:, pl.ds(0, n)], buffer.shape[1], count, semaphore)
+    wait_rows(lambda n: [buffer.at[:, pl.ds(0, n)]], buffer.shape[1], count, semaphore)
 
 
 def double_buffered(start: Callable[[Any, Any], None], wait: Callable[[Any], None], now: Any, following: Any) -> Any:

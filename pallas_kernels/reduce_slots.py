@@ -141,8 +141,8 @@ def _start(refs: _Refs, static: _Static, block: Any, group: Any, slot: Any) -> N
 
 
 def _wait(refs: _Refs, static: _Static, slot: Any) -> None:
-    for rows in (refs.buffer, *([refs.weight_rows] if static.weighted else [])):
-        await_whole(rows.at[slot, 0, 0], refs.state[GATHERED + slot], refs.arrived.at[slot])
+    rows = [buffer.at[slot, 0, 0] for buffer in (refs.buffer, *([refs.weight_rows] if static.weighted else []))]
+    await_whole(rows, refs.state[GATHERED + slot], refs.arrived.at[slot])
 
 
 def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
@@ -280,9 +280,9 @@ def vmem_bytes(record: Record, slots: int, block: int) -> int:
     return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
 
 
-def pairs_at_once(launch: Launch) -> int:
+def pairs_at_once(block: int) -> int:
     """Pairs of a group."""
-    return next(n for n in (128, 64, 32, 16, 8) if n <= max(launch.block, 8))
+    return next(n for n in (128, 64, 32, 16, 8) if n <= max(block, 8))
 
 
 def reduce_slots(
@@ -311,7 +311,7 @@ def reduce_slots(
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:
         y = _pair_words(y)
-    group = pairs_at_once(launch)
+    group = pairs_at_once(launch.block)
     if isinstance(pairs, Ordered):
         columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
     else:

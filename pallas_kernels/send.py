@@ -9,7 +9,7 @@ Local form (`axes=None`): the same into a `target` of this rank's own, without b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from xen_moe_jax.pallas_kernels import peers
 RECV_SEMAPHORES = 16
 SEND_BATCH = 4
 """Records that one turn of a loop sends."""
-WAIT_BATCH = 8
-"""Rows that one semaphore wait covers where possible: fewer scalar instructions than row by row."""
+WAIT_BATCHES = (64, 8, 1)
+"""Rows that one semaphore wait covers, as many as possible first: fewer scalar instructions than row by row."""
 
 
 def recv_semaphores(num_ranks: int) -> int:
@@ -200,7 +200,7 @@ class Link:
 
     def await_sent(self, records: Outgoing, count: Any, buffer: Any = 0) -> None:
         """Waits until `count` records have left by a semaphore."""
-        wait_rows(records.first, records.count, count, self.send.at[buffer])
+        wait_rows(lambda n: [records.first(n)], records.count, count, self.send.at[buffer])
 
     def await_records(self, expected: Any) -> None:
         """Waits for `expected[source]` rows from every source."""
@@ -209,7 +209,7 @@ class Link:
 
         @pl.loop(0, self.num_peers)
         def _(source: Any) -> None:
-            await_whole(self.target, expected[source], self._arrivals(source))
+            await_whole([self.target], expected[source], self._arrivals(source))
 
     def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
         """At the last of the steps that send from two buffers in turn: all has left, all has come.
@@ -235,24 +235,24 @@ class Link:
         return self.recv.at[lax.rem(source, recv_semaphores(self.num_peers))]
 
 
-def wait_rows(rows: Callable[[int], Any], most: int, count: jax.Array, semaphore: Any) -> None:
-    """Waits on a DMA semaphore for `count` DMAs of one row each; `rows(n)` is a ref of the size of `n`, for `n` up to
-    `most`.
+def wait_rows(rows: Callable[[int], Sequence[Any]], most: int, count: jax.Array, semaphore: Any) -> None:
+    """Waits on a DMA semaphore for `count` DMAs of one row of each of some refs: `rows(n)` are of the size of `n` rows,
+    for `n` up to `most`.
     """
-    batch = min(WAIT_BATCH, most)
-    for times, size in ((lax.div(count, batch), batch), (lax.rem(count, batch), 1)):
+    left = count
+    for size in (n for n in WAIT_BATCHES if n <= most):
 
-        @pl.loop(0, times)
+        @pl.loop(0, lax.div(left, size))
         def _(_: Any, size: int = size) -> None:
-            pltpu.make_async_copy(rows(size), rows(size), semaphore).wait()
+            for ref in rows(size):
+                pltpu.make_async_copy(ref, ref, semaphore).wait()
 
-        if batch == 1:
-            break
+        left = lax.rem(left, size)
 
 
-def await_whole(rows: Any, count: jax.Array, semaphore: Any) -> None:
-    """As `wait_rows`, for rows `rows[i]`."""
-    wait_rows(lambda n: rows.at[pl.ds(0, n)], rows.shape[0], count, semaphore)
+def await_whole(rows: Sequence[Any], count: jax.Array, semaphore: Any) -> None:
+    """As `wait_rows`, for row `i` of each of `rows`."""
+    wait_rows(lambda n: [ref.at[pl.ds(0, n)] for ref in rows], rows[0].shape[0], count, semaphore)
 
 
 def _wait_runs(rows: Any, sizes: Any, semaphore: Callable[[Any], Any], count: int) -> None:

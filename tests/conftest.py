@@ -66,10 +66,23 @@ def dp_tp_mesh():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Most of the suite's time was LLVM optimising programs that run once, on a few rows: here and in child processes.
+
+    The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
+    """
+    on_cpu = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
+    few = on_cpu and not any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
+    jax.config.update("jax_disable_most_optimizations", few)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_thorough(item.nodeid):
             item.add_marker(pytest.mark.thorough)
+    items.sort(key=lambda item: "test_tpu_interpret.py" not in item.nodeid)  # the longest first: nobody waits for it
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])
         if missing:

@@ -220,6 +220,7 @@ def test_replicated_tokens_have_a_summed_gradient(mesh4):
     np.testing.assert_allclose(dx, np.broadcast_to(expected, x.shape), rtol=1e-5)
 
 
+@pytest.mark.optimized
 def test_without_the_check_the_result_is_the_same(mesh4):
     args = place(mesh4, operands())
     checked = jax.jit(on(mesh4, layer))(*args)
@@ -347,6 +348,7 @@ def test_equal_configs_share_a_program(mesh4):
     assert len({xm.KernelConfig(), xm.KernelConfig(), xm.KernelConfig(channel=1)}) == 2
 
 
+@pytest.mark.optimized
 def test_config_never_changes_the_result(mesh4):
     args = place(mesh4, operands())
     expected = np.asarray(jax.jit(on(mesh4, layer))(*args))

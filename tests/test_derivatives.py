@@ -233,7 +233,8 @@ def test_one_redispatch_serves_rows_and_weights(mesh4):
     both, rows, router = counted(0, 1), counted(0), counted(1)
     assert both["xen_moe_redispatch"] == rows["xen_moe_redispatch"] == router["xen_moe_redispatch"] == 1
     assert (both["xen_moe_combine"], rows["xen_moe_combine"], router["xen_moe_combine"]) == (2, 2, 1)
-    assert (both["xen_moe_all_to_all"], rows["xen_moe_all_to_all"], router["xen_moe_all_to_all"]) == (1, 0, 1)
+    back = "xen_moe_weights_from_rows"
+    assert (both[back], rows[back], router[back]) == (1, 0, 1)
 
 
 def test_results_carry_names_and_operations_scopes(mesh4):
@@ -275,6 +276,37 @@ def test_a_flight_is_finished_once(mesh4):
         for copied in (False, True):
             with pytest.raises(ValueError, match="finished before: a flight is used once"):
                 jax.eval_shape(sharded(twice(finish, copied), mesh4), x, idx, weights)
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_a_loop_cannot_pass_on_the_flight_that_it_finished(mesh4, half):
+    """Every turn would finish it again; one that hands a new flight to the next turn is right."""
+    x, idx, weights = place(mesh4, *model()[:3])
+
+    def loop(renewed):
+        def f(x, idx, weights):
+            def start(x):
+                flight = xm.dispatch_start(x, idx, weights, num_experts=EXPERTS, axis_name="ep")
+                if half == "dispatch":
+                    return flight
+                routed = xm.dispatch_done(flight)
+                return xm.combine_start(routed.x, routed.handle)
+
+            def turn(flight, _):
+                if half == "combine":
+                    out = xm.combine_done(flight)
+                else:
+                    routed = xm.dispatch_done(flight)
+                    out = xm.combine(routed.x, routed.handle)
+                return (start(x) if renewed else flight), out
+
+            return jax.lax.scan(turn, start(x), length=2)[1][-1]
+
+        return sharded(f, mesh4)
+
+    with pytest.raises(ValueError, match=f"a {half} flight is passed on .* that was finished"):
+        jax.eval_shape(loop(renewed=False), x, idx, weights)
+    assert jax.eval_shape(loop(renewed=True), x, idx, weights).shape == x.shape
 
 
 def test_flights_of_the_same_operands_are_two(mesh4):

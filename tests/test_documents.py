@@ -60,6 +60,7 @@ def environment():
     return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.optimized
 def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     example = python_blocks(ROOT / "README.md")[0]
     assert "loss" in run(example + CHECK, tmp_path, environment)

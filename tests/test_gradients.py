@@ -113,6 +113,30 @@ def test_dropped_rows_have_no_gradient(mesh4, layout):
     assert (np.asarray(dropped) > 0).all() and np.asarray(dropped).sum() == (np.asarray(positions) == -2).sum()
 
 
+@pytest.mark.parametrize(
+    ("layout", "hidden", "capacity"), [("grouped", 0, None), ("padded", 0, None), ("grouped", 4, 0)]
+)
+def test_nothing_to_combine_has_zero_gradients(layout, hidden, capacity):
+    """Hidden size 0, or no room for a row. Differentiated outside `shard_map`: what leaves it has elements, or XLA's
+    compiler crashes.
+    """
+
+    # JAX gives an array without elements no sharding, which a mesh of explicit axes would refuse
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def layer(x, weights, idx):
+        routed = xm.dispatch(x, idx, weights, num_experts=8, axis_name="ep", layout=layout, capacity=capacity)
+        return xm.combine(routed.x, routed.handle)
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    gradient = jax.jit(jax.grad(lambda *operands: jnp.sum(mapped(*operands)), argnums=(0, 1)))
+    idx = np.arange(16, dtype=np.int32).reshape(8, 2) % 8
+    x, weights = np.ones((8, hidden), np.float32), np.ones((8, 2), np.float32)
+    by_rows, by_weights = gradient(x, weights, idx)
+    np.testing.assert_array_equal(by_rows, np.zeros_like(x))
+    np.testing.assert_array_equal(by_weights, np.zeros_like(weights))
+
+
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8:ue8m0"])
 def test_quantised_wire_is_straight_through(mesh4, wire):
     """The forward pass is quantised, the gradient is that of the unquantised program: bit for bit."""

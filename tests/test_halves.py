@@ -20,6 +20,10 @@ from tests.support.checks import assert_bits
 from xen_moe_jax.backends import load, reference
 from xen_moe_jax.backends.availability import BackendUnavailable
 
+# Two programs are compared bit for bit, experts included. With few optimisations, how XLA rounds a tanh depends on
+# what it is fused with.
+pytestmark = pytest.mark.optimized
+
 CONFIG = xm.KernelConfig(backend="reference")
 
 
@@ -69,7 +73,7 @@ def test_the_backward_pass_flies_too(mesh, lands):
     found = equations(program, *args)
     backward = found[found.index("redispatch_start") :]
     one_flight = ["order", "order"]
-    assert [e for e in backward if e != "all_to_all"] == [
+    assert [e for e in backward if e != "weights_from_rows"] == [
         *["redispatch_start", *one_flight, "redispatch_done"],
         *["combine_start", *one_flight, "combine_done"],
     ]

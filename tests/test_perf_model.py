@@ -1,5 +1,6 @@
 """`perf_model`: its bytes against counted routings, its times against every measured figure."""
 
+import importlib.util
 import json
 import pathlib
 
@@ -56,6 +57,22 @@ def test_expected_bytes_are_those_of_drawn_routings(ranks_per_node):
     assert expected.bytes_fast <= counted.bytes_fast <= 1.1 * expected.bytes_fast
     assert expected.bytes_slow <= counted.bytes_slow <= 1.1 * expected.bytes_slow + 1
     assert (expected.bytes_slow == 0) == (ranks_per_node == ranks)
+
+
+def test_the_curves_on_paper(tmp_path):
+    """Their bandwidth is that of the bounding link, published figures stand in the lines of their ranks, a picture."""
+    if not (RESULTS.parents[2] / "tools" / "perf_curves.py").exists():
+        pytest.skip("tools/perf_curves.py is not beside the tests")
+    from tools import perf_curves
+
+    far, near = (perf_curves.predicted("dispatch", ranks, 4096) for ranks in (1024, 8))
+    assert far.bound == "slow" and 0.9 * 45 < perf_curves.bottleneck(far) <= 45
+    assert near.bytes_slow == 0 and 0.9 * 333 < perf_curves.bottleneck(near) <= 333
+    lines = {line.split(" | ")[0]: line for line in perf_curves.table(128).splitlines()}
+    assert "| 194 |" in lines["| 256"] and lines["| 512"].count("|  |") == 2
+    if importlib.util.find_spec("matplotlib") is not None:
+        perf_curves.draw(str(tmp_path / "curves.png"))
+        assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_group_limited_routing_crosses_less():

@@ -50,6 +50,9 @@ def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
     newest = (ROOT / "pyproject.toml").read_text().split('"jax>=')[1].split("<=")[1].split('"')[0]
     assert f"jax=={newest}" in installed.splitlines(), "a fresh install takes another jax than the newest tested one"
     assert "nvidia" not in installed, "a plain install needs nothing of CUDA"
+    listing = "from xen_moe_jax import _profiles; print(*[path.name for path in _profiles.shipped()])"
+    shipped = sorted(path.name for path in (ROOT / "xen_moe_jax" / "profiles").glob("*.json"))
+    assert run(python, "-c", listing, folder=tmp_path).split() == shipped, "the tuning profiles are in the wheel"
 
 
 @pytest.mark.skipif(not CUDA, reason="the wheel need not have the CUDA modules")

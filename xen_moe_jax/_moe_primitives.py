@@ -7,6 +7,7 @@ wire is straight-through: tangents and cotangents travel by `gradient_wire`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -92,12 +93,19 @@ def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any)
     spec: Spec = params["spec"]
     if 0 in spec.row_dims:
         return jnp.zeros_like(weights)
+    handle = topk_idx, positions, recv_counts, active, *local_idx
+    return weights_to_rows_p.bind(topk_weights_dot, *handle, spec=spec, config=params["config"])[0]
+
+
+def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
+    """By one all-to-all of a number for every (rank, token, slot)."""
+    topk_idx, positions, recv_counts, active, *local_idx = handle
+    spec: Spec = params["spec"]
     if _active.given(active):
-        handle = topk_idx, positions, recv_counts, active
-        return _weights_tangent_by_rows(topk_weights_dot, handle, local_idx, params)
+        return _weights_by_rows(values, (topk_idx, positions, recv_counts, active), local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
-    sent = jnp.where(owner[None] == ranks[:, None, None], topk_weights_dot[None], 0.0)
+    sent = jnp.where(owner[None] == ranks[:, None, None], values[None], 0.0)
     (came,) = all_to_all_p.bind(
         sent,
         axis_name=spec.axis_name,
@@ -108,17 +116,18 @@ def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any)
         axis_index_groups=None,
         config=params["config"],
     )
-    rows = weights.shape[0] if spec.layout == "ranked" else weights.size
+    rows = math.prod(spec.row_dims)
     at = jnp.where(positions >= 0, positions, rows)
+    out = jnp.zeros(spec.weights_shape, values.dtype)
     if spec.layout == "ranked":
-        return jnp.zeros(weights.shape, weights.dtype).at[at[..., 0]].add(came, mode="drop")
-    return jnp.zeros(rows, weights.dtype).at[at].add(came, mode="drop").reshape(weights.shape)
+        return out.at[at[..., 0]].add(came, mode="drop")
+    return out.reshape(rows).at[at].add(came, mode="drop").reshape(out.shape)
 
 
-def _weights_tangent_by_rows(topk_weights_dot: Any, handle: Any, local_idx: Any, params: Any) -> Any:
+def _weights_by_rows(values: Any, handle: Any, local_idx: Any, params: Any) -> Any:
     """The same where ranks are out, whom an all-to-all would wait for: every row takes its token's slots along."""
     spec: Spec = params["spec"]
-    (rows,) = redispatch_p.bind(topk_weights_dot, *handle, **{**params, "wire": None, "gradient_wire": None})
+    (rows,) = redispatch_p.bind(values, *handle, **{**params, "wire": None, "gradient_wire": None})
     if local_idx:
         return jnp.where(local_idx[0] >= 0, rows, 0.0)
     positions = handle[1]
@@ -128,6 +137,51 @@ def _weights_tangent_by_rows(topk_weights_dot: Any, handle: Any, local_idx: Any,
     slot = jnp.full(flat.shape[0], -1, jnp.int32).at[at].set(slots, mode="drop", unique_indices=True)
     chosen = jnp.take_along_axis(flat, jnp.maximum(slot, 0)[:, None], axis=1)[:, 0]
     return jnp.where(slot >= 0, chosen, 0.0).reshape(spec.row_dims)
+
+
+def _weights_from_rows(values: Any, *handle: Any, **params: Any) -> Any:
+    spec: Spec = params["spec"]
+    slots = jax.ShapeDtypeStruct((spec.num_tokens, spec.top_k), values.dtype)
+    return jax.linear_transpose(lambda given: _weights_to_rows(given, *handle, **params), slots)(values)[0]
+
+
+# Numbers of a token's slots to where its rows are, and back: what a router's weights are, without the rows. Operands
+# are the numbers, the arrays of the handle, `active` among them, and `local_idx` in the ranked layout.
+weights_to_rows_p = declare(
+    "weights_to_rows",
+    lambda values, *_, spec, **__: [(spec.weights_shape, values.dtype)],
+    mask=_active.mask_handle,
+    otherwise=_weights_to_rows,
+)
+weights_from_rows_p = declare(
+    "weights_from_rows",
+    lambda values, *_, spec, **__: [((spec.num_tokens, spec.top_k), values.dtype)],
+    mask=_active.mask_handle,
+    otherwise=_weights_from_rows,
+)
+
+
+def _transposed_by(primitive: Any, transpose: Any) -> None:
+    """Both are linear in the first operand."""
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        if are_zero(tangents[0]):
+            return out, [zero(out[0])]
+        return out, primitive.bind(tangents[0], *primals[1:], **params)
+
+    def transposed(cotangents: Any, values: Any, *handle: Any, **params: Any) -> Any:
+        (cotangent,) = cotangents
+        if are_zero(cotangent):
+            return [ad.Zero(values.aval), *[None] * len(handle)]
+        return [*transpose.bind(cotangent, *handle, **params), *[None] * len(handle)]
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transposed
+
+
+_transposed_by(weights_to_rows_p, weights_from_rows_p)
+_transposed_by(weights_from_rows_p, weights_to_rows_p)
 
 
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -180,6 +234,8 @@ combine_tangent_p = declare_composite("combine_tangent", _shapes.combine, _two_c
 
 def combine_tangent(y_dot: Any, weights_dot: Any, y: Any, weights: Any, handle: Any, params: Any) -> Any:
     """`combine(y_dot, weights) + combine(y, weights_dot)`; None where it is zero."""
+    if 0 in y.shape:  # and `y` is no residual: XLA's compiler crashes on one without elements that leaves a shard_map
+        return None
     params = _for_gradients(params)
     if not params["weighted"] or are_zero(weights_dot):
         if are_zero(y_dot):

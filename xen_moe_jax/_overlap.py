@@ -7,7 +7,6 @@ the same program gives the same bits.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from xen_moe_jax import _active, _api, _prepare
 from xen_moe_jax import _flight_primitives as halves
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree
+from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree, use_flight
 
 
 @pytree(static=("static",))
@@ -195,7 +194,7 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
     if not split:
         return flights, work(*args)
     for i in split:
-        _use(nodes[i], "overlap")
+        use_flight(nodes[i], "overlap")
     states = [nodes[i].state for i in split]
     states, args = _order(states, args)
     states, out = _order(states, work(*args))
@@ -226,26 +225,11 @@ def under_way(flight: Flight) -> bool:
     return isinstance(flight.state, DispatchInFlight | CombineInFlight)
 
 
-_finished: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""An array of every flight that was finished and of no other, by identity: a copy of a flight shares it."""
-
-
 def _land(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
-    _use(flight, f"{kind}_done")
+    use_flight(flight, f"{kind}_done")
     if under_way(flight):
         return flight.state
     return jax.lax.optimization_barrier(flight.state)
-
-
-def _use(flight: Flight, caller: str) -> None:
-    """Raises ValueError at the second use."""
-    ticket = jax.tree.leaves(flight.state.in_flight if under_way(flight) else flight.state)[0]
-    if _finished.get(id(ticket)) is ticket:
-        raise ValueError(
-            f"{caller}: flight was finished before: a flight is used once, and xm.overlap returns another one in its "
-            f"place. Keep the result of the first {flight.kind}_done, or call {flight.kind}_start again"
-        )
-    _finished[id(ticket)] = ticket

@@ -33,17 +33,19 @@ def declare(
     *,
     mask: Callable[..., Sequence[Any]] | None = None,
     finish: Callable[..., Any] | None = None,
+    otherwise: Callable[..., Any] | None = None,
 ) -> Primitive:
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
     `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it; `finish(results,
-    operands, spec)` then completes what it returns.
+    operands, spec)` then completes what it returns. `otherwise(*operands, **params)`, made of other primitives, runs
+    where a backend does not have the operation.
     """
     primitive = _primitive(operation, shapes)
     for platform in PLATFORMS:
         # not cacheable: two equal calls are two sites
-        lowering = _lowering(operation, platform, mask, finish)
+        lowering = _lowering(operation, platform, mask, finish, otherwise)
         mlir.register_lowering(primitive, lowering, platform=platform, cacheable=False)
     _declared.append(primitive)
     return primitive
@@ -107,9 +109,12 @@ def _lowering(
     platform: str | None,
     mask: Callable[..., Sequence[Any]] | None,
     finish: Callable[..., Any] | None,
+    otherwise: Callable[..., Any] | None,
 ) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
+        if otherwise is not None and not hasattr(backend, operation):
+            return _lower(ctx, operands, _plain_avals(ctx), functools.partial(otherwise, **params))
         params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
@@ -117,12 +118,62 @@ def experts_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     return jnp.sum(rows[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
 
 
-@pytree(static=("kind",))
+@dataclasses.dataclass(frozen=True)
 class Flight:
-    """An operation under way between a `*_start` and its `*_done`. Finish it exactly once."""
+    """An operation under way between a `*_start` and its `*_done`. Finish it exactly once.
+
+    A pytree, to be passed on until it is used: a `ValueError` where a finished one is returned from the body of a loop.
+    """
 
     state: Any
     kind: str
+
+
+_used_flights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""An array of every flight that was used and of no other, by identity: a copy of a flight shares it."""
+
+
+def use_flight(flight: Flight, caller: str) -> None:
+    """Marks a flight as finished, or as replaced by another one.
+
+    Raises:
+      ValueError: it was used before.
+    """
+    if _is_used(flight):
+        raise ValueError(
+            f"{caller}: flight was finished before: a flight is used once, and xm.overlap returns another one in its "
+            f"place. Keep the result of the first {flight.kind}_done, or call {flight.kind}_start again"
+        )
+    for ticket in _ticket(flight):
+        _used_flights[id(ticket)] = ticket
+
+
+def _ticket(flight: Flight) -> list[Any]:
+    """The array that tells a flight from others; none where the state is no pytree of arrays, as inside of JAX."""
+    return jax.tree.leaves(getattr(flight.state, "in_flight", flight.state))[:1]
+
+
+def _is_used(flight: Flight) -> bool:
+    return any(_used_flights.get(id(ticket)) is ticket for ticket in _ticket(flight))
+
+
+def _children(flight: Flight) -> tuple[Any]:
+    """Raises ValueError for a flight that was used: the next turn of a loop would use it again."""
+    if _is_used(flight):
+        raise ValueError(
+            f"Flight: a {flight.kind} flight is passed on (returned from the body of a loop, say) that was finished or "
+            f"given to xm.overlap before: a flight is used once. Pass on what {flight.kind}_done or xm.overlap "
+            f"returned, or the flight of another {flight.kind}_start"
+        )
+    return (flight.state,)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Flight,
+    lambda flight: ([(jax.tree_util.GetAttrKey("state"), child) for child in _children(flight)], flight.kind),
+    lambda kind, children: Flight(next(iter(children)), kind),
+    lambda flight: (_children(flight), flight.kind),
+)
 
 
 @pytree()

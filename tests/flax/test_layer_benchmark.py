@@ -16,6 +16,10 @@ from xen_moe_jax.benchmark import layer, layer_programs, options
 from xen_moe_jax.benchmark.verify import WrongResultError
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import layer_tables  # noqa: E402
+
 SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"
 WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter")
 
@@ -56,6 +60,9 @@ def test_a_stack_of_layers(tmp_path):
     document = json.loads(out.read_text())
     assert document["layers"] == layer_programs.MODEL_LAYERS
     assert all("us_median" in row for row in document["results"]) and len(document["results"]) == 6
+    lines = layer_tables.layers(document)
+    assert "capacity factor 4.0, 4 layers" in lines[0] and len(lines) == 4 + 3
+    assert lines[-1].startswith("| padded all_to_all | ") and lines[-1].count("|") == lines[2].count("|")
 
 
 def test_results_that_differ_are_an_error():
@@ -98,4 +105,39 @@ def test_the_training_benchmark(tmp_path):
     assert document["tokens_per_step"] == tokens and document["multiplied_weights_per_token"] == weights
     assert document["flops_per_step"] == (6 * weights + 6 * 2 * 64 * 32) * tokens
     assert document["seconds_per_step"] > 0 and document["mfu"] is None
-    assert document["last_loss"] < document["first_loss"]
+    assert document["last_loss"] < document["first_loss"] and document["time"]
+    assert "| MFU | unknown |" in layer_tables.training(document | {"mfu": None})
+
+
+def test_the_nnx_layer_as_a_user_writes_it(tmp_path):
+    out = tmp_path / "nnx.json"
+    sizes = "--tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --inner 1 --repeats 1"
+    plans = ("4 chunks", "capacity 1.25")
+    done = run(str(ROOT / "benchmarks" / "nnx_layer.py"), *sizes.split(), "--plans", *plans, "--json", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    rows = {(row["name"], row["operation"]): row for row in document["results"]}
+    assert set(rows) == {(name, op) for name in ("defaults", *plans) for op in ("forward", "forward+backward")}
+    assert rows["4 chunks", "forward"]["max difference"] < 0.03 and rows["defaults", "forward"]["dropped"] == 0
+    limited = rows["capacity 1.25", "forward"]
+    assert ("max difference" in limited) == (limited["dropped"] == 0)
+    lines = layer_tables.nnx_layers(document)
+    assert len(lines) == 4 + 3 and lines[-1].startswith("| capacity 1.25 | ")
+
+
+def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_tables, "RESULTS", tmp_path)
+    assert layer_tables.TABLES["experts"]() == "**Not measured on GPUs yet** (`benchmarks/grouped_matmul.py`)."
+    row = {"us_median": 2000.0, "tokens_per_second_per_rank": 5e5, "memory_bytes": {"temp": 2**20}, "matmul_share": 0.5}
+    document = {
+        "command": "a command", "device": "A GPU", "versions": {"jax": "1"}, "width": 8, "layers": 1, "notes": ["slow"],
+        "workload": dict.fromkeys(("tokens", "hidden", "experts", "top_k", "ranks", "capacity_factor"), 1),
+        "results": [
+            {"name": "a way", "operation": "forward", **row},
+            {"name": "a way", "operation": "forward+backward", "error": "Error: a | b\nmore"},
+        ],
+    }  # fmt: skip
+    (tmp_path / "layer_a.json").write_text(json.dumps(document))
+    text = layer_tables.TABLES["whole layers"]()
+    assert "| a way | 2.00 | 500 | 50% | 1 | - | - | - | - |" in text
+    assert "- a way, forward+backward: Error: a / b more" in text and "- slow." in text and "`a command`" in text

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
@@ -174,8 +175,10 @@ def run(
     environment: dict[str, str],
     seed: int = 0,
     together: int = 1,
+    report: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Jobs, `together` at a time, until there were so many kills and stalls, or `seconds` have passed."""
+    """Jobs, `together` at a time, until there were so many kills and stalls, or `seconds` have passed. `report` gets
+    what there was so far after every job."""
     tally, began = Tally(), time.monotonic()
     each = -(-stalls // max(1, kills))
     random_numbers = random.Random(seed)
@@ -198,6 +201,7 @@ def run(
             done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for job in done:
                 tally.add(job.result())
+                report(tally)
 
 
 def main() -> int:
@@ -216,12 +220,16 @@ def main() -> int:
     share = f"{0.2 if on_each == 1 else min(0.08, 0.6 / on_each):.3f}"
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
     limits = options.ranks, options.kills, options.stalls, options.seconds
+
+    def report(tally: Tally) -> None:  # after every job: who is stopped half way has something to show
+        summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "gpus": gpus, "together": options.together}
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")
+
     shared = "--gpus", str(gpus)
-    tally = run(*limits, *shared, environment=environment, seed=options.seed, together=options.together)
-    summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "gpus": gpus, "together": options.together}
-    print(json.dumps(summary, indent=1))
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")
+    how = {"seed": options.seed, "together": options.together, "report": report}
+    tally = run(*limits, *shared, environment=environment, **how)
+    print(json.dumps(dataclasses.asdict(tally), indent=1))
     return int(bool(tally.faults) or not tally.kills)
 
 

@@ -54,6 +54,7 @@ MODES = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("mode", MODES)
 def test_global_modes_do_not_change_the_result(mesh4, mode):
     arrays = operands(8)

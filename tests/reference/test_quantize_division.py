@@ -7,6 +7,7 @@ import pytest
 
 from xen_moe_jax import _quantize
 
+pytestmark = pytest.mark.optimized
 divide = jax.jit(_quantize._divide)
 
 

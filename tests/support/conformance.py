@@ -47,6 +47,7 @@ class Conformance:
       exact_weighted: False where the backend cannot keep multiply and add apart (TPU): one unit in the last place is
         then allowed.
       selected: names of the cases to run; None runs all of them.
+      optimized: names of the cases that get the whole compiler on CPU; a class may have the marker for all of them.
       excluded: case name -> reason: skipped.
     """
 
@@ -58,6 +59,7 @@ class Conformance:
     odd_hidden: ClassVar[int] = 200
     exact_weighted: ClassVar[bool] = True
     selected: ClassVar[tuple[str, ...] | None] = None
+    optimized: ClassVar[tuple[str, ...]] = ()
     excluded: ClassVar[dict[str, str]] = {}
 
     @classmethod
@@ -66,7 +68,9 @@ class Conformance:
         if "case" in metafunc.fixturenames:
             table = zip(CASE_ROUTINGS, CASE_IDS, strict=True)
             chosen = [(c, i) for c, i in table if cls.selected is None or c[0].name in cls.selected]
-            metafunc.parametrize(("case", "routing"), [c for c, _ in chosen], ids=[i for _, i in chosen])
+            full = pytest.mark.optimized
+            rows = [pytest.param(*c, marks=[full] * (c[0].name in cls.optimized), id=i) for c, i in chosen]
+            metafunc.parametrize(("case", "routing"), rows)
 
     # -- set-up ------------------------------------------------------------------------------------
     def axes(self, count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -238,24 +242,44 @@ class Conformance:
         rows_bar = rng.standard_normal(routed.rows.shape).astype(np.float32)
         rows_bar[~routed.specified] = np.nan  # a gradient that reads an unspecified row shows it
         out_bar = rng.standard_normal(problem.x.shape).astype(np.float32)
+        weights_bar = rng.standard_normal(routed.weights.shape).astype(np.float32)
+        weights_bar[~routed.specified] = np.nan
 
-        def body(x, idx, weights, y, rows_bar, out_bar):
+        def body(x, idx, weights, y, rows_bar, out_bar, weights_bar):
             options = {"num_experts": problem.experts, "axis_name": names, "layout": layout, "config": config}
-            routed, pull = jax.vjp(lambda x, w: _rows_and_weights(xm.dispatch(x, idx, w, **options)), x, weights)
-            weights_bar = jnp.where(jnp.isnan(routed[1]), 0, jnp.ones_like(routed[1]))
+            _, pull = jax.vjp(lambda x, w: _rows_and_weights(xm.dispatch(x, idx, w, **options)), x, weights)
             dx, dweights = pull((rows_bar, weights_bar))
             handle = xm.dispatch(x, idx, weights, **options).handle
             _, pull = jax.vjp(lambda y: xm.combine(y, handle, weighted=weighted, config=config), y)
             return dx, dweights, *pull(out_bar)
 
-        dx, dweights, dy = self.run(body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar)
+        dx, dweights, dy = self.run(
+            body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar, weights_bar
+        )
         assert_bits(dx, oracle.combine(rows_bar, routed, weighted=False), "gradient of x")
-        np.testing.assert_array_equal(dweights, (routed.topk_idx >= 0).astype(np.float32))
+        assert_bits(dweights, oracle.weights_from_rows(weights_bar, routed), "gradient of weights")
         expected = oracle.redispatch(out_bar, routed)
         if weighted:
             expected = expected * np.where(routed.specified, routed.weights, 0)[..., None]
         assert_bits(np.abs(dy), np.abs(np.where(routed.specified[..., None], expected, 0)), "gradient of y")
         assert_bits(dy, expected, "gradient of y", where=routed.specified & (routed.weights != 0 if weighted else True))
+
+    @pytest.mark.parametrize("layout", cases.LAYOUTS)
+    def test_tangents_of_weights_travel_without_rows(self, layout):
+        """A tangent of router weights comes to the rows as weights do."""
+        problem = self.problem(Case("tangents", layout=layout, dtype="float32"), "uniform")
+        dots = np.random.default_rng(9).standard_normal(problem.weights.shape).astype(np.float32)
+        options = {"axis_name": problem.axis_name, "layout": layout, "config": self.config}
+
+        def body(x, idx, weights, dots):
+            def weights_of(w):
+                return _rows_and_weights(xm.dispatch(x, idx, w, num_experts=problem.experts, **options))[1]
+
+            return jax.jvp(weights_of, (weights,), (dots,))[1]
+
+        found = self.run(body, problem.x, problem.idx, problem.weights, dots)
+        expected = oracle.dispatch(problem.x, problem.idx, dots, num_experts=problem.experts, layout=layout)
+        assert_bits(found, expected.weights, "tangent of the weights", where=expected.specified)
 
     # -- drop-ins ----------------------------------------------------------------------------------
     @pytest.mark.parametrize(("shape", "split", "concat", "tiled", "groups", "dtype"), ALL_TO_ALL)

@@ -325,6 +325,21 @@ def redispatch(x: np.ndarray, routed: Dispatched) -> np.ndarray:
     return _gather_rows(x, routed.positions, capacity).reshape(*routed.specified.shape, x.shape[-1])
 
 
+def weights_from_rows(values: np.ndarray, routed: Dispatched) -> np.ndarray:
+    """A number for each row (ranked: for each of a row's slots, used where the expert is local) -> its token's slot,
+    `[R, T, K]`; 0 for a slot without a row.
+    """
+    ranks = routed.num_ranks
+    flat = values.reshape(ranks, routed.specified[0].size, -1)
+    out = np.zeros(routed.topk_idx.shape, values.dtype)
+    for rank, source, token, slot in np.ndindex(ranks, *out.shape):
+        ranked = routed.layout == "ranked"
+        row = routed.positions[rank, source, token, 0 if ranked else slot]
+        if row >= 0 and (not ranked or routed.local_idx[rank, row, slot] >= 0):
+            out[source, token, slot] = flat[rank, row, slot if ranked else 0]
+    return out
+
+
 # -- combine ---------------------------------------------------------------------------------------
 def combine(
     y: np.ndarray,

@@ -2,7 +2,8 @@
 quicker member of the same family beside them, or are a whole program or suite in themselves.
 
 An entry is `file::function`, or `file::function[id]` for one of its cases. conftest.py gives them the marker
-`thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon.
+`thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon. CI
+runs what is here, too: the rest of a matrix whose every kind runs in CI is marked `slow` instead.
 """
 
 THOROUGH = (
@@ -10,6 +11,7 @@ THOROUGH = (
     "tpu/test_tpu_interpret.py::test_conformance_on_eight_ranks",
     "tpu/test_tpu_interpret.py::test_conformance_in_interpret_mode",
     "tpu/test_tpu_interpret.py::test_ranks_that_are_out",
+    "tpu/test_tpu_interpret.py::test_more_rows_than_one_wait_covers",
     "tpu/test_tpu_planted_bugs.py::test_planted_bug_is_noticed",
     "tpu/test_tpu_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
     # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
@@ -25,6 +27,8 @@ THOROUGH = (
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-1-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-2-2-64-1500]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-4-2-64-300]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[normal-3-3-1-0]",
@@ -32,11 +36,16 @@ THOROUGH = (
     "gpu/test_gpu_bodies_on_cpu.py::test_random_calls_agree_and_a_wrong_one_is_found",
     # whole commands and pages; the first page, the first example and the demo's short run stay
     "test_benchmark.py::test_low_latency_and_sweep_modes",
+    "test_documents.py::test_blocks_of_a_document_run_in_order[docs/api.md]",
+    "test_benchmark.py::test_overlap_mode_end_to_end",
+    "flax/test_layer_benchmark.py::test_a_stack_of_layers",
+    "flax/test_layer_benchmark.py::test_the_training_benchmark",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/benchmarks.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/flax.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/memory.md]",
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/migrating.md]",
     "test_documents.py::test_the_tutorial_runs_and_holds_the_output_of_a_run",
+    "test_examples.py::test_example[dual_batch]",
     "test_examples.py::test_example[infer_linen_padded]",
     "test_examples.py::test_example[fp8_gradient]",
     "test_examples.py::test_example[decode_hugging_face]",
@@ -44,6 +53,7 @@ THOROUGH = (
     "test_jax_best.py::test_the_command_end_to_end[2]",
     "test_profiles.py::test_autotune_measures_saves_and_loads",
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
+    "flax/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
     "flax/test_arguments.py::test_a_router_that_went_wrong_shows_in_the_metrics[dp x ep]",
     "flax/test_chunks.py::test_memory_of_the_compiled_program_shrinks",
@@ -75,6 +85,13 @@ THOROUGH = (
     "flax/test_variants.py::test_tokens_replicated_over_the_expert_axis[padded, uneven, shared]",
     "flax/test_variants.py::test_activations_and_biases[gpt-oss, uneven and aligned]",
     "flax/test_variants.py::test_activations_and_biases[geglu]",
+    # further directions of vmap: 2 to 3 s each
+    "test_drop_ins_jax_suite.py::test_batching_all_to_all_over_two_axes[1]",
+    "test_drop_ins_jax_suite.py::test_batching_all_to_all_over_two_axes[2]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[0-0-groups]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[0-1-all]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-0-groups]",
+    "test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-1-all]",
     # derivatives of the other layouts
     "test_derivatives.py::test_second_derivatives[ranked]",
     "test_derivatives.py::test_second_derivatives[padded]",

@@ -72,6 +72,11 @@ def test_every_element_is_sent_once_for_each_slice_of_a_receiver(source, destina
         ({"w": ((5,), np.float32)}, None, r"float32\[4\] as sent .* float32\[5\]"),
         ({"w": ((4,), np.int8)}, None, r"int8\[4\] at"),
         ({"w": ((4,), np.float32)}, {"w*": "bfloat16"}, r"bfloat16\[4\] as sent"),
+        (
+            {"w": ((4,), np.float32)},
+            {"w": "float32", "v*": "int8"},
+            r"cast={'v\*': ...}: no array has such a path.*'w'",
+        ),
     ],
 )
 def test_plans_that_do_not_fit(dst, cast, text):
@@ -81,6 +86,14 @@ def test_plans_that_do_not_fit(dst, cast, text):
             {key: jax.ShapeDtypeStruct(*value) for key, value in dst.items()},
             cast,
         )
+
+
+def test_the_first_pattern_that_matches_counts():
+    arrays = {name: jax.ShapeDtypeStruct((4,), np.float32) for name in ("a", "b")}
+    there = arrays | {"a": jax.ShapeDtypeStruct((4,), jax.numpy.bfloat16)}
+    assert xt.plan(arrays, there, cast={"a": "bfloat16", "*": "float32"}).dtypes["a"] == "bfloat16"
+    with pytest.raises(ValueError, match="a is float32"):
+        xt.plan(arrays, there, cast={"*": "float32", "a": "bfloat16"})
 
 
 def test_a_layout_that_nobody_can_fill():

@@ -12,6 +12,9 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
                                    avals under which an operation is traced, where they are not its operands' own
   TAKES_ACTIVE = True              its operations take `active` as an operand, and wait for no rank that is out; the
                                    others get operands in which what does not move is masked
+  weights_to_rows, weights_from_rows
+                                   numbers of a token's slots to its rows, and back; elsewhere an all-to-all of all
+                                   slots for all ranks
   open_buffer, buffer_size_hint    symmetric memory
   failure()                        why an operation of this process gave up; "" when none did
 """

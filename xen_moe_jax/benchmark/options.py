@@ -24,7 +24,7 @@ MODES = (
     "transfer",
 )
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-TPU_CASES = ("throughput", "throughput-bf16", "low-latency")
+TPU_CASES = ("throughput", "throughput-bf16", "low-latency", "low-latency-bf16")
 LAYER_MODES = ("layer", "model")
 NOTHING_TO_DRAW = ("overlap", "decode-step")
 NOTHING_TO_TUNE = (*LAYER_MODES, "overlap", "decode-step", "tpu-static", "transfer")

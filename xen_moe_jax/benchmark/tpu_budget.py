@@ -1,8 +1,8 @@
 """Which term bounds an operation on a TPU: the wire, HBM, or the core that issues bundles; from 8 to 256 chips.
 
-What is compiled is the program for 8 devices. Its loops are those of any larger number (a token has at most as many
-destinations as slots, here 8): only how often they turn differs. XLA's own operations are another program on more
-chips, so that their time is given for 8 devices only.
+The programs for the smallest and the largest number of devices are compiled. Between them kernels have the loops of the
+largest (a token has at most as many destinations as slots, here 8): only how often they turn differs. XLA's own
+operations differ with the number of devices, so that their time is given for the two that were compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TERMS = ("wire", "hbm", "kernels", "xla")
 CHIPS = (8, 16, 32, 64, 128, 256)
 
 
-def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, seed: int, group: int = 16) -> Routing:
+def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
     """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
     rng = np.random.default_rng(seed)
     local = -(-experts // ranks)
@@ -30,19 +30,29 @@ def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, seed: int
         ranks,
         int((depths > 0).sum()),
         placed,
-        tpu_bundles.visited_pairs(depths.reshape(-1), group),
+        tpu_bundles.visited_pairs(depths.reshape(-1), pair_group),
         tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
         tuple((depths > 0).sum(1).tolist()),
     )
 
 
-def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict[str, int], seed: int) -> list[dict]:
-    """Terms of one operation in microseconds, for each number of devices, and the largest of them."""
+def rows(
+    topology: Any, case: Any, operation: str, programs: dict[int, Program], sizes: dict[str, int], seed: int
+) -> list[dict]:
+    """Terms of one operation in microseconds, for each number of devices, and the largest of them.
+
+    Args:
+      programs: compiled for the smallest and the largest number of `CHIPS`.
+    """
     from xen_moe_jax.benchmark import tpu_programs
 
     found = []
     for devices in CHIPS:
-        routing = uniform_routing(case.tokens, devices, sizes["experts"], sizes["top_k"], seed)
+        compiled_for = devices if devices in programs else CHIPS[-1]
+        program = programs[compiled_for]
+        routing = uniform_routing(
+            case.tokens, devices, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
+        )
         off = routing.sent * (devices - 1) // devices
         counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
         moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
@@ -50,7 +60,7 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
         if few or everybody != ("xen_moe_pack_tokens" in program.kernels):
-            continue  # more devices run another program than the one that was compiled
+            continue  # so many devices run another program than those that were compiled
         counted = tpu_bundles.counts(program, routing, case.layout == "padded")
         us = 1e6 / topology.clock_hz
         kernels = {name: c.total * us for name, c in counted.items()}
@@ -59,10 +69,12 @@ def rows(topology: Any, case: Any, operation: str, program: Program, sizes: dict
             "hbm": moved["hbm_bytes"] / topology.hbm_bytes_per_s * 1e6,
             "kernels": sum(kernels.values()),
         }
+        if devices == compiled_for:
+            terms["xla"] = tpu_bundles.xla_cycles(program.text) * us
         row: dict[str, Any] = {"devices": devices, "torus": list(topology.shape(devices).sides)}
+        row |= {"compiled_for": compiled_for, "xla_us": None}
         row |= {f"{name}_us": round(value, 1) for name, value in terms.items()}
         row["dma_issue_us"] = round(sum(c.issue for c in counted.values()) * us, 1)
-        row["xla_us"] = round(tpu_bundles.xla_cycles(program.text) * us, 1) if devices == CHIPS[0] else None
         row["by_kernel_us"] = {name: round(value, 1) for name, value in kernels.items()}
         row["bound"] = max(terms, key=lambda name: terms[name])
         found.append(row)
@@ -96,6 +108,56 @@ def by_devices(results: list[dict[str, Any]], generation: str, case: str) -> lis
             cells = [f"{case} {row['operation']}", str(budget["devices"]), " x ".join(map(str, budget["torus"]))]
             cells += [f"{budget[f'{n}_us']:.0f}" for n in ("wire", "hbm", "kernels", "dma_issue")]
             lines.append("| " + " | ".join([*cells, budget["bound"]]) + " |")
+    return lines
+
+
+TARGETS = (
+    ("v5p", "throughput", 2400),
+    ("v5e", "throughput", 9700),
+    ("v5p", "low-latency", 100),
+    ("v5e", "low-latency", 150),
+)
+"""Microseconds that all kernels and tables of a dispatch and a combine may take on 8 devices; of 4096 tokens, what the
+wire needs."""
+
+
+def core_and_wire(results: list[dict[str, Any]], generation: str, case: str, devices: int) -> tuple[float, float]:
+    """What the core and what the wire needs for a dispatch and a combine together, in microseconds.
+
+    Raises:
+      ValueError: XLA's tables were not counted for so many devices.
+    """
+    mine = [r["budget"] for r in results if (r["generation"], r["case"]) == (generation, case) and r.get("budget")]
+    pair = [b for budget in mine for b in budget if b["devices"] == devices and b["xla_us"] is not None]
+    if len(pair) != 2:
+        raise ValueError(f"{generation} {case}: no program for {devices} devices was compiled")
+    return sum(b["kernels_us"] + b["xla_us"] for b in pair), sum(b["wire_us"] for b in pair)
+
+
+def by_target(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: kernels and tables of a dispatch and a combine together, beside what is aimed at."""
+    lines = [
+        "| chip | devices | case | kernels and tables, us | wire, us | aimed at, us |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    aims = {(generation, case): f"{most}" for generation, case, most in TARGETS}
+    for devices in (CHIPS[0], CHIPS[-1]):
+        for generation, case in dict.fromkeys((r["generation"], r["case"]) for r in results if r.get("budget")):
+            core, wire = core_and_wire(results, generation, case, devices)
+            aim = aims.get((generation, case), "-")
+            if devices == CHIPS[-1]:
+                aim = f"{1.5 * wire:.0f}, 1.5 times the wire" if case.startswith("throughput") else "-"
+            lines.append(f"| {generation} | {devices} | {case} | {core:.0f} | {wire:.0f} | {aim} |")
+    return lines
+
+
+def by_bound(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: the term that bounds each operation on each number of devices, and its time in us."""
+    lines = ["| chip | operation | " + " | ".join(map(str, CHIPS)) + " |", "|---|---|" + "---|" * len(CHIPS)]
+    for row in (row for row in results if row.get("budget")):
+        found = {b["devices"]: f"{b['bound']} {b[b['bound'] + '_us']:.0f}" for b in row["budget"]}
+        cells = [row["generation"], f"{row['case']} {row['operation']}", *(found.get(n, "-") for n in CHIPS)]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 

@@ -1,94 +1,25 @@
-"""Issue cycles of compiled TPU kernels, counted from libtpu's final VLIW bundles.
+"""Issue cycles of compiled TPU kernels, counted from libtpu's final VLIW bundles (`tpu_dump`).
 
-libtpu writes one file for every kernel, in which a loop shows as a deeper row of `>`. A bundle takes a cycle at least:
-the sum over loops of (bundles of the body x trips) is a floor of what the core needs, stalls not included. Trips follow
-from the shapes and a routing. Both branches of a condition are counted, so that the sum is a little over the floor.
+A bundle takes a cycle at least: the sum over loops of (bundles of the body x trips) is a floor of what the core needs,
+stalls not included. Trips follow from the shapes and a routing. Both branches of a condition are counted, so that the
+sum is a little over the floor; what a condition does once in a kernel, to meet other ranks, is counted once.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
-OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
-KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
-SHARED = ("BarrierMegacore", "barrier-megacore")
-"""What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
+from xen_moe_jax.benchmark.tpu_dump import Loop, request_dump, take_dump
+
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 NO_ESTIMATE = 2**62
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
 """What a DMA is called, within the chip and to another one, and what waits for it."""
-
-
-@dataclasses.dataclass
-class Loop:
-    """A loop's own bundles, what they do, and the loops inside it. `cores`: TensorCores that share a kernel's steps."""
-
-    depth: int
-    bundles: int = 0
-    operations: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    inner: list[Loop] = dataclasses.field(default_factory=list)
-    cores: int = 1
-
-    def all_inner(self) -> Iterator[Loop]:
-        for loop in self.inner:
-            yield loop
-            yield from loop.all_inner()
-
-
-def loops(text: str) -> Loop:
-    """The loops of a kernel; the grid is the first of them."""
-    top = Loop(0, cores=2 if any(mark in text for mark in SHARED) else 1)
-    stack = [top]
-    for line in text.splitlines():
-        match = BUNDLE.match(line)
-        if not match:
-            continue
-        tag, depth = match[1], len(match[2])
-        while stack[-1].depth > depth or (tag == "LB" and stack[-1].depth >= depth > 0):
-            stack.pop()
-        if stack[-1].depth < depth:
-            stack[-1].inner.append(Loop(depth))
-            stack.append(stack[-1].inner[-1])
-        stack[-1].bundles += 1
-        stack[-1].operations.update(OPERATION.findall(match[3]))
-    return top
-
-
-def request_dump(folder: str) -> None:
-    """Makes libtpu write bundles to `folder`: before it is loaded, hence before JAX has devices.
-
-    Only the final ones: all passes of a program with matmuls are gigabytes.
-    """
-    arguments = (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-    )
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, [os.environ.get("LIBTPU_INIT_ARGS"), arguments]))
-
-
-def take_dump(folder: str) -> list[tuple[str, Loop]]:
-    """Our kernels in the dump of one compilation, with their names, which several may share; the dump is removed.
-
-    Raises:
-      RuntimeError: there is none: libtpu was loaded before `request_dump`.
-    """
-    found = []
-    files = list(pathlib.Path(folder).iterdir())
-    for path in files:
-        match = KERNEL.search(path.name)
-        if match and "analysis" not in path.name:
-            found.append((match[1], loops(path.read_text(errors="replace"))))
-        path.unlink()
-    if not files:
-        raise RuntimeError(f"libtpu wrote no bundles to {folder}: request_dump must come before JAX makes its devices")
-    return found
 
 
 # -- trips ------------------------------------------------------------------------------------------------------------
@@ -174,6 +105,7 @@ class Visited:
     blocks: of pairs, ordered together. groups: of pairs that exist, of these blocks.
     turns: rows of the pair of each group that has most, together.
     tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
+    waits: for rows that were fetched, and for records that left.
     """
 
     blocks: int
@@ -182,6 +114,17 @@ class Visited:
     tiles: int
     singles: int
     odd: int
+    waits: int
+
+
+def waits(rows: Any, most: int) -> Any:
+    """Turns of the loops that wait for so many DMAs, at most `most` at a time."""
+    from xen_moe_jax.pallas_kernels import send
+
+    turns, left = 0, rows
+    for size in (n for n in send.WAIT_BATCHES if n <= most):
+        turns, left = turns + left // size, left % size
+    return turns
 
 
 def visited_pairs(depths: Any, group: int) -> Visited:
@@ -193,6 +136,7 @@ def visited_pairs(depths: Any, group: int) -> Visited:
     block = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128)
     blocks = -np.sort(-np.pad(depths, (0, -len(depths) % block)).reshape(-1, block), axis=1)
     groups = blocks.reshape(-1, group)
+    leave = (groups > 0).sum(1)
     here = (groups[:, :, None] > np.arange(groups.max(initial=0))).sum(1)  # [group, slot]: pairs with such a row
     tile = reduce_slots.TILE
     return Visited(
@@ -202,6 +146,7 @@ def visited_pairs(depths: Any, group: int) -> Visited:
         int((here // tile).sum()),
         int((here % tile).sum()),
         int(((blocks > 0).sum(1) % send.SEND_BATCH).sum()),
+        int((waits(groups.sum(1), tile) + waits(leave, group)).sum()),
     )
 
 
@@ -227,22 +172,38 @@ class Routing:
         """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
         return sum(-(-n // block) for n in (self.experts if padded else [self.placed])) * block
 
+    def visited_waits(self, block: int, padded: bool) -> int:
+        """Turns of waiting for the records of these blocks."""
+        live = self.experts if padded else [self.placed]
+        return sum(n // block * waits(block, block) + waits(n % block, block) for n in live)
+
+
+def mean_waits(rows: int, blocks: float, most: int) -> float:
+    """Turns of waiting for so many rows in so many blocks, each of which has another number, by some tens."""
+    import numpy as np
+
+    return float(waits(max(int(rows / blocks) - 32, 0) + np.arange(64), most).mean() * blocks)
+
 
 def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
-    from xen_moe_jax.pallas_kernels import index_rows
+    from xen_moe_jax.pallas_kernels import index_rows, order_pairs
 
-    entries = routing.ranks * routing.tokens * routing.top_k
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
     pack = blocks.get("pack_tokens", push)
     placing = routing.visited(place, padded)
     records = index_rows.records_at_once(routing.tokens)
+    tables = sum(-(-n // records) for n in routing.sources)
     return {
         "xen_moe_push": Work(
             routing.tokens / push,
-            (Part("send", SEND, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
+            (
+                Part("send", SEND, routing.tokens),
+                Part("wait", WAIT, mean_waits(routing.sent, routing.tokens / push, push), depth=2),
+                *_groups("encode", push, tile, routing.tokens),
+            ),
         ),
         "xen_moe_pack": Work(
             routing.tokens / push,
@@ -253,16 +214,23 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
         "xen_moe_index_tokens": Work(routing.ranks, (Part("slots", "sst", routing.placed / 8, 16, depth=3),)),
         "xen_moe_place": Work(
             placing / place,
-            (Part("fetch", FETCH, placing / 4, copies=2),) + _groups("decode", place, tile, placing),
+            (
+                Part("fetch", FETCH, placing / 4, copies=2),
+                Part("wait", WAIT, routing.visited_waits(place, padded), depth=2),
+                *_groups("decode", place, tile, placing),
+            ),
         ),
         "xen_moe_index_rows": Work(
             routing.ranks,
             (
-                Part("table", "", sum(-(-n // records) for n in routing.sources), copies=1, depth=2),
+                Part("table", "", tables, copies=1, depth=2),
+                Part("column", "", tables * routing.top_k, copies=1, depth=3),
                 Part("slots", "sst", routing.placed / 8, 8, depth=4),
             ),
         ),
-        "xen_moe_scatter": Work(entries / 2048, (Part("entries", "sst", entries / 16, 8),)),
+        "xen_moe_scatter": Work(
+            routing.ranks * routing.tokens / order_pairs.BLOCK, (Part("slots", "sst", routing.placed / 8, 4, depth=3),)
+        ),
         "xen_moe_order_pairs": Work(pairs.blocks),
         "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(
@@ -275,13 +243,14 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
                 Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
                 Part("send one", SEND, pairs.odd, at_most=1),
-                Part("wait", WAIT, 2 * pairs.tiles + routing.sent / 8, depth=3),
+                Part("wait", WAIT, pairs.waits, depth=3),
             ),
         ),
         "xen_moe_reduce_ranks": Work(
             routing.tokens / ranks,
             (
                 Part("fetch", FETCH, routing.tokens * destinations / 4, copies=2),
+                Part("wait", WAIT, mean_waits(routing.sent, routing.tokens / ranks, destinations * ranks), depth=2),
                 Part("add", "vld", routing.tokens * destinations / min(tile, ranks), 16),
             ),
         ),
@@ -353,6 +322,13 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
     return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels))
 
 
+def pair_group(program: Program) -> int:
+    """Pairs that a combine reduces together."""
+    from xen_moe_jax.pallas_kernels import reduce_slots
+
+    return reduce_slots.pairs_at_once(program.blocks.get("reduce_slots", 1))
+
+
 def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
     """Bundles of every kernel of a program that `works` knows."""
     known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, padded)
@@ -404,7 +380,6 @@ def main() -> int:
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
     topology = tpu_topologies.TOPOLOGIES[options.generation]
     case = next(case for case in tpu_programs.CASES if case.name == options.case)
-    routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], 16, seed=0)
     moved = tpu_programs.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
     document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
     print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
@@ -412,6 +387,7 @@ def main() -> int:
     for operation in options.operations:
         compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
+        routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), seed=0)
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_programs.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]

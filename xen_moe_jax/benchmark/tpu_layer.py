@@ -32,6 +32,7 @@ SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 TOKENS, WIDTH = 4096, 2048
 """DeepSeek-V3's layer, with the tokens of a device that the other figures have."""
 MATMULS = ("ragged_dot", "tokamax")
+IDENTITY = ("topology", "program", "matmul")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--matmuls", nargs="+", choices=MATMULS, default=list(MATMULS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures here, and keep those that are there")
+    parser.add_argument("--again", action="store_true", help="compile what the file has, too: the kernels have changed")
     options = parser.parse_args(arguments)
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
@@ -67,11 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         for topology in options.topologies:
             for program in (OWN, PEER):
-                if known(document, topology, program, matmul):
+                if known(document, topology, program, matmul) and not options.again:
                     continue
                 report.progress(f"{topology} {program} {matmul}")
                 try:
-                    document["results"].append(one_row(topology, program, matmul, options.seed, folder))
+                    put(document, one_row(topology, program, matmul, options.seed, folder))
                 except Exception as error:  # what XLA or a kernel cannot compile is a result
                     leave_out(document, f"{topology} {program} {matmul}", f"{type(error).__name__}: {error}"[:300])
                 document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -92,6 +94,17 @@ def earlier(path: str | None) -> dict[str, Any] | None:
 
 def known(document: dict[str, Any], topology: str, program: str, matmul: str) -> bool:
     return any((r["topology"], r["program"], r["matmul"]) == (topology, program, matmul) for r in document["results"])
+
+
+def put(document: dict[str, Any], row: dict[str, Any]) -> None:
+    """Instead of an earlier row of the same program; rows stand in the order of `TARGETS`."""
+    others = [r for r in document["results"] if not known({"results": [r]}, *(row[k] for k in IDENTITY))]
+    order = {topology: n for n, topology in enumerate(TARGETS)}
+    document["results"] = sorted(
+        [*others, row], key=lambda r: (order[r["topology"]], MATMULS.index(r["matmul"]), r["program"] != "xen_moe_jax")
+    )
+    name = " ".join(row[k] for k in IDENTITY)
+    document["left_out"] = [entry for entry in document["left_out"] if entry["name"] != name]
 
 
 def leave_out(document: dict[str, Any], name: str, why: str) -> None:
@@ -136,6 +149,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "matmul": matmul,
         **tpu_layer_programs.memory(compiled.compiled),
         "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
+        "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
         "collective_bytes": tpu_programs.collectives(compiled.text),
         "ici_bytes": ici,
         "wire_us": round(chip.all_to_all_us(ici, devices), 1),
@@ -150,7 +164,8 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], seed)
+    group = tpu_bundles.pair_group(program)
+    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
     works = tpu_bundles.works(routing, blocks, padded=False)
     counted: dict[str, float] = {}
@@ -170,7 +185,7 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
     for each slot of the peer's; bfloat16.
     """
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], seed)
+    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
     row = SIZES["hidden"] * 2
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row

@@ -8,7 +8,10 @@ has the capacity of ours, where MaxText's holds the worst case, `R*T*min(L, K)` 
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +147,23 @@ def compile_layer(
     weights["router"] = struct((1, hidden, experts), jnp.float32, specs["router"])
     x = struct((work.ranks * tokens, hidden), jnp.bfloat16, RANK_SPEC)
     topk_idx = struct((work.ranks * tokens, work.top_k), jnp.int32, RANK_SPEC)
-    return jax.jit(mapped).trace(weights, x, topk_idx).lower(lowering_platforms=("tpu",)).compile()
+    with for_other_devices(grouped_matmul):
+        return jax.jit(mapped).trace(weights, x, topk_idx).lower(lowering_platforms=("tpu",)).compile()
+
+
+def for_other_devices(grouped_matmul: str) -> Any:
+    """tokamax chooses its kernels by the devices of this process, CPUs, unless it is told that others are meant."""
+    if grouped_matmul != "tokamax":
+        return contextlib.nullcontext()
+    from tokamax.config import cross_compile
+
+    return cross_compile(True)
+
+
+def matmul_kernels(text: str) -> dict[str, int]:
+    """Kernels of a compiled program that are not ours: the grouped matmuls, XLA's own or tokamax's, and how many."""
+    found = re.findall(r"%([\w-]+?)(?:\.\d+)*(?:\.\w+)* = [^\n]*tpu_custom_call", text)
+    return dict(collections.Counter(name for name in found if not name.startswith("xen_moe")))
 
 
 def memory(compiled: Any) -> dict[str, int]:

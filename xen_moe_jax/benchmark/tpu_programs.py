@@ -13,8 +13,7 @@ import numpy as np
 COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
-ONE_CHANNEL = ("all-to-all", "ragged-all-to-all")
-"""Collectives that all share one channel; of others, a channel twice is a part of one that is asynchronous."""
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\{$")
 BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "f8e4m3fn": 8}
 
 
@@ -35,6 +34,7 @@ CASES = (
     Case("throughput", 4096, "grouped", "float8_e4m3fn", None),
     Case("throughput-bf16", 4096, "grouped", None, None),
     Case("low-latency", 128, "padded", "float8_e4m3fn", None),
+    Case("low-latency-bf16", 128, "padded", None, None),
 )
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -233,24 +233,31 @@ def kernels(text: str) -> list[str]:
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Bytes of the results of XLA's own collectives, by kind: metadata only, in our programs."""
-    found: collections.Counter[str] = collections.Counter()
-    channels = set()
-    for line in text.splitlines():
+    """Bytes of the results of XLA's own collectives, by kind: metadata only, in our programs.
+
+    Start, steps and end of one asynchronous collective are in computations of their own: what has the same channel and
+    result in several computations is counted in one of them. Different collectives may share a channel.
+    """
+    seen: dict[tuple[str, ...], collections.Counter[str]] = {}
+    computation = ""
+    for number, line in enumerate(text.splitlines()):
+        if begins := COMPUTATION.match(line):
+            computation = begins[1]
         match = COLLECTIVE.search(line)
         if match is None:
             continue
-        shapes, kind, started = match.groups()
         channel = re.search(r"channel_id=(\d+)", line)
-        if channel is not None and kind not in ONE_CHANNEL:
-            if channel[1] in channels:  # start, steps and end of one asynchronous collective
-                continue
-            channels.add(channel[1])
+        # exchanges of all to all are in one computation each, and may be repeated by others
+        own = match[2] in ("all-to-all", "ragged-all-to-all") or channel is None
+        key = (match[1], match[2], match[3] or "", str(number) if own or channel is None else channel[1])
+        seen.setdefault(key, collections.Counter())[computation] += 1
+    found: collections.Counter[str] = collections.Counter()
+    for (shapes, kind, started, _), computations in seen.items():
         sizes = []
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             elements = int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
             sizes.append(elements * BITS.get(dtype, 32) // 8)
         # a tuple: several collectives in one; or, of some that only start, the operand beside the result
         beside = started and kind in ("all-gather", "collective-permute")
-        found[kind] += max(sizes) if beside else sum(sizes)
+        found[kind] += max(computations.values()) * (max(sizes) if beside else sum(sizes))
     return dict(found)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_topologies
 from xen_moe_jax.benchmark.tpu_programs import (
     CASES,
     Case,
@@ -51,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
     """Compiles, counts, prints the table, writes JSON and plot where asked."""
     import tempfile
 
-    from xen_moe_jax.benchmark import report, tpu_budget, tpu_bundles, tpu_topologies
+    from xen_moe_jax.benchmark import report
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
     tpu_topologies.prepare_environment()
@@ -68,11 +69,12 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    compiler = Compiler(folder, sizes)
     for key in wanted(options.generations, options.cases):
         report.progress(" ".join(key))
         generation, program, case, operation = key
         if program == "xen_moe_jax":
-            rows[key] = own_row(generation, cases[case], operation, sizes, options.seed, folder)
+            rows[key] = own_row(generation, cases[case], operation, options.seed, compiler)
         else:
             rows[key] = peer_row(generation, cases[case], sizes, options.seed)
         everything = wanted(None, None)
@@ -100,11 +102,9 @@ Key = tuple[str, str, str, str]
 
 def wanted(generations: Sequence[str] | None, cases: Sequence[str] | None) -> list[Key]:
     """Keys of the rows of these generations and cases (None: all), in the order of the report."""
-    from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
-
     names = [case.name for case in CASES if cases is None or case.name in cases]
     found: list[Key] = []
-    for generation in TOPOLOGIES:
+    for generation in tpu_topologies.TOPOLOGIES:
         if generations is not None and generation not in generations:
             continue
         found += [(generation, "xen_moe_jax", name, operation) for name in names for operation in OPERATIONS[:2]]
@@ -148,35 +148,59 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
     }
 
 
-def own_row(
-    generation: str, case: Case, operation: str, sizes: dict[str, int], seed: int, folder: str
-) -> dict[str, Any]:
-    """One operation of ours: compiled for 8 devices, counted for them and for more. `folder` gets libtpu's dump."""
-    from xen_moe_jax.benchmark import tpu_budget, tpu_bundles
-    from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
+class Compiler:
+    """Compiles our operations, each program once: two cases that differ in the other operation's wire share one.
 
-    topology = TOPOLOGIES[generation]
-    begin = time.monotonic()
-    compile_one = functools.partial(compile_own, generation, case, operation, sizes)
-    program = tpu_bundles.compile_counted(compile_one, folder)
-    facts = compiled_facts(program.compiled, time.monotonic() - begin)
+    Attributes:
+      folder: gets libtpu's dump. sizes: `hidden`, `experts`, `top_k`.
+    """
+
+    def __init__(self, folder: str, sizes: dict[str, int]):
+        self.folder, self.sizes = folder, sizes
+        self.found: dict[tuple[Any, ...], tuple[tpu_bundles.Program, float]] = {}
+
+    def __call__(self, generation: str, case: Case, operation: str, devices: int) -> tuple[tpu_bundles.Program, float]:
+        """The program, and the seconds that it took to compile."""
+        wires = {"dispatch": (case.dispatch_wire, None), "combine": (None, case.combine_wire)}
+        key: tuple[Any, ...] = (generation, devices, case.tokens, case.layout, operation)
+        key += wires.get(operation, (case.dispatch_wire, case.combine_wire))
+        if key not in self.found:
+            sides = tpu_topologies.TOPOLOGIES[generation].shape(devices).sides
+            topology = None if devices == 8 else f"{generation}:{'x'.join(map(str, sides))}"
+            begin = time.monotonic()
+            program = tpu_bundles.compile_counted(
+                functools.partial(compile_own, generation, case, operation, self.sizes, topology=topology), self.folder
+            )
+            self.found[key] = program, time.monotonic() - begin
+        return self.found[key]
+
+
+def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
+    """One operation of ours: compiled for 8 devices, where it is whole also for the most, and counted."""
+    sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
+    program, seconds = compiler(generation, case, operation, 8)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
     row: dict[str, Any] = {
         "generation": generation, "program": "xen_moe_jax", "case": case.name, "operation": operation
     }  # fmt: skip
-    row |= dataclasses.asdict(case) | traffic(case, operation, counts, sizes["hidden"], sizes["top_k"]) | facts
+    row |= dataclasses.asdict(case) | traffic(case, operation, counts, sizes["hidden"], sizes["top_k"])
+    row |= compiled_facts(program.compiled, seconds)
     row["scalar_operations"] = tpu_bundles.scalar_operations(program.text)
     if "halves" not in operation:
-        routing = tpu_bundles.random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], 16, seed)
+        most = tpu_budget.CHIPS[-1]
+        large, seconds = compiler(generation, case, operation, most)
+        facts = compiled_facts(large.compiled, seconds)
+        row["largest"] = {"devices": most} | facts | {"scalar_operations": tpu_bundles.scalar_operations(large.text)}
+        routing = tpu_bundles.random_routing(
+            case.tokens, 8, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
+        )
         found = tpu_bundles.counts(program, routing, case.layout == "padded")
         row["bundles"] = {name: {"step": c.step, "turn": c.turn, "cores": c.cores} for name, c in found.items()}
-        row["budget"] = tpu_budget.rows(topology, case, operation, program, sizes, seed)
+        row["budget"] = tpu_budget.rows(topology, case, operation, {8: program, most: large}, sizes, seed)
     return row | lower_bounds(row, topology)
 
 
 def peer_row(generation: str, case: Case, sizes: dict[str, int], seed: int) -> dict[str, Any]:
-    from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
-
     begin = time.monotonic()
     row: dict[str, Any] = {
         "generation": generation, "program": "jax.lax.ragged_all_to_all", "case": case.name, "operation": "dispatch"
@@ -189,7 +213,7 @@ def peer_row(generation: str, case: Case, sizes: dict[str, int], seed: int) -> d
     # read tokens once per slot, write the sorted operand, read it to send, zero and fill the result
     hbm = width * (3 * sent + counts.rows + capacity_for(case.tokens, sizes["top_k"]))
     row |= {"record_bytes": width, "ici_bytes": counts.off_rank_duplicated * width, "hbm_bytes": hbm}
-    return row | lower_bounds(row, TOPOLOGIES[generation])
+    return row | lower_bounds(row, tpu_topologies.TOPOLOGIES[generation])
 
 
 def lower_bounds(row: dict[str, Any], topology: Any) -> dict[str, float]:

@@ -54,7 +54,7 @@ class MoEConfig:
         and the parts are summed. Tokens are replicated over it.
       expert_sharding: sharding names of the dimensions (expert, hidden, intermediate) of the expert weights, written
         into the parameters' metadata; None is `(axis_name, None, tensor_axis)`.
-      layout: "grouped" (training and prefill: a grouped matmul) or "padded" (decode: masked batched matmul).
+      layout: "grouped" (a grouped matmul; on a TPU for decode too) or "padded" (decode: masked batched matmul).
       capacity: rows per rank in the grouped layout; None with `capacity_factor=None` can never overflow.
       capacity_factor: the same relative to balanced routing: `ceil(capacity_factor * T * K)` rows, `T` tokens a rank,
         and room for the padding of `alignment`.

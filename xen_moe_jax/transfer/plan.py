@@ -78,7 +78,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
         pytree with shardings
             for a single receiver.
         cast: {pattern of paths: dtype}, the first match counts; the sender casts before it sends, so that only the
-        result travels.
+        result travels. A pattern that matches no path is an error.
 
     Where several processes of the sender hold the same slice, the one that has least to send so far sends it.
 
@@ -88,14 +88,9 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     avals = leaves_by_path(src)
     layouts = _layouts(dst)
     dtypes = {path: _memory.check_dtype(aval.dtype, f"plan: {path or 'the array'}") for path, aval in avals.items()}
+    casts = _casts(cast or {}, list(dtypes))
     for path in dtypes:
-        for pattern, dtype in (cast or {}).items():
-            if fnmatch.fnmatchcase(path, pattern):
-                try:
-                    dtypes[path] = jax.numpy.dtype(dtype)
-                except TypeError:
-                    raise ValueError(f"plan: cast={{{pattern!r}: {dtype!r}}}: {dtype!r} is no dtype") from None
-                break
+        dtypes[path] = next((dtype for found, dtype in casts.values() if path in found), dtypes[path])
     load: Counter[int] = Counter()
     pieces: list[Piece] = []
     for layout in layouts:
@@ -119,6 +114,22 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
         {layout.owner: layout.window or None for layout in layouts},
         {layout.owner: arrivals[layout.owner] for layout in layouts},
     )
+
+
+def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str], Any]]:
+    """Of each pattern the paths that it matches, and its dtype; ValueError for a pattern that matches none."""
+    found = {}
+    for pattern, dtype in cast.items():
+        try:
+            found[pattern] = {path for path in paths if fnmatch.fnmatchcase(path, pattern)}, jax.numpy.dtype(dtype)
+        except TypeError:
+            raise ValueError(f"plan: cast={{{pattern!r}: {dtype!r}}}: {dtype!r} is no dtype") from None
+        if not found[pattern][0]:
+            raise ValueError(
+                f"plan: cast={{{pattern!r}: ...}}: no array has such a path: there are {paths[:8]}"
+                f"{' and more' if len(paths) > 8 else ''}; mend the pattern, or leave it out"
+            )
+    return found
 
 
 def _holders(path: str, leaf: Any) -> dict[Box, list[int]]:

@@ -14,6 +14,7 @@ from xen_moe_jax.backends.pallas.halves import (
     dispatch_start,
     operand_avals,
 )
+from xen_moe_jax.backends.pallas.weights import weights_from_rows, weights_to_rows
 
 __all__ = [
     "all_to_all",
@@ -30,4 +31,6 @@ __all__ = [
     "operand_avals",
     "ragged_all_to_all",
     "redispatch",
+    "weights_from_rows",
+    "weights_to_rows",
 ]

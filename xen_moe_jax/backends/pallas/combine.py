@@ -72,7 +72,7 @@ def combine(
             lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
             local_experts=spec.local_experts,
             block=block,
-            group=slots_kernel.pairs_at_once(slots_launch(record, spec, config)),
+            group=slots_kernel.pairs_at_once(slots_launch(record, spec, config).block),
             launch=_order_launch(spec, config),
         )
     else:
@@ -126,11 +126,12 @@ def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
     return hardware.launch(
         "reduce_slots",
         functools.partial(slots_kernel.vmem_bytes, record, spec.slots),
-        preferred=16,
+        preferred=32,  # half of what a group of 16 costs is the same for one of 32
         smallest=8,
         available=spec.num_ranks * spec.num_tokens,
         config=config,
         axes=plan.kernel_axes(spec),
+        budget=max(hardware.BLOCK_BUDGET, hardware.generation().vmem_bytes // 3),
     )
 
 

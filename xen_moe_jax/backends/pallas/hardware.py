@@ -13,7 +13,6 @@ import numpy as np
 from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.pallas import barriers
-from xen_moe_jax.pallas_kernels import scatter
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 
@@ -128,6 +127,7 @@ def launch(
     config: KernelConfig,
     axes: Axes | None = None,
     groups: Any = None,
+    budget: int | None = None,
 ) -> Launch:
     """Chooses a block size, and a barrier semaphore for a kernel that reaches other ranks.
 
@@ -137,6 +137,7 @@ def launch(
       smallest: granularity; every block is a multiple of it, unless all there is is less.
       available: rows or tokens that there are.
       axes, groups: ranks that the kernel reaches (`groups` are `axis_index_groups` of them); None: it stays at home.
+      budget: VMEM bytes that a default block stays under; None is `BLOCK_BUDGET`.
 
     Raises:
       ValueError: the smallest block, or the one that `config.block_tokens` asks for, does not fit.
@@ -157,7 +158,7 @@ def launch(
             )
     else:
         block = max(preferred, smallest)
-        budget = min(BLOCK_BUDGET, limit)
+        budget = min(budget or BLOCK_BUDGET, limit)
         while block > smallest and vmem_bytes(block) > budget:
             block = max(smallest, block // 2 // smallest * smallest)
         block = min(block, max(available, 1))
@@ -183,10 +184,10 @@ def check_smem(kernel: str, need: int, remedy: str) -> None:
         )
 
 
-def smem_window(count: int, preferred: int, block: int) -> int:
-    """Rows of `count` tables that fit SMEM at a time, at most `preferred`."""
+def smem_window(smem_bytes: Callable[[int], int], preferred: int) -> int:
+    """Rows of tables that fit SMEM at a time, at most `preferred`."""
     window = preferred
-    while scatter.smem_bytes(count, window, block) > SMEM_BUDGET:
+    while smem_bytes(window) > SMEM_BUDGET:
         window //= 2
     return window
 

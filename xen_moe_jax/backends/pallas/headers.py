@@ -26,7 +26,7 @@ from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 WINDOW = 64 * 1024
 """Rows that are indexed at a time, at most."""
 SMALLEST_WINDOW = 4 * 1024
-DROPPED_AT_ONCE = 32 * 1024
+DROPPED_AT_ONCE = 16 * 1024
 """Words that one round of an exchange of dropped slots moves."""
 
 

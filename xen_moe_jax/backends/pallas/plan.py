@@ -17,6 +17,7 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import flags
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.push import Routes
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
@@ -65,13 +66,19 @@ def pick(table: jax.Array, ranks: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(chosen, table[:, None, :], 0), axis=2, dtype=table.dtype)
 
 
+def any_dropped(positions: jax.Array, spec: Spec) -> jax.Array:
+    """bool `[]`: whether any rank dropped a slot; where none did, `topk_idx` says all that there is to know."""
+    return lax.pmax(jnp.any(positions == -2).astype(jnp.int32), spec.axis_name) > 0
+
+
 def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> SendPlan:
     """Plan of a dispatch or redispatch, the same on both sides of every link."""
     num_ranks, tokens = spec.num_ranks, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
     if packs_staging(spec):
         came = jnp.any(positions >= 0, axis=-1)
-        sent = to_peers(came.astype(jnp.int8), spec.axis_name).T.astype(jnp.int32)
+        hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
+        sent = flags.to_peers_if(any_dropped(positions, spec), came, hit.T, spec.axis_name).T
         start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
         remote_start = to_peers(start, spec.axis_name)
     else:

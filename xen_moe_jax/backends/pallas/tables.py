@@ -21,8 +21,6 @@ ORDER_BLOCK = 256
 """Entries that are ordered by one matrix product: counts up to this are exact in bfloat16."""
 WINDOW = 64 * 1024
 """Rows that a scatter makes at a time, at most."""
-ENTRIES = 2048
-"""Entries that a step of a scatter looks at."""
 
 
 class Order:
@@ -86,18 +84,16 @@ def scattered(
     """int32 `[rows]` for each of `values`: its entries, `[R, T]` or `[R, T, slots]`, at the rows that
     `positions [R, T, slots]` names, and the given number elsewhere.
     """
-    wide = [v if v.ndim == 3 else jnp.broadcast_to(v[..., None], positions.shape) for v, _ in values]
     rows = math.prod(spec.row_dims)
     limit = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(recv_counts, spec)
-    launch = hardware.launch(
-        "scatter", lambda block: 0, preferred=ENTRIES, smallest=ENTRIES, available=ENTRIES, config=config
-    )
+    slots = positions.shape[2]
+    wide = [v.ndim == 3 for v, _ in values]
     return scatter_kernel.scatter(
-        positions.reshape(-1),
-        [v.reshape(-1) for v in wide],
+        positions.reshape(-1, slots),
+        [v.reshape(-1, slots) if v.ndim == 3 else v.reshape(-1) for v, _ in values],
         [fill for _, fill in values],
         size=rows,
         limit=limit,
-        window=hardware.smem_window(len(values), WINDOW, ENTRIES),
-        launch=launch,
+        window=hardware.smem_window(lambda window: scatter_kernel.smem_bytes(slots, wide, window), WINDOW),
+        launch=hardware.launch("scatter", lambda block: 0, preferred=1, smallest=1, available=1, config=config),
     )

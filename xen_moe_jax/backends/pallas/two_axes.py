@@ -21,7 +21,7 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
-from xen_moe_jax.backends.pallas import hardware, headers, plan
+from xen_moe_jax.backends.pallas import flags, hardware, headers, plan
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -49,8 +49,7 @@ class Rail(NamedTuple):
 def rail_of(topk_idx: jax.Array, spec: Spec) -> Rail:
     slices, fast = spec.axis_sizes
     hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts).reshape(-1, slices, fast)
-    by_slice = jnp.moveaxis(hit, 1, 0).astype(jnp.int8)  # [N, T, M], element d for slice d
-    hits = plan.to_peers(by_slice, spec.axis_name[:1]).astype(jnp.int32)
+    hits = flags.to_peers(jnp.moveaxis(hit, 1, 0), spec.axis_name[:1])  # [N, T, M], element d for slice d
     own_hits = jnp.any(hit, axis=2).astype(jnp.int32)
     return Rail(own_hits, hits, jnp.any(hits > 0, axis=2).astype(jnp.int32))
 
@@ -237,9 +236,10 @@ def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) 
     came = jnp.any(positions >= 0, axis=-1)
     start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
     starts = plan.to_peers(start.reshape(slices, fast).T, spec.axis_name[1:])  # [M, N]
-    wanted = jnp.moveaxis(came.reshape(slices, fast, tokens), 1, 0).astype(jnp.int8)
-    wanted = plan.to_peers(wanted, spec.axis_name[1:]).astype(jnp.int32)  # [M, N, T]
-    return starts.T, jnp.moveaxis(wanted, 0, 2)
+    wanted = came.reshape(slices, fast, tokens).transpose(1, 2, 0)  # [M, T, N]
+    hits = rail.hits.transpose(2, 1, 0)
+    sent = flags.to_peers_if(plan.any_dropped(positions, spec), wanted, hits, spec.axis_name[1:])
+    return starts.T, sent.transpose(2, 1, 0)
 
 
 def combine(

@@ -72,6 +72,7 @@ struct Fiber {
   jmp_buf context;
   const Gate* gate = nullptr;  // kWaits: until it has opened more often than `seen`
   uint64_t seen = 0, wakes = 0;
+  bool together = false;                  // nothing but a __syncwarp since the last line
   std::vector<std::vector<Copy>> copies;  // groups under way; the last is not committed
 };
 // Lines that eight lanes are storing or loading: lane i's nth part belongs to the nth line there.
@@ -315,6 +316,9 @@ Line& NextLine(LinesAt& all, const void* p, bool load, std::pair<int, uintptr_t>
   *key = {static_cast<int>(threadIdx.x) / 8, at / 128 * 128};
   *part = static_cast<int>(at / 16 % 8);
   if (*part != static_cast<int>(threadIdx.x % 8)) Broken("a lane moves another part of a line than its own");
+  bool& together = block->fibers[block->current].together;
+  if (!together) Broken("a line is moved without a __syncwarp before it: lanes that are apart would tear it");
+  together = false;
   Lines& lines = all[*key];
   const uint64_t number = lines.begun[*part]++;
   if (number == lines.first + lines.lines.size()) {
@@ -330,6 +334,10 @@ void EndLine(LinesAt& all, const std::pair<int, uintptr_t>& key) {
   Lines& lines = all[key];
   while (!lines.lines.empty() && lines.lines.front().parts == 8) lines.lines.pop_front(), ++lines.first;
   if (lines.lines.empty()) all.erase(key);
+}
+void SyncWarp(unsigned mask) {
+  Exchange(mask, 0);
+  if (mask == 0xFFFFFFFFu) block->fibers[block->current].together = true;
 }
 uint4 LoadLinePart(const uint4* p) {
   Poll();

@@ -86,6 +86,7 @@ T CompareAndSwap(T* p, T expected, T value) {
   __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
 }
+void SyncWarp(unsigned mask);
 // 16 of the 128 bytes of a line, which eight lanes store and load as a whole (cuda_kernels/lines.cuh).
 uint4 LoadLinePart(const uint4* p);
 void StoreLinePart(uint4* p, uint4 part);
@@ -133,7 +134,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 inline void __syncthreads() { emulator::Barrier(0, 0); }
 inline int __syncthreads_or(int predicate) { return emulator::Vote(predicate, false); }
 inline int __syncthreads_and(int predicate) { return emulator::Vote(predicate, true); }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { emulator::Exchange(mask, 0); }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { emulator::SyncWarp(mask); }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
   const uint64_t* all = emulator::Exchange(mask, emulator::ToBits(value));
