@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from xen_moe_jax.benchmark import tpu_budget, tpu_bundles, tpu_dump, tpu_programs, tpu_topologies
+from xen_moe_jax.benchmark import tpu_bundles, tpu_dump, tpu_programs, tpu_topologies
 from xen_moe_jax.benchmark.tpu_bundles import Part, Work
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_all_to_all_bandwidth_of_larger_tori(generation, devices, gb_per_s):
 
 
 def test_uniform_routing_is_like_a_random_one():
-    model = tpu_budget.uniform_routing(512, 8, 256, 8, 16, seed=0)
+    model = tpu_bundles.uniform_routing(512, 8, 256, 8, 16, seed=0)
     drawn = tpu_bundles.random_routing(512, 8, 256, 8, 16, seed=0)
     for name in ("sent", "placed"):
         assert np.isclose(getattr(model, name), getattr(drawn, name), rtol=0.05)

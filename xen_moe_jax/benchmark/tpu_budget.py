@@ -9,31 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from xen_moe_jax.benchmark import tpu_bundles
-from xen_moe_jax.benchmark.tpu_bundles import Program, Routing
+from xen_moe_jax.benchmark.tpu_bundles import Program
 
 TERMS = ("wire", "hbm", "kernels", "xla")
 CHIPS = (8, 16, 32, 64, 128, 256)
-
-
-def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
-    """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
-    rng = np.random.default_rng(seed)
-    local = -(-experts // ranks)
-    depths = rng.hypergeometric(local, experts - local, top_k, (ranks, tokens))
-    placed = int(depths.sum())
-    return Routing(
-        tokens,
-        top_k,
-        ranks,
-        int((depths > 0).sum()),
-        placed,
-        tpu_bundles.visited_pairs(depths.reshape(-1), pair_group),
-        tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
-        tuple((depths > 0).sum(1).tolist()),
-    )
 
 
 def rows(
@@ -50,12 +30,12 @@ def rows(
     for devices in CHIPS:
         compiled_for = devices if devices in programs else CHIPS[-1]
         program = programs[compiled_for]
-        routing = uniform_routing(
+        routing = tpu_bundles.uniform_routing(
             case.tokens, devices, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
         )
-        off = routing.sent * (devices - 1) // devices
-        counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
-        moved = tpu_programs.traffic(case, operation, counts, sizes["hidden"], sizes["top_k"], devices)
+        moved = tpu_programs.traffic(
+            case, operation, tpu_bundles.moves(routing), sizes["hidden"], sizes["top_k"], devices
+        )
         everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]

@@ -356,6 +356,35 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group
     )
 
 
+def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
+    """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    local = -(-experts // ranks)
+    depths = rng.hypergeometric(local, experts - local, top_k, (ranks, tokens))
+    placed = int(depths.sum())
+    return Routing(
+        tokens,
+        top_k,
+        ranks,
+        int((depths > 0).sum()),
+        placed,
+        visited_pairs(depths.reshape(-1), pair_group),
+        tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
+        tuple((depths > 0).sum(1).tolist()),
+    )
+
+
+def moves(routing: Routing) -> Any:
+    """`tpu_programs.Counts` of a rank."""
+    from xen_moe_jax.benchmark import tpu_programs
+
+    others = routing.ranks - 1
+    off, duplicated = (n * others // routing.ranks for n in (routing.sent, routing.placed))
+    return tpu_programs.Counts(off, duplicated, routing.sent, routing.placed)
+
+
 def main() -> int:
     """`python -m xen_moe_jax.benchmark.tpu_bundles`: where the cycles of a dispatch and a combine go."""
     import argparse
@@ -380,17 +409,16 @@ def main() -> int:
     sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
     topology = tpu_topologies.TOPOLOGIES[options.generation]
     case = next(case for case in tpu_programs.CASES if case.name == options.case)
-    moved = tpu_programs.count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed=0)
     document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
     print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
     total = 0.0
     for operation in options.operations:
         compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
-        routing = random_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), seed=0)
+        routing = uniform_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), 0)
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
-        wire = tpu_programs.traffic(case, operation, moved, sizes["hidden"])["ici_bytes"]
+        wire = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"])["ici_bytes"]
         everybody = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
         wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")

@@ -11,6 +11,7 @@ import argparse
 import collections
 import datetime
 import functools
+import importlib.metadata
 import json
 import pathlib
 import shlex
@@ -18,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from xen_moe_jax.benchmark import report, tpu_budget, tpu_bundles, tpu_programs, tpu_topologies
+from xen_moe_jax.benchmark import report, tpu_bundles, tpu_programs, tpu_topologies
 
 NOTICE = """\
 Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
@@ -141,12 +142,14 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     us = 1e6 / chip.clock_hz
     counted, uncounted = kernel_cycles(compiled, devices, seed)
     own = program == tpu_layer_programs.OWN
+    version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
     return {
         "topology": topology,
         "devices": devices,
         "program": program,
         "matmul": matmul,
+        **version,
         **tpu_layer_programs.memory(compiled.compiled),
         "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
         "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
@@ -165,7 +168,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
     group = tpu_bundles.pair_group(program)
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
     works = tpu_bundles.works(routing, blocks, padded=False)
     counted: dict[str, float] = {}
@@ -185,13 +188,12 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
     for each slot of the peer's; bfloat16.
     """
-    routing = tpu_budget.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
     row = SIZES["hidden"] * 2
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row
     case = tpu_programs.Case("layer", TOKENS, "grouped", None, None)
-    off = routing.sent * (devices - 1) // devices
-    counts = tpu_programs.Counts(off, routing.placed * (devices - 1) // devices, routing.sent, routing.placed)
+    counts = tpu_bundles.moves(routing)
     dispatch, combine = (
         tpu_programs.traffic(case, operation, counts, SIZES["hidden"], SIZES["top_k"], devices)["ici_bytes"]
         for operation in ("dispatch", "combine")

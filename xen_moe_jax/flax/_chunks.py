@@ -1,7 +1,7 @@
 """The tokens of a rank through its experts and back, in one piece or in chunks.
 
 In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are under way while the experts compute chunk i, where
-the backend has halves that may be ordered so (`OVERLAPPING`). Elsewhere a chunk follows the other: only one chunk's
+the backend has halves and gains by it (`OVERLAPPING`). Elsewhere a chunk follows the other: only one chunk's
 buffers live at a time. Either way the order is written into the program by barriers, since XLA is free to start
 everything at once.
 
@@ -27,8 +27,8 @@ from xen_moe_jax.flax._config import MoEConfig
 RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
 """`(rows, group_sizes) -> rows`, the weights bound."""
 OVERLAPPING = ("cpu", "tpu")
-"""Platforms on which the flights of chunks overlap. On GPUs XLA copies what is in flight between the halves of two
-flights, and the done half refuses a copy."""
+"""Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn, because
+a flight takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
 saves these, and not those before the barrier as well."""
