@@ -33,7 +33,7 @@ def job(scenario: str, folder: pathlib.Path):
     store = folder / "store"
     store.mkdir()
     home = str(fake_nccl.home(folder / "home"))
-    environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="auto", NCCL_HOME=home)
+    environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="nccl", NCCL_HOME=home)
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(COUNT)],
@@ -126,18 +126,17 @@ def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monk
     nccl.usable.cache_clear()
     monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
     found = doctor.nccl_library()
-    assert found.ok is None and "NCCL 2.28.9 in" in found.detail and "is too old (one process" in found.detail
+    assert found.ok is None and "NCCL 2.28.9 in" in found.detail and "is too old (needed only" in found.detail
     assert found.remedy == nccl.REMEDY
 
 
 # -- what a job uses ---------------------------------------------------------------------------------------------------
 
-FINE = {"node": "a", "asked": "auto", "can": "nvshmem", "lacks": {}}
+FINE = {"node": "a", "asked": "nvshmem", "can": "nvshmem", "lacks": ""}
 
 
 def test_the_same_is_used_in_all_processes():
     assert start.decide([FINE] * 3) == "nvshmem"
-    assert start.decide([FINE | {"can": "nccl", "lacks": {"nvshmem": "not built"}}] * 3) == "nccl"
     assert start.decide([FINE | {"asked": "nccl", "can": "nccl"}] * 2) == "nccl"
 
 
@@ -145,9 +144,12 @@ def test_the_same_is_used_in_all_processes():
     ("second", "kind", "message"),
     [
         ({"node": "b"}, ValueError, "the processes are on 2 nodes"),
-        ({"asked": "nccl"}, ValueError, "XEN_MOE_MEMORY is 'auto' in process 0 and 'nccl' in process 1"),
-        ({"can": "nccl"}, BackendUnavailable, "process 0 has nvshmem and process 1 has nccl.*XEN_MOE_MEMORY=nccl"),
-        ({"can": "", "lacks": {"nccl": "that", "nvshmem": "this"}}, BackendUnavailable, "process 1 has no memory"),
+        ({"asked": "nccl"}, ValueError, "XEN_MOE_MEMORY is 'nvshmem' in process 0 and 'nccl' in process 1"),
+        (
+            {"can": "", "lacks": "this"},
+            BackendUnavailable,
+            "process 1 has no memory.*: this; or set XEN_MOE_MEMORY=nccl",
+        ),
     ],
 )
 def test_processes_that_differ_are_told_in_what(second, kind, message):
@@ -166,26 +168,31 @@ def test_an_unknown_kind_of_memory_is_refused(monkeypatch):
         def blocking_key_value_get_bytes(self, key, milliseconds):
             return said[key]
 
-    with pytest.raises(ValueError, match="XEN_MOE_MEMORY='mpi' in process 0: must be one of auto, nvshmem, nccl"):
+    with pytest.raises(ValueError, match="XEN_MOE_MEMORY='mpi' in process 0: must be one of nvshmem, nccl"):
         start.choose(None, Client(), 0, 1)
 
 
-def test_one_error_names_both_remedies(nccl_home, monkeypatch):
-    """No NVSHMEM module in a checkout, and an NCCL that is too old."""
-    nccl_home()
-    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+def test_one_error_names_both_remedies(monkeypatch):
+    """No NVSHMEM module in a checkout."""
     monkeypatch.setitem(sys.modules, "xen_moe_jax._nvshmem", None)
     nvshmem.load.cache_clear()
-    can, lacks = start._usable(memory_module.load(), "auto")
+    can, lacks = start._usable(memory_module.load(), "nvshmem")
     with pytest.raises(BackendUnavailable) as error:
         start.decide([FINE | {"can": can, "lacks": lacks}])
     for part in (
         "process 0 has no memory that processes can share",
         "pip install nvidia-nvshmem-cu13",
-        "NCCL 2.28.9 in",
-        "pip install 'nvidia-nccl-cu13>=2.31'",
+        "XEN_MOE_MEMORY=nccl in every process, which takes NCCL 2.31 or later",
     ):
         assert part in str(error.value), error.value
+
+
+def test_an_nccl_that_is_too_old_is_named(nccl_home, monkeypatch):
+    nccl_home()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    can, lacks = start._usable(memory_module.load(), "nccl")
+    with pytest.raises(BackendUnavailable, match="NCCL 2.28.9 in .*pip install 'nvidia-nccl-cu13>=2.31'"):
+        start.decide([FINE | {"asked": "nccl", "can": can, "lacks": lacks}])
 
 
 def test_a_start_that_failed_fails_again_with_the_same_words(monkeypatch):

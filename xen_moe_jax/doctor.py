@@ -222,7 +222,7 @@ def nccl_library() -> Finding:
         path, version = nccl.usable()
     except BackendUnavailable as error:
         detail = str(error).removesuffix(f": {nccl.REMEDY}")
-        return Finding("libnccl", None, f"{detail} (one process per GPU needs it or NVSHMEM)", nccl.REMEDY)
+        return Finding("libnccl", None, f"{detail} (needed only with XEN_MOE_MEMORY=nccl)", nccl.REMEDY)
     return Finding("libnccl", True, f"{'.'.join(map(str, version))} ({path})")
 
 

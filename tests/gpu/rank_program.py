@@ -112,7 +112,7 @@ def wrong_memory() -> list[str]:
 
     used = sorted({w["memory"] for w in cuda.workspaces()})
     print(f"memory: {', '.join(used)}", flush=True)
-    wanted = {"nvshmem": ["NVSHMEM"], "nccl": ["NCCL"]}.get(os.environ.get("XEN_MOE_MEMORY", "auto"), used)
+    wanted = {"nvshmem": ["NVSHMEM"], "nccl": ["NCCL"]}.get(os.environ.get("XEN_MOE_MEMORY", "nvshmem"), used)
     return [] if used == wanted else [f"memory is {used}, not {wanted}"]
 
 

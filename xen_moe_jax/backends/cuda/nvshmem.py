@@ -56,11 +56,6 @@ def load() -> types.ModuleType:
     return loaded
 
 
-def built() -> bool:
-    """Whether this installation has the module, usable or not."""
-    return importlib.util.find_spec("xen_moe_jax._nvshmem") is not None
-
-
 def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: bytes) -> None:
     """Collective. Gives its memory to `compiled`."""
     nvshmem = load()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ from xen_moe_jax.backends.cuda import agreement, liveness, nccl, nvshmem
 PREFIX = "xen_moe_jax/processes"
 WAIT_MS = 120_000
 MEMORY = "XEN_MOE_MEMORY"
-"""Environment: "auto" (NVSHMEM where every process has it, else NCCL), "nvshmem" or "nccl", the same in all."""
-CHOICES = ("auto", "nvshmem", "nccl")
+"""Environment: "nvshmem" (the default) or "nccl", the same in all."""
+CHOICES = ("nvshmem", "nccl")
+OTHER = f"or set {MEMORY}=nccl in every process, which takes NCCL 2.31 or later and has not been shown to work on GPUs"
 
 _started = False
 _failed: Exception | None = None
@@ -83,20 +83,17 @@ def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> li
 
 def choose(compiled: Any, client: Any, process: int, count: int) -> str:
     """ "nvshmem" or "nccl", the same in every process: each says what it can use, and all decide by what all said."""
-    asked = os.environ.get(MEMORY, "auto").lower()
+    asked = os.environ.get(MEMORY, CHOICES[0]).lower()
     can, lacks = _usable(compiled, asked)
     mine = {"node": _node(), "asked": asked, "can": can, "lacks": lacks}
     client.key_value_set_bytes(f"{PREFIX}/can/{process}", json.dumps(mine).encode())
     said = [json.loads(bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/can/{p}", WAIT_MS))) for p in range(count)]
-    decided = decide(said)
-    if decided == "nccl" and lacks and nvshmem.built():
-        warnings.warn(f"NCCL gives the memory between processes: {lacks['nvshmem']}", stacklevel=2)
-    return decided
+    return decide(said)
 
 
 def decide(said: list[dict[str, Any]]) -> str:
     """What all processes use, from what each has said: its `node`; what it was `asked` to use; what it `can` use, ""
-    for nothing; and for each that it `lacks`, why.
+    for nothing; and what it `lacks` for that.
 
     Raises:
       ValueError, BackendUnavailable: as `start`, in all processes alike.
@@ -118,31 +115,23 @@ def decide(said: list[dict[str, Any]]) -> str:
             )
     for p, one in enumerate(said):
         if not one["can"]:
-            why = "; and ".join(one["lacks"][provider] for provider in CHOICES[1:] if provider in one["lacks"])
+            why = one["lacks"] + (f"; {OTHER}" if one["asked"] == "nvshmem" else "")
             raise BackendUnavailable(f"process {p} has no memory that processes can share: {why}")
-        if one["can"] != said[0]["can"]:
-            raise BackendUnavailable(
-                f"process 0 has {said[0]['can']} and process {p} has {one['can']}: install the same packages for all "
-                f"processes, or set {MEMORY}=nccl in all of them"
-            )
     return said[0]["can"]
 
 
-def _usable(compiled: Any, asked: str) -> tuple[str, dict[str, str]]:
-    """What this process would use, "" for nothing; and for each that it has tried in vain, why."""
-    lacks: dict[str, str] = {}
-    for provider in CHOICES[1:] if asked == "auto" else [asked]:
-        try:
-            if provider == "nvshmem":
-                nvshmem.load()
-            elif provider == "nccl":
-                nccl.load(compiled)
-            else:
-                return "", lacks
-            return provider, lacks
-        except BackendUnavailable as error:
-            lacks[provider] = str(error)
-    return "", lacks
+def _usable(compiled: Any, asked: str) -> tuple[str, str]:
+    """What this process would use, "" for nothing, and why."""
+    try:
+        if asked == "nvshmem":
+            nvshmem.load()
+        elif asked == "nccl":
+            nccl.load(compiled)
+        else:
+            return "", ""
+    except BackendUnavailable as error:
+        return "", str(error)
+    return asked, ""
 
 
 def _node() -> str:
