@@ -55,8 +55,18 @@ def test_the_same_bits(mesh, lands, name):
     assert_same(mesh, flights.BODIES[name])
 
 
-@pytest.mark.parametrize("layout", ["grouped", "ranked", "padded"])
-@pytest.mark.parametrize("remat", ["none", "all", "names"])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("remat", "layout"),
+    [
+        *[("none", layout) for layout in ("grouped", "ranked", "padded")],
+        *[("all", "grouped"), slow("all", "ranked"), slow("all", "padded")],
+        *[("names", "grouped"), slow("names", "ranked"), slow("names", "padded")],
+    ],
+)
 def test_gradients(mesh, lands, layout, remat):
     assert_same(mesh, flights.gradients(layout, remat))
 
