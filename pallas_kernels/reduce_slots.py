@@ -161,11 +161,13 @@ def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> 
     """`acc`: the float32 sums of a group of pairs. What is absent adds `+0.0`, which changes no sum: none is `-0.0`."""
     pairs = refs.acc.shape[0]
     table = refs.columns[0]
-    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - group * static.columns.slots
+    slots, parts = static.columns.slots, pairs // table.shape[0]
+    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - group * (parts * slots)
     lane = lax.broadcasted_iota(jnp.int32, (pairs, LANES), 1)
 
     def add(s: Any, before: Any) -> None:
-        number = jnp.max(jnp.where(slot_lane == s, table, -1), axis=1, keepdims=True)
+        numbers = [jnp.where(slot_lane == s + n * slots, table, -1) for n in range(parts)]
+        number = jnp.concatenate([jnp.max(part, axis=1, keepdims=True) for part in numbers], axis=0)
         weight = None
         if static.weighted:
             mine = (lane == (number & (LANES - 1))) & (number >= 0)
@@ -285,6 +287,11 @@ def pairs_at_once(block: int) -> int:
     return next(n for n in (128, 64, 32, 16, 8) if n <= max(block, 8))
 
 
+def pairs_beside(block: int) -> int:
+    """Pairs that a column of the ordered rows holds: of 16 the columns of eight slots fill all lanes."""
+    return min(pairs_at_once(block), 16)
+
+
 def reduce_slots(
     y: jax.Array,
     pairs: Pairs | Ordered,
@@ -315,7 +322,8 @@ def reduce_slots(
     if isinstance(pairs, Ordered):
         columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
     else:
-        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, group, launch=launch)
+        beside = pairs_beside(launch.block)
+        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
     slots = columns.slots
     blocks = ordered.shape[0]
     first = jnp.zeros((), jnp.int32)
