@@ -92,11 +92,11 @@ doctor: $(READY)  ## what this machine has, and which backend each platform woul
 benchmark: $(READY)  ## dispatch and combine against their peers (BENCHMARK_ARGS=...)
 	$(BIN)/xen-moe-jax benchmark $(BENCHMARK_ARGS)
 
-memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness: no CUDA, no GPU
+memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness, NCCL's place taken: no CUDA, no GPU
 	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
 	$(BIN)/cmake --build build/memory
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_cuda_memory.py tests/test_cuda_processes.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_cuda_memory.py tests/test_cuda_processes.py tests/test_cuda_nccl.py $(PYTEST_ARGS)
 
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...

@@ -105,6 +105,13 @@ class Cuda final : public Devices {
     if (page_left_ == 0) AddPage();
   }
 
+  int Select(int ordinal) override {
+    int before = 0;
+    Check(cudaGetDevice(&before), "cudaGetDevice");
+    Check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
+    return before;
+  }
+
   int SmCount(int ordinal) override { return Find(ordinal).sms; }
 
   void CheckPeerAccess(int from, int to) override {

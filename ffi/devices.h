@@ -29,6 +29,8 @@ class Devices {
   virtual ~Devices() = default;
   // Before the first use of these GPUs: contexts, streams, every kernel loaded.
   virtual void Prepare(const std::vector<int>& ordinals) = 0;
+  // Makes it the GPU of the calling thread, and returns the one that was.
+  virtual int Select(int ordinal) = 0;
   virtual int SmCount(int ordinal) = 0;
   // Refuses with the remedy where `from` cannot load and store the memory of `to`.
   virtual void CheckPeerAccess(int from, int to) = 0;

@@ -42,7 +42,18 @@ void FakeDevices::Delete(char* memory) {
   std::free(memory);
 }
 
+void FakeDevices::Adopt(const char* memory, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!blocks_.emplace(memory, bytes).second) std::abort();  // given out twice
+}
+
+void FakeDevices::Forget(const char* memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (blocks_.erase(memory) == 0) std::abort();
+}
+
 void FakeDevices::Prepare(const std::vector<int>&) {}
+int FakeDevices::Select(int) { return 0; }
 int FakeDevices::SmCount(int) { return 132; }
 void FakeDevices::CheckPeerAccess(int, int) {}
 
@@ -136,7 +147,9 @@ void* ProviderAllocate(uint64_t bytes) {
 }
 void ProviderRelease(void* own) { FakeDevices::Get().Delete(static_cast<char*>(own)); }
 void* ProviderPeer(void* own, int) { return own; }
-const MemoryProvider provider{0, ProviderAllocate, ProviderRelease, ProviderPeer};
+const char* ProviderReason() { return "told to fail"; }
+const MemoryProvider provider{"a fake",       0,      ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
+                              ProviderReason, nullptr};
 }  // namespace
 
 const MemoryProvider* FakeProvider() { return &provider; }

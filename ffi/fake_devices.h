@@ -14,6 +14,7 @@ class FakeDevices final : public Devices {
  public:
   static FakeDevices& Get();
   void Prepare(const std::vector<int>& ordinals) override;
+  int Select(int ordinal) override;
   int SmCount(int ordinal) override;
   void CheckPeerAccess(int from, int to) override;
   char* Allocate(int ordinal, uint64_t bytes, const std::vector<int>& readers) override;
@@ -37,6 +38,9 @@ class FakeDevices final : public Devices {
   uint64_t held();  // bytes allocated and not freed, pinned memory and the provider's included
   char* New(uint64_t bytes, const char* what);
   void Delete(char* memory);
+  // Memory that somebody else has made, and takes back after Forget.
+  void Adopt(const char* memory, uint64_t bytes);
+  void Forget(const char* memory);
 
  private:
   void Count(const char* what);

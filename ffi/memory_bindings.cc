@@ -4,24 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
-
 #include "ffi/symmetric_memory.h"
 
 namespace nb = nanobind;
 
 namespace xen_moe {
 namespace {
-
-template <class F>
-auto WithoutGil(F f) {
-  nb::gil_scoped_release nogil;
-  try {
-    return f();
-  } catch (const MemoryError& e) {
-    throw std::runtime_error(e.message);
-  }
-}
 
 // A Python function (key, said, seconds, without_dead) -> (ticket, [what each process said], [who is left out]).
 Agree AgreeThrough(nb::object function) {
@@ -58,7 +46,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
     Registry::Get().Configure(std::move(job));
   });
   m.def("set_provider", [](nb::capsule table) {
-    Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data("xen_moe_memory_provider")));
+    Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data(kMemoryProviderCapsule)));
   });
   m.def("set_agreement", [](nb::object function) { Registry::Get().SetAgree(AgreeThrough(std::move(function))); });
   // The symmetric memory of an axis on a channel, for as long as this object lives.
@@ -94,6 +82,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       d["scratch_bytes"] = workspace->scratch_bytes();
       d["generation"] = workspace->generation();
       d["generations_held"] = workspace->held();
+      d["memory"] = workspace->memory();
       d["launches"] = workspace->launches.load();
       d["captured"] = workspace->captured.load();
       out.append(d);

@@ -3,8 +3,25 @@
 
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
+
 #include "ffi/devices.h"
+#include "ffi/memory_provider.h"
 
 namespace xen_moe {
+
+template <class F>
+auto WithoutGil(F f) {
+  nanobind::gil_scoped_release nogil;
+  try {
+    return f();
+  } catch (const MemoryError& e) {
+    throw std::runtime_error(e.message);
+  }
+}
+
 void BindMemory(nanobind::module_& module, Devices* gpus);
+// `provider`: NCCL's, as ffi/nccl_memory.h gives it, or tests see it.
+void BindNccl(nanobind::module_& module, Devices* gpus, const MemoryProvider* provider);
+
 }  // namespace xen_moe

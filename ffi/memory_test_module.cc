@@ -5,13 +5,17 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 
 #include "ffi/failure_text.h"
 #include "ffi/fake_devices.h"
 #include "ffi/flights.h"
 #include "ffi/memory_bindings.h"
+#include "ffi/nccl_memory.h"
 #include "ffi/symmetric_memory.h"
 
 namespace nb = nanobind;
@@ -73,6 +77,69 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
   return good;
 }
 
+// NCCL's memory, as FakeDevices may touch it: alive from `allocate` on, the others' from when they can be reached.
+class WatchedNccl {
+ public:
+  static const MemoryProvider* Provider() {
+    static const MemoryProvider provider{
+        "NCCL",
+        0,
+        Allocate,
+        [](void* own, double seconds) { return NcclProvider()->join(own, seconds); },
+        Discard,
+        Release,
+        Peer,
+        [] { return NcclProvider()->reason(); },
+        [](int process) { NcclProvider()->lost(process); },
+    };
+    return &provider;
+  }
+
+ private:
+  struct Sizes {
+    uint64_t bytes = 0;
+    std::set<void*> peers;
+  };
+  static std::map<void*, Sizes>& All() {
+    static auto* all = new std::map<void*, Sizes>;
+    return *all;
+  }
+  static std::mutex& Lock() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static void* Allocate(uint64_t bytes) {
+    void* own = NcclProvider()->allocate(bytes);
+    if (own == nullptr) return nullptr;
+    std::lock_guard<std::mutex> lock(Lock());
+    FakeDevices::Get().Adopt(static_cast<char*>(own), bytes);
+    All()[own].bytes = bytes;
+    return own;
+  }
+  static void Forget(void* own) {
+    std::lock_guard<std::mutex> lock(Lock());
+    FakeDevices::Get().Forget(static_cast<char*>(own));
+    for (void* peer : All().at(own).peers) FakeDevices::Get().Forget(static_cast<char*>(peer));
+    All().erase(own);
+  }
+  static void Discard(void* own) {
+    Forget(own);
+    NcclProvider()->discard(own);
+  }
+  static void Release(void* own) {
+    Forget(own);
+    NcclProvider()->release(own);
+  }
+  static void* Peer(void* own, int process) {
+    void* const theirs = NcclProvider()->peer(own, process);
+    std::lock_guard<std::mutex> lock(Lock());
+    Sizes& sizes = All().at(own);
+    if (theirs != nullptr && theirs != own && sizes.peers.insert(theirs).second)
+      FakeDevices::Get().Adopt(static_cast<char*>(theirs), sizes.bytes);
+    return theirs;
+  }
+};
+
 const Member& At(Workspace& workspace, size_t i) { return workspace.members().at(i); }
 
 ErrorRecord RecordOf(nb::dict d) {
@@ -107,7 +174,8 @@ ErrorRecord RecordOf(nb::dict d) {
 NB_MODULE(_memory_test, m) {
   using namespace xen_moe;
   BindMemory(m, &FakeDevices::Get());
-  m.def("fake_provider", [] { return nb::capsule(FakeProvider(), "xen_moe_memory_provider"); });
+  BindNccl(m, &FakeDevices::Get(), WatchedNccl::Provider());
+  m.def("fake_provider", [] { return nb::capsule(FakeProvider(), kMemoryProviderCapsule); });
   m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
   m.def("set_busy", [](bool busy) { FakeDevices::Get().SetBusy(busy); });
   m.def("calls", [] { return FakeDevices::Get().calls(); });
@@ -132,6 +200,23 @@ NB_MODULE(_memory_test, m) {
     } catch (const MemoryError& e) {
       throw std::runtime_error(e.message);
     }
+  });
+  // A word in the staging area of a rank as member 0 has it mapped, at a byte offset of the newest generation.
+  m.def("put", [](Workspace& w, int rank, uint64_t offset, uint32_t word) {
+    const Control& control = *At(w, 0).control;
+    char* to = control.memory[control.newest % kGenerations].staging[rank] + offset;
+    FakeDevices::Get().Write(At(w, 0).ordinal, to, &word, sizeof(word));
+  });
+  m.def("staging_address", [](Workspace& w, int rank) {
+    const Control& control = *At(w, 0).control;
+    return reinterpret_cast<uintptr_t>(control.memory[control.newest % kGenerations].staging[rank]);
+  });
+  m.def("get", [](Workspace& w, int rank, uint64_t offset) {
+    const Control& control = *At(w, 0).control;
+    const char* from = control.memory[control.newest % kGenerations].staging[rank] + offset;
+    uint32_t word = 0;
+    FakeDevices::Get().Read(At(w, 0).ordinal, &word, from, sizeof(word));
+    return word;
   });
   m.def("reclaim", [](Workspace& w) { w.ReclaimIfStale(); });
   // Flag words that are not zero, in the memory that operations of these needs use.

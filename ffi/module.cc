@@ -11,6 +11,7 @@
 
 #include "ffi/handlers.h"
 #include "ffi/memory_bindings.h"
+#include "ffi/nccl_memory.h"
 #include "ffi/operation.h"
 
 namespace nb = nanobind;
@@ -134,4 +135,5 @@ NB_MODULE(_cuda, m) {
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
   BindMemory(m, &CudaDevices());
+  BindNccl(m, &CudaDevices(), NcclProvider());
 }

@@ -15,7 +15,12 @@ void* Allocate(uint64_t bytes) { return nvshmem_malloc(bytes); }
 void Release(void* own) { nvshmem_free(own); }
 void* Peer(void* own, int process) { return nvshmem_ptr(own, process); }
 
-MemoryProvider provider{0, Allocate, Release, Peer};
+const char* Reason() {
+  return "the NVSHMEM heap is too small; set NVSHMEM_SYMMETRIC_SIZE to more than that before the first operation, in "
+         "every process";
+}
+
+MemoryProvider provider{"NVSHMEM", 0, Allocate, nullptr, nullptr, Release, Peer, Reason, nullptr};
 
 }  // namespace
 

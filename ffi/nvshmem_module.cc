@@ -39,5 +39,5 @@ NB_MODULE(_nvshmem, m) {
     d["runtime"] = nb::make_tuple(v[3], v[4], v[5]);
     return d;
   });
-  m.def("provider", [] { return nb::capsule(NvshmemProvider(), "xen_moe_memory_provider"); });
+  m.def("provider", [] { return nb::capsule(NvshmemProvider(), kMemoryProviderCapsule); });
 }

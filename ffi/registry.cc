@@ -122,6 +122,12 @@ void Registry::Leave(std::shared_ptr<Workspace> workspace) {
 }
 
 void Registry::MarkDead(int process, bool clean) {
+  const MemoryProvider* provider = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    provider = job_.provider;
+  }
+  if (provider != nullptr && provider->lost != nullptr) provider->lost(process);  // somebody may wait there
   for (auto& workspace : All()) workspace->MarkDead(process, clean);
 }
 

@@ -83,13 +83,14 @@ void Workspace::MakeGroups() {
     }
     if (across && (job_.provider == nullptr || !job_.agree)) {
       Refuse(
-          "the expert-parallel axis spans several processes and xen_moe_jax._nvshmem is not loaded: install "
-          "nvidia-nvshmem-cu13, and call xen_moe_jax.dispatch or open an xm.Buffer in every process");
+          "the expert-parallel axis spans several processes and neither NVSHMEM nor NCCL has been started: install "
+          "nvidia-nvshmem-cu13 or nvidia-nccl-cu13, and call xen_moe_jax.dispatch or open an xm.Buffer in every "
+          "process");
     }
     if (across && static_cast<int>(devices_.size()) != job_.num_processes) {
       Refuse("a mesh of " + std::to_string(devices_.size()) + " devices in a job of " +
-             std::to_string(job_.num_processes) +
-             " processes: NVSHMEM allocates on all processes together, so the mesh must span them all");
+             std::to_string(job_.num_processes) + " processes: " + job_.provider->name +
+             " allocates on all processes together, so the mesh must span them all");
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       if (ProcessOf(group.devices[rank]) != job_.process) continue;
@@ -267,12 +268,14 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   const bool alone = generations_.empty() || !all_room;
   const bool divide = all_undivided && next->flag_bytes != 0 &&
                       Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
+  const bool in_steps = job_.provider->join != nullptr;
   next->ticket = agreed.ticket;
   std::string outcome = "ok";
   try {
     turns.Begin(agreed.ticket, seconds);
     ReleaseRetired(offers);
     if (fresh) MakeHomeAcross();
+    if (fresh && !in_steps) JoinHome(seconds);
     if (divide) {
       next->blocks = generations_.back().blocks;
       for (Block& block : next->blocks) block.scratch = nullptr;
@@ -287,6 +290,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   }
   turns.End(agreed.ticket);
   try {
+    if (in_steps) outcome = JoinTogether(next, fresh, outcome, what, seconds);
     const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds, false);
     turns.End(done.ticket);
     AllOk(done.said, what);
@@ -309,6 +313,61 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
   if (alone) {  // a peer's first operation may not come before this rank has its table
     const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds, false);
     turns.End(ready.ticket);
+  }
+}
+
+// Until here every process has made its own memory, or not. Only when all have does any of them show it to the others.
+std::string Workspace::JoinTogether(Generation* next, bool fresh, const std::string& outcome, const std::string& what,
+                                    double seconds) {
+  Turns& turns = Turns::Get();
+  const Agreed made = job_.agree(KeyOf("made"), outcome, seconds, false);
+  std::string joined = "ok";
+  try {
+    AllOk(made.said, what);
+    try {
+      turns.Begin(made.ticket, seconds);
+      // Everything collective before anything that may fail in one process alone: nobody is to wait for nobody.
+      if (fresh) ShowTo(homes_.front().mailbox, &homes_.front().joined, seconds);
+      for (Block& block : next->blocks) {
+        if (block.staging != nullptr) ShowTo(block.staging, &block.joined, seconds);
+      }
+      if (fresh) JoinHome(seconds);
+      Join(next, seconds);
+    } catch (const MemoryError& e) {
+      joined = "error " + WithoutPrefix(e.message);
+    }
+  } catch (...) {
+    turns.End(made.ticket);
+    throw;
+  }
+  turns.End(made.ticket);
+  return joined;
+}
+
+void Workspace::ShowTo(void* own, bool* joined, double seconds) {
+  if (*joined) return;
+  *joined = true;
+  if (job_.provider->join != nullptr && !job_.provider->join(own, seconds)) Refuse(job_.provider->reason());
+}
+
+// The memory of another rank of the group, as mapped here.
+char* Workspace::Reach(void* own, int rank) const {
+  const int process = ProcessOf(groups_.front().devices[rank]);
+  char* const theirs = static_cast<char*>(job_.provider->peer(own, process));
+  if (theirs == nullptr) {
+    Refuse("the memory of process " + std::to_string(process) + " is not mapped into process " +
+           std::to_string(job_.process) +
+           ": the ranks of one axis must be on one NVLink domain. Put the expert-parallel axis inside a node, or "
+           "use KernelConfig(backend='reference')");
+  }
+  return theirs;
+}
+
+void Workspace::Join(Generation* next, double seconds) {
+  for (Block& block : next->blocks) {
+    if (block.staging == nullptr) continue;
+    ShowTo(block.staging, &block.joined, seconds);
+    for (int rank = 0; rank < ranks_; ++rank) block.peers[rank] = Reach(block.staging, rank);
   }
 }
 
@@ -348,40 +407,43 @@ void Workspace::MakeHomesWithin() {
 
 void Workspace::MakeHomeAcross() {
   const Member& member = members_.front();
-  std::vector<Home> homes(1);
-  Home& home = homes.front();
-  home.mailbox = static_cast<char*>(job_.provider->allocate(sizeof(Mailbox)));
+  homes_.resize(1);
+  Home& home = homes_.front();
   try {
+    home.mailbox = static_cast<char*>(job_.provider->allocate(sizeof(Mailbox)));
     if (home.mailbox == nullptr)
-      throw MemoryError{true, "no symmetric memory for a mailbox: raise NVSHMEM_SYMMETRIC_SIZE"};
+      throw MemoryError{true, std::string("no symmetric memory for a mailbox: ") + job_.provider->reason()};
     records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
     home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
     job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
-    const Group& group = groups_.front();
-    for (int rank = 0; rank < ranks_; ++rank) {
-      home.mailboxes[rank] = static_cast<char*>(job_.provider->peer(home.mailbox, ProcessOf(group.devices[rank])));
-      if (home.mailboxes[rank] == nullptr) {
-        Refuse("the memory of process " + std::to_string(ProcessOf(group.devices[rank])) +
-               " is not mapped into process " + std::to_string(job_.process) +
-               ": the ranks of one axis must be on one NVLink domain. Put the expert-parallel axis inside a node, or "
-               "use KernelConfig(backend='reference')");
-      }
-    }
-    homes_ = homes;
+  } catch (...) {
+    LeaveHome();
+    throw;
+  }
+}
+
+void Workspace::JoinHome(double seconds) {
+  Home& home = homes_.front();
+  try {
+    ShowTo(home.mailbox, &home.joined, seconds);
+    for (int rank = 0; rank < ranks_; ++rank) home.mailboxes[rank] = Reach(home.mailbox, rank);
     AddControl(0);
   } catch (...) {
-    homes_ = homes;
     LeaveHome();
     throw;
   }
   settled_ = true;
 }
 
-// When some process has failed to make its own: all make theirs again. The mailbox stays allocated, a few hundred
-// bytes, because not everybody may have one to release.
+// When some process has failed to make its own: all make theirs again. A mailbox that others may have mapped stays
+// allocated, because not everybody may have one to release.
 void Workspace::LeaveHome() {
   settled_ = false;
-  for (const Home& home : homes_) job_.gpus->Free(members_.front().ordinal, home.control);
+  for (const Home& home : homes_) {
+    job_.gpus->Free(members_.front().ordinal, home.control);
+    const bool own = !home.joined && job_.provider->discard != nullptr;
+    if (own && home.mailbox != nullptr) job_.provider->discard(home.mailbox);
+  }
   homes_.clear();
   if (records_.host != nullptr) job_.gpus->FreePinned(records_);
   records_ = Pinned{};
@@ -413,15 +475,8 @@ void Workspace::Fill(Generation* next) {
     if (block.staging == nullptr && half != 0) {
       if (across_) {
         block.staging = static_cast<char*>(job_.provider->allocate(2 * half));
-        if (block.staging == nullptr) {
-          throw MemoryError{true, "a staging area of " + Mib(2 * half) +
-                                      ": the NVSHMEM heap is too small; set NVSHMEM_SYMMETRIC_SIZE to more than that "
-                                      "before the first operation, in every process"};
-        }
-        for (int rank = 0; rank < ranks_; ++rank) {
-          block.peers[rank] = static_cast<char*>(job_.provider->peer(block.staging, ProcessOf(group.devices[rank])));
-          if (block.peers[rank] == nullptr) Refuse("the memory of a peer is not mapped into this process");
-        }
+        if (block.staging == nullptr)
+          throw MemoryError{true, "a staging area of " + Mib(2 * half) + ": " + job_.provider->reason()};
       } else {
         std::vector<int> readers;
         for (DeviceKey key : group.devices) readers.push_back(OrdinalOf(key));
@@ -433,7 +488,10 @@ void Workspace::Fill(Generation* next) {
       job_.gpus->Zero(ordinal, block.staging + half, next->flag_bytes);
     }
   }
-  if (across_) return;
+  if (across_) {
+    if (job_.provider->join == nullptr) Join(next, 0.0);  // it was shown when it was allocated
+    return;
+  }
   for (size_t i = 0; i < members_.size(); ++i) {
     for (size_t j = 0; j < members_.size(); ++j) {
       if (group_of_[i] == group_of_[j]) next->blocks[i].peers[members_[j].rank] = next->blocks[j].staging;
@@ -449,11 +507,15 @@ void Workspace::Drop(Generation* generation) {
     job_.gpus->Free(members_[i].ordinal, block.scratch);
     block.scratch = nullptr;
     if (block.staging == nullptr) continue;
-    if (across_) {
+    if (across_ && (block.joined || job_.provider->discard == nullptr)) {
       shared = true;
       continue;
     }
-    job_.gpus->Free(members_[i].ordinal, block.staging);
+    if (across_) {
+      job_.provider->discard(block.staging);
+    } else {
+      job_.gpus->Free(members_[i].ordinal, block.staging);
+    }
     block.staging = nullptr;
   }
   if (shared) retired_.push_back(*generation);

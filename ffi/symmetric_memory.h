@@ -112,6 +112,8 @@ class Workspace {
   void ReclaimIfStale();
   bool stale() const { return stale_.load(std::memory_order_relaxed); }
   bool across() const { return across_; }  // spans processes
+  // Where its memory comes from.
+  const char* memory() const { return across_ ? job_.provider->name : "peer access"; }
   // Launches by the host, and how many of them into a graph that was captured. A replay is neither.
   std::atomic<uint64_t> launches{0}, captured{0};
   // Held shared while a kernel is launched, exclusively while what running kernels rely on changes.
@@ -125,6 +127,7 @@ class Workspace {
     char* staging = nullptr;
     char* scratch = nullptr;
     std::array<char*, kMaxRanks> peers{};
+    bool joined = false;  // between processes: the others may have it mapped
   };
   struct Generation {
     uint32_t number = 0;
@@ -136,11 +139,13 @@ class Workspace {
     char* mailbox = nullptr;
     char* control = nullptr;
     std::array<char*, kMaxRanks> mailboxes{};  // of every rank of its group
+    bool joined = false;                       // as in Block, the mailbox
   };
 
   void MakeGroups();
   void MakeHomesWithin();
   void MakeHomeAcross();
+  void JoinHome(double seconds);
   void LeaveHome();
   void AddControl(size_t member);
   Generation Wanted(const Needs& needs) const;
@@ -148,6 +153,12 @@ class Workspace {
   void GrowWithin(Generation* next, double seconds);
   void GrowAcross(Generation* next, double seconds);
   void Fill(Generation* next);  // memory of a new generation, with zeroed flags
+  void Join(Generation* next, double seconds);
+  // Where memory is shown to the others in a step of its own: what became of it, as Said to all.
+  std::string JoinTogether(Generation* next, bool fresh, const std::string& outcome, const std::string& what,
+                           double seconds);
+  void ShowTo(void* own, bool* joined, double seconds);
+  char* Reach(void* own, int rank) const;
   void Drop(Generation* generation);
   bool Undivided() const;  // nothing can have run in the newest generation
   bool HasRoom() const;    // in the ring of memory tables

@@ -202,7 +202,7 @@ def test_memory_goes_when_the_last_user_goes(memory):
         (list(range(17)), 17, "1 to 16 ranks"),
         ([-1, -9], 2, "more than the 4 devices of this job"),
         ([0, 4096, 4097], 3, "run one process with all GPUs of the group, or one process per GPU"),
-        ([0, 4096], 2, "spans several processes and xen_moe_jax._nvshmem is not loaded"),
+        ([0, 4096], 2, "spans several processes and neither NVSHMEM nor NCCL has been started"),
     ],
 )
 def test_impossible_groups_are_refused(memory, devices, ranks, message):

@@ -1,6 +1,7 @@
 """Builds, tests and times everything on a GPU machine, in one call that cannot hang.
 
     python tools/gpu_check.py OUTPUT_DIRECTORY [--steps build,conformance,bench] [--budget 540] [--wheels DIRECTORY]
+                              [--memory nccl]
 
 Every step is a process group with a time limit of its own, cut to what is left of the whole budget; at the limit the
 group is killed and the step counts as failed, with whatever it had shown. Correctness comes first, then timing, then
@@ -164,7 +165,7 @@ STEPS = (
     Step("conformance", 90, conformance_commands, about="the conformance class, one process"),
     Step("meshes", 70, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "not large")],
          about="dp x ep, permuted devices, numbers of thread blocks"),
-    Step("processes", 120, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", SOME_PROCESSES)],
+    Step("processes", 160, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", SOME_PROCESSES)],
          about="one process per GPU"),
     Step("failure", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_failure.py")],
          about="absent ranks, mismatches, bad handles, memory"),
@@ -302,9 +303,16 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
     parser.add_argument("--build", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--wheels", help="directory of wheels to use for this run")
+    parser.add_argument(
+        "--memory",
+        choices=("auto", "nvshmem", "nccl"),
+        help="what gives memory between processes (XEN_MOE_MEMORY); NCCL_HOME says where NCCL is",
+    )
     parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
     options = parser.parse_args()
     began = time.monotonic()
+    if options.memory:
+        os.environ["XEN_MOE_MEMORY"] = options.memory  # every step inherits it
     options.out.mkdir(parents=True, exist_ok=True)
     steps = choose_steps(options.steps)
     outcomes = []

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from xen_moe_jax import _profiles
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import nccl
 from xen_moe_jax.flax import grouped_matmul
 
 PACKAGES = (
@@ -39,6 +40,7 @@ PACKAGES = (
     "jax-cuda13-plugin",
     "jax-cuda13-pjrt",
     "nvidia-nvshmem-cu13",
+    "nvidia-nccl-cu13",
 )
 OLDEST_PYTHON = (3, 12)
 NATIVE_MODULES = {
@@ -214,6 +216,16 @@ def nvshmem_library() -> Finding:
     )
 
 
+def nccl_library() -> Finding:
+    """The NCCL that gives memory between processes where NVSHMEM does not; JAX's collectives may use another."""
+    try:
+        path, version = nccl.usable()
+    except BackendUnavailable as error:
+        detail = str(error).removesuffix(f": {nccl.REMEDY}")
+        return Finding("libnccl", None, f"{detail} (one process per GPU needs it or NVSHMEM)", nccl.REMEDY)
+    return Finding("libnccl", True, f"{'.'.join(map(str, version))} ({path})")
+
+
 JAX_RUNS_ON = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "cuda13")}
 """Platform -> the package that JAX needs for it, and the extra that installs it."""
 
@@ -278,7 +290,7 @@ def examine() -> dict[str, list[Finding]]:
         "Versions": versions(),
         "Devices that JAX uses": devices(),
         "Accelerators of this machine": accelerators(),
-        "Compiled modules": [*native_modules(), nvshmem_library()],
+        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library()],
         "Backend by platform": backends(),
         "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],

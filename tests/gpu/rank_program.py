@@ -7,6 +7,7 @@ rank_program.py --coordinator HOST:PORT --num-processes N --process-id I --backe
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import jax
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--stress-calls", type=int, default=0)
+    parser.add_argument("--buffers", type=int, default=0, help="times that an xm.Buffer is opened, used and closed")
     parser.add_argument("--reverse", action="store_true", help="ranks in the opposite order of processes")
     options = parser.parse_args()
 
@@ -62,6 +64,8 @@ def main() -> int:
             print(f"{case.name}/{routing}: {wrong or 'same'}", flush=True)
             if wrong:
                 failed.append(f"{case.name}/{routing}")
+    if options.buffers:
+        failed += use_buffers(jax.sharding.Mesh(np.array(devices), ("ep",)), options)
     if options.stress_calls:
         mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
         shapes = (
@@ -74,8 +78,42 @@ def main() -> int:
             f"stress: {result.calls} calls in {result.seconds:.1f} s, {len(result.mismatches)} mismatches", flush=True
         )
         failed += result.mismatches[:5]
+    if options.backend == "cuda":
+        failed += wrong_memory()
     print("FAILED " + ", ".join(failed) if failed else "PASSED", flush=True)
     return int(bool(failed))
+
+
+def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace) -> list[str]:
+    """A buffer again and again on a channel of its own; what was wrong."""
+    import xen_moe_jax as xm
+    from tests.gpu import bodies
+    from tests.support.cases import CASES
+    from xen_moe_jax import cuda
+
+    case = next(case for case in CASES if case.name == "grouped")
+    setup = bodies.Setup(case, mesh, mesh.axis_names, options.tokens, options.hidden)
+    config = xm.KernelConfig(backend=options.backend, channel=3, timeout_s=30.0)
+    shape = {"top_k": case.top_k, "num_experts": setup.experts, "dtype": case.dtype, "hidden": options.hidden}
+    failed = []
+    for turn in range(options.buffers):
+        with xm.Buffer(mesh, "ep", num_tokens=2 * options.tokens, channel=3, **shape):
+            counts = bodies.differing_elements(setup, "uniform", config, gradients=False)
+            failed += [f"buffer {turn}: {name}" for name, count in counts.items() if count]
+        held = sum(w["staging_bytes"] for w in cuda.workspaces() if w["channel"] == 3)
+        print(f"buffer {turn}: {held} bytes after closing", flush=True)
+        failed += [f"buffer {turn}: {held} bytes held"] if held else []
+    return failed
+
+
+def wrong_memory() -> list[str]:
+    """What memory between processes XEN_MOE_MEMORY asks for and is not used."""
+    from xen_moe_jax import cuda
+
+    used = sorted({w["memory"] for w in cuda.workspaces()})
+    print(f"memory: {', '.join(used)}", flush=True)
+    wanted = {"nvshmem": ["NVSHMEM"], "nccl": ["NCCL"]}.get(os.environ.get("XEN_MOE_MEMORY", "auto"), used)
+    return [] if used == wanted else [f"memory is {used}, not {wanted}"]
 
 
 if __name__ == "__main__":

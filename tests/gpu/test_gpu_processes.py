@@ -1,5 +1,6 @@
 """One process per GPU, joined by `jax.distributed`: the whole conformance table, large shapes and a short stress run.
 
+Memory between processes is what XEN_MOE_MEMORY says (`tools/gpu_check.py --memory`), and each rank checks that it is.
 This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
@@ -26,6 +27,11 @@ def run(num_processes: int, *arguments: str) -> None:
 @pytest.mark.gpu2
 def test_two_processes():
     run(2, "--cases", "grouped,ranked,padded,grouped-fp8,grouped-scaled-fp8")
+
+
+@pytest.mark.gpu2
+def test_two_processes_grow_and_give_back():
+    run(2, "--cases", "grouped", "--tokens", "1024", "--hidden", "7168", "--reverse", "--buffers", "3")
 
 
 @pytest.mark.gpu4

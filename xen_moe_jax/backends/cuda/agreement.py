@@ -111,9 +111,9 @@ class Agreement:
                 return self._store.get(key, 0.001) if key.rsplit("/", 1)[1] not in map(str, gone) else None
 
     def _text(self, key: str, late: list[int], seconds: float) -> str:
-        gone = sorted(set(self._dead()) & set(late))
-        names = ", ".join(map(str, late))
-        why = f"process {names} has died" if gone == late else f"process {names} did not come within {seconds:.0f} s"
+        gone = sorted(set(self._dead()) & set(late))  # the root: for the others nobody waits any longer then
+        names = ", ".join(map(str, gone or late))
+        why = f"process {names} has died" if gone else f"process {names} did not come within {seconds:.0f} s"
         return (
             f"xen_moe_jax: the processes of this job change the symmetric memory of a mesh axis together ({key}), and "
             f"{why}. Every process must compile the same programs and open and close the same xm.Buffers, in any order "

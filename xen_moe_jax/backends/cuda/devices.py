@@ -51,12 +51,14 @@ def _has_devices(mesh: Any) -> bool:
 
 
 def prepare(keys: np.ndarray) -> None:
-    """Registers the FFI targets, tells the module about this job, and starts NVSHMEM if a group spans processes."""
+    """Registers the FFI targets, tells the module about this job, and starts memory between processes if a group spans
+    several.
+    """
     compiled = module.registered()
     _configure()
     owner = keys // compiled.devices_per_process
     if keys.min() >= 0 and (owner != owner[:, :1]).any():
-        processes.start_nvshmem(compiled)
+        processes.start(compiled)
 
 
 @functools.cache

@@ -118,8 +118,9 @@ def reset(timeout_s: float = RESET_S) -> None:
 def workspaces() -> list[dict[str, Any]]:
     """What is allocated, for each group and channel.
 
-    Keys: devices, ranks, channel; staging_bytes and scratch_bytes of a rank; generation, how often it was made anew;
-    generations_held, how many of them still hold memory; launches by the host,
-    and captured, how many of them went into a CUDA graph; the replay of a graph is neither.
+    Keys: devices, ranks, channel; memory, where it comes from ("peer access", "NVSHMEM", "NCCL"); staging_bytes and
+    scratch_bytes of a rank; generation, how often it was made anew; generations_held, how many of them still hold
+    memory; launches by the host, and captured, how many of them went into a CUDA graph; the replay of a graph is
+    neither.
     """
     return module.compiled().workspaces()

@@ -1,78 +1,43 @@
-"""One process per GPU: NVSHMEM, agreement and liveness, started through `jax.distributed`'s key-value store."""
+"""One process per GPU: memory between processes (NVSHMEM or NCCL), agreement and liveness, all started through
+`jax.distributed`'s key-value store.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib
-import importlib.util
+import json
 import os
 import pathlib
-import types
+import warnings
 from typing import Any
 
 import jax
 
 from xen_moe_jax import _jax_internals
 from xen_moe_jax.backends.availability import BackendUnavailable
-from xen_moe_jax.backends.cuda import agreement, liveness
+from xen_moe_jax.backends.cuda import agreement, liveness, nccl, nvshmem
 
-LIBRARY = "libnvshmem_host.so.3"
-PREFIX = "xen_moe_jax/nvshmem"
+PREFIX = "xen_moe_jax/processes"
 WAIT_MS = 120_000
-ENVIRONMENT = {
-    "NVSHMEM_REMOTE_TRANSPORT": "none",  # ranks of one axis are on one NVLink domain
-    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
-    "NVSHMEM_DISABLE_NVLS": "1",  # no use is made of multicast
-}
-"""Defaults; what the user has set stays."""
-
-
-@functools.cache
-def load_nvshmem() -> types.ModuleType:
-    """`xen_moe_jax._nvshmem`, with the host library that it needs.
-
-    Raises:
-      BackendUnavailable: the module or the library is missing, or the library is of another version.
-    """
-    spec = importlib.util.find_spec("nvidia")
-    roots = [pathlib.Path(root) / "nvshmem" for root in (spec.submodule_search_locations or [])] if spec else []
-    home = os.environ.get("NVSHMEM_HOME")
-    for root in ([pathlib.Path(home)] if home else []) + roots:
-        library = root / "lib" / LIBRARY
-        if library.exists():
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # the module's own reference then resolves by name
-            break
-    try:
-        loaded = importlib.import_module("xen_moe_jax._nvshmem")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"a mesh axis over several processes needs xen_moe_jax._nvshmem ({error}): pip install nvidia-nvshmem-cu13 "
-            "or set NVSHMEM_HOME, and use a wheel that was built with NVSHMEM"
-        ) from error
-    versions = loaded.versions()
-    built, runtime = versions["built"], versions["runtime"]
-    if runtime[0] != built[0] or runtime[1] < built[1]:
-        raise BackendUnavailable(
-            f"xen_moe_jax was built for NVSHMEM {'.'.join(map(str, built))} and found {'.'.join(map(str, runtime))}: "
-            f"pip install 'nvidia-nvshmem-cu13=={built[0]}.{built[1]}.*'"
-        )
-    return loaded
-
+MEMORY = "XEN_MOE_MEMORY"
+"""Environment: "auto" (NVSHMEM where every process has it, else NCCL), "nvshmem" or "nccl", the same in all."""
+CHOICES = ("auto", "nvshmem", "nccl")
 
 _started = False
+_failed: Exception | None = None
 
 
-def start_nvshmem(compiled: Any) -> None:
+def start(compiled: Any) -> None:
     """Collective: every process of the job must come by, as they do when all lower the same program.
 
     Raises:
-      ValueError: the processes are on several nodes, or own several GPUs each.
-      BackendUnavailable: as `load_nvshmem`.
+      ValueError: the processes are on several nodes, own several GPUs each, or ask for different memory.
+      BackendUnavailable: neither NVSHMEM nor NCCL will do, or the one that `XEN_MOE_MEMORY` asks for will not.
     """
-    global _started
+    global _started, _failed
     if _started:
         return
+    if _failed is not None:  # a second attempt would meet what the first has left in the store
+        raise _failed
     client = _jax_internals.key_value_client()
     if client is None:
         raise ValueError(
@@ -83,19 +48,30 @@ def start_nvshmem(compiled: Any) -> None:
             f"this process owns {jax.local_device_count()} GPUs and the expert-parallel axis spans processes: start "
             "one process per GPU (jax.distributed.initialize(..., local_device_ids=[i])), or one process for all"
         )
-    process, count = jax.process_index(), jax.process_count()
-    _check_one_node(client, process, count)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    nvshmem = load_nvshmem()
-    if process == 0:
-        client.key_value_set_bytes(f"{PREFIX}/unique_id", bytes(nvshmem.unique_id()))
-    unique_id = bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/unique_id", WAIT_MS))
-    device = jax.local_devices()[0]
-    nvshmem.init(process, count, unique_id, device.local_hardware_id)
-    compiled.set_provider(nvshmem.provider())
-    watch(compiled, agreement.JaxStore(client), process, count)
+    ordinal = jax.local_devices()[0].local_hardware_id
+    try:
+        start_memory(compiled, client, jax.process_index(), jax.process_count(), ordinal)
+    except Exception as error:
+        _failed = error
+        raise
     _started = True
+
+
+def start_memory(compiled: Any, client: Any, process: int, count: int, ordinal: int) -> liveness.Watcher:
+    """`start` with a client of the job's key-value store, for GPU `ordinal` of process `process`."""
+    provider = choose(compiled, client, process, count)
+    id_key = f"{PREFIX}/{provider}/unique_id"
+    if process == 0:
+        new = nvshmem.unique_id() if provider == "nvshmem" else compiled.nccl_unique_id()
+        client.key_value_set_bytes(id_key, bytes(new))
+    unique_id = bytes(client.blocking_key_value_get_bytes(id_key, WAIT_MS))
+    store = agreement.JaxStore(client)
+    if provider == "nvshmem":
+        nvshmem.start(compiled, process, count, ordinal, unique_id)
+        return watch(compiled, store, process, count)
+    watcher = watch(compiled, store, process, count)
+    nccl.start(compiled, process, count, ordinal, unique_id, WAIT_MS / 1000)
+    return watcher
 
 
 def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> liveness.Watcher:
@@ -105,15 +81,68 @@ def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> li
     return watcher
 
 
-def _check_one_node(client: Any, process: int, count: int) -> None:
-    client.key_value_set_bytes(f"{PREFIX}/node/{process}", _node().encode())
-    nodes = [bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/node/{p}", WAIT_MS)).decode() for p in range(count)]
-    if len(set(nodes)) > 1:
+def choose(compiled: Any, client: Any, process: int, count: int) -> str:
+    """ "nvshmem" or "nccl", the same in every process: each says what it can use, and all decide by what all said."""
+    asked = os.environ.get(MEMORY, "auto").lower()
+    can, lacks = _usable(compiled, asked)
+    mine = {"node": _node(), "asked": asked, "can": can, "lacks": lacks}
+    client.key_value_set_bytes(f"{PREFIX}/can/{process}", json.dumps(mine).encode())
+    said = [json.loads(bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/can/{p}", WAIT_MS))) for p in range(count)]
+    decided = decide(said)
+    if decided == "nccl" and lacks and nvshmem.built():
+        warnings.warn(f"NCCL gives the memory between processes: {lacks['nvshmem']}", stacklevel=2)
+    return decided
+
+
+def decide(said: list[dict[str, Any]]) -> str:
+    """What all processes use, from what each has said: its `node`; what it was `asked` to use; what it `can` use, ""
+    for nothing; and for each that it `lacks`, why.
+
+    Raises:
+      ValueError, BackendUnavailable: as `start`, in all processes alike.
+    """
+    nodes = {one["node"] for one in said}
+    if len(nodes) > 1:
         raise ValueError(
-            f"the processes are on {len(set(nodes))} nodes: the CUDA backend reaches the ranks of an axis over NVLink. "
+            f"the processes are on {len(nodes)} nodes: the CUDA backend reaches the ranks of an axis over NVLink. "
             "Put the expert-parallel axis inside a node and data parallelism across nodes, or use "
             "KernelConfig(backend='reference')"
         )
+    for p, one in enumerate(said):
+        if one["asked"] not in CHOICES:
+            raise ValueError(f"{MEMORY}={one['asked']!r} in process {p}: must be one of {', '.join(CHOICES)}")
+        if one["asked"] != said[0]["asked"]:
+            raise ValueError(
+                f"{MEMORY} is {said[0]['asked']!r} in process 0 and {one['asked']!r} in process {p}: all processes of "
+                "a job share one kind of memory; set it to the same in all of them"
+            )
+    for p, one in enumerate(said):
+        if not one["can"]:
+            why = "; and ".join(one["lacks"][provider] for provider in CHOICES[1:] if provider in one["lacks"])
+            raise BackendUnavailable(f"process {p} has no memory that processes can share: {why}")
+        if one["can"] != said[0]["can"]:
+            raise BackendUnavailable(
+                f"process 0 has {said[0]['can']} and process {p} has {one['can']}: install the same packages for all "
+                f"processes, or set {MEMORY}=nccl in all of them"
+            )
+    return said[0]["can"]
+
+
+def _usable(compiled: Any, asked: str) -> tuple[str, dict[str, str]]:
+    """What this process would use, "" for nothing; and for each that it has tried in vain, why."""
+    lacks: dict[str, str] = {}
+    for provider in CHOICES[1:] if asked == "auto" else [asked]:
+        try:
+            if provider == "nvshmem":
+                nvshmem.load()
+            elif provider == "nccl":
+                nccl.load(compiled)
+            else:
+                return "", lacks
+            return provider, lacks
+        except BackendUnavailable as error:
+            lacks[provider] = str(error)
+    return "", lacks
 
 
 def _node() -> str:

@@ -1,0 +1,278 @@
+#include "ffi/nccl_memory.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "ffi/nccl_api.h"
+
+namespace xen_moe {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// NCCL notices by itself that a connection has been closed; then its own words are the better ones.
+constexpr double kGraceSeconds = 2.0;
+
+// Why the last call of this thread failed.
+thread_local std::string reason;
+
+class Nccl {
+ public:
+  static Nccl& Get() {
+    static Nccl* nccl = new Nccl;  // never destroyed: the driver may go first at exit
+    return *nccl;
+  }
+
+  int Load(const std::string& path) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!api_ || path != path_) {
+      const NcclApi opened = NcclApi::Open(path);
+      if (comm_ != nullptr) Refuse("NCCL was started from " + path_);
+      api_ = opened, path_ = path;
+    }
+    int version = 0;
+    Check(api_->GetVersion(&version), "ncclGetVersion");
+    return version;
+  }
+
+  std::string NewId() {
+    NcclUniqueId id;
+    Check(Loaded().GetUniqueId(&id), "ncclGetUniqueId");
+    return {id.bytes, sizeof(id.bytes)};
+  }
+
+  void Start(Devices* gpus, int ordinal, int process, int num_processes, const std::string& id, double seconds) {
+    if (id.size() != kNcclUniqueIdBytes) Refuse("an NCCL unique id has 128 bytes, not " + std::to_string(id.size()));
+    if (comm_ != nullptr) Refuse("NCCL was started before");
+    gpus_ = gpus, ordinal_ = ordinal, process_ = process;
+    NcclUniqueId unique_id;
+    std::memcpy(unique_id.bytes, id.data(), id.size());
+    const OnGpu on(*this);
+    NcclConfig config;
+    const int rc = Loaded().CommInitRankConfig(&comm_, num_processes, unique_id, process, &config);
+    const std::string failed = Finish(rc, "ncclCommInitRankConfig", seconds);
+    if (failed.empty()) return;
+    Abort();
+    Refuse("NCCL did not start in process " + std::to_string(process) + ": " + failed);
+  }
+
+  void* Allocate(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!broken_.empty()) {
+      reason = broken_;
+      return nullptr;
+    }
+    const OnGpu on(*this);
+    void* memory = nullptr;
+    const int rc = Loaded().MemAlloc(&memory, bytes);
+    if (rc != kNcclSuccess) {
+      reason = Text(rc, "ncclMemAlloc") +
+               ". JAX preallocates most of the GPU's memory: lower XLA_CLIENT_MEM_FRACTION, or num_tokens or hidden";
+      return nullptr;
+    }
+    blocks_[memory] = Block{bytes, nullptr};
+    return memory;
+  }
+
+  void Discard(void* own) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const OnGpu on(*this);
+    blocks_.erase(own);
+    Loaded().MemFree(own);
+  }
+
+  // One at a time: the tickets of agreements see to that.
+  bool Join(void* own, double seconds) {
+    uint64_t bytes = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!broken_.empty()) {
+        reason = broken_;
+        return false;
+      }
+      bytes = blocks_.at(own).bytes;
+    }
+    const OnGpu on(*this);
+    // NCCL writes there when it is done, perhaps after this call has given up.
+    auto* window = new NcclWindow*(nullptr);
+    const int rc = Loaded().CommWindowRegister(comm_, own, bytes, window, kNcclWindowSymmetric);
+    std::string failed = Finish(rc, "ncclCommWindowRegister", seconds);
+    if (failed.empty() && *window == nullptr) {
+      failed =
+          "NCCL has no windows between these GPUs: they need peer access over NVLink or PCIe, and CUDA's virtual "
+          "memory "
+          "functions (NCCL_CUMEM_ENABLE=0 must not be set)";
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failed.empty()) {
+      blocks_.at(own).window = *window;
+      delete window;
+      return true;
+    }
+    broken_ = reason = "NCCL could not show memory to the other processes: " + failed +
+                       ". Memory between processes cannot grow any more; start all processes of the job again";
+    bool unused = true;
+    for (const auto& block : blocks_) unused = unused && block.second.window == nullptr;
+    if (unused) Abort();  // else kernels may use what an abort would unmap
+    return false;
+  }
+
+  void Release(void* own) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(own);
+    if (found == blocks_.end() || !broken_.empty()) return;  // NCCL may be in the middle of something: it stays
+    const OnGpu on(*this);
+    if (Loaded().CommWindowDeregister(comm_, found->second.window) != kNcclSuccess) return;
+    blocks_.erase(found);
+    Loaded().MemFree(own);
+  }
+
+  void* Peer(void* own, int process) {
+    if (process == process_) return own;
+    std::lock_guard<std::mutex> lock(mutex_);
+    void* theirs = nullptr;
+    NcclWindow* const window = blocks_.at(own).window;
+    return Loaded().GetPeerDevicePointer(window, 0, process, &theirs) == kNcclSuccess ? theirs : nullptr;
+  }
+
+  void Lost(int process) {
+    int nobody = -1;
+    lost_.compare_exchange_strong(nobody, process);
+  }
+
+ private:
+  struct Block {
+    uint64_t bytes = 0;
+    NcclWindow* window = nullptr;
+  };
+  // NCCL works on the calling thread's GPU.
+  struct OnGpu {
+    Devices* gpus;
+    int before;
+    explicit OnGpu(const Nccl& nccl) : gpus(nccl.gpus_), before(gpus->Select(nccl.ordinal_)) {}
+    ~OnGpu() {
+      try {
+        gpus->Select(before);
+      } catch (const MemoryError&) {  // the process is ending
+      }
+    }
+  };
+
+  const NcclApi& Loaded() const {
+    if (!api_) Refuse("NCCL was not loaded");
+    return *api_;
+  }
+  std::string Text(int rc, const char* what) const {
+    const char* last = api_->GetLastError(nullptr);
+    std::string out = std::string(what) + ": " + api_->GetErrorString(rc);
+    if (last != nullptr && *last != '\0') out += std::string(" (") + last + ")";
+    return out;
+  }
+  void Check(int rc, const char* what) const {
+    if (rc != kNcclSuccess) Refuse(Text(rc, what));
+  }
+
+  // "" when what was begun has ended well, else why not. `rc` tells whether it was begun, no more: NCCL may say success
+  // of what is still in progress.
+  std::string Finish(int rc, const char* what, double seconds) const {
+    if (rc != kNcclSuccess && rc != kNcclInProgress) return Text(rc, what);
+    const auto began = Clock::now();
+    std::optional<Clock::time_point> grace;
+    while (true) {
+      const int asked = api_->CommGetAsyncError(comm_, &rc);
+      if (asked != kNcclSuccess) rc = asked;
+      if (rc != kNcclInProgress) return rc == kNcclSuccess ? "" : Text(rc, what);
+      const auto now = Clock::now();
+      const int lost = lost_.load();
+      if (lost >= 0 && !grace) grace = now + std::chrono::milliseconds(static_cast<int>(1000 * kGraceSeconds));
+      if (grace && now >= *grace)
+        return std::string(what) + " waits for process " + std::to_string(lost) + ", which has died";
+      if (now - began > std::chrono::duration<double>(seconds)) {
+        return std::string(what) + " had not ended after " + std::to_string(static_cast<int>(seconds)) +
+               " s: another process is stopped, or does not run the same program";
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+  // Ends what NCCL's threads are in the middle of. Nobody waits for that.
+  void Abort() {
+    NcclComm* const comm = comm_;
+    comm_ = nullptr;
+    if (comm == nullptr) return;
+    std::thread([this, comm] {
+      try {
+        const OnGpu on(*this);
+        api_->CommAbort(comm);
+      } catch (const MemoryError&) {  // the process is ending
+      }
+    }).detach();
+  }
+
+  std::optional<NcclApi> api_;
+  std::string path_;
+  Devices* gpus_ = nullptr;
+  int ordinal_ = 0, process_ = 0;
+  NcclComm* comm_ = nullptr;
+  std::atomic<int> lost_{-1};  // the first process that has died
+  std::mutex mutex_;
+  std::map<void*, Block> blocks_;
+  std::string broken_;  // why there can be no further windows
+};
+
+MemoryProvider provider{
+    "NCCL",
+    0,
+    [](uint64_t bytes) { return Nccl::Get().Allocate(bytes); },
+    [](void* own, double seconds) { return Nccl::Get().Join(own, seconds); },
+    [](void* own) { Nccl::Get().Discard(own); },
+    [](void* own) { Nccl::Get().Release(own); },
+    [](void* own, int process) { return Nccl::Get().Peer(own, process); },
+    [] { return reason.c_str(); },
+    [](int process) { Nccl::Get().Lost(process); },
+};
+
+template <class F>
+void Find(void* library, const std::string& path, const char* name, F* f) {
+  *f = reinterpret_cast<F>(dlsym(library, name));
+  if (*f == nullptr) Refuse(path + " has no " + name + ": it is not NCCL, or one that is too old");
+}
+
+}  // namespace
+
+NcclApi NcclApi::Open(const std::string& path) {
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) Refuse("NCCL cannot be loaded: " + std::string(dlerror()));
+  NcclApi api{};
+  Find(library, path, "ncclGetVersion", &api.GetVersion);
+  Find(library, path, "ncclGetUniqueId", &api.GetUniqueId);
+  Find(library, path, "ncclCommInitRankConfig", &api.CommInitRankConfig);
+  Find(library, path, "ncclCommGetAsyncError", &api.CommGetAsyncError);
+  Find(library, path, "ncclCommAbort", &api.CommAbort);
+  Find(library, path, "ncclMemAlloc", &api.MemAlloc);
+  Find(library, path, "ncclMemFree", &api.MemFree);
+  Find(library, path, "ncclCommWindowRegister", &api.CommWindowRegister);
+  Find(library, path, "ncclCommWindowDeregister", &api.CommWindowDeregister);
+  Find(library, path, "ncclGetPeerDevicePointer", &api.GetPeerDevicePointer);
+  Find(library, path, "ncclGetErrorString", &api.GetErrorString);
+  Find(library, path, "ncclGetLastError", &api.GetLastError);
+  return api;
+}
+
+int LoadNccl(const std::string& path) { return Nccl::Get().Load(path); }
+std::string NewNcclId() { return Nccl::Get().NewId(); }
+void StartNccl(Devices* gpus, int ordinal, int process, int num_processes, const std::string& id, double seconds) {
+  Nccl::Get().Start(gpus, ordinal, process, num_processes, id, seconds);
+  provider.num_processes = num_processes;
+}
+const MemoryProvider* NcclProvider() { return &provider; }
+
+}  // namespace xen_moe

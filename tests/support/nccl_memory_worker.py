@@ -1,0 +1,172 @@
+"""One process of tests/test_cuda_nccl.py: memory between processes as `processes.start_memory` makes it with NCCL, over
+tests/support/fake_nccl.cc and a folder in place of `jax.distributed`'s store.
+
+nccl_memory_worker.py SCENARIO FOLDER PROCESS COUNT, with NCCL_HOME set. It prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from tests.support import cuda_memory_worker, fake_nccl, memory_module
+from tests.support.cuda_memory_worker import LARGE, SMALL, WAIT_S
+from xen_moe_jax.backends.cuda import liveness, processes
+
+
+class FolderClient:
+    """What `jax.distributed`'s client does, in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.store = cuda_memory_worker.FolderStore(folder)
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        self.store.set(key, value)
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        value = self.store.get(key, milliseconds / 1000)
+        if value is None:
+            raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+        return value
+
+
+class Rank(cuda_memory_worker.Rank):
+    """This process in its job; ranks run against the order of the processes."""
+
+    def __init__(self, folder: str, process: int, count: int) -> None:
+        self.process, self.count = process, count
+        client = FolderClient(folder)
+        self.store = client.store
+        self.memory = memory_module.load()
+        self.memory.configure(process, count, [p * self.memory.devices_per_process for p in range(count)])
+        self.watcher = processes.start_memory(self.memory, client, process, count, 0)
+        self.nccl = fake_nccl.Knobs(os.environ["NCCL_HOME"])
+        self.rank = count - 1 - process
+
+    def workspace(self, channel: int = 0):
+        devices = [p * self.memory.devices_per_process for p in reversed(range(self.count))]
+        return self.memory.workspace(devices, self.count, channel)
+
+    def see_each_other(self, workspace, name: str) -> bool:
+        """Every rank writes a word into the memory of every other, and finds those of all in its own, which it has
+        made itself.
+        """
+        own = [self.nccl.owns(self.memory.staging_address(workspace, other)) for other in range(self.count)]
+        offset = SMALL[0]
+        for other in range(self.count):
+            self.memory.put(workspace, other, offset + 4 * self.rank, 100 * self.rank + other)
+        self.meet(f"written {name}")
+        found = [self.memory.get(workspace, self.rank, offset + 4 * other) for other in range(self.count)]
+        self.meet(f"read {name}")
+        mine = own == [other == self.rank for other in range(self.count)]
+        return mine and found == [100 * other + self.rank for other in range(self.count)]
+
+
+def grow(rank: Rank) -> dict:
+    """Grow; fail to for want of memory in one process, at one call after the other; grow on another channel; close;
+    meet a GPU that shares no NVLink, and GPUs without any windows.
+    """
+    workspace = rank.workspace()
+    errors = [rank.serve(workspace, SMALL)]
+    seen = [rank.see_each_other(workspace, "first")]
+    lacking, kept = [], []
+    windows, blocks = rank.nccl.get("windows"), rank.nccl.get("blocks")
+    for channel, call in ((1, 0), (1, 1), (0, 0)):  # a mailbox; the staging area behind it; one that is to be larger
+        rank.meet(f"lack {channel} {call}")
+        if rank.process == 1:
+            rank.nccl.set("fail_alloc", call)
+        lacking.append(rank.serve(rank.workspace(channel), LARGE))
+        rank.nccl.set("fail_alloc", -1)
+        kept.append([rank.nccl.get("windows") - windows, rank.nccl.get("blocks") - blocks])
+    errors.append(rank.serve(workspace, LARGE))
+    seen.append(rank.see_each_other(workspace, "second"))
+    errors.append(rank.serve(rank.workspace(1), tuple(n * (1 + rank.process) for n in SMALL)))
+    listed = rank.listed()
+    grown = rank.nccl.get("windows")
+    workspace.release(WAIT_S)
+    closed = rank.nccl.get("windows")
+    rank.nccl.set("far_rank", 1)
+    far = rank.serve(rank.workspace(2), SMALL)
+    rank.nccl.set("far_rank", -1)
+    rank.nccl.set("no_windows", 1)
+    return {
+        "errors": errors,
+        "seen": seen,
+        "lacking": lacking,
+        "kept": kept,
+        "listed": listed,
+        "kinds": [w["memory"] for w in rank.memory.workspaces()],
+        "windows": [windows, grown, closed],
+        "unreachable": [far, rank.serve(rank.workspace(2), SMALL), rank.serve(rank.workspace(1), LARGE)],
+    }
+
+
+def one_dies(rank: Rank) -> dict:
+    """Process 1 is killed by the test while the others wait for it inside NCCL, which does not notice in process 2."""
+    workspace = rank.workspace()
+    errors = [rank.serve(workspace, SMALL)]
+    rank.nccl.set("deaf", int(rank.process == 2))
+    rank.meet("up")
+    if rank.process == 1:
+        rank.nccl.set("stall", 1)
+        print("ready", flush=True)
+        rank.serve(workspace, LARGE, 300.0)
+    print("ready", flush=True)
+    began = time.monotonic()
+    errors.append(rank.serve(workspace, LARGE, 300.0))
+    waited = time.monotonic() - began
+    while not rank.memory.failure() and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    serves = rank.memory.serves(workspace, *SMALL) and not rank.memory.serves(workspace, *LARGE)
+    began, closing = time.monotonic(), ""
+    try:
+        workspace.release(5.0)
+    except RuntimeError as error:
+        closing = str(error)
+    return {
+        "errors": errors,
+        "failure": rank.memory.failure(),
+        "waited": waited,
+        "serves": serves,
+        "closing": closing,
+        "seconds": time.monotonic() - began,
+        "aborted": rank.nccl.get("aborted"),
+    }
+
+
+def one_is_silent(rank: Rank) -> dict:
+    """Process 1 gets stuck inside NCCL; nobody dies. What there was goes on serving, and nothing is added to it."""
+    workspace = rank.workspace()
+    errors = [rank.serve(workspace, SMALL)]
+    rank.meet("up")
+    if rank.process == 1:
+        rank.nccl.set("stall", 1)
+    errors.append(rank.serve(workspace, LARGE, 2.0))
+    rank.meet("given up")
+    rank.nccl.set("stall", 0)
+    errors.append(rank.serve(workspace, LARGE))
+    return {
+        "errors": errors,
+        "serves": rank.memory.serves(workspace, *SMALL) and not rank.memory.serves(workspace, *LARGE),
+        "seen": rank.see_each_other(workspace, "after"),
+        "aborted": rank.nccl.get("aborted"),
+    }
+
+
+def main() -> None:
+    scenario, folder, process, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    liveness.POLL_S = 0.1
+    rank = Rank(folder, process, count)
+    result = globals()[scenario](rank)
+    print(json.dumps(result), flush=True)
+    rank.store.set(f"end/{process}", b"1")
+    for p in range(count):
+        while p not in rank.watcher.dead() and rank.store.get(f"end/{p}", 0.2) is None:
+            pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""NCCL as memory between processes, without a GPU: which library is taken, the start of a job, growth that all or none
+get, a process that dies or gets stuck inside NCCL.
+
+Real processes over a library that stands in for NCCL; see tests/support/fake_nccl.cc. `make memory-test` builds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import fake_nccl, memory_module, processes
+from xen_moe_jax import doctor
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import nccl, nvshmem
+from xen_moe_jax.backends.cuda import processes as start
+
+COUNT = 3
+SMALL_STAGING, LARGE_STAGING = 2 * (1024 + 8192), 2 * (4096 + 65536)
+
+
+@contextlib.contextmanager
+def job(scenario: str, folder: pathlib.Path):
+    """`COUNT` processes that run a scenario."""
+    memory_module.load()
+    store = folder / "store"
+    store.mkdir()
+    home = str(fake_nccl.home(folder / "home"))
+    environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="auto", NCCL_HOME=home)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(COUNT)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for p in range(COUNT)
+    ]
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def results(running: list[subprocess.Popen], *who: int) -> list[dict]:
+    out = []
+    for p in who or range(COUNT):
+        text, errors = running[p].communicate(timeout=100)
+        assert running[p].returncode == 0 and text, f"process {p}: {errors[-2000:]}"
+        out.append(json.loads(text.splitlines()[-1]))
+    return out
+
+
+# -- which library -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nccl_home(tmp_path, monkeypatch):
+    """`nccl_home(library=None)`: NCCL_HOME is a folder with the fake, or that file, as its library."""
+    nccl.usable.cache_clear()
+
+    def make(library: pathlib.Path | None = None) -> pathlib.Path:
+        home = fake_nccl.home(tmp_path / "home", library)
+        monkeypatch.setenv("NCCL_HOME", str(home))
+        return home
+
+    yield make
+    nccl.usable.cache_clear()
+
+
+def test_the_library_of_nccl_home_is_taken_with_its_version(nccl_home):
+    home = nccl_home()
+    assert nccl.usable() == (home / "lib" / "libnccl.so.2", (2, 32, 3))
+    nccl.load(memory_module.load())
+
+
+def test_a_library_that_is_too_old_is_named_with_both_versions_and_the_remedy(nccl_home, monkeypatch):
+    nccl_home()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    with pytest.raises(BackendUnavailable, match=r"NCCL 2\.28\.9 in .*libnccl\.so\.2 is too old") as error:
+        nccl.usable()
+    assert "nvidia-nccl-cu13>=2.31" in str(error.value) and "NCCL_HOME" in str(error.value)
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "23100")
+    assert nccl.usable()[1] == (2, 31, 0)
+
+
+def test_a_file_that_is_no_library_or_not_nccl_is_named(nccl_home, tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text("not a library")
+    home = nccl_home(text)
+    with pytest.raises(BackendUnavailable, match="NCCL cannot be loaded .*(invalid ELF|too short).*NCCL_HOME"):
+        nccl.usable()
+    (home / "lib" / fake_nccl.NAME).unlink()
+    with pytest.raises(BackendUnavailable, match=r"NCCL cannot be loaded .*libnccl\.so\.2.*No such file"):
+        nccl.usable()
+    (home / "lib" / fake_nccl.NAME).symlink_to(memory_module.find())
+    with pytest.raises(BackendUnavailable, match="NCCL cannot be loaded .*ncclGetVersion"):
+        nccl.usable()
+    nccl.usable.cache_clear()
+    monkeypatch.setattr(nccl, "version", lambda path: (2, 31, 0))
+    with pytest.raises(RuntimeError, match="has no ncclGetVersion: it is not NCCL"):
+        memory_module.load().nccl_load(str(nccl.usable()[0]))
+
+
+def test_no_library_at_all_says_how_to_get_one(monkeypatch):
+    nccl.usable.cache_clear()
+    monkeypatch.setattr(nccl, "find", lambda: None)
+    with pytest.raises(BackendUnavailable, match=r"NCCL was not found: pip install 'nvidia-nccl-cu13>=2\.31'"):
+        nccl.usable()
+
+
+def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monkeypatch):
+    home = nccl_home()
+    found = doctor.nccl_library()
+    assert found.ok and found.detail == f"2.32.3 ({home}/lib/libnccl.so.2)" and not found.remedy
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    found = doctor.nccl_library()
+    assert found.ok is None and "NCCL 2.28.9 in" in found.detail and "is too old (one process" in found.detail
+    assert found.remedy == nccl.REMEDY
+
+
+# -- what a job uses ---------------------------------------------------------------------------------------------------
+
+FINE = {"node": "a", "asked": "auto", "can": "nvshmem", "lacks": {}}
+
+
+def test_the_same_is_used_in_all_processes():
+    assert start.decide([FINE] * 3) == "nvshmem"
+    assert start.decide([FINE | {"can": "nccl", "lacks": {"nvshmem": "not built"}}] * 3) == "nccl"
+    assert start.decide([FINE | {"asked": "nccl", "can": "nccl"}] * 2) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("second", "kind", "message"),
+    [
+        ({"node": "b"}, ValueError, "the processes are on 2 nodes"),
+        ({"asked": "nccl"}, ValueError, "XEN_MOE_MEMORY is 'auto' in process 0 and 'nccl' in process 1"),
+        ({"can": "nccl"}, BackendUnavailable, "process 0 has nvshmem and process 1 has nccl.*XEN_MOE_MEMORY=nccl"),
+        ({"can": "", "lacks": {"nccl": "that", "nvshmem": "this"}}, BackendUnavailable, "process 1 has no memory"),
+    ],
+)
+def test_processes_that_differ_are_told_in_what(second, kind, message):
+    with pytest.raises(kind, match=message):
+        start.decide([FINE, FINE | second])
+
+
+def test_an_unknown_kind_of_memory_is_refused(monkeypatch):
+    monkeypatch.setenv("XEN_MOE_MEMORY", "mpi")
+    said = {}
+
+    class Client:
+        def key_value_set_bytes(self, key, value):
+            said[key] = value
+
+        def blocking_key_value_get_bytes(self, key, milliseconds):
+            return said[key]
+
+    with pytest.raises(ValueError, match="XEN_MOE_MEMORY='mpi' in process 0: must be one of auto, nvshmem, nccl"):
+        start.choose(None, Client(), 0, 1)
+
+
+def test_one_error_names_both_remedies(nccl_home, monkeypatch):
+    """No NVSHMEM module in a checkout, and an NCCL that is too old."""
+    nccl_home()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    monkeypatch.setitem(sys.modules, "xen_moe_jax._nvshmem", None)
+    nvshmem.load.cache_clear()
+    can, lacks = start._usable(memory_module.load(), "auto")
+    with pytest.raises(BackendUnavailable) as error:
+        start.decide([FINE | {"can": can, "lacks": lacks}])
+    for part in (
+        "process 0 has no memory that processes can share",
+        "pip install nvidia-nvshmem-cu13",
+        "NCCL 2.28.9 in",
+        "pip install 'nvidia-nccl-cu13>=2.31'",
+    ):
+        assert part in str(error.value), error.value
+
+
+def test_a_start_that_failed_fails_again_with_the_same_words(monkeypatch):
+    """Another attempt would find the first one's keys in the store."""
+    calls = []
+
+    def start_memory(*arguments):
+        calls.append(arguments)
+        raise BackendUnavailable("no memory that processes can share")
+
+    monkeypatch.setattr(start, "start_memory", start_memory)
+    monkeypatch.setattr(start, "_failed", None)
+    monkeypatch.setattr(start._jax_internals, "key_value_client", object)
+    monkeypatch.setattr(start.jax, "local_device_count", lambda: 1)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="no memory that processes can share"):
+            start.start(None)
+    assert len(calls) == 1 and not start._started
+
+
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_grow_or_none_and_see_each_other_in_rank_order(tmp_path):
+    with job("grow", tmp_path) as running:
+        for process, result in enumerate(results(running)):
+            assert result["errors"] == ["", "", ""]
+            assert result["seen"] == [True, True]
+            for error in result["lacking"]:
+                assert "failed in process 1, so every process leaves its memory as it was" in error
+                assert "Cuda failure 2 'out of memory'" in error and "XLA_CLIENT_MEM_FRACTION" in error
+            assert result["kept"] == [[0, 0]] * 3, process  # no window was begun, and all memory is given back
+            staging = {w["channel"]: w["staging_bytes"] for w in result["listed"] if w["staging_bytes"]}
+            assert staging == {0: LARGE_STAGING, 1: COUNT * SMALL_STAGING}
+            assert set(result["kinds"]) == {"NCCL"}
+            # A mailbox and a staging area; then another staging area, and both on the second channel; closing gives
+            # back both staging areas of the first.
+            assert result["windows"] == [2, 5, 3]
+            far, none, after = result["unreachable"]
+            assert "the memory of process 1 is not mapped into process " in far and "NVLink domain" in far
+            for error in (none, after):
+                assert "NCCL has no windows between these GPUs" in error and "NCCL_CUMEM_ENABLE" in error, process
+
+
+# -- failure inside NCCL -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_dies_inside_nccl_holds_up_neither_growth_nor_close(tmp_path):
+    with job("one_dies", tmp_path) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        time.sleep(0.5)
+        running[1].send_signal(signal.SIGKILL)
+        for result in results(running, 0, 2):
+            first, second = result["errors"]
+            assert first == "" and "process 1 has died" in second and result["waited"] < 10, result
+            assert result["serves"] and result["aborted"] == 0  # an abort would unmap what kernels may use
+            assert "(GPU 0 of process 1) has ended" in result["failure"]
+            assert "process 1 has died" in result["closing"] and result["seconds"] < 5
+
+
+def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_is(tmp_path):
+    with job("one_is_silent", tmp_path) as running:
+        for result in results(running):
+            first, second, third = result["errors"]
+            assert first == "" and "had not ended after 2 s" in second
+            assert "cannot grow any more; start all processes of the job again" in third
+            assert result["serves"] and result["seen"] and result["aborted"] == 0

@@ -1,0 +1,87 @@
+"""NCCL as memory between processes: which library it is, and its start. What is done with it: ffi/nccl_memory.cc."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import pathlib
+from typing import Any
+
+from xen_moe_jax.backends.availability import BackendUnavailable
+
+LIBRARY = "libnccl.so.2"
+OLDEST = (2, 31)
+"""The first whose communicators can be told to leave NVLink's multicast alone; the host can ask for peers' pointers
+since 2.29."""
+REMEDY = (
+    f"pip install 'nvidia-nccl-cu13>={OLDEST[0]}.{OLDEST[1]}', or set NCCL_HOME to a folder that has lib/{LIBRARY} of "
+    "such a version; JAX's own NCCL may stay what it is"
+)
+
+
+def find() -> pathlib.Path | None:
+    """The library that would be loaded: of NCCL_HOME where it is set, else of the package nvidia-nccl-cu13."""
+    home = os.environ.get("NCCL_HOME")
+    if home:
+        return pathlib.Path(home) / "lib" / LIBRARY
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations or [] if spec else []
+    candidates = (pathlib.Path(root) / "nccl" / "lib" / LIBRARY for root in roots)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def version(path: pathlib.Path) -> tuple[int, int, int]:
+    """What the library says that it is.
+
+    Raises:
+      BackendUnavailable: it is missing, cannot be loaded, or is not NCCL.
+    """
+    try:
+        library = ctypes.CDLL(str(path))  # RTLD_LOCAL: JAX has an NCCL of its own
+        number = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)) != 0:
+            raise OSError(f"{path}: ncclGetVersion failed")
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable(f"NCCL cannot be loaded ({error}): {REMEDY}") from error
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
+@functools.cache
+def usable() -> tuple[pathlib.Path, tuple[int, int, int]]:
+    """The library and its version, once it is known to be new enough.
+
+    Raises:
+      BackendUnavailable: there is none, or none that will do.
+    """
+    path = find()
+    if path is None:
+        raise BackendUnavailable(f"NCCL was not found: {REMEDY}")
+    found = version(path)
+    if found < OLDEST:
+        raise BackendUnavailable(f"NCCL {'.'.join(map(str, found))} in {path} is too old: {REMEDY}")
+    return path, found
+
+
+def load(compiled: Any) -> None:
+    """Opens it in the compiled module.
+
+    Raises:
+      BackendUnavailable: as `usable`, or the library lacks a function.
+    """
+    path, _ = usable()
+    try:
+        compiled.nccl_load(str(path))
+    except RuntimeError as error:
+        raise BackendUnavailable(f"{error}. {REMEDY}") from error
+
+
+def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: bytes, seconds: float) -> None:
+    """Collective, within `seconds`. Gives its memory to `compiled`.
+
+    Raises:
+      RuntimeError: NCCL did not start; the error says why.
+    """
+    compiled.set_provider(compiled.nccl_provider())  # first, so that a death ends the wait below
+    compiled.nccl_start(ordinal, process, count, unique_id, seconds)
