@@ -185,7 +185,7 @@ def order_pairs(
     Args:
       rows: int32 `[P, slots]`, rows of each pair in slot order, negative where there is none.
       peer, address: int32 `[P]`; the peer is `-1` for no pair.
-      group: pairs that are reduced together; divides 128.
+      group: pairs of a column (`reduce_slots.pairs_beside`); divides 128.
 
     Returns:
       What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the

@@ -125,7 +125,7 @@ def order_tokens(
       experts: int32 `[K, T]`, experts of this rank's tokens, `-1` for none.
       rank: int32 `[1]`, this rank.
       local_experts: experts of each rank. block: tokens that `reduce_ranks` adds up at a time (`block_tokens`).
-      group: pairs that `reduce_slots` adds up at a time (`pairs_at_once`).
+      group: pairs of a column (`reduce_slots.pairs_beside`).
 
     Returns:
       what `reduce_slots` and `reduce_ranks` follow, and int32 `[128]`, zeros unknown to the compiler.

@@ -161,30 +161,37 @@ def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> 
     """`acc`: the float32 sums of a group of pairs. What is absent adds `+0.0`, which changes no sum: none is `-0.0`."""
     pairs = refs.acc.shape[0]
     table = refs.columns[0]
-    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - group * static.columns.slots
-    lane = lax.broadcasted_iota(jnp.int32, (pairs, LANES), 1)
+    slots, part = static.columns.slots, table.shape[0]
+    slot_lane = lax.broadcasted_iota(jnp.int32, table.shape, 1) - group * (pairs // part * slots)
+    lane = lax.broadcasted_iota(jnp.int32, (part, LANES), 1)
 
-    def add(s: Any, before: Any) -> None:
-        number = jnp.max(jnp.where(slot_lane == s, table, -1), axis=1, keepdims=True)
+    def add_part(n: int, s: Any, before: Any) -> None:
+        """Part `n` of the pairs: as many as a column of the table holds."""
+        number = jnp.max(jnp.where(slot_lane == s + n * slots, table, -1), axis=1, keepdims=True)
+        here, tiles = slice(n * part, (n + 1) * part), slice(n * part // TILE, (n + 1) * part // TILE)
         weight = None
         if static.weighted:
             mine = (lane == (number & (LANES - 1))) & (number >= 0)
-            weights = refs.weight_rows[slot, s].reshape(pairs, LANES)
+            weights = refs.weight_rows[slot, s, tiles].reshape(part, LANES)
             weight = jnp.sum(jnp.where(mine, weights, 0.0), axis=1, keepdims=True)
         for c in range(static.record.chunks):
             columns = slice(c * LANES, (c + 1) * LANES)
-            words = refs.buffer[slot, s, :, :, columns].reshape(pairs, LANES)
+            words = refs.buffer[slot, s, tiles, :, columns].reshape(part, LANES)
             row = _values(words, number, static.paired)
             if weight is not None:
                 row = keep(row * weight, refs.zero[0])
-            refs.acc[:, columns] = before(columns) + row
+            refs.acc[here, columns] = before(here, columns) + row
 
-    nothing = lax.bitcast_convert_type(jnp.full((pairs, LANES), refs.zero[0]), jnp.float32)
-    add(0, lambda columns: nothing)
+    def add(s: Any, before: Any) -> None:
+        for n in range(pairs // part):
+            add_part(n, s, before)
+
+    nothing = lax.bitcast_convert_type(jnp.full((part, LANES), refs.zero[0]), jnp.float32)
+    add(0, lambda here, columns: nothing)
 
     @pl.loop(1, depth)
     def _(s: Any) -> None:
-        add(s, lambda columns: refs.acc[:, columns])
+        add(s, lambda here, columns: refs.acc[here, columns])
 
 
 def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, group: Any, last: Any) -> None:
@@ -285,6 +292,11 @@ def pairs_at_once(block: int) -> int:
     return next(n for n in (128, 64, 32, 16, 8) if n <= max(block, 8))
 
 
+def pairs_beside(block: int) -> int:
+    """Pairs that a column of the ordered rows holds: of 16 the columns of eight slots fill all lanes."""
+    return min(pairs_at_once(block), 16)
+
+
 def reduce_slots(
     y: jax.Array,
     pairs: Pairs | Ordered,
@@ -315,7 +327,8 @@ def reduce_slots(
     if isinstance(pairs, Ordered):
         columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
     else:
-        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, group, launch=launch)
+        beside = pairs_beside(launch.block)
+        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
     slots = columns.slots
     blocks = ordered.shape[0]
     first = jnp.zeros((), jnp.int32)

@@ -72,7 +72,7 @@ def combine(
             lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
             local_experts=spec.local_experts,
             block=block,
-            group=slots_kernel.pairs_at_once(slots_launch(record, spec, config).block),
+            group=slots_kernel.pairs_beside(slots_launch(record, spec, config).block),
             launch=_order_launch(spec, config),
         )
     else:
