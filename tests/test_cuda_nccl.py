@@ -132,12 +132,12 @@ def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monk
 
 # -- what a job uses ---------------------------------------------------------------------------------------------------
 
-FINE = {"node": "a", "asked": "nvshmem", "can": "nvshmem", "lacks": ""}
+FINE = {"node": "a", "asked": "nvshmem", "lacks": ""}
 
 
 def test_the_same_is_used_in_all_processes():
     assert start.decide([FINE] * 3) == "nvshmem"
-    assert start.decide([FINE | {"asked": "nccl", "can": "nccl"}] * 2) == "nccl"
+    assert start.decide([FINE | {"asked": "nccl"}] * 2) == "nccl"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_same_is_used_in_all_processes():
         ({"node": "b"}, ValueError, "the processes are on 2 nodes"),
         ({"asked": "nccl"}, ValueError, "XEN_MOE_MEMORY is 'nvshmem' in process 0 and 'nccl' in process 1"),
         (
-            {"can": "", "lacks": "this"},
+            {"lacks": "this"},
             BackendUnavailable,
             "process 1 has no memory.*: this; or set XEN_MOE_MEMORY=nccl",
         ),
@@ -176,9 +176,9 @@ def test_one_error_names_both_remedies(monkeypatch):
     """No NVSHMEM module in a checkout."""
     monkeypatch.setitem(sys.modules, "xen_moe_jax._nvshmem", None)
     nvshmem.load.cache_clear()
-    can, lacks = start._usable(memory_module.load(), "nvshmem")
+    lacks = start._lacks(memory_module.load(), "nvshmem")
     with pytest.raises(BackendUnavailable) as error:
-        start.decide([FINE | {"can": can, "lacks": lacks}])
+        start.decide([FINE | {"lacks": lacks}])
     for part in (
         "process 0 has no memory that processes can share",
         "pip install nvidia-nvshmem-cu13",
@@ -190,9 +190,9 @@ def test_one_error_names_both_remedies(monkeypatch):
 def test_an_nccl_that_is_too_old_is_named(nccl_home, monkeypatch):
     nccl_home()
     monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
-    can, lacks = start._usable(memory_module.load(), "nccl")
+    lacks = start._lacks(memory_module.load(), "nccl")
     with pytest.raises(BackendUnavailable, match="NCCL 2.28.9 in .*pip install 'nvidia-nccl-cu13>=2.31'"):
-        start.decide([FINE | {"asked": "nccl", "can": can, "lacks": lacks}])
+        start.decide([FINE | {"asked": "nccl", "lacks": lacks}])
 
 
 def test_a_start_that_failed_fails_again_with_the_same_words(monkeypatch):

@@ -31,7 +31,7 @@ def start(compiled: Any) -> None:
 
     Raises:
       ValueError: the processes are on several nodes, own several GPUs each, or ask for different memory.
-      BackendUnavailable: neither NVSHMEM nor NCCL will do, or the one that `XEN_MOE_MEMORY` asks for will not.
+      BackendUnavailable: the library that `XEN_MOE_MEMORY` asks for will not do.
     """
     global _started, _failed
     if _started:
@@ -84,16 +84,17 @@ def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> li
 def choose(compiled: Any, client: Any, process: int, count: int) -> str:
     """ "nvshmem" or "nccl", the same in every process: each says what it can use, and all decide by what all said."""
     asked = os.environ.get(MEMORY, CHOICES[0]).lower()
-    can, lacks = _usable(compiled, asked)
-    mine = {"node": _node(), "asked": asked, "can": can, "lacks": lacks}
-    client.key_value_set_bytes(f"{PREFIX}/can/{process}", json.dumps(mine).encode())
-    said = [json.loads(bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/can/{p}", WAIT_MS))) for p in range(count)]
+    mine = {"node": _node(), "asked": asked, "lacks": _lacks(compiled, asked)}
+    client.key_value_set_bytes(f"{PREFIX}/asked/{process}", json.dumps(mine).encode())
+    said = [
+        json.loads(bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/asked/{p}", WAIT_MS))) for p in range(count)
+    ]
     return decide(said)
 
 
 def decide(said: list[dict[str, Any]]) -> str:
-    """What all processes use, from what each has said: its `node`; what it was `asked` to use; what it `can` use, ""
-    for nothing; and what it `lacks` for that.
+    """What all processes use, from what each has said: its `node`; what it was `asked` to use; and what it `lacks` for
+    that, "" for nothing.
 
     Raises:
       ValueError, BackendUnavailable: as `start`, in all processes alike.
@@ -114,24 +115,22 @@ def decide(said: list[dict[str, Any]]) -> str:
                 "a job share one kind of memory; set it to the same in all of them"
             )
     for p, one in enumerate(said):
-        if not one["can"]:
+        if one["lacks"]:
             why = one["lacks"] + (f"; {OTHER}" if one["asked"] == "nvshmem" else "")
             raise BackendUnavailable(f"process {p} has no memory that processes can share: {why}")
-    return said[0]["can"]
+    return said[0]["asked"]
 
 
-def _usable(compiled: Any, asked: str) -> tuple[str, str]:
-    """What this process would use, "" for nothing, and why."""
+def _lacks(compiled: Any, asked: str) -> str:
+    """Why this process cannot use what it was asked to, "" if it can."""
     try:
         if asked == "nvshmem":
             nvshmem.load()
         elif asked == "nccl":
             nccl.load(compiled)
-        else:
-            return "", ""
     except BackendUnavailable as error:
-        return "", str(error)
-    return asked, ""
+        return str(error)
+    return ""
 
 
 def _node() -> str:
