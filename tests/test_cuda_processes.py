@@ -82,6 +82,11 @@ def test_all_grow_through_the_store_of_jax():
         assert result["errors"] == ["", ""] and result["listed"][0]["staging_bytes"] == LARGE_STAGING
 
 
+def test_processes_that_see_one_gpu_each_agree(tmp_path):
+    for result in run("grow_each_on_its_own_gpu_zero", str(tmp_path)):
+        assert result["errors"] == ["", ""] and result["listed"][0]["staging_bytes"] == LARGE_STAGING
+
+
 def test_the_neediest_decides(tmp_path):
     for result in run("different_needs", str(tmp_path)):
         assert result["errors"] == [""] and result["listed"][0]["staging_bytes"] == COUNT * SMALL_STAGING

@@ -95,6 +95,15 @@ def grow(rank: Rank) -> dict:
     return {"errors": errors, "listed": rank.listed()}
 
 
+def grow_each_on_its_own_gpu_zero(rank: Rank) -> dict:
+    """What processes that see one GPU each say of a mesh: their own is GPU 0, and of the others they know no better
+    than the number in the job."""
+    per = rank.memory.devices_per_process
+    keys = [p * per + (0 if p == rank.process else p) for p in range(rank.count)]
+    workspace = rank.memory.workspace(keys, rank.count, 0)
+    return {"errors": [rank.serve(workspace, SMALL), rank.serve(workspace, LARGE)], "listed": rank.listed()}
+
+
 def different_needs(rank: Rank) -> dict:
     """All get what the neediest asks for."""
     workspace = rank.workspace()
