@@ -34,6 +34,12 @@ def test_two_processes_grow_and_give_back():
     run(2, "--cases", "grouped", "--tokens", "1024", "--hidden", "7168", "--reverse", "--buffers", "3")
 
 
+@pytest.mark.gpu2
+def test_processes_that_see_one_gpu_each():
+    """GPU 0 in every process, as schedulers start them."""
+    run(2, "--cases", "grouped", "--hide", "--buffers", "1")
+
+
 @pytest.mark.gpu4
 def test_four_processes_every_case():
     run(4, "--cases", "all")
