@@ -1,4 +1,4 @@
-"""Which of these tests can run: the marks gpu1, gpu2, gpu4, gpu8 count the GPUs that JAX sees, and a skip says both numbers.
+"""Which of these tests can run: the marks gpu1 to gpu8 count the GPUs that JAX sees, and a skip says both numbers.
 
 Run with `JAX_PLATFORMS=cuda python -m pytest tests/gpu`; without it the suite's default, eight virtual CPU devices,
 holds.
