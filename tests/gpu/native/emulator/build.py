@@ -23,6 +23,7 @@ FOLDERS = ("cuda_kernels", "tests/gpu/native", "tests/gpu/native/nodes")
 PROGRAMS = {
     "harness": ("harness.cu", "scenarios.cu", "members.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
+    "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
 }
 """Program to its own files of tests/gpu/native; world.cu and the kernels are part of every one."""
 FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"
