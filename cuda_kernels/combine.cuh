@@ -138,8 +138,8 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const TokenRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
-  char* wire = shared.run.data[target] + p.staging.rows +
-               (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
+  char* wire =
+      shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
   const int end = min(r.hidden, begin + p.schedule.part_elements);
   auto store = [&](int base, const Octet(&acc)[kSteps]) {

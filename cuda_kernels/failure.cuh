@@ -163,8 +163,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
       return false;
     }
   }
-  // A block of this GPU that waits for a peer gives up first, and names that peer.
-  if (run.timeout_ns && waited / (rank == run.rank ? 2 : 1) > run.timeout_ns) {
+  // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
+  // waits for one of its own, and tells this one in time.
+  const uint64_t counts = rank == run.rank ? waited / 2 : run.reachable >> rank & 1 ? waited : waited / 3 * 2;
+  if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
   }

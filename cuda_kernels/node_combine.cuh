@@ -64,8 +64,7 @@ __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const Comb
   const int lane = threadIdx.x & 31;
   bool arrived = true;
   if (mask >> lane & 1) {
-    const uint32_t* flags =
-        reinterpret_cast<const uint32_t*>(shared.run.half[p.routing.rank] + p.staging.row_flags);
+    const uint32_t* flags = reinterpret_cast<const uint32_t*>(shared.run.half[p.routing.rank] + p.staging.row_flags);
     arrived = WaitFlag(flags + PartialFlagIndex(p, slots + lane, token, part), shared.run, shared.run.epoch,
                        Step::kRows, plan.node * plan.per_node + lane);
   }

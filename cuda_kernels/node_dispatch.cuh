@@ -46,7 +46,8 @@ __device__ __forceinline__ void SendChunks(const DispatchParams& p, const Dispat
       const int token = chunk * rail.plan.chunk_tokens + __ffs(m) - 1;
       const uint64_t at = rail.SentRecord(node, chunk, record);
       const Targets own{1u, r.rank, r.ranks, shared.run.data, at};
-      for (int part = 0; part < p.schedule.parts; ++part) Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), own);
+      for (int part = 0; part < p.schedule.parts; ++part)
+        Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), own);
       int* const routing = reinterpret_cast<int*>(shared.run.data[r.rank] + at + rail.plan.routing_offset);
       for (int k = lane; k < r.top_k; k += 32) {
         const int64_t entry = static_cast<int64_t>(token) * r.top_k + k;
@@ -84,7 +85,8 @@ __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const Di
   }
   __threadfence_system();
   __syncwarp();
-  if (shared.run.meets >> lane & 1) StoreRelaxedSystem(RoutingFlag(shared.run.half[lane], plan, source, chunk), shared.run.epoch);
+  if (shared.run.meets >> lane & 1)
+    StoreRelaxedSystem(RoutingFlag(shared.run.half[lane], plan, source, chunk), shared.run.epoch);
 }
 
 // Forwards what comes from the other nodes, chunk by chunk.

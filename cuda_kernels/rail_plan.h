@@ -25,14 +25,14 @@ static_assert(sizeof(ChunkHeader) == 16, "records behind it are aligned to 16 by
 
 struct RailPlan {
   int nodes, per_node;
-  int node, index;          // of this rank: its node, and its place there
+  int node, index;  // of this rank: its node, and its place there
   int chunk_tokens, chunks;
   uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
   uint64_t record_bytes;
-  uint64_t chunk_bytes;     // room for a full one
-  uint64_t routing_flags;   // from the start of a half, [R][chunks]: the routing of a block of tokens has come
-  uint64_t masks;           // combine, data: [R][chunks] bit masks of tokens
-  uint64_t send, land;      // data: [nodes][chunks] chunks, to and from other nodes
+  uint64_t chunk_bytes;    // room for a full one
+  uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a block of tokens has come
+  uint64_t masks;          // combine, data: [R][chunks] bit masks of tokens
+  uint64_t send, land;     // data: [nodes][chunks] chunks, to and from other nodes
 };
 
 struct RailParams {
