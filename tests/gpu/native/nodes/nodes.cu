@@ -237,10 +237,10 @@ void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<Nod
 
 std::string Normal(const NodeOptions& o) {
   NodeWorld nodes(o);
-  const auto pool = NodePool(nodes, o, 36, 10);
+  const auto pool = NodePool(nodes, o, 20, 10);
   nodes.Start(pool);
   for (const auto& ranks : pool) {
-    for (int repeat = 0; repeat < 3; ++repeat) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
 #ifndef __CUDACC__
       nodes.network->ClearTraffic();
 #endif
@@ -253,7 +253,7 @@ std::string Normal(const NodeOptions& o) {
     ExpectNoFailure(nodes.world);
     ExpectRight(nodes.world, Name(ranks[0].prepared->problem));
   }
-  return Text("%zu problems, each 3 times", pool.size());
+  return Text("%zu problems, each twice", pool.size());
 }
 
 std::string Random(const NodeOptions& o) {
