@@ -277,6 +277,36 @@ std::string Random(const NodeOptions& o) {
               (Now() - start) * 1e6 / static_cast<double>(o.calls));
 }
 
+// A captured graph repeats the launches with the host's numbers of the first time: what counters stand at must be kept
+// on the device.
+std::string Graph(const NodeOptions& o) {
+  NodeWorld nodes(o);
+  const auto pool = NodePool(nodes, o, 9, 20);
+  nodes.Start(pool);
+  std::vector<cudaGraphExec_t> graphs(o.ranks);
+  for (const RankState& state : nodes.world.states) {  // one after the other: nothing runs
+    NATIVE_CHECK(cudaSetDevice(state.device));
+    cudaGraph_t graph;
+    NATIVE_CHECK(cudaStreamBeginCapture(state.stream[0], cudaStreamCaptureModeThreadLocal));
+    for (const auto& ranks : pool) nodes.Launch(ranks[state.rank], state.rank);
+    NATIVE_CHECK(cudaStreamEndCapture(state.stream[0], &graph));
+    NATIVE_CHECK(cudaGraphInstantiate(&graphs[state.rank], graph, 0));
+    NATIVE_CHECK(cudaGraphUpload(graphs[state.rank], state.stream[0]));
+    NATIVE_CHECK(cudaGraphDestroy(graph));
+  }
+  nodes.world.Synchronize();
+  nodes.world.Each([&](int rank) {
+    for (int i = 0; i < 4; ++i) {
+      NATIVE_CHECK(cudaGraphLaunch(graphs[rank], nodes.world.states[rank].stream[0]));
+      NATIVE_CHECK(cudaStreamSynchronize(nodes.world.states[rank].stream[0]));
+    }
+  });
+  ExpectNoFailure(nodes.world);
+  ExpectRight(nodes.world, "replayed operations");
+  for (cudaGraphExec_t graph : graphs) NATIVE_CHECK(cudaGraphExecDestroy(graph));
+  return Text("a graph of %zu operations, 4 times", pool.size());
+}
+
 // A rank never comes: every rank of every node names it, and no result looks like one that came about.
 std::string Absent(const NodeOptions& o) {
   std::string names;
@@ -352,10 +382,8 @@ struct NodeScenario {
   const char* name;
   std::string (*run)(const NodeOptions&);
 };
-const NodeScenario kScenarios[] = {{"normal", Normal},
-                                   {"random", Random},
-                                   {"absent", Absent},
-                                   {"mismatch", Mismatch},
+const NodeScenario kScenarios[] = {{"normal", Normal}, {"random", Random},     {"graph", Graph},
+                                   {"absent", Absent}, {"mismatch", Mismatch},
 #ifndef __CUDACC__
                                    {"dead", Dead}
 #endif

@@ -68,6 +68,7 @@ CASES = [
     ("normal", 4, 1, "network", 64),
     ("normal", 6, 2, "network", 1),
     ("normal", 4, 2, "peer", 64),
+    ("graph", 4, 2, "network", 64),
     ("absent", 4, 2, "network", 64),
     ("mismatch", 6, 2, "network", 64),
     ("dead", 4, 2, "network", 64),
