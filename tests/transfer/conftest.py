@@ -18,18 +18,9 @@ def engine():
 @pytest.fixture
 def others(engine):
     """Starts other processes that are connected to `engine`; ends them."""
-    started = []
-
-    def start(name="there", connected=True, **options):
-        other = other_process.Other(name, **options)
-        started.append(other)
-        if connected:
-            other.call("connect", engine.descriptor)
-        return other
-
-    yield start
-    for other in started:
-        other.end()
+    started = other_process.Others(engine)
+    yield started
+    started.end()
 
 
 @pytest.fixture
