@@ -61,8 +61,7 @@ def main():
         found, seconds = timed(test_transfer_adversary.run, options.transfers, options.seed, 3000)
         names = ("writes", "failed writes", "lost connections", "generations thrown away")
         document["adversary"] = dict(zip(names, found, strict=True)) | {
-            "writes in committed generations": options.transfers
-            // test_transfer_adversary.ROWS
+            "rows in committed generations, hashed": -(-options.transfers // test_transfer_adversary.ROWS)
             * test_transfer_adversary.ROWS,
             "torn generations": 0,
             "seconds": round(seconds),

@@ -44,7 +44,9 @@ class Engine:
 
     Args:
         name: what peers see; unique among the engines that talk to each other.
-        backend: "auto" or "ucx" (UCX: other processes of the host, NVLink, RDMA, TCP).
+        backend: "ucx" (other processes of the host, NVLink, RDMA, TCP), or "auto": the same, but what goes from GPU to
+        GPU of one
+            host is copied by the driver, which takes less time for each piece.
         token: the secret that all engines of one job share. Without one the descriptor holds a secret of its own: then
         whoever has
             the descriptor may connect.
@@ -88,7 +90,7 @@ class Engine:
         # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
         self._device = _device.default_ordinal()
         self._adopt_device()
-        self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}))
+        self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}), backend == "auto")
         self._active: list[Transfer] = []
         self._peers_by_number: dict[int, Peer] = {}
         self._peer_numbers = itertools.count(1)
