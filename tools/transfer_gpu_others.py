@@ -4,8 +4,8 @@
     python tools/transfer_gpu_others.py transfer --gib 8     jax.experimental.transfer
     python tools/transfer_gpu_others.py device_put --gib 8   jax.device_put between two processes of one JAX job
 
-The same arrays as there. `--cpu` rehearses the first two on virtual devices. One JSON object on standard output; status 1
-where something differs.
+The same arrays as there. `--cpu` rehearses the first two on virtual devices. One JSON object on standard output;
+status 1 where something differs.
 """
 
 import argparse
