@@ -26,6 +26,8 @@ _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 def check_array(value: Any, what: str) -> None:
     """Raises `TransferRefused` for what is not an array."""
+    if isinstance(value, jax.core.Tracer):
+        raise TransferRefused(f"{what} is being traced: transfers start outside of jit; xt.tick hands arrays out of it")
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TransferRefused(f"{what} is a {type(value).__name__}: must be a jax.Array or a NumPy array")
 

@@ -181,9 +181,9 @@ class _Native:
 
     def __init__(self, path: pathlib.Path):
         library = self.library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _COPY_PROTOTYPES.items():
-            function: Any = getattr(library, f"xen_moe_copies_{name}")
-            function.restype, function.argtypes = result, arguments
+        for call, prototype in _COPY_PROTOTYPES.items():
+            function: Any = getattr(library, f"xen_moe_copies_{call}")
+            function.restype, function.argtypes = prototype
         self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) for name in _COPIES]
         holding = ctypes.PyDLL(str(path), handle=library._handle)
         for name, (result, arguments) in _PROTOTYPES.items():

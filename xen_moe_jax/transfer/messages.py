@@ -15,7 +15,7 @@ import numpy as np
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
-from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteWindow
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Region
@@ -76,8 +76,10 @@ class Mailbox:
         self._next = 0
         self._arrived: deque[tuple[Peer, dict, bytes]] = deque()
         self._pending: Counter[int] = Counter()
-        self._own_barriers: Counter[str] = Counter()
+        # By peer's number: an engine that has connected anew begins anew, on both sides.
+        self._own_barriers: Counter[tuple[int, str]] = Counter()
         self._barriers: Counter[tuple[int, str]] = Counter()
+        self._unfinished: set[tuple[int, str]] = set()
 
     def send(self, peer: Peer, value, tag: str) -> Transfer:
         engine = self._engine
@@ -102,6 +104,8 @@ class Mailbox:
             flat = leaves_by_path(tree)
             for path, array in flat.items():
                 _memory.check_array(array, f"{request}: {path or 'the value'}")
+            if kind == "dict" and (nested := [key for key, array in tree.items() if str(key) not in flat]):
+                raise TransferRefused(f"{request}: {nested} hold further containers: must be a flat dict of arrays")
             jax.block_until_ready(tree)
             records = []
             for path, array in flat.items():
@@ -185,13 +189,15 @@ class Mailbox:
         key = hashlib.blake2b("/".join(members).encode(), digest_size=16).hexdigest()
         request = f"barrier of {len(members)}"
         with engine._lock:
-            self._own_barriers[key] += 1
-            turn = self._own_barriers[key]
-            for peer in group:
-                peer.send({"t": "barrier", "k": key})
+            places = {(peer.number, key): peer for peer in group}
+            for place in places.keys() - self._unfinished:  # Whom it was given up waiting for is waited for again.
+                self._unfinished.add(place)
+                self._own_barriers[place] += 1
+                places[place].send({"t": "barrier", "k": key})
 
         def missing() -> list[Peer]:
-            return [peer for peer in group if self._barriers[peer.number, key] < turn]
+            turns = self._own_barriers
+            return [peer for peer in group if self._barriers[peer.number, key] < turns[peer.number, key]]
 
         def complete() -> bool:
             for peer in missing():
@@ -199,9 +205,18 @@ class Mailbox:
                     raise peer.lost_error(request, request)
             return not missing()
 
-        engine._wait(
-            complete, timeout, lambda: f"{request}: {', '.join(repr(p.name) for p in missing())} did not come", request
-        )
+        def text() -> str:
+            return f"{request}: {', '.join(repr(p.name) for p in missing())} did not come"
+
+        try:
+            engine._wait(complete, timeout, text, request)
+        except TransferTimeout as error:
+            error.peer = ", ".join(peer.name for peer in missing())
+            raise
+        except BaseException:
+            self._unfinished.difference_update(places)
+            raise
+        self._unfinished.difference_update(places)
 
     # Under the engine's lock.
 
