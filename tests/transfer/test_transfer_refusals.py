@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import slow_source
 
 
 class TestWhatErrorsSay:
@@ -149,3 +150,94 @@ def test_numbers_of_numpy_are_numbers(engine):
         engine.window({"a": jax.ShapeDtypeStruct((2,), np.float32)})
         other.write(np.ones(2, np.float32), other.connect(engine.descriptor)["a"], imm=np.int64(7)).wait(5)
         engine.counter(7, expect=1).wait(5)
+
+
+class TestMessagesThatAreGivenUp:
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="sender") as sender:
+            yield engine, sender, sender.connect(engine.descriptor)
+
+    @pytest.mark.parametrize("value", [b"short", np.arange(1 << 18, dtype=np.int32)], ids=["bytes", "array"])
+    def test_a_cancelled_message_is_never_received(self, sides, value):
+        engine, sender, peer = sides
+        sent = sender.send(peer, value)
+        assert sent.cancel(5)
+        with pytest.raises(xt.TransferCancelled):
+            sent.wait(1)
+        with pytest.raises(xt.TransferTimeout):
+            engine.recv(timeout=0.05)
+
+    def test_a_received_message_cannot_be_cancelled(self, sides):
+        engine, sender, peer = sides
+        sent = sender.send(peer, np.arange(8, dtype=np.int32))
+        engine.recv(timeout=5)
+        assert not sent.cancel(5)
+
+    def test_what_could_not_be_read_is_received_again(self, sides):
+        engine, sender, peer = sides
+        sent = sender.send(peer, np.arange(7, dtype=np.int32))
+        uneven = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
+        with pytest.raises(ValueError):
+            engine.recv(sharding=uneven, timeout=5)
+        assert not sent.done()
+        np.testing.assert_array_equal(np.asarray(engine.recv(timeout=5)), np.arange(7))
+        sent.wait(5)
+
+
+class TestPush:
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="trainer") as trainer:
+            avals = {name: jax.ShapeDtypeStruct((900, 900), np.float32) for name in ("a", "b")}
+            window = engine.window(avals, name="w")
+            peer = trainer.connect(engine.descriptor)
+            yield peer, window, xt.plan(avals, peer["w"].layout)
+
+    def test_cancel_ends_every_part(self, sides):
+        peer, _, plan = sides
+        pushed = xt.push({"a": slow_source(), "b": slow_source()}, plan, [peer])
+        pushed.cancel(30)
+        assert [transfer.done() for transfer in pushed.transfers] == [True, True]
+
+    @pytest.mark.parametrize(
+        ("params", "peers", "error", "text"),
+        [
+            ({"a": 0}, None, ValueError, "params and the plan differ in .'b'"),
+            (None, [], KeyError, "receiver 'here' is not among"),
+            (None, "here", ValueError, "must be a collection of peers"),
+            (None, ["here"], xt.TransferRefused, "not a Peer"),
+        ],
+    )
+    def test_what_does_not_fit(self, sides, params, peers, error, text):
+        peer, _, plan = sides
+        whole = {name: jnp.zeros((900, 900)) for name in ("a", "b")}
+        with pytest.raises(error, match=text):
+            xt.push(params or whole, plan, [peer] if peers is None else peers)
+        with pytest.raises(ValueError, match="collection of peers"):
+            xt.push(whole, plan, peer)
+
+    def test_params_that_are_sharded_otherwise(self, sides):
+        peer, _, plan = sides
+        here = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
+        with pytest.raises(ValueError, match="make another plan"):
+            xt.push({name: jax.device_put(jnp.zeros((900, 900)), here) for name in ("a", "b")}, plan, [peer])
+
+
+class TestWithoutSixtyFourBits:
+    """An array of int64 would be made as one of int32, half as long as what a peer writes."""
+
+    @pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+    def test_such_a_window_is_refused(self, engine, dtype):
+        with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+            engine.window({"a": jax.ShapeDtypeStruct((4,), np.dtype(dtype))})
+
+    def test_such_a_message_or_read_is_refused(self, engine):
+        with xt.Engine(name="sender") as sender:
+            peer = sender.connect(engine.descriptor)
+            sender.send(peer, np.arange(4, dtype=np.int64))
+            with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+                engine.recv(timeout=5)
+            engine.publish("p", np.arange(4, dtype=np.int64))
+            with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+                sender.read(peer["p"])

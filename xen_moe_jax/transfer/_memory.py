@@ -111,6 +111,10 @@ class Block:
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # Half as long as what is written to it.
+            raise TransferRefused(
+                f"an array of {self.dtype} would be one of {made} here: set jax_enable_x64, or send {made}"
+            )
         self.sharding = sharding or jax.sharding.SingleDeviceSharding(_device.default())
         self._array: jax.Array | None = None
         self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []

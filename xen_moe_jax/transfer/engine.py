@@ -354,6 +354,8 @@ class Engine:
         self._check_open("recv")
         if peer is not None:
             check_peer(peer, "recv")
+        if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+            raise ValueError(f"recv: sharding={sharding!r} must be a jax.sharding.Sharding")
         with about("recv", None if peer is None else peer.name):
             return self._mailbox.recv(peer, tag, sharding, timeout)
 

@@ -43,8 +43,15 @@ class _Letter(Transfer):
         return False
 
     def _stop(self, error) -> None:
-        if not self._ended:
+        """The peer may be reading it: it has ended when the peer says so, or is lost."""
+        if self._ended or self._error is not None:
+            return
+        peer = self._jobs[0].peer
+        if peer.lost:
             self.finish(error)
+        else:
+            self._error = error
+            peer.send({"t": "withdraw", "i": self.number})
 
     def finish(self, error) -> None:
         self._error = error
@@ -75,6 +82,7 @@ class Mailbox:
         self.letters: dict[tuple[int, int], _Letter] = {}
         self._next = 0
         self._arrived: deque[tuple[Peer, dict, bytes]] = deque()
+        self._pulled: dict[tuple[int, int], bool] = {}  # Messages that are being read: whether they were withdrawn.
         self._pending: Counter[int] = Counter()
         # By peer's number: an engine that has connected anew begins anew, on both sides.
         self._own_barriers: Counter[tuple[int, str]] = Counter()
@@ -135,6 +143,7 @@ class Mailbox:
             for entry in self._arrived:
                 if entry[1]["tag"] == tag and (peer is None or entry[0] is peer):
                     self._arrived.remove(entry)
+                    self._pulled |= {(entry[0].number, entry[1]["i"]): False} if "leaves" in entry[1] else {}
                     found.append(entry)
                     return True
             if peer is not None and peer.lost:
@@ -143,13 +152,35 @@ class Mailbox:
 
         engine._wait(arrived, timeout, lambda: f"{request}: no message", request)
         sender, head, payload = found[0]
-        with engine._lock:
-            self._pending[sender.number] -= len(payload)
-        done = {"t": "took", "i": head["i"]}
         if "leaves" not in head:
             with engine._lock:
-                sender.send(done)
+                self._pending[sender.number] -= len(payload)
+                sender.send({"t": "took", "i": head["i"]})
             return payload
+        try:
+            arrays = self._pull(sender, head, sharding, timeout, request)
+        except BaseException:
+            self._put_back(found[0])
+            raise
+        with engine._lock:
+            self._pulled.pop((sender.number, head["i"]), None)
+            sender.send({"t": "took", "i": head["i"]})
+        if head["kind"] == "bytes":
+            return np.asarray(arrays[""]).tobytes()
+        return arrays if head["kind"] == "dict" else arrays[""]
+
+    def _put_back(self, entry: tuple[Peer, dict, bytes]) -> None:
+        """What could not be read can be received again, unless it was withdrawn meanwhile."""
+        sender, head, _ = entry
+        with self._engine._lock:
+            if self._pulled.pop((sender.number, head["i"]), False):
+                sender.send({"t": "took", "i": head["i"], "no": "withdrawn"})
+            elif not sender.lost:
+                self._arrived.appendleft(entry)
+
+    def _pull(self, sender: Peer, head: dict, sharding: Any, timeout: float | None, request: str) -> dict[str, Any]:
+        """The arrays of a message, from the sender's memory."""
+        engine = self._engine
         leaves = {record["p"]: Leaf.from_json(record) for record in head["leaves"]}
         blocks = {
             path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
@@ -175,11 +206,7 @@ class Mailbox:
                     for shard in leaf.shards:
                         if not sender.lost:
                             sender.link.forget(shard.key)
-                sender.send(done)
-        arrays = {path: block.array() for path, block in blocks.items()}
-        if head["kind"] == "bytes":
-            return np.asarray(arrays[""]).tobytes()
-        return arrays if head["kind"] == "dict" else arrays[""]
+        return {path: block.array() for path, block in blocks.items()}
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
         engine = self._engine
@@ -239,9 +266,16 @@ class Mailbox:
             if letter := self.letters.get((peer.number, head["i"])):
                 refused = head.get("no")
                 request = letter._request
-                letter.finish(
-                    TransferRefused(f"{request}: {refused}", peer=peer.name, request=request) if refused else None
-                )
+                error = TransferRefused(f"{request}: {refused}", peer=peer.name, request=request) if refused else None
+                letter.finish(letter._error if refused and letter._error is not None else error)
+        elif head["t"] == "withdraw":
+            place = peer.number, head["i"]
+            if place in self._pulled:
+                self._pulled[place] = True
+            for entry in [e for e in self._arrived if (e[0].number, e[1]["i"]) == place]:
+                self._arrived.remove(entry)
+                self._pending[peer.number] -= len(entry[2])
+                peer.send({"t": "took", "i": head["i"], "no": "withdrawn"})
         elif head["t"] == "barrier":
             self._barriers[peer.number, head["k"]] += 1
         else:
