@@ -137,7 +137,8 @@ def in_one_process():
     x = jax.random.normal(jax.random.key(0), SHAPE)
     with xt.Engine(name="receiver") as receiver, xt.Engine(name="sender") as sender:
         window = receiver.window(
-            {"kv": jax.ShapeDtypeStruct(SHAPE, x.dtype), "scales": jax.ShapeDtypeStruct((4,), FLOAT8)}
+            {"kv": jax.ShapeDtypeStruct(SHAPE, x.dtype), "scales": jax.ShapeDtypeStruct((4,), FLOAT8)},
+            in_place=True,
         )
         peer = sender.connect(receiver.descriptor)
         for generation in range(3):
@@ -158,6 +159,11 @@ def in_one_process():
                 gc.collect()
         assert len(allocated) == 4, f"memory was not used again: {len(allocated)} pieces for two arrays"
         assert x.unsafe_buffer_pointer() not in allocated
+        copied = receiver.window(jax.ShapeDtypeStruct(SHAPE, x.dtype), name="copied")
+        sender.write(x, peer["copied"]).wait(20)
+        copy = copied.commit(20, last=True)
+        np.testing.assert_array_equal(np.asarray(copy), np.asarray(x))
+        assert copy.unsafe_buffer_pointer() not in allocated, "the committed array is not in JAX's memory"
         receiver.publish("published", x)  # Nobody can map it: peers read a copy.
         np.testing.assert_array_equal(np.asarray(sender.read(peer["published"])), np.asarray(x))
         sender.send(peer, {"x": x, "y": 2 * x})

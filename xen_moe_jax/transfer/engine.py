@@ -204,6 +204,7 @@ class Engine:
         name: str | None = None,
         writers: Collection[str] | None = None,
         readable: bool = False,
+        in_place: bool = False,
     ) -> Window:
         """Writable, registered memory for arrays like `avals`.
 
@@ -214,6 +215,8 @@ class Engine:
             name: by which peers find it. Without a name `avals` must be a dict, and its keys are the names.
             writers: names of the peers that may write into it; None: every peer that is connected.
             readable: peers may `read` the committed arrays; the engine then holds the last generation.
+            in_place: on GPUs, committed arrays stay in the window's memory instead of being copied into JAX's. A
+                program that XLA runs as a CUDA graph may then fail (docs, "Memory"). Elsewhere it changes nothing.
         """
         self._check_open("window")
         if name is not None:
@@ -221,7 +224,7 @@ class Engine:
         if name is None and not (isinstance(avals, dict) and avals):
             raise ValueError("window: give a name, or a dict of avals whose keys are the names")
         with about("window" if name is None else f"window {name!r}"):
-            window = Window(self, avals, shardings, name, writers, readable)
+            window = Window(self, avals, shardings, name, writers, readable, in_place)
         names = {name: ""} if name is not None else {str(key): str(key) for key in avals}
         with self._lock:
             if taken := [n for n in names if n in self._names or n in self._published]:

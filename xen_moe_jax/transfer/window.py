@@ -91,7 +91,9 @@ class _Generation:
 
     def __init__(self, engine: Engine, window: Window, number: int):
         self.number = number
-        self.blocks = [_memory.Block(a.shape, a.dtype, s) for a, s in zip(window._avals, window._shardings)]
+        self.blocks = [
+            _memory.Block(a.shape, a.dtype, s, window._in_place) for a, s in zip(window._avals, window._shardings)
+        ]
         self.region = Region(
             engine, [(path, b.shape, b.dtype, b.shards) for path, b in zip(window._paths, self.blocks)]
         )
@@ -106,7 +108,14 @@ class Window:
     """
 
     def __init__(
-        self, engine: Engine, avals, shardings, name: str | None, writers: Collection[str] | None, readable: bool
+        self,
+        engine: Engine,
+        avals,
+        shardings,
+        name: str | None,
+        writers: Collection[str] | None,
+        readable: bool,
+        in_place: bool,
     ):
         flat, self._treedef = jax.tree.flatten(avals)
         self._paths = list(leaves_by_path(avals))
@@ -137,7 +146,7 @@ class Window:
         ):
             raise ValueError(f"window: writers={writers!r} must be a collection of peers' names, or None for all")
         self._writers = None if writers is None else frozenset(writers)
-        self._readable = readable
+        self._readable, self._in_place = readable, in_place
         self.number = next(_numbers)
         self._published: Published | None = None
         self._state = "open"
