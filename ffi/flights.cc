@@ -9,17 +9,22 @@ Flights& Flights::Get() {
   return *flights;
 }
 
-void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run) {
-  std::lock_guard<std::mutex> lock(mutex_);
+template <class Ended>
+void Flights::Forget(Devices* gpus, int ordinal, void* stream, Ended ended) {
   for (auto flight = open_.lower_bound({ordinal, nullptr}); flight != open_.end() && flight->first.first == ordinal;) {
-    if (flight->second.run == run) {
+    if (!ended(flight->second.run)) {
       ++flight;
       continue;
     }
     void* const mark = flight->second.mark;
-    flight = open_.erase(flight);  // its run ended early
+    flight = open_.erase(flight);
     gpus->Join(ordinal, stream, mark);
   }
+}
+
+void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Forget(gpus, ordinal, stream, [run](int64_t its) { return its != run; });
   if (open_.count({ordinal, result})) {
     Refuse(
         "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
@@ -32,6 +37,11 @@ void Flights::Started(Devices* gpus, int ordinal, const void* result, int64_t ru
   std::lock_guard<std::mutex> lock(mutex_);
   void* const mark = gpus->Mark(ordinal);
   open_[{ordinal, result}] = Flight{gpus, mark, run};
+}
+
+void Flights::Abandon(Devices* gpus, int ordinal, void* stream, int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Forget(gpus, ordinal, stream, [run](int64_t its) { return its == run; });
 }
 
 bool Flights::Land(Devices* gpus, int ordinal, const void* result, void* stream) {

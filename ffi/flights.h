@@ -27,6 +27,9 @@ class Flights {
   void Started(Devices* gpus, int ordinal, const void* result, int64_t run);
   // Everything queued on `stream` from here on comes after the flight. False: there is none of that name.
   bool Land(Devices* gpus, int ordinal, const void* result, void* stream);
+  // `run` ends with an error on this GPU: `stream`, in whose order XLA gives the memory of its open flights to others,
+  // waits for them, and they are forgotten.
+  void Abandon(Devices* gpus, int ordinal, void* stream, int64_t run);
   // Forgets all. Nothing may be running.
   void Clear();
   int open();
@@ -37,6 +40,10 @@ class Flights {
     void* mark;
     int64_t run;
   };
+  // Those of `ordinal` whose run `ended` says has ended. The mutex is held.
+  template <class Ended>
+  void Forget(Devices* gpus, int ordinal, void* stream, Ended ended);
+
   std::mutex mutex_;
   std::map<std::pair<int, const void*>, Flight> open_;  // by GPU and address
 };

@@ -246,6 +246,8 @@ NB_MODULE(_memory_test, m) {
   m.def("land_flight", [](int ordinal, uintptr_t result) {
     return Flights::Get().Land(&FakeDevices::Get(), ordinal, reinterpret_cast<const void*>(result), nullptr);
   });
+  m.def("abandon_flights",
+        [](int ordinal, int64_t run) { Flights::Get().Abandon(&FakeDevices::Get(), ordinal, nullptr, run); });
   m.def("open_flights", [] { return Flights::Get().open(); });
   m.def("marks", [] { return FakeDevices::Get().marks(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });

@@ -204,6 +204,14 @@ ffi::Error Launched(int32_t ordinal, int code) {
                               cudaGetErrorString(static_cast<cudaError_t>(code)));
 }
 
+ffi::Error EndRun(int32_t ordinal, cudaStream_t stream, ffi::RunId run, const ffi::Error& error) {
+  try {
+    Flights::Get().Abandon(&CudaDevices(), ordinal, stream, run.run_id);
+  } catch (const MemoryError&) {  // the GPU is lost; `error` says why
+  }
+  return error;
+}
+
 ffi::Error ToError(const MemoryError& e) {
   return e.exhausted ? ffi::Error(ffi::ErrorCode::kResourceExhausted, e.message)
                      : ffi::Error::InvalidArgument(e.message);

@@ -144,22 +144,30 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching);
 ffi::Error Launched(int32_t ordinal, int code);
 
+// `error`, with which `run` ends here: XLA then frees the memory that its flights still write to, so `stream` waits for
+// them first.
+ffi::Error EndRun(int32_t ordinal, cudaStream_t stream, ffi::RunId run, const ffi::Error& error);
+
 // Runs `launch(member, stream)` on the member of this device, with the memory ready and earlier failures reported.
 // `result`: the first of its results, by which the done half finds a flight.
 template <class Launch>
 ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
                  const void* result, Launch launch) {
+  const auto failed = [&](const ffi::Error& error) { return EndRun(ordinal, stream, run, error); };
   std::shared_lock<std::shared_mutex> launching;
   ffi::ErrorOr<const Member*> member = Enter(plan, needs, ordinal, stream, run.run_id, &launching);
-  if (!member.has_value()) return member.error();
-  if (!plan.flight) return Launched(ordinal, launch(**member, stream));
+  if (!member.has_value()) return failed(member.error());
+  if (!plan.flight) {
+    const ffi::Error error = Launched(ordinal, launch(**member, stream));
+    return error.success() ? error : failed(error);
+  }
   try {
     Flights& flights = Flights::Get();
     const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, result, run.run_id));
-    if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return e;
+    if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return failed(e);
     flights.Started(&CudaDevices(), ordinal, result, run.run_id);
   } catch (const MemoryError& e) {
-    return ToError(e);
+    return failed(ToError(e));
   }
   return ffi::Error::Success();
 }

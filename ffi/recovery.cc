@@ -225,10 +225,11 @@ std::string Workspace::WhereIs(const Group& group, int rank) const {
   return job_.num_processes == 1 ? gpu : gpu + " of process " + std::to_string(ProcessOf(key));
 }
 
-// The same in every process, and used once.
+// The same in every process, and used once. Of a device only the process counts, which has one GPU: nobody knows the
+// ordinals of another process, which may see its own GPU alone.
 std::string Workspace::KeyOf(const char* what) {
   uint64_t hash = 1469598103934665603ull;
-  for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(key)) * 1099511628211ull;
+  for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(ProcessOf(key))) * 1099511628211ull;
   std::ostringstream out;
   out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << (flights_of_ ? "-flights" : "")
       << "/" << what << "/" << ++changes_;

@@ -144,7 +144,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
 
 // Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
 // A copy that XLA has made in between was made too early.
-ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flight, ffi::RemainingRets landed) {
+ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ffi::RemainingArgs in_flight,
+                ffi::RemainingRets landed) {
   bool in_place = landed.size() > 0 && in_flight.size() >= landed.size();
   for (size_t i = 0; in_place && i < landed.size(); ++i) {
     const ffi::AnyBuffer from = *in_flight.get<ffi::AnyBuffer>(i);
@@ -156,14 +157,15 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs in_flig
       return ffi::Error::Success();
     }
   } catch (const MemoryError& e) {
-    return ToError(e);
+    return EndRun(ordinal, stream, run, ToError(e));
   }
-  return ffi::Error(
+  const ffi::Error error(
       ffi::ErrorCode::kFailedPrecondition,
       "xen_moe_jax: no flight lands in the buffers that its done half was given: XLA has copied them since "
       "the start half, or the start was in another program, or before xen_moe_jax.cuda.reset(). Start and "
       "finish a flight in one program and in the same turn of a loop; do not carry it through scan, "
       "while_loop or cond");
+  return EndRun(ordinal, stream, run, error);
 }
 
 // What every handler is given before its operands.
@@ -227,6 +229,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDone, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
                                   .RemainingArgs()
                                   .RemainingRets());
 

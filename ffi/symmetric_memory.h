@@ -28,7 +28,8 @@
 
 namespace xen_moe {
 
-// A device of the job: process * kDevicesPerProcess + CUDA ordinal in that process.
+// A device of the job: process * kDevicesPerProcess + CUDA ordinal in that process. The ordinal of another process's
+// device is a guess, for error texts.
 using DeviceKey = int64_t;
 constexpr int64_t kDevicesPerProcess = 4096;
 inline int ProcessOf(DeviceKey key) { return static_cast<int>(key / kDevicesPerProcess); }

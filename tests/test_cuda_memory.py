@@ -494,6 +494,19 @@ def test_a_flight_is_found_by_its_result_and_once(memory):
     assert memory.open_flights() == memory.marks() == 0
 
 
+def test_flights_of_a_run_that_fails_are_waited_for_at_once(memory):
+    """Their memory is given to others when the run has ended, and they still write to it."""
+    memory.start_flight(0, 0x100, 7)
+    memory.start_flight(0, 0x200, 7)
+    memory.start_flight(1, 0x100, 7)
+    memory.abandon_flights(0, 8)  # another run
+    assert memory.open_flights() == memory.marks() == 3
+    memory.abandon_flights(0, 7)
+    assert memory.open_flights() == memory.marks() == 1 and not memory.land_flight(0, 0x100)
+    assert memory.land_flight(1, 0x100)  # that GPU has not failed
+    assert memory.open_flights() == memory.marks() == 0
+
+
 def test_a_result_that_serves_two_flights_of_a_run_is_refused(memory):
     memory.start_flight(0, 0x100, 1)
     calls = memory.calls()

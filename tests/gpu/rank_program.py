@@ -30,12 +30,17 @@ def main() -> int:
     parser.add_argument("--stress-calls", type=int, default=0)
     parser.add_argument("--buffers", type=int, default=0, help="times that an xm.Buffer is opened, used and closed")
     parser.add_argument("--reverse", action="store_true", help="ranks in the opposite order of processes")
+    parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
+    parser.add_argument("--hide", action="store_true", help="each process sees no GPU but its own, as GPU 0")
     options = parser.parse_args()
 
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
-    local = None if options.cpu_devices else [options.process_id]
+    gpu = options.process_id % (options.gpus or options.num_processes)
+    if options.hide:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    local = None if options.cpu_devices else [0 if options.hide else gpu]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
     import xen_moe_jax as xm

@@ -29,10 +29,23 @@ class FolderStore:
     def _path(self, key: str) -> pathlib.Path:
         return self._folder / key.replace("/", "~")
 
-    def set(self, key: str, value: bytes) -> None:
+    def _write(self, value: bytes) -> pathlib.Path:
         part = self._folder / f"part-{os.getpid()}-{threading.get_ident()}"
         part.write_bytes(value)
-        part.rename(self._path(key))
+        return part
+
+    def set(self, key: str, value: bytes) -> None:
+        self._write(value).rename(self._path(key))
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        part = self._write(value)
+        try:
+            self._path(key).hardlink_to(part)
+        except FileExistsError:
+            return self._path(key).read_bytes()
+        finally:
+            part.unlink()
+        return value
 
     def get(self, key: str, seconds: float) -> bytes | None:
         limit = time.monotonic() + seconds
@@ -93,6 +106,15 @@ def grow(rank: Rank) -> dict:
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL), rank.serve(workspace, LARGE)]
     return {"errors": errors, "listed": rank.listed()}
+
+
+def grow_each_on_its_own_gpu_zero(rank: Rank) -> dict:
+    """What processes that see one GPU each say of a mesh: their own is GPU 0, and of the others they know no better
+    than the number in the job."""
+    per = rank.memory.devices_per_process
+    keys = [p * per + (0 if p == rank.process else p) for p in range(rank.count)]
+    workspace = rank.memory.workspace(keys, rank.count, 0)
+    return {"errors": [rank.serve(workspace, SMALL), rank.serve(workspace, LARGE)], "listed": rank.listed()}
 
 
 def different_needs(rank: Rank) -> dict:

@@ -13,7 +13,11 @@ from xen_moe_jax.backends.cuda import module, processes
 
 
 def device_key(device: Any) -> int:
-    """`process * devices_per_process + CUDA ordinal`, as in ffi/symmetric_memory.h."""
+    """`process * devices_per_process + CUDA ordinal`, as in ffi/symmetric_memory.h.
+
+    JAX does not tell the ordinal of another process's device, which may be 0 in every process. Its number in the job
+    stands for it, and nothing but the words of an error depends on it.
+    """
     ordinal = device.local_hardware_id
     return device.process_index * module.compiled().devices_per_process + (device.id if ordinal is None else ordinal)
 
