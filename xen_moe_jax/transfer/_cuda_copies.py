@@ -1,8 +1,9 @@
 """Copies from a GPU of this process into another process's GPU memory by the driver itself (CUDA IPC, NVLink).
 
-UCX does the same, and takes 30 us for every piece of XLA's memory, where the driver's own copy takes 2 to 3. Memory that is registered is exported beside UCX's key; whoever can open it copies, and everything
-else (other machines, host memory, the same process) stays with UCX. The loop is `ffi/cuda_copies.cc` below
-`ffi/ucx_posting.cc`; without it UCX carries everything.
+UCX does the same, and takes 30 us for every piece of XLA's memory, where the driver's own copy takes 2 to 3. Memory
+that is registered is exported beside UCX's key; whoever can open it copies, and everything else (other machines, host
+memory, the same process) stays with UCX. The loop is `ffi/cuda_copies.cc` below `ffi/ucx_posting.cc`; without it UCX
+carries everything.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Push:
 def push(
     params,
     plan: Plan,
-    peers: Collection[Peer] | Mapping[str, Peer],
+    peers: Iterable[Peer] | Mapping[str, Peer],
     *,
     name: str | None = None,
     staging: int = 1 << 30,
@@ -61,11 +61,12 @@ def push(
 
     Raises `KeyError` for a receiver that is not among the peers, and what `Engine.write` does.
     """
-    if not isinstance(peers, Collection) or isinstance(peers, str):
+    if isinstance(peers, Peer | str):  # type: ignore[unreachable]
         raise ValueError(f"push: peers={peers!r} must be a collection of peers, as in [{peers!r}]")
-    for peer in peers.values() if isinstance(peers, Mapping) else peers:
+    members = list(peers.values() if isinstance(peers, Mapping) else peers)
+    for peer in members:
         check_peer(peer, "push: peers=")
-    by_name = dict(peers) if isinstance(peers, Mapping) else {peer.name: peer for peer in peers}
+    by_name = dict(peers) if isinstance(peers, Mapping) else {peer.name: peer for peer in members}
     if set(plan.windows) == {""} and len(by_name) == 1:
         by_name = {"": next(iter(by_name.values()))}
     arrays = leaves_by_path(params)
