@@ -12,6 +12,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ class Driver:
     def __init__(self):
         self.waiting, self.events, self.copies, self.opened = [], {}, 0, 0
         self.error = self.hidden = 0
+        self.patience = PATIENCE
         c_int, u64, pointer = ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
         calls = [
             (self.copy, [u64, u64, ctypes.c_size_t, pointer]),
@@ -93,7 +95,7 @@ class Driver:
         return 0
 
     def event_record(self, event, _stream):
-        self.events[event] = PATIENCE
+        self.events[event] = self.patience
         return 0
 
     def event_query(self, event):
@@ -216,6 +218,14 @@ def between_two_processes():
             assert not by_driver or "CUDA error 1 " in answer["error"], answer
             driver.hidden = 0
             short.close()
+            flooded = receiver.window(window_of, name="flooded", in_place=True)
+            flood = ask(do="flood", seed=11)  # Copies that are under way when the window is closed are waited for.
+            assert flood["under way"] > 0 or not by_driver, flood
+            got = flooded.commit(30)
+            seen = np.array(got)
+            time.sleep(0.3)
+            np.testing.assert_array_equal(np.asarray(got), seen)
+            del got
             receiver.send(peer, json.dumps({"do": "die", "seed": 7}).encode()).wait(20)
             other.wait(30)
             try:
@@ -242,6 +252,12 @@ def sender(descriptor):
                     transfer = engine.write(source, peer[order.get("name", "w")], pages=pages, imm=order["imm"])
                     transfer.wait(20)
                     assert not driver.waiting, "it ended before its copies"
+                elif order["do"] == "flood":
+                    driver.patience = 1000
+                    target = peer["flooded"]
+                    kept = [engine.write(source + i, target) for i in range(6)]
+                    answer["under way"] = sum(not transfer.done() for transfer in kept)
+                    driver.patience = PATIENCE
                 else:
                     transfer = engine.write(source, peer["w"])
                     if order["do"] == "die":

@@ -100,6 +100,8 @@ class Copies:
         return found
 
     def _map(self, exported: bytes) -> Mapping | None:
+        if len(exported) != _EXPORT.size:
+            return None
         machine, process, *handle, remote, nbytes = _EXPORT.unpack(exported)
         if machine != _machine_mark() or process == _process_mark:
             return None

@@ -133,7 +133,8 @@ def export(pointer: int) -> tuple[bytes, int, int, int] | None:
     handle, base, nbytes = _IpcHandle(), ctypes.c_uint64(), ctypes.c_size_t()
     status = driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
     _check(f"cuMemGetAddressRange of {pointer:#x}", status)
-    _check(f"cuIpcGetMemHandle of {pointer:#x}", driver().cuIpcGetMemHandle(ctypes.byref(handle), base))
+    if driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
+        return None
     return ctypes.string_at(ctypes.byref(handle), 64), _attribute(pointer, _BUFFER_ID), base.value, nbytes.value
 
 
@@ -146,7 +147,8 @@ def open_exported(handle: bytes) -> int | None:
 
 
 def close_exported(pointer: int) -> None:
-    _check("cuIpcCloseMemHandle", driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer)))
+    """Never raises: with a context that is broken, whoever copies next is told."""
+    driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
 
 
 def new_stream() -> int:
@@ -159,7 +161,7 @@ def new_stream() -> int:
 def end_stream(stream: int) -> None:
     """Returns when everything on the stream has ended, well or not."""
     driver().cuStreamSynchronize(ctypes.c_void_p(stream))
-    _check("cuStreamDestroy", driver().cuStreamDestroy_v2(ctypes.c_void_p(stream)))
+    driver().cuStreamDestroy_v2(ctypes.c_void_p(stream))
 
 
 _COPY_CALLS = (
