@@ -118,8 +118,14 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
   return chunk;
 }
 
+// Where a partial row of `source` goes, and as whose it is staged there: to the source itself, as this rank's.
+struct Straight {
+  __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
+  __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }
+};
+
 // kGeneral: octet by octet on the wire, for any hidden size.
-template <class Y, WireType kWire, int kSteps, bool kGeneral>
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way>
 __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             Signaller& signaller, int item) {
   const Routing& r = p.routing;
@@ -131,8 +137,9 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   if (source >= r.ranks) source -= r.ranks;
   const TokenRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
-  char* wire = shared.run.data[source] + p.staging.rows +
-               (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
+  const int target = Way::Target(r, source), slot = Way::Slot(r, source);
+  char* wire =
+      shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
   const int end = min(r.hidden, begin + p.schedule.part_elements);
   auto store = [&](int base, const Octet(&acc)[kSteps]) {
@@ -166,11 +173,11 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
       store(base, acc);
     }
   }
-  signaller.Raise(1u << source, PartialFlagIndex(p, r.rank, token, part));
+  signaller.Raise(1u << target, PartialFlagIndex(p, slot, token, part));
 }
 
 // What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
-template <class Y, WireType kWire, int kSteps, bool kGeneral>
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straight>
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
@@ -188,7 +195,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
     item = block + warp * s.push_blocks;
   }
   for (int next = 0;;) {
-    if (item < items) PushPartial<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, signaller, item);
+    if (item < items) PushPartial<Y, kWire, kSteps, kGeneral, Way>(p, shared, ring, vector, signaller, item);
     if (few) {
       const int share = AdoptShare(shared.run.control, s.push_blocks, epoch, &next);
       if (share < 0) break;

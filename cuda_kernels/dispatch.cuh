@@ -40,7 +40,7 @@ __device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchS
   const Routing& r = p.routing;
   const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
   const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-  const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.active) & ~(1u << r.rank);
+  const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.meets) & ~(1u << r.rank);
   if (ranks == 0) return;
   const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
   const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
     if (p.clean_topk_idx) p.clean_topk_idx[i] = moves ? expert : -1;
     for (int n = 1; n < r.ranks; ++n) {
       const int peer = (r.rank + n) % r.ranks;
-      if (!(shared.run.active >> peer & 1)) continue;
+      if (!(shared.run.meets >> peer & 1)) continue;
       char* data = shared.run.data[peer];
       const int64_t at = static_cast<int64_t>(r.rank) * words + i;
       reinterpret_cast<int*>(data + p.staging.topk_idx)[at] = expert;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
     }
   }
   __syncthreads();
-  if (threadIdx.x < 32 && (shared.run.active >> threadIdx.x & 1) && threadIdx.x != r.rank) {
+  if (threadIdx.x < 32 && (shared.run.meets >> threadIdx.x & 1) && threadIdx.x != r.rank) {
     __threadfence_system();
     StoreRelaxedSystem(MetadataFlag(shared.run.half[threadIdx.x], p.staging, r.rank, slice), epoch);
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
   bool arrived = true;
   for (int i = threadIdx.x; i < r.ranks * slices && arrived; i += kThreads) {
     const int source = i / slices;
-    if (source == r.rank || !(shared.run.active >> source & 1)) continue;
+    if (source == r.rank || !(shared.run.meets >> source & 1)) continue;
     const uint32_t* flag = MetadataFlag(shared.run.half[r.rank], p.staging, source, i % slices);
     arrived = WaitFlag(flag, shared.run, epoch, Step::kMetadata, source);
   }
@@ -274,9 +274,10 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
 }
 
 // Positions, by all blocks together or, for a small batch, by every block for itself in shared memory: `scratch`, with
-// the groups' starts in `*starts`. False: the group has failed.
+// the groups' starts in `*starts`. `await()` waits for the metadata of all sources. False: the group has failed.
+template <class Await>
 __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const DispatchShared& shared, int* dynamic,
-                                                 uint32_t epoch, LayoutScratch& scratch, int** starts) {
+                                                 LayoutScratch& scratch, int** starts, Await await) {
   const Routing& r = p.routing;
   *starts = dynamic;
   if (p.known_positions) {
@@ -287,10 +288,9 @@ __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const 
     scratch = MakeScratch(reinterpret_cast<char*>(dynamic), r, p.schedule);
     int* counters = scratch.totals + scratch.columns;
     *starts = counters + kWarps * scratch.columns;
-    if (!AwaitMetadata(p, shared, epoch)) return false;
+    if (!await()) return false;
     CountAlone(p, shared.run, scratch, counters, blockIdx.x == 0);
   } else {
-    auto await = [&] { return AwaitMetadata(p, shared, epoch); };
     if (!CountAndScan(p, shared.run, scratch, dynamic, await)) return false;
   }
   ComputeStarts(p, scratch, *starts);
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     Send<Codec>(p, shared, epoch);
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
-    if (ComputePositions(p, shared, dynamic, epoch, scratch, &starts)) {
+    if (ComputePositions(p, shared, dynamic, scratch, &starts, [&] { return AwaitMetadata(p, shared, epoch); })) {
       PlaceRows<Codec>(p, shared, scratch, starts, epoch);
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);

@@ -37,6 +37,8 @@ struct Running {
   int ranks, rank;
   uint32_t members;     // bit mask of the ranks that take part
   uint32_t active;      // of those that this one exchanges anything with: none when it is out itself
+  uint32_t reachable;   // bit mask of the ranks whose memory this one has pointers to: those of its node
+  uint32_t meets;       // of those, the active ones: announcements go between them
   uint32_t generation;  // of the memory that it uses (low byte)
   uint32_t current;     // the one that Control::current had
   uint32_t reported;    // the one that the host knows of
@@ -57,8 +59,8 @@ static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step s
   uint64_t word = PackFailure({cause, run.operation, step, rank, other, run.epoch});
   StoreRelaxedSystem(&run.mailbox->waited_ns, waited_ns);
   __threadfence_system();
-  const uint32_t alive = ~LoadRelaxedSystem(&run.mailbox->dead);
-  const uint32_t deciding = run.active & alive ? run.active & alive : 1u << run.rank;
+  const uint32_t alive = run.reachable & ~LoadRelaxedSystem(&run.mailbox->dead);
+  const uint32_t deciding = run.meets & alive ? run.meets & alive : 1u << run.rank;
   const uint64_t first = ClaimWordSystem(&run.control->mailbox[__ffs(deciding) - 1]->failure, word);
   if (first) word = first;
   for (int r = 0; r < run.ranks; ++r) {
@@ -71,7 +73,7 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
   uint32_t seen = 1u << run.rank;
   while (!(seen >> rank & 1)) {
     seen |= 1u << rank;
-    if (IsDead(run, rank)) break;
+    if (IsDead(run, rank) || !(run.reachable >> rank & 1)) break;
     const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
     if (!ProgressWaits(shown)) {
       if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
@@ -104,14 +106,14 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
-    for (uint32_t m = run.active; m; m &= m - 1) {
+    for (uint32_t m = run.meets; m; m &= m - 1) {
       const uint64_t word = said(__ffs(m) - 1);
       if (AnnouncedEpoch(word) != run.epoch) continue;
       ++arrived;
       with_me += AnnouncedSignature(word) == run.signature;
       with_them += AnnouncedSignature(word) == theirs;
     }
-  } while (arrived < __popc(run.active) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
+  } while (arrived < __popc(run.meets) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
   const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
   Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
 }
@@ -119,6 +121,7 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
 // Whether `rank` has begun a later operation and never came to this one: it was told that this rank is out. One that
 // agrees about the members does not end an operation before it has seen the announcements of all of them.
 static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) {
+  if (!(run.reachable >> rank & 1)) return false;
   const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
   if (shown == 0 || !EpochBefore(run.epoch, ProgressEpoch(shown))) return false;
   __threadfence_system();
@@ -160,8 +163,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
       return false;
     }
   }
-  // A block of this GPU that waits for a peer gives up first, and names that peer.
-  if (run.timeout_ns && waited / (rank == run.rank ? 2 : 1) > run.timeout_ns) {
+  // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
+  // waits for one of its own, and tells this one in time.
+  const uint64_t counts = rank == run.rank ? waited / 2 : run.reachable >> rank & 1 ? waited : waited / 3 * 2;
+  if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
   }

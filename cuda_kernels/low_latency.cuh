@@ -108,7 +108,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     run.operation = operation;
     run.ranks = ranks;
     run.rank = rank;
-    run.members = run.active = everybody;
+    run.members = run.active = run.reachable = run.meets = everybody;
     run.scratch = nullptr;
     run.generation = run.current = current & 0xFF;
     run.reported = reported;

@@ -48,7 +48,7 @@ __device__ __forceinline__ uint64_t AwaitAnnouncement(const Running& run) {
   const int lane = threadIdx.x & 31;
   const uint32_t epoch = run.epoch;
   uint64_t word = 0;
-  if (run.active >> lane & 1) {
+  if (run.meets >> lane & 1) {
     const uint64_t* at = &run.mailbox->announcements[epoch & 1][lane];
     if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, lane) &&
         AnnouncedSignature(word) != run.signature) {
@@ -78,7 +78,7 @@ static __device__ __noinline__ bool Join(const Running& run) {
   bool joined = true;
   uint64_t word = 0;
   uint64_t* const at = &run.mailbox->joins[lane % kMaxRanks];
-  if (run.active >> lane & 1) {
+  if (run.meets >> lane & 1) {
     StoreRelaxedSystem(&run.control->mailbox[lane]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
     joined = WaitUntil([&] { return (word = LoadAcquireSystem(at)) && !EpochBefore(AnnouncedEpoch(word), run.epoch); },
                        run, Step::kArrival, lane);
@@ -118,7 +118,7 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   const uint64_t word = AwaitAnnouncement(run);
   if (__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0)) return nullptr;
   int rank;
-  const uint32_t oldest = OldestGeneration(word, run.active, &rank);
+  const uint32_t oldest = OldestGeneration(word, run.meets, &rank);
   const MemoryTable* table = &run.control->memory[oldest % kGenerations];
   const LaneMemory memory(table);
   if (memory.generation == oldest && memory.Suffices(needs)) return table;
@@ -167,15 +167,15 @@ static __device__ __noinline__ void TellMismatch(const Running& run, const Call&
     StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
   }
   const uint32_t dead = LoadRelaxedSystem(&call.mailbox->dead);
-  if ((run.active & ~dead) >> lane & 1) {
+  if ((run.meets & ~dead) >> lane & 1) {
     const uint64_t word = PackAnnouncement(run.epoch, run.signature, LoadRelaxedSystem(&call.control->newest));
     StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[run.epoch & 1][run.rank], word);
   }
 }
 
 // BeginOperation for the first warp.
-__device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks,
-                                               int rank) {
+__device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
+                                               uint32_t reachable = ~0u) {
   const int lane = threadIdx.x;
   const uint32_t everybody = (1u << ranks) - 1;
   const bool takes_part = lane < ranks && (call.active == nullptr || call.active[lane]);
@@ -188,16 +188,18 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
     run.ranks = ranks;
     run.rank = rank;
     run.active = everybody;
+    run.reachable = run.meets = everybody & reachable;
     run.outside = !CheckIn(run, call.call_id);
   }
   const uint32_t members = __ballot_sync(0xFFFFFFFFu, takes_part), out = everybody & ~members;
   if (lane == 0) {
     run.members = members;
     run.active = members >> rank & 1 ? members : 0;
+    run.meets = run.active & reachable;
     if (out) run.signature = SignatureWithout(call.descriptor, out);
   }
   __syncwarp();
-  const uint32_t epoch = run.epoch, active = run.active;
+  const uint32_t epoch = run.epoch, meets = run.meets;
   LaneMemory memory(&call.control->current);
   const uint32_t current = memory.generation;
   const uint32_t before = LoadRelaxedSystem(&call.control->current.members);
@@ -208,7 +210,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   bool refused = failure != 0 || run.outside;
   if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
   if (!refused) {
-    const bool joins = __shfl_sync(0xFFFFFFFFu, active & ~before, 0) != 0;
+    const bool joins = __shfl_sync(0xFFFFFFFFu, meets & ~before, 0) != 0;
     if (blockIdx.x == 0) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
@@ -217,14 +219,14 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       }
       if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
       if (joins) refused = !Join(run);
-      if (!refused && active && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
+      if (!refused && meets && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-      if (!refused && (active >> lane & 1)) {
+      if (!refused && (meets >> lane & 1)) {
         StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
       }
     }
-    if (!refused && (joins || (active && !memory.Suffices(call.needs)))) {
+    if (!refused && (joins || (meets && !memory.Suffices(call.needs)))) {
       const MemoryTable* chosen = AwaitMemory(run, call.needs);
       refused = chosen == nullptr;
       if (chosen) memory = LaneMemory(chosen);
@@ -247,9 +249,10 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
 }
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
-__device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks,
-                                               int rank) {
-  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank);
+// `reachable`: bit mask of the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
+__device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,
+                                               uint32_t reachable = ~0u) {
+  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank, reachable);
   __syncthreads();
 }
 
@@ -279,13 +282,15 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
   if (atomicExch(&control->mirrored, 1u)) return;
   const uint32_t dead = LoadRelaxedSystem(&run.mailbox->dead);
   for (int r = 0; r < run.ranks; ++r) {
-    if (!(dead >> r & 1)) ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+    if ((run.reachable & ~dead) >> r & 1)
+      ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
   }
   ErrorRecord* const record = control->error;
   const Failure failure = UnpackFailure(word);
   const Mailbox* own = run.mailbox;
   auto copy = [&](int rank, Descriptor* to) {
-    if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead || (dead >> rank & 1)) rank = run.rank;
+    if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead) rank = run.rank;
+    if (!((run.reachable & ~dead) >> rank & 1)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
     // A descriptor is stored without a fence, and its announcement may not have come here yet. The signature in it says
@@ -305,7 +310,8 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
   };
   copy(failure.rank, &record->of_rank);
   copy(failure.other, &record->of_other);
-  const bool theirs = failure.cause == Cause::kTimeout && failure.other < run.ranks && !(dead >> failure.other & 1);
+  const bool theirs =
+      failure.cause == Cause::kTimeout && failure.other < run.ranks && (run.reachable & ~dead) >> failure.other & 1;
   const int told = theirs ? failure.other : run.rank;
   StoreRelaxedSystem(&record->waited_ns, LoadRelaxedSystem(&control->mailbox[told]->waited_ns));
   __threadfence_system();
@@ -316,7 +322,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
 __device__ __forceinline__ void CompleteOperation(const Running& run) {
   Control* const control = run.control;
   control->ticket = 0;
-  control->claimed[0] = control->claimed[1] = control->claimed[2] = control->claimed[3] = 0;
+  for (uint32_t& claimed : control->claimed) claimed = 0;
   control->completed[0] = control->completed[1] = 0;
   control->current.members = run.members;
   __threadfence();
@@ -333,7 +339,7 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
     // What made a block of this rank give up is in the mailbox by now; the announcements come in beside it.
     uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
     const uint64_t word = all_refused ? 0 : AwaitAnnouncement(run);
-    const bool matches = !(run.active >> threadIdx.x & 1) ||
+    const bool matches = !(run.meets >> threadIdx.x & 1) ||
                          (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature);
     if (!__all_sync(0xFFFFFFFFu, matches)) failure = LoadRelaxedSystem(&run.mailbox->failure);
     failure = __shfl_sync(0xFFFFFFFFu, failure, 0);
@@ -343,7 +349,7 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
     } else {
       int rank;  // one that is out joins before it uses memory again: it need not hold on to an old generation
       const uint32_t next =
-          run.active ? OldestGeneration(word, run.active, &rank) : LoadRelaxedSystem(&control->newest) & 0xFF;
+          run.meets ? OldestGeneration(word, run.meets, &rank) : LoadRelaxedSystem(&control->newest) & 0xFF;
       if (run.current != next) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->memory[next % kGenerations]);
         uint32_t* const to = reinterpret_cast<uint32_t*>(&control->current);

@@ -21,9 +21,9 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 
 objects=()
 pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,harness}.cu; do
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,harness,nodes/nodes}.cu; do
   object=$BUILD/$(basename "$source").o
-  objects+=("$object")
+  case $source in *nodes*) ;; *) objects+=("$object") ;; esac
   timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
     -o "$object" >"$object.log" 2>&1 &
   pids+=($!)
@@ -31,7 +31,12 @@ done
 failed=0
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 cat "$BUILD"/*.o.log >"$OUT/native_build.log"
-if [ $failed = 0 ]; then "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 || failed=1; fi
+kernels=()
+for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness*) ;; *) kernels+=("$object") ;; esac; done
+if [ $failed = 0 ]; then
+  "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 &&
+    "$NVCC" "$target" "${kernels[@]}" "$BUILD"/{world,nodes}.cu.o -o "$BUILD/nodes" >>"$OUT/native_build.log" 2>&1 || failed=1
+fi
 if [ $failed = 1 ]; then
   echo "the build failed"
   tail -40 "$OUT/native_build.log"
@@ -64,6 +69,10 @@ fi
 if [ "$gpus" -gt 2 ]; then  # it takes three, one of which is nearly full
   run native_leaver 60 "$BUILD/harness" --ranks "$gpus" --gpus "$gpus" --scenario leaver --json "$OUT/native_leaver.json"
 fi
+for nodes in "4 2" "4 1" "8 2"; do  # kernels across nodes, between virtual ones: ranks, and ranks of a node
+  read -r ranks per_node <<<"$nodes"
+  run "native_nodes_${ranks}_$per_node" 30 "$BUILD/nodes" --ranks "$ranks" --per-node "$per_node" --gpus "$gpus" --link peer --calls 3000
+done
 run native_random_two 60 "$BUILD/harness" --ranks 2 --gpus "$((gpus > 1 ? 2 : 1))" --scenario random --calls "$CALLS" --seed 2 \
   --json "$OUT/native_random_two.json"
 run native_random 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario random --calls "$((CALLS / 4))" \
@@ -88,8 +97,6 @@ else
 fi
 # The kernels' times, for the record: no verdict.
 if [ "$gpus" -gt 1 ] && [ "$(left)" -gt 60 ]; then
-  kernels=()
-  for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness*) ;; *) kernels+=("$object") ;; esac; done
   timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/kernel_variants.cu "${kernels[@]}" -o "$BUILD/variants" &&
     timeout -k 5 "$(($(left) < 40 ? $(left) : 40))" "$BUILD/variants" "$(date +%H:%M)" | tee "$OUT/native_variants.log"
 fi

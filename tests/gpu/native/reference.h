@@ -23,7 +23,7 @@ struct Problem {
   Layout layout = Layout::kGrouped;
   Element element = Element::kF32;
   bool scaled = false, weighted = true, ragged = false;
-  int ranks = 2, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
+  int ranks = 2, ranks_per_node = 0, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
   bool solo = false;
   bool low_latency = false;  // if the kernels take it
@@ -36,6 +36,7 @@ struct Problem {
   uint32_t members = ~0u;  // bit mask of the ranks that take part
   bool told = false;       // it is given that mask though all take part
 
+  int per_node() const { return ranks_per_node ? ranks_per_node : ranks; }  // 0: one node
   bool moves(int source, int target) const { return (members >> source & 1) && (members >> target & 1); }
   int slots() const { return layout == Layout::kRanked ? 1 : top_k; }
   int local_experts() const { return (experts + ranks - 1) / ranks; }
@@ -269,15 +270,17 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
   for (int r = 0; r < p.ranks; ++r) {
     std::vector<float> total(static_cast<size_t>(T) * H, 0.0f);
     for (int t = 0; t < T; ++t) {
+      std::vector<float> node_total(H, 0.0f);
       for (int d = 0; d < p.ranks; ++d) {
+        if (d % p.per_node() == 0) std::fill(node_total.begin(), node_total.end(), 0.0f);
         bool named = false;
         for (int k = 0; k < p.top_k; ++k) {
           const int e = routing.topk_idx[r][t * p.top_k + k];
           named |= e >= 0 && e < p.experts && e / L == d;
         }
-        if (!named || !p.moves(r, d)) continue;
+        const Element wire = p.wire == xen_moe::WireType::kNative ? p.element : Element::kF32;
         std::vector<float> partials(H, 0.0f);
-        for (int h = 0; h < H; ++h) {
+        for (int h = 0; h < H && named && p.moves(r, d); ++h) {
           float& partial = partials[h];
           for (int k = 0; k < S; ++k) {
             const int row = routing.positions[d][(static_cast<size_t>(r) * T + t) * S + k];
@@ -288,8 +291,13 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
           }
         }
         ThroughWire(partials.data(), H, p.wire, p.ue8m0);
-        const Element wire = p.wire == xen_moe::WireType::kNative ? p.element : Element::kF32;
-        for (int h = 0; h < H; ++h) total[static_cast<size_t>(t) * H + h] += Rounded(partials[h], wire);
+        for (int h = 0; h < H; ++h) node_total[h] += Rounded(partials[h], wire);
+        if ((d + 1) % p.per_node() != 0) continue;
+        const bool apart = p.per_node() != p.ranks;
+        if (apart) ThroughWire(node_total.data(), H, p.wire, p.ue8m0);
+        for (int h = 0; h < H; ++h) {
+          total[static_cast<size_t>(t) * H + h] += apart ? Rounded(node_total[h], wire) : node_total[h];
+        }
       }
     }
     RankCase c;

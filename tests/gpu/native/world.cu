@@ -148,7 +148,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   Routing r{};
   r.ranks = p.ranks, r.rank = rank.rank, r.tokens = p.tokens, r.top_k = p.top_k, r.slots = p.slots();
   r.experts = p.experts, r.local_experts = p.local_experts(), r.hidden = p.hidden, r.capacity = p.capacity;
-  r.alignment = p.alignment, r.ranks_per_node = p.ranks, r.layout = p.layout;
+  r.alignment = p.alignment, r.ranks_per_node = p.per_node(), r.layout = p.layout;
   Schedule s{};
   s.blocks = p.blocks, s.push_blocks = p.push_blocks, s.layout_blocks = p.slices, s.parts = p.parts;
   s.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;

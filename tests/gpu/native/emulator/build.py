@@ -1,7 +1,7 @@
-"""Builds the harness of the kernels over the emulator: python tests/gpu/native/emulator/build.py [FOLDER]
+"""Builds the programs of the kernels over the emulator: python tests/gpu/native/emulator/build.py [FOLDER]
 
-Needs a C++17 compiler ($CXX, c++ by default) and nothing of CUDA. FOLDER is build/emulator by default; the program is
-FOLDER/harness, with the options of tests/gpu/native/harness.cu.
+Needs a C++17 compiler ($CXX, c++ by default) and nothing of CUDA. FOLDER is build/emulator by default; the programs are
+FOLDER/harness, with the options of tests/gpu/native/harness.cu, and those of tests/gpu/native/nodes (`PROGRAMS`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ ROOT = HERE.parents[3]
 sys.path.insert(0, str(ROOT))
 from tests.gpu.native.emulator.translate import Untranslated, translate  # noqa: E402
 
-FOLDERS = ("cuda_kernels", "tests/gpu/native")
+FOLDERS = ("cuda_kernels", "tests/gpu/native", "tests/gpu/native/nodes")
+PROGRAMS = {
+    "harness": ("harness.cu", "scenarios.cu", "members.cu"),
+    "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
+    "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
+}
+"""Program to its own files of tests/gpu/native; world.cu and the kernels are part of every one."""
 FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"
 
 
-def sources() -> list[pathlib.Path]:
-    """All that the harness is made of, as tools/gpu_native_check.sh builds it."""
-    found = [p for folder in FOLDERS for p in sorted((ROOT / folder).glob("*.c[cu]"))]
-    return [p for p in found if p.name != "reference_test.cc"]
+def sources(program: str) -> list[pathlib.Path]:
+    """All that a program is made of; the harness as tools/gpu_native_check.sh builds it."""
+    kernels = sorted((ROOT / "cuda_kernels").glob("*.c[cu]"))
+    return kernels + [ROOT / "tests/gpu/native" / name for name in ("world.cu", *PROGRAMS[program])]
 
 
-def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]]) -> list[pathlib.Path]:
+def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]], program: str) -> list[pathlib.Path]:
     """Translates every file into `folder`, with `faults` put in; returns those to compile."""
-    wanted = []
+    wanted, needed = [], sources(program)
     for source in (p for part in FOLDERS for p in (ROOT / part).iterdir() if p.suffix in (".cc", ".cu", ".cuh", ".h")):
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,24 +52,27 @@ def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]]) -> list[path
             raise SystemExit(f"{source}: tests/gpu/native/emulator/translate.py does not know: {error}") from None
         if not target.exists() or target.read_text() != text:
             target.write_text(text)
-        if source in sources():
+        if source in needed:
             wanted.append(target)
     return sorted(wanted, key=lambda p: -p.stat().st_size)
 
 
 def includes(source: pathlib.Path) -> set[pathlib.Path]:
-    """A file, and all files of its folder that it includes, directly or not."""
+    """A file, and all files beside it or under the root that it includes, directly or not."""
     found, open_ = {source}, [source]
     while open_:
-        for name in re.findall(r'^#include "([^"/]+)"', open_.pop().read_text(), re.MULTILINE):
-            header = source.parent / name
+        file = open_.pop()
+        for name in re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE):
+            header = file.parent / name if "/" not in name else ROOT / name
             if header.exists() and header not in found:
                 found.add(header)
                 open_.append(header)
     return found
 
 
-def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None) -> pathlib.Path:
+def build(
+    folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None, program: str = "harness"
+) -> pathlib.Path:
     """Compiles what is out of date. Returns the program.
 
     Args:
@@ -75,7 +84,7 @@ def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None
         *FLAGS.split(),
         *shlex.split(os.environ.get("CXXFLAGS", "")),
     ]
-    headers = [*(HERE / "include").iterdir(), *(ROOT / "cuda_kernels").glob("*.*h"), *(ROOT / FOLDERS[1]).glob("*.h")]
+    headers = [*(HERE / "include").iterdir(), *(p for part in FOLDERS for p in (ROOT / part).glob("*.*h"))]
     newest = max(p.stat().st_mtime for p in [*headers, *HERE.glob("*.py")])
     include = ["-I", str(HERE / "include"), "-I", str(folder / "source"), "-include", "cuda_runtime.h"]
 
@@ -85,7 +94,7 @@ def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None
             subprocess.run([*compiler, *include, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
         return target
 
-    translated = write(folder / "source", faults or {})
+    translated = write(folder / "source", faults or {}, program)
     work = [(p, ROOT / p.relative_to(folder / "source")) for p in translated]
     work.append((HERE / "runtime.cc", HERE / "runtime.cc"))
     if faults:
@@ -94,11 +103,11 @@ def build(folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None
         work = [(p, original) for p, original in work if includes(original) & spoilt]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [*pool.map(lambda w: compile_one(*w), work), *(ready if faults else ())]
-    program = folder / "harness"
-    subprocess.run([*compiler, *map(str, objects), "-o", str(program)], check=True)
-    return program
+    subprocess.run([*compiler, *map(str, objects), "-o", str(folder / program)], check=True)
+    return folder / program
 
 
 if __name__ == "__main__":
     wanted = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "emulator"
-    print(build(wanted.resolve()))
+    for name in PROGRAMS:
+        print(build(wanted.resolve(), program=name))

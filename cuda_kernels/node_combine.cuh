@@ -1,0 +1,243 @@
+// Combine across nodes, in one launch. Within a node it is combine.cuh.
+//
+// What moves: every expert rank adds up the rows of a token as within a node, and pushes the partial row, over NVLink,
+// to the rank of its own node that has the place of the token's rank. That one adds the partial rows of its node in
+// ascending rank order, rounds to the wire, and sends one row per token to the token's rank, a chunk at a time. There
+// the rows of the nodes are added in ascending node order: this node's from its partial rows, the others' as they came.
+// Who does it: the first `push_blocks` blocks push partial rows; all say for which tokens they have any (`masks`), then
+// add and send for the other nodes, then sum their own tokens, block of tokens by block of tokens. Who waits for whom:
+// pushing waits for nobody; adding waits for the pushing of this node; summing waits for this node's pushing and the
+// other nodes' adding. Each is claimed to the end before its block goes on: so every wait ends, with any number of
+// resident blocks. Memory order: rail.cuh and combine.cuh. What a chunk says is checked before it becomes an address.
+#pragma once
+
+#include "combine.cuh"
+#include "rail.cuh"
+
+namespace xen_moe {
+
+// A partial row goes to the rank of this node with the source's place, as this rank's for the source's node.
+struct ByNode {
+  __device__ __forceinline__ static int Target(const Routing& r, int source) {
+    return r.rank / r.ranks_per_node * r.ranks_per_node + source % r.ranks_per_node;
+  }
+  __device__ __forceinline__ static int Slot(const Routing& r, int source) {
+    return source / r.ranks_per_node * r.ranks_per_node + r.rank % r.ranks_per_node;
+  }
+};
+
+__device__ __forceinline__ uint32_t* MaskFlag(char* half, const RailPlan& plan, int slot, int chunk) {
+  return reinterpret_cast<uint32_t*>(half + plan.routing_flags) + slot * plan.chunks + chunk;
+}
+__device__ __forceinline__ uint32_t* MaskOf(char* data, const RailPlan& plan, int slot, int chunk) {
+  return reinterpret_cast<uint32_t*>(data + plan.masks) + slot * plan.chunks + chunk;
+}
+
+// Tells the rank of this node that adds for a source which of its tokens have rows here.
+__device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineShared& shared, const RailPlan& plan) {
+  const Routing& r = p.routing;
+  const int lane = threadIdx.x & 31, others = r.ranks - plan.per_node, items = others * plan.chunks;
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailSend)], items, false);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
+    const int chunk = item / others, n = item % others;
+    const int source = n < plan.node * plan.per_node ? n : n + plan.per_node;
+    const int token = chunk * plan.chunk_tokens + lane;
+    bool belongs = false;
+    if (lane < TokensOf(plan, chunk, r.tokens)) {
+      const int* const positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
+      for (int slot = 0; slot < r.slots; ++slot) belongs |= positions[slot] != -1;
+    }
+    const uint32_t mask = __ballot_sync(0xFFFFFFFFu, belongs);
+    if (lane == 0) {
+      const int target = ByNode::Target(r, source), slot = ByNode::Slot(r, source);
+      *MaskOf(shared.run.data[target], plan, slot, chunk) = mask;
+      __threadfence_system();
+      StoreRelaxedSystem(MaskFlag(shared.run.half[target], plan, slot, chunk), shared.run.epoch);
+    }
+  }
+}
+
+// All lanes call it: awaits the part of a token's partial row from every rank of this node that `mask` names by its
+// place, staged in the slots from `slots` on. False: the group has failed.
+__device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared, const RailPlan& plan,
+                                              int slots, uint32_t mask, int token, int part) {
+  const int lane = threadIdx.x & 31;
+  bool arrived = true;
+  if (mask >> lane & 1) {
+    const uint32_t* flags = reinterpret_cast<const uint32_t*>(shared.run.half[p.routing.rank] + p.staging.row_flags);
+    arrived = WaitFlag(flags + PartialFlagIndex(p, slots + lane, token, part), shared.run, shared.run.epoch,
+                       Step::kRows, plan.node * plan.per_node + lane);
+  }
+  arrived = __all_sync(0xFFFFFFFFu, arrived);
+  __syncwarp();  // what one lane has acquired, all lanes may read
+  return arrived;
+}
+__device__ __forceinline__ const char* StagedPartial(const CombineParams& p, const CombineShared& shared, int slot,
+                                                     int token) {
+  return shared.run.data[p.routing.rank] + p.staging.rows +
+         (static_cast<uint64_t>(slot) * p.routing.tokens + token) * p.staging.row_bytes;
+}
+
+// Adds the partial rows of this node for the tokens of ranks on other nodes, and sends them.
+template <class Y, WireType kWire, int kSteps, class Link>
+__device__ __forceinline__ void SendSums(const CombineParams& p, const CombineShared& shared, const Rail<Link>& rail,
+                                         bool vector) {
+  const Routing& r = p.routing;
+  const RailPlan& plan = rail.plan;
+  const int lane = threadIdx.x & 31, others = plan.nodes - 1, items = others * plan.chunks;
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailReceive)], items, false);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
+    const int chunk = item / others, node = rail.NodeTo(item % others), slots = node * plan.per_node;
+    uint32_t mask = 0;
+    bool arrived = true;
+    if (lane < plan.per_node) {
+      arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + lane, chunk), shared.run, shared.run.epoch,
+                         Step::kMetadata, plan.node * plan.per_node + lane);
+      if (arrived) mask = LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + lane, chunk));
+    }
+    if (!__all_sync(0xFFFFFFFFu, arrived)) return;
+    const uint32_t tokens = __reduce_or_sync(0xFFFFFFFFu, mask);
+    int record = 0;
+    for (uint32_t m = tokens; m; m &= m - 1, ++record) {
+      const int bit = __ffs(m) - 1, token = chunk * plan.chunk_tokens + bit;
+      const uint32_t adds = __ballot_sync(0xFFFFFFFFu, mask >> bit & 1);
+      char* const wire = shared.run.data[r.rank] + rail.SentRecord(node, chunk, record);
+      for (int part = 0; part < p.schedule.parts; ++part) {
+        if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;
+        const int begin = min(r.hidden, part * p.schedule.part_elements);
+        const int end = min(r.hidden, begin + p.schedule.part_elements);
+        for (int base = begin; base < end; base += kSteps * kWarpElements) {
+          Octet total[kSteps];
+          Clear(total);
+          for (uint32_t from = adds; from; from &= from - 1) {
+            Octet partial[kSteps];
+            const char* const staged = StagedPartial(p, shared, slots + __ffs(from) - 1, token);
+            LoadPartial<Y, kWire, kSteps>(p, staged, base, end, vector, partial);
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
+          }
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+            const int e = base + s * kWarpElements + lane * kOctet;
+            if constexpr (kWire == WireType::kNative) {
+              StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(total[s]));
+            } else {
+              StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(total[s], p.ue8m0));
+            }
+          }
+        }
+      }
+    }
+    rail.Send(node, chunk, tokens);
+  }
+}
+
+// Sums the tokens of this rank.
+template <class Y, WireType kWire, int kSteps, class Link>
+__device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail,
+                                         bool vector) {
+  const Routing& r = p.routing;
+  const RailPlan& plan = rail.plan;
+  const int lane = threadIdx.x & 31, items = plan.chunks, first = plan.node * plan.per_node;
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items, false);
+  for (int chunk = claims.First(); chunk < items; chunk = claims.Next()) {
+    uint32_t came = 0;  // lane `n`: tokens that node `n` has sent a row for
+    for (int turn = 0; turn < plan.nodes - 1; ++turn) {
+      uint32_t tokens = 0;
+      if (!rail.Await(rail.NodeFrom(turn), chunk, &tokens)) return;
+      if (lane == rail.NodeFrom(turn)) came = tokens;
+    }
+    const int count = TokensOf(plan, chunk, r.tokens);
+    for (int bit = 0; bit < count; ++bit) {
+      const int token = chunk * plan.chunk_tokens + bit;
+      const uint32_t near = RanksOf(p.topk_idx, token, r, shared.run.meets);
+      const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
+      const TokenRows own = GatherRows(p, shared, r.rank, token);
+      for (int part = 0; part < p.schedule.parts; ++part) {
+        if (!AwaitPartials(p, shared, plan, first, (near & ~(1u << r.rank)) >> first, token, part)) return;
+        const int begin = min(r.hidden, part * p.schedule.part_elements);
+        const int end = min(r.hidden, begin + p.schedule.part_elements);
+        for (int base = begin; base < end; base += kSteps * kWarpElements) {
+          Octet sum[kSteps], total[kSteps], partial[kSteps];
+          Clear(sum);
+          for (int node = 0; node < plan.nodes; ++node) {
+            if (node == plan.node) {
+              Clear(total);
+              for (uint32_t m = near; m; m &= m - 1) {
+                const int rank = __ffs(m) - 1;
+                if (rank == r.rank) {
+                  ReduceRows<Y, kSteps>(p, shared, own.count, base, end, vector, partial);
+#pragma unroll
+                  for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
+                } else {
+                  LoadPartial<Y, kWire, kSteps>(p, StagedPartial(p, shared, rank, token), base, end, vector, partial);
+                }
+#pragma unroll
+                for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
+              }
+#pragma unroll
+              for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
+            } else if (far >> node & 1) {
+              const uint32_t before = __shfl_sync(0xFFFFFFFFu, came, node) & ((1u << bit) - 1);
+              const char* const row = shared.run.data[r.rank] + rail.LandedRecord(node, chunk, __popc(before));
+              LoadPartial<Y, kWire, kSteps>(p, row, base, end, vector, partial);
+            } else {
+              continue;
+            }
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) Add(sum[s], partial[s]);
+          }
+          Y* const out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+            StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, vector, Narrow<Y>(sum[s]));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class Y, WireType kWire, class Link>
+__global__ void __launch_bounds__(kThreads, 1)
+    NodeCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ RailParams rails,
+                      const __grid_constant__ Link link) {
+  constexpr int kSteps = StepsOf<Y>(true);
+  __shared__ CombineShared shared;
+  extern __shared__ __align__(128) char rings[];
+  char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
+  InitSignalBox(shared.signals);
+  BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank,
+                 NodeMask(rails.plan, rails.plan.node));
+  const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
+  if (!shared.run.refused) {
+    const bool vector = p.routing.hidden % kOctet == 0;
+    SendMasks(p, shared, rails.plan);
+    PushPartials<Y, kWire, kSteps, true, ByNode>(p, shared, ring, vector, shared.run.epoch);
+    SendSums<Y, kWire, kSteps>(p, shared, rail, vector);
+    SumNodes<Y, kWire, kSteps>(p, shared, rail, vector);
+  }
+  FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
+    if (index == 0 && threadIdx.x == 0) rail.TellFailure();
+    FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
+  });
+}
+
+// A cudaError_t. `p.staging` as PlanRail has completed it.
+template <class Y, WireType kWire, class Link>
+int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;
+  NodeCombineKernel<Y, kWire, Link><<<p.schedule.blocks, kThreads, rings, stream>>>(p, rails, link);
+  return cudaGetLastError();
+}
+// Loads the kernel and lets it use the shared memory of its rings.
+template <class Y, WireType kWire, class Link>
+int PreloadNodeCombine() {
+  const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;
+  cudaFuncAttributes attributes;
+  if (int e = cudaFuncGetAttributes(&attributes, NodeCombineKernel<Y, kWire, Link>)) return e;
+  return cudaFuncSetAttribute(NodeCombineKernel<Y, kWire, Link>, cudaFuncAttributeMaxDynamicSharedMemorySize, rings);
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,73 @@
+// What goes between nodes, and where it lies. Plain data: the host plans with it too.
+//
+// Ranks are numbered node by node, `per_node` to a node. The rails are the ranks with one place in their nodes: what
+// rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
+// crosses. A chunk is what one rank sends to another node for one block of tokens, in one put: a header, then a record
+// for each token that has anything there, in token order. Every chunk is sent, an empty one as its header alone: that
+// it has come says that its sender has begun the operation, which is why two halves suffice between nodes as within one
+// (workspace.h). Each has a counter of its own, which grows by one in every operation that has such a chunk.
+#pragma once
+
+#include "params.h"
+
+namespace xen_moe {
+
+constexpr int kMaxChunks = 256;   // of one rank to one node
+constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
+constexpr int kRailSignals = kMaxRanks * kMaxChunks;
+
+struct alignas(16) ChunkHeader {
+  uint64_t announcement;  // PackAnnouncement: what its sender runs
+  uint32_t tokens;        // bit mask: which tokens of the block have a record
+  uint32_t reserved;
+};
+static_assert(sizeof(ChunkHeader) == 16, "records behind it are aligned to 16 bytes");
+
+struct RailPlan {
+  int nodes, per_node;
+  int node, index;  // of this rank: its node, and its place there
+  int chunk_tokens, chunks;
+  uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
+  uint64_t record_bytes;
+  uint64_t chunk_bytes;    // room for a full one
+  uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a block of tokens has come
+  uint64_t masks;          // combine, data: [R][chunks] bit masks of tokens
+  uint64_t send, land;     // data: [nodes][chunks] chunks, to and from other nodes
+};
+
+struct RailParams {
+  RailPlan plan;
+  uint64_t* expected;  // [kRailSignals], private to this rank: what each counter has reached. Zero after a reset
+};
+
+// Completes `staging`, as PlanStaging made it, for an operation over several nodes.
+inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, Staging* staging) {
+  auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
+  RailPlan plan{};
+  plan.per_node = r.ranks_per_node, plan.nodes = r.ranks / r.ranks_per_node;
+  plan.node = r.rank / r.ranks_per_node, plan.index = r.rank % r.ranks_per_node;
+  plan.chunk_tokens = chunk_tokens, plan.chunks = (r.tokens + chunk_tokens - 1) / chunk_tokens;
+  plan.routing_offset = staging->row_bytes;
+  plan.record_bytes = staging->row_bytes;
+  if (operation != Operation::kCombine) plan.record_bytes += up(static_cast<uint64_t>(r.top_k) * 8, 16);
+  plan.chunk_bytes = sizeof(ChunkHeader) + plan.chunk_tokens * plan.record_bytes;
+  const uint64_t flags = static_cast<uint64_t>(r.ranks) * plan.chunks * 4;
+  plan.routing_flags = up(staging->row_flags + static_cast<uint64_t>(r.ranks) * r.tokens * s.parts * 4, 128);
+  staging->flag_bytes = FlagAndLineBytes(plan.routing_flags + flags, 0);
+  plan.masks = staging->data_bytes;
+  plan.send = up(plan.masks + flags, 128);
+  plan.land = up(plan.send + plan.nodes * plan.chunks * plan.chunk_bytes, 128);
+  staging->data_bytes = up(plan.land + plan.nodes * plan.chunks * plan.chunk_bytes, 256);
+  return plan;
+}
+
+// Null, or why the kernels across nodes do not take the operation.
+inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
+  if (call.active != nullptr) return "ranks that are out, across nodes";
+  if (s.low_latency) return "low latency, across nodes";
+  if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2) return "ranks_per_node";
+  if (plan.chunk_tokens < 1 || plan.chunk_tokens > kChunkTokens || plan.chunks > kMaxChunks) return "chunk_tokens";
+  return nullptr;
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,85 @@
+// How a kernel reaches the ranks of other nodes: six calls, and nothing of the library that carries them out.
+//
+// Ranks of this node are stored to and read by pointer. To the others a kernel puts: it copies from its own memory into
+// that of the other rank, and raises counters there. `Link` carries this out; it has, for all lanes of a warp together,
+//   Put(generation, rank, to, from, bytes)                  as Transport::Put
+//   PutSignal(generation, rank, to, from, bytes, signal)    as Transport::PutSignal
+//   Count(signal)    an own counter, with acquire semantics at system scope: any lane alone
+//   Pending()        a rank to which a put of this context is still being read from here, or -1: any lane alone
+//   Fail(rank, word) as Transport::Fail: one lane alone
+// A context is a warp of an operation: what is said about the order of puts is said about the puts of one warp.
+//
+// Offsets count from the start of a generation's staging area, which is the same size on all ranks; offsets and sizes
+// are multiples of 16 bytes. Counters only grow. What they stood at before an operation must be kept on the device: a
+// CUDA graph repeats a launch with the host's numbers of the first time.
+#pragma once
+
+#include "failure.cuh"
+
+namespace xen_moe {
+
+template <class Link>
+class Transport {
+ public:
+  __device__ __forceinline__ Transport(const Link& link, const Running& run) : link_(link), run_(run) {}
+
+  // Copies `bytes` bytes at `from` of this rank's memory to `to` of `rank`'s, in no order with any other put. What the
+  // lanes of this warp stored to `from` before is what goes. All lanes call it.
+  __device__ __forceinline__ void Put(int rank, uint64_t to, uint64_t from, uint64_t bytes) const {
+    Publish();
+    link_.Put(run_.generation, rank, to, from, bytes);
+  }
+  // The same; then `rank`'s counter `signal` grows by one, and whoever sees that there sees this put and all earlier
+  // ones of this warp to that rank. With 0 bytes it only signals.
+  __device__ __forceinline__ void PutSignal(int rank, uint64_t to, uint64_t from, uint64_t bytes,
+                                            uint32_t signal) const {
+    Publish();
+    link_.PutSignal(run_.generation, rank, to, from, bytes, signal);
+  }
+  // Until this rank's counter `signal` has reached `value`, which `rank` makes it do. False: the group has failed. All
+  // lanes call it.
+  __device__ __forceinline__ bool Wait(uint32_t signal, uint64_t value, Step step, int rank) const {
+    bool arrived = true;
+    if ((threadIdx.x & 31) == 0) {
+      arrived = WaitUntil([&] { return link_.Count(signal) >= value; }, run_, step, rank);
+    }
+    arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
+    __syncwarp();  // what one lane has acquired, all lanes may read
+    return arrived;
+  }
+  // Until the sources of all puts of this warp may be written again. False: the group has failed.
+  __device__ __forceinline__ bool Flush() const {
+    bool done = true;
+    if ((threadIdx.x & 31) == 0) {
+      for (int rank; done && (rank = link_.Pending()) >= 0;) {
+        done = WaitUntil([&] { return link_.Pending() != rank; }, run_, Step::kCredit, rank);
+      }
+    }
+    done = __shfl_sync(0xFFFFFFFFu, done, 0);
+    __syncwarp();
+    return done;
+  }
+  // Meets the ranks of the bit mask `ranks`, which all call it: their counters `first` + rank grow to `value`, one more
+  // than at the barrier before. Only for where ranks join. False: the group has failed.
+  __device__ __forceinline__ bool Barrier(uint32_t ranks, uint32_t first, uint64_t value) const {
+    for (uint32_t m = ranks; m; m &= m - 1) PutSignal(__ffs(m) - 1, 0, 0, 0, first + run_.rank);
+    bool met = true;
+    for (uint32_t m = ranks; met && m; m &= m - 1) {
+      const int rank = __ffs(m) - 1;
+      met = Wait(first + rank, value, Step::kArrival, rank);
+    }
+    return met;
+  }
+  // Puts a failure word into `rank`'s mailbox, unless there is one, and waits for nothing. One lane calls it.
+  __device__ __forceinline__ void Fail(int rank, uint64_t word) const { link_.Fail(rank, word); }
+
+ private:
+  __device__ __forceinline__ static void Publish() {
+    __threadfence_system();
+    __syncwarp();
+  }
+  const Link& link_;
+  const Running& run_;
+};
+
+}  // namespace xen_moe

@@ -1,0 +1,113 @@
+// A network between the nodes of a test, as bad as one may be: the slow half of cuda_kernels/transport.cuh over host
+// threads. Test code.
+//
+// A put goes into a queue for its pair of ranks, and one thread delivers. What the contract does not promise does not
+// happen: by `Faults`, with a seed, payloads arrive late, in any order and in pieces; signals arrive in bursts, but
+// never before what they speak for; a completion is reported twice; bytes wait for their turn on the wire. The source
+// of a put is read when it is delivered and not before, so that a kernel that writes it too early sends something else.
+// Every byte is counted.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace native {
+
+struct Faults {
+  uint32_t seed = 1;
+  bool reorder = false;    // payloads in any order, in pieces; otherwise each pair's in the order of the puts
+  int most_delay_us = 0;   // of every piece and every signal, at random
+  bool duplicate = false;  // a completion comes again later
+  double bytes_per_s = 0;  // out of each rank; 0: no limit
+  uint32_t broken = 0;     // rules that are not kept, to see that tests find it: kBroken...
+};
+// A signal that speaks for its own put alone; completions counted, not matched; a signal before its own payload.
+constexpr uint32_t kBrokenWeakSignals = 1, kBrokenCompletions = 2, kBrokenSignals = 4;
+
+struct Traffic {
+  uint64_t bytes = 0, puts = 0, signals = 0;
+};
+
+class Network {
+ public:
+  Network(int ranks, int ranks_per_node, int signals, const Faults& faults);
+  ~Network();
+  Network(const Network&) = delete;
+  // Memory that puts of this generation (its low byte) go from and to, and the word that Fail writes. Nothing may be
+  // under way.
+  void Register(uint32_t generation, int rank, char* memory, uint64_t bytes);
+  void RegisterFailure(int rank, uint64_t* word);
+
+  // What kernels call, through network_link.cuh. `signal` < 0: none. A put inside a node, outside the memory or of odd
+  // size ends the process: it is a fault of the kernel.
+  void Put(int context, uint32_t generation, int source, int target, uint64_t to, uint64_t from, uint64_t bytes,
+           int signal);
+  uint64_t Count(int rank, int signal) const;
+  int Pending(int rank, int context);
+  void Fail(int source, int target, uint64_t word);
+
+  // What a test does to it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the rank any
+  // more, and nothing that it has put completes.
+  void Hold(bool held);
+  void Kill(int rank);
+  // Until everything has been delivered, reported and signalled, but for what concerns a killed rank.
+  void Drain();
+  // All counters to zero, as after a reset. Nothing may be under way.
+  void ClearCounters();
+  Traffic Between(int source, int target) const;
+  void ClearTraffic();
+  uint64_t LargestBurst() const;  // the most that a counter grew by at once
+
+ private:
+  struct Piece {
+    uint64_t begin, end, not_before;
+  };
+  struct Message {
+    uint64_t ticket = 0;
+    int context = 0, source = 0, target = 0, signal = -1;
+    char* to = nullptr;
+    const char* from = nullptr;
+    std::vector<Piece> pieces;  // that have not arrived
+    uint64_t signal_not_before = 0, word = 0;
+    bool signalled = false;
+  };
+  struct Again {
+    int rank, context;
+    uint64_t ticket;
+  };
+  void Deliver();
+  bool DeliverOne(uint64_t now);
+  bool MaySignal(const Message& message, uint64_t now) const;
+  void Signal(int target, int signal, uint64_t now);
+  bool Lost(const Message& m) const { return killed_.count(m.source) || killed_.count(m.target); }
+  void Complete(int rank, int context, uint64_t ticket);
+  uint64_t Later(uint64_t now);
+
+  const int ranks_, ranks_per_node_, signals_;
+  const Faults faults_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937 random_;
+  std::list<Message> messages_;                                         // in the order in which they were put
+  std::vector<Again> again_;                                            // completions to report once more
+  std::map<std::pair<int, int>, std::map<uint64_t, int>> outstanding_;  // (rank, context): ticket -> target
+  std::map<std::pair<int, int>, int64_t> uncounted_;                    // kBrokenCompletions: puts less completions
+  std::map<std::pair<uint32_t, int>, std::pair<char*, uint64_t>> memory_;
+  std::vector<uint64_t*> failure_;
+  std::vector<uint64_t> counters_, free_at_;
+  std::vector<Traffic> traffic_;
+  std::set<int> killed_;
+  uint64_t tickets_ = 0, largest_burst_ = 0;
+  bool held_ = false, ends_ = false;
+  std::thread thread_;
+};
+
+}  // namespace native

@@ -1,0 +1,126 @@
+"""Kernels across nodes, on the emulator: the network that they are tested over by itself, then the kernels over it."""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.native.emulator import build
+
+SECONDS = 120
+
+
+def built(program: str) -> pathlib.Path:
+    """The program of tests/gpu/native/emulator/build.py, or a skip that says what is missing."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if sys.platform != "linux":
+        pytest.skip("the emulator needs Linux")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not installed")
+    if not (build.ROOT / "cuda_kernels").is_dir():
+        pytest.skip("the kernels' sources are not part of this installation")
+    folder = build.ROOT / "build" / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # test processes side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(folder, program=program)
+
+
+@pytest.fixture(scope="session")
+def network_test() -> pathlib.Path:
+    return built("network_test")
+
+
+@pytest.fixture(scope="session")
+def nodes() -> pathlib.Path:
+    return built("nodes")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed):
+    done = subprocess.run([network_test, "all", str(seed)], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" passed ") == 18 and done.stdout.count("a rule is broken") == 7, done.stdout
+
+
+def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, **options):
+    command = [program, "--ranks", ranks, "--per-node", per_node, "--gpus", ranks, "--link", link]
+    command += ["--scenario", scenario, "--patience", options.pop("patience", 20)]
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    return subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+# scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor nobody may wait for a block that has
+# not started.
+CASES = [
+    ("normal", 4, 2, "network", 64),
+    ("normal", 4, 1, "network", 64),
+    ("normal", 6, 2, "network", 1),
+    ("normal", 4, 2, "peer", 64),
+    ("graph", 4, 2, "network", 64),
+    ("absent", 4, 2, "network", 64),
+    ("mismatch", 6, 2, "network", 64),
+    ("dead", 4, 2, "network", 64),
+    pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
+    pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
+    pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
+    pytest.param("absent", 4, 1, "network", 64, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("scenario, ranks, per_node, link, multiprocessors", CASES)
+def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
+    patience = 5 if scenario in ("absent", "dead") else 20
+    done = run(nodes, scenario, ranks, per_node, link, multiprocessors, calls=150, patience=patience)
+    assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_weak_signal_is_enough_but_one_before_its_put_is_seen(nodes):
+    """Bits of `--broken`: network.h. A chunk is one put, so signals that speak for their own put alone do."""
+    done = run(nodes, "normal", 4, 2, broken=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(nodes, "normal", 4, 2, broken=4)
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
+
+
+# Each is compiled anew, 15 s: one runs always. Fault: file, what stands there, what is put there instead, what the test
+# must say.
+FAULTS = {
+    "crosses-twice": ("node_dispatch.cuh", "/ plan.per_node == node", ">= 0", " bytes instead of "),
+    "node-order": (
+        "node_combine.cuh",
+        "for (int node = 0; node < plan.nodes; ++node) {",
+        "for (int node = plan.nodes - 1; node >= 0; --node) {",
+        "wrong vectors",
+    ),
+    "missing-wait": (
+        "node_combine.cuh",
+        "if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;",
+        "",
+        "wrong vectors",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in ("node-order", "missing-wait"))]
+)
+def test_a_fault_in_a_kernel_is_seen(nodes, fault):
+    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came."""
+    file, before, after, says = FAULTS[fault]
+    with open(nodes.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = build.build(nodes.parent / fault, {f"cuda_kernels/{file}": (before, after)}, program="nodes")
+    done = run(program, "normal", 6, 2)
+    assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr
