@@ -235,8 +235,21 @@ def between_two_processes():
                 window.reset()
 
 
-def sender(descriptor):
-    with xt.Engine(name="sender") as engine:
+def by_ucx_alone():
+    with xt.Engine(name="receiver") as receiver:
+        window = receiver.window(jax.ShapeDtypeStruct(WIDE, jnp.uint8), name="w")
+        with subprocess.Popen([sys.executable, __file__, receiver.descriptor.hex(), "ucx"]) as other:
+            peer = receiver.peer("sender", 60)
+            order = {"do": "write", "seed": 3, "imm": 3, "pages": None}
+            receiver.send(peer, json.dumps(order).encode()).wait(20)
+            answer = json.loads(receiver.recv(peer, timeout=60))
+            np.testing.assert_array_equal(np.asarray(window.commit(20)), content(3))
+            assert answer["copies"] == answer["opened"] == 0, answer
+            other.kill()
+
+
+def sender(descriptor, backend="auto"):
+    with xt.Engine(name="sender", backend=backend) as engine:
         peer = engine.connect(bytes.fromhex(descriptor))
         while True:
             order = json.loads(engine.recv(peer, timeout=60))
@@ -272,7 +285,8 @@ def sender(descriptor):
 if __name__ == "__main__":
     install()
     if sys.argv[1:]:
-        sender(sys.argv[1])
+        sender(*sys.argv[1:])
     kept = in_one_process()
     between_two_processes()
+    by_ucx_alone()
     print("whole")
