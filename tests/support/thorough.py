@@ -19,6 +19,8 @@ THOROUGH = (
     # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
     "tpu/test_tpu_aot.py::test_full_size_program[v5e-decode-int8]",
     "tpu/test_tpu_aot.py::test_large_topology[v5e]",
+    "tpu/test_tpu_aot.py::test_full_size_program[v5p-fp8]",
+    "tpu/test_tpu_aot.py::test_full_size_program[v6e-bf16]",
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
     "tpu/test_tpu_aot.py::test_halves_on_a_large_topology",
     "tpu/test_tpu_layer.py::test_a_layer_needs_less_memory_than_the_peer",
@@ -135,8 +137,6 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "flax/test_active.py::test_one_program_serves_every_subset[chunks and remat-Explicit]",
     "flax/test_chunks.py::test_same_results_in_chunks[none, flights]",
     # the rest of what CI runs one or two of
-    "tpu/test_tpu_aot.py::test_full_size_program[v5p-fp8]",
-    "tpu/test_tpu_aot.py::test_full_size_program[v6e-bf16]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-1-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-2-2-64-1500]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[random-4-2-64-300]",
