@@ -8,7 +8,8 @@ random groups. Every candidate runs in a process of its own, because XLA reads i
 may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of
 N calls queued at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of
 every group, with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file
-with its reason.
+with its reason. Kernels that JAX cannot call are measured from PyTorch, one matmul at a time
+(`grouped_matmul_torch.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ CANDIDATES = {  # name: (what to build, XLA flags)
     "transformer_engine": ("transformer_engine", ""),
     "padded einsum": ("padded einsum", ""),
     "one dense matmul": ("dense", ""),
+    "torch grouped_mm (CUTLASS)": ("torch:grouped_mm", ""),
+    "cuBLAS on four streams": ("torch:cublas", ""),
+    "QuACK (CuTe DSL)": ("torch:quack", ""),
+    "cuDNN": ("torch:cudnn", ""),
 }
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
@@ -156,6 +161,9 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
     """Checks and times one candidate; `error` says why there are no times."""
+    kind, _, kernel = CANDIDATES[options.candidate][0].partition(":")
+    if kind == "torch":
+        return run_torch(kernel, options)
     import jax
 
     machine = {
@@ -176,6 +184,21 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
     for entry in result["times"].values():
         entry["share_of_peak"] = entry["tflops"] / peak if peak else None
     return {"machine": machine, **result}
+
+
+def run_torch(kernel: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same of a kernel that is called from PyTorch: single matmuls."""
+    import grouped_matmul_torch
+    import torch
+
+    try:
+        result = grouped_matmul_torch.measure(kernel, options, group_sizes(options))
+    except Exception as error:  # whatever a library raises is the candidate's result
+        return {"error": f"{type(error).__name__}: {error}"[:1500], "versions": grouped_matmul_torch.versions()}
+    peak = PEAK_TFLOPS.get(torch.cuda.get_device_name())
+    for entry in result["times"].values():
+        entry["share_of_peak"] = entry["tflops"] / peak if peak else None
+    return result
 
 
 def version(package: str) -> str | None:

@@ -133,8 +133,11 @@ def experts(content: dict[str, Any]) -> list[str]:
             if "error" in found:
                 left_out.append(f"- {name}: {reason(found['error'])}.")
             continue
-        cells = [f"{times[what]['tflops']:.0f}" for what in list(EXPERTS)[:3]]
+        cells = [f"{times[what]['tflops']:.0f}" if what in times else "-" for what in list(EXPERTS)[:3]]
         for what in list(EXPERTS)[3:]:
+            if what not in times:  # kernels called from PyTorch: single matmuls only
+                cells.append("-")
+                continue
             peak = times[what].get("share_of_peak")
             cells.append(f"{times[what]['median_us'] / 1e3:.2f} ms" + (f", {peak:.0%}" if peak else ""))
         rows.append([name, *cells])

@@ -17,6 +17,7 @@ import time
 import pytest
 
 from tests.support import memory_module
+from tests.support.processes import free_port
 from xen_moe_jax.backends.cuda import agreement, liveness
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -201,6 +202,9 @@ class DictStore:
     def set(self, key: str, value: bytes) -> None:
         self.values[key] = value
 
+    def set_once(self, key: str, value: bytes) -> bytes:
+        return self.values.setdefault(key, value)
+
     def get(self, key: str, seconds: float) -> bytes | None:
         limit = time.monotonic() + seconds
         while key not in self.values and time.monotonic() < limit:
@@ -246,3 +250,29 @@ def test_a_late_process_zero_tells_the_others_who_was_missing():
     store.set(f"{agreement.PREFIX}/key/verdict", b"late 2,3 5")
     with pytest.raises(RuntimeError, match="process 2, 3 did not come within 5 s"):
         agreement.Agreement(store, 1, 4)("key", b"ok", 1.0)
+
+
+def test_a_process_that_has_given_up_is_not_gone_on_without():
+    """Process 0 comes when all words are there and process 1 has left: the memory of one alone would be waited for."""
+    store = DictStore()
+    store.set(f"{agreement.PREFIX}/key/1", b"one")
+    with pytest.raises(RuntimeError, match="process 0 did not come within 0 s"):
+        agreement.Agreement(store, 1, 2, clock=iter([0.0, 6.0, 7.0]).__next__)("key", b"one", 0.4)
+    zero = agreement.Agreement(store, 0, 2)
+    with pytest.raises(RuntimeError, match="process 0 did not come within 0 s"):
+        zero("key", b"zero", 5.0)
+    store.set(f"{agreement.PREFIX}/next/1", b"one")
+    assert zero("next", b"zero", 5.0)[0] == 1, "no ticket was lost"
+    assert agreement.Agreement(store, 1, 2)("next", b"one", 5.0)[0] == 1
+
+
+def test_the_store_of_jax_keeps_what_was_written_first():
+    program = (
+        "import jax; from xen_moe_jax import _jax_internals; from xen_moe_jax.backends.cuda import agreement\n"
+        f"jax.distributed.initialize('127.0.0.1:{free_port()}', 1, 0)\n"
+        "store = agreement.JaxStore(_jax_internals.key_value_client())\n"
+        "print(store.set_once('verdict', b'one'), store.set_once('verdict', b'two'), store.get('verdict', 1.0))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["b'one'", "b'one'", "b'one'"], done.stderr[-1000:]

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark import jax_best, jax_settings, options, peers, peers_ragged, timing, verify
+from xen_moe_jax.benchmark import jax_best, jax_settings, options, peers, peers_ragged, programs, timing, verify
 from xen_moe_jax.benchmark.jax_settings import OURS, SETTINGS, Setting
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload
@@ -66,12 +66,18 @@ def test_settings_name_peers_that_exist_and_the_default_has_the_untuned_ones():
 
 
 # ------------------------------------------------------------------------------------------------ processes and limits
-def started(program):
-    return lambda name, given, part, stream: [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(part)], stdout=stream, stderr=stream, start_new_session=True
-        )
-    ]
+def started(*programs):
+    """A process for each program, with its log where `start` puts it."""
+
+    def start(name, given, part):
+        found = []
+        for number, program in enumerate(programs):
+            with jax_best.log_of(part, number).open("w") as stream:
+                command = [sys.executable, "-c", program, str(part)]
+                found.append(subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True))
+        return found
+
+    return start
 
 
 ONE_ROW = (
@@ -100,7 +106,63 @@ def test_what_hangs_or_dies_is_told_and_loses_only_what_was_not_measured(program
     assert time.monotonic() - began < 20
 
 
-def test_flags_and_processes_reach_the_child(monkeypatch):
+def test_the_process_that_raised_is_told_apart_from_the_one_that_lost_it(monkeypatch):
+    """The other ends too, of an error that says nothing of why: each has its words."""
+    raised = "raise ValueError('fallback is not allowed')"
+    lost = "print('gRPC error information'); print('grpc_util.h:89'); raise SystemExit(1)"
+    monkeypatch.setattr(jax_best, "start", started(raised, lost))
+    entry, _ = jax_best.run_in_processes("default", None, 20.0)
+    first, second = entry["ended"].split("; last words: ")[1].split("; ")
+    assert first == "process 0: ValueError: fallback is not allowed"
+    assert second in (
+        "process 1: gRPC error information / grpc_util.h:89",
+        "process 1: nothing",
+    )  # ended before it spoke
+
+
+def test_a_peer_that_a_setting_rules_out_is_told_and_the_others_go_on(monkeypatch):
+    def refuse(work, caps):
+        def dispatch(tokens, topk_idx):
+            raise NotImplementedError("fallback is not allowed")
+
+        return peers.Peer(dispatch, dispatch)
+
+    monkeypatch.setitem(peers.PEERS, "padded all_to_all", peers.Entry(refuse))
+    names = ("padded all_to_all", "all_gather + psum_scatter")
+    sizes = "--ranks 4 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
+    parsed = options.build_parser().parse_args(["--mode", "jax-best", "--setting", "default", *sizes])
+    groups = list(jax_best.figures(parsed, Setting(names)))
+    refused = [row for rows in groups for row in rows if "error" in row]
+    assert [(row["name"], row["operation"]) for row in refused] == [(names[0], "round trip")]
+    assert "8 tokens, bfloat16, round trip does not run: NotImplementedError: fallback" in jax_best.failure(refused[0])
+    timed = [row for rows in groups for row in rows if "error" not in row]
+    assert {row["name"] for row in timed} == {names[1]} and len(timed) == 5
+
+    parsed = options.build_parser().parse_args([*sizes, "--mode", "jax-best", "--peer-operations", "round trip"])
+    monkeypatch.setattr(
+        jax_best,
+        "measure",
+        lambda options, tokens, dtype, names, operations: [
+            {"name": name, "us_median": 1.0, "operation": operation, "dtype": dtype}
+            for name in names
+            for operation in operations
+        ],
+    )
+    asked = [(row["dtype"], row["operation"]) for rows in jax_best.figures(parsed, Setting(names)) for row in rows]
+    assert set(asked) == {("bfloat16", "round trip"), ("float8_e4m3fn", "round trip")}
+
+
+def test_the_librarys_own_program_must_run(monkeypatch):
+    monkeypatch.setattr(programs, "own_programs", lambda *_: [broken])
+    broken = programs.round_trip_program("own", lambda *_: 1 / 0)
+    parsed = options.build_parser().parse_args(
+        "--mode jax-best --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
+    )
+    with pytest.raises(ZeroDivisionError):
+        list(jax_best.figures(parsed, SETTINGS[OURS]))
+
+
+def test_flags_and_processes_reach_the_child(monkeypatch, tmp_path):
     given = []
 
     def popen(command, env, **_):
@@ -110,17 +172,18 @@ def test_flags_and_processes_reach_the_child(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_caller=1")
     parsed = options.build_parser().parse_args("--mode jax-best --deepseek-v3 --ranks 3".split())
     monkeypatch.setitem(SETTINGS, "x", Setting((), "--xla_a=1", process_per_device=True))
-    jax_best.start("x", parsed, "part", None)
+    part = tmp_path / "part"
+    jax_best.start("x", parsed, part)
     assert len(given) == 3 and all(flags == "--xla_of_the_caller=1 --xla_a=1" for _, flags in given)
     for number, (command, _) in enumerate(given):
         child = options.build_parser().parse_args(command[3:])
-        assert (child.setting, child.process_id, child.num_processes, child.part) == ("x", number, 3, "part")
+        assert (child.setting, child.process_id, child.num_processes, child.part) == ("x", number, 3, str(part))
         assert child.deepseek_v3 and child.ranks == 3
 
 
 def test_a_run_adds_to_the_file_and_overwrites_no_other(monkeypatch, tmp_path, capsys):
     path = tmp_path / "out.json"
-    made = {"results": [], "ended": "finished", "seconds": 1.0}
+    made = {"results": [], "failed": [], "ended": "finished", "seconds": 1.0}
     monkeypatch.setattr(jax_best, "run_in_processes", lambda name, *_: (made, {"time": f"of {name}"}))
 
     def run(setting):

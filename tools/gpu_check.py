@@ -146,15 +146,17 @@ def random_calls_commands(context: Context, calls: int, seconds: float) -> list[
 
 
 def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) -> list[list[str]]:
-    script = [sys.executable, str(ROOT / "tests" / "gpu" / "chaos.py"), "--ranks", str(context.gpus)]
-    limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds), "--together", "6"]
+    ranks, gpus = max(4, context.gpus), min(8, context.gpus)  # fewer GPUs than ranks are shared, in turns
+    script = [sys.executable, str(ROOT / "tests" / "gpu" / "chaos.py"), "--ranks", str(ranks), "--gpus", str(gpus)]
+    limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds), "--together", "4"]
     return [[*script, *limits, "--json", str(context.out / "chaos-figures.json")]]
 
 
-ONE_GPU = ("info", "build", "sanitizer")
+ONE_GPU = ("info", "build", "dead-process", "chaos", "sanitizer")
 """Steps that a machine with a single GPU can run."""
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
-SOME_PROCESSES = "two_processes or opposite or stress"
+SOME_PROCESSES = "two_processes or see_one or opposite or stress"
+DEATHS = ("tests/gpu/test_gpu_processes.py", "tests/gpu/test_gpu_active.py")
 VARIANTS = "not TestFourRanks or LowLatency"
 
 STEPS = (
@@ -172,8 +174,8 @@ STEPS = (
     Step("company", 300, lambda c: [gpu_tests("tests/gpu/test_gpu_company.py")], about="beside XLA's collectives"),
     Step("concurrency", 240, lambda c: [gpu_tests("tests/gpu/test_gpu_concurrency.py")],
          about="threads, meshes, graphs at once"),
-    Step("dead-process", 120, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", "late")],
-         about="a late and a killed process"),
+    Step("dead-process", 120, lambda c: [gpu_tests(*DEATHS, "-k", "late or server")],
+         about="a late and a killed process, a server that goes on"),
     Step("chaos", 300, lambda c: chaos_commands(c, 40, 200, 270), default=False, about="SIGKILL and SIGSTOP at random"),
     Step("random-calls", 300, lambda c: random_calls_commands(c, 1_000_000, 270), default=False,
          about="1,000,000 random operations in jitted loops"),

@@ -73,7 +73,10 @@ def main() -> None:
         result["failure"] = str(error)
     result["at"] = time.time()
     print(json.dumps(result), flush=True)
-    os._exit(0)  # jax.distributed would wait for the dead at exit
+    # jax.distributed ends every process that loses process 0, so none leaves before the others have spoken: chaos.py
+    # ends them all. At exit jax.distributed would wait for the dead.
+    time.sleep(60.0)
+    os._exit(0)
 
 
 def distributed_operands(mesh):

@@ -1,4 +1,4 @@
-"""Which of these tests can run: the marks gpu2, gpu4, gpu8 count the GPUs that JAX sees, and a skip says both numbers.
+"""Which of these tests can run: the marks gpu1 to gpu8 count the GPUs that JAX sees, and a skip says both numbers.
 
 Run with `JAX_PLATFORMS=cuda python -m pytest tests/gpu`; without it the suite's default, eight virtual CPU devices,
 holds.
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 # Before JAX makes its client: leave memory for the processes that some tests start, and for symmetric memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 
-MARKS = {"gpu2": 2, "gpu4": 4, "gpu8": 8}
+MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 
 
 def gpus() -> list[jax.Device]:
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
         for mark, need in MARKS.items():
             if item.get_closest_marker(mark) and len(gpus()) < need:
                 found = f"JAX sees {len(gpus())} GPU(s) and {jax.device_count()} {jax.default_backend()} device(s)"
-                item.add_marker(pytest.mark.skip(reason=f"needs {need} GPUs of one host; {found}"))
+                item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s) of one host; {found}"))
 
 
 @pytest.fixture

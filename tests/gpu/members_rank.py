@@ -22,11 +22,11 @@ def main() -> None:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--process-id", type=int, required=True)
+    parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
     options = parser.parse_args()
     jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
-    jax.distributed.initialize(
-        options.coordinator, options.num_processes, options.process_id, local_device_ids=[options.process_id]
-    )
+    local = [options.process_id % (options.gpus or options.num_processes)]
+    jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
     import xen_moe_jax as xm
     from tests.gpu import programs

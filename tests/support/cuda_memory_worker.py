@@ -29,10 +29,23 @@ class FolderStore:
     def _path(self, key: str) -> pathlib.Path:
         return self._folder / key.replace("/", "~")
 
-    def set(self, key: str, value: bytes) -> None:
+    def _write(self, value: bytes) -> pathlib.Path:
         part = self._folder / f"part-{os.getpid()}-{threading.get_ident()}"
         part.write_bytes(value)
-        part.rename(self._path(key))
+        return part
+
+    def set(self, key: str, value: bytes) -> None:
+        self._write(value).rename(self._path(key))
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        part = self._write(value)
+        try:
+            self._path(key).hardlink_to(part)
+        except FileExistsError:
+            return self._path(key).read_bytes()
+        finally:
+            part.unlink()
+        return value
 
     def get(self, key: str, seconds: float) -> bytes | None:
         limit = time.monotonic() + seconds

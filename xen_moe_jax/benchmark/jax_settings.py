@@ -39,27 +39,43 @@ NCCL_RAGGED = (
     "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false "
     "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
 )
+SYMMETRIC_RAGGED = "--xla_gpu_ragged_all_to_all_mode=symmetric"
+ALONE = "--xla_gpu_shard_autotuning=false"
+"""Of settings with a process for each device: these compile side by side, each in an order of its own, and would wait
+for one another where they share out the search for the fastest kernels."""
 
 SETTINGS: dict[str, Setting] = {
     OURS: Setting(()),
     "default": Setting((*ALL_TO_ALL, *GATHER, *RAGGED), seconds=90),
-    "one process per device": Setting((*ALL_TO_ALL, *GATHER, RAGGED[0], RAGGED[3]), process_per_device=True),
+    # without more flags XLA refuses ragged_all_to_all there: its kernel wants all devices in one process
+    "one process per device": Setting((*ALL_TO_ALL, *GATHER), ALONE, process_per_device=True),
     "symmetric buffers": Setting((*ALL_TO_ALL, *GATHER, RAGGED[3]), SYMMETRIC),
     "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),
     "user buffers": Setting((*ALL_TO_ALL, GATHER[1]), "--xla_gpu_enable_nccl_user_buffers=true"),
-    "ragged by NCCL send/recv": Setting((RAGGED[3], RAGGED[0]), NCCL_RAGGED, seconds=45),
-    "symmetric buffers, one process per device": Setting((*ALL_TO_ALL, *GATHER), SYMMETRIC, process_per_device=True),
+    "ragged by NCCL send/recv": Setting((RAGGED[3], RAGGED[0]), NCCL_RAGGED),
+    "symmetric buffers, one process per device": Setting(
+        (*ALL_TO_ALL, *GATHER), f"{SYMMETRIC} {ALONE}", process_per_device=True
+    ),
     "collectives in CUDA graphs": Setting(
-        (*ALL_TO_ALL, GATHER[1], RAGGED[3]), "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+        (*ALL_TO_ALL, GATHER[1], RAGGED[5]), "--xla_gpu_enable_command_buffer=+COLLECTIVES"
     ),
-    "ragged in symmetric memory": Setting(RAGGED[3:4], "--xla_gpu_ragged_all_to_all_mode=symmetric", seconds=45),
-    "ragged in peer memory": Setting(RAGGED[3:4], "--xla_gpu_ragged_all_to_all_mode=peer", seconds=45),
-    "all_gather in symmetric memory": Setting(GATHER[1:], "--xla_gpu_all_gather_mode=symmetric", seconds=45),
+    "ragged in symmetric memory": Setting(RAGGED[3::2], SYMMETRIC_RAGGED),
+    "ragged in peer memory": Setting(RAGGED[3::2], "--xla_gpu_ragged_all_to_all_mode=peer"),
+    "ragged by NCCL send/recv, one process per device": Setting(
+        (RAGGED[0], RAGGED[3]), f"{NCCL_RAGGED} {ALONE}", process_per_device=True
+    ),
+    "ragged in symmetric memory, one process per device": Setting(
+        RAGGED[3::2],
+        f"{SYMMETRIC_RAGGED} --xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=true {ALONE}",
+        process_per_device=True,
+    ),
+    "all_gather in symmetric memory": Setting(GATHER[1:], "--xla_gpu_all_gather_mode=symmetric"),
     "ragged as a dense all_to_all": Setting(
-        RAGGED[:1], "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true", seconds=45
+        RAGGED[:1], "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
     ),
-    "ragged by a device kernel": Setting(
-        RAGGED[3:4], "--xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true", seconds=45
+    "ragged by a device kernel": Setting(  # which wants both buffers in symmetric memory
+        (RAGGED[0], RAGGED[3]),
+        f"{SYMMETRIC_RAGGED} --xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true",
     ),
 }
 """In the order in which they are run: what says most comes first."""

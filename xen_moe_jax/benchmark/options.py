@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--unroll", type=positive, default=1, help="calls per loop iteration")
     run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
     run("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
-    run("--peer-operations", default="round trip", help="comma-separated, of the peers")
+    run("--peer-operations", help="comma-separated, of the peers (default round trip; --mode jax-best all)")
     run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
     run("--num-processes", type=positive, default=1)
     run("--process-id", type=not_negative, default=0)
@@ -303,6 +303,8 @@ def kernel_config(options: argparse.Namespace) -> Any:
 def operations(options: argparse.Namespace, argument: str = "operations") -> tuple[str, ...]:
     """Of the library's own programs, or of the peers where `argument` is "peer_operations"."""
     given = getattr(options, argument)
+    if given is None:
+        given = ",".join(OPERATIONS) if options.mode == "jax-best" else "round trip"
     chosen = tuple(name.strip() for name in given.split(","))
     if not set(chosen) <= set(OPERATIONS):
         raise ValueError(f"--{argument.replace('_', '-')} {given!r}: must be among {OPERATIONS}")

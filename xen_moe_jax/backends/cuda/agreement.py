@@ -7,7 +7,6 @@ has a limit, and ends early when a process is known to be dead.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -23,6 +22,9 @@ class Store(Protocol):
 
     def set(self, key: str, value: bytes) -> None: ...
 
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """Sets `key` unless somebody has; returns what it is set to, the same for everybody."""
+
     def get(self, key: str, seconds: float) -> bytes | None:
         """None when the key has not been set after `seconds`."""
 
@@ -35,6 +37,15 @@ class JaxStore:
 
     def set(self, key: str, value: bytes) -> None:
         self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        try:
+            self._client.key_value_set_bytes(key, value)
+            return value
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return bytes(self._client.blocking_key_value_get_bytes(key, 10_000))
 
     def get(self, key: str, seconds: float) -> bytes | None:
         try:
@@ -57,7 +68,7 @@ class Agreement:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._process, self._count, self._dead, self._clock = store, process, count, dead, clock
-        self._tickets = itertools.count(1)
+        self._next = 1
         self._order = threading.Lock()
 
     def __call__(
@@ -67,7 +78,8 @@ class Agreement:
 
         Tickets count the agreements of the job, 1, 2, ...: whoever acts in their order acts in the same order as all.
         Process 0 gives them out, to agreements that all processes have entered; `without_dead`: or have died before.
-        Who is left out then, process 0 decides for all, and their words are empty.
+        Who is left out then, process 0 decides for all, and their words are empty. A process whose time is up ends the
+        agreement for all of them, unless process 0 was first: what is written first is the verdict.
 
         Raises:
           RuntimeError: a process did not come within `seconds`, or has died; it is named, by every process that came.
@@ -81,24 +93,37 @@ class Agreement:
             gone = sorted(set(absent) & set(self._dead())) if without_dead else []
             late = [p for p in absent if p not in gone]
             if late:
-                self._store.set(f"{base}/verdict", f"late {','.join(map(str, late))} {seconds:.0f}".encode())
-                raise RuntimeError(self._text(key, late, seconds))
-            with self._order:
-                ticket = next(self._tickets)
-            verdict = " ".join(["ticket", str(ticket), *map(str, gone)])
-            self._store.set(f"{base}/verdict", verdict.encode())
+                self._check(key, self._end(base, key, late, seconds))
+            with self._order:  # a ticket that is not given out would leave a gap in the order
+                ticket = self._next
+                verdict = " ".join(["ticket", str(ticket), *map(str, gone)]).encode()
+                first = self._store.set_once(f"{base}/verdict", verdict)
+                self._next += first == verdict
+            self._check(key, first)
             return ticket, [value or b"" for value in said], gone
         grace = 5.0  # process 0 began to wait when it came, perhaps later than this one
         answer = self._wait(f"{base}/verdict", limit + grace, (0,))
         if answer is None:
             late = [p for p in range(self._count) if self._store.get(f"{base}/{p}", 0.001) is None]
-            raise RuntimeError(self._text(key, late or [0], seconds))
-        word, value, *rest = answer.decode().split()
-        if word == "late":
-            raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
+            answer = self._end(base, key, late or [0], seconds)
+        self._check(key, answer)
+        _, value, *rest = answer.decode().split()
         gone = [int(p) for p in rest]
         words = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
         return int(value), words, gone
+
+    def _end(self, base: str, key: str, late: list[int], seconds: float) -> bytes:
+        """The agreement fails for want of `late`, in all processes; or its verdict, where there is one already."""
+        verdict = f"late {','.join(map(str, late))} {seconds:.0f}".encode()
+        first = self._store.set_once(f"{base}/verdict", verdict)
+        if first == verdict:
+            raise RuntimeError(self._text(key, late, seconds))
+        return first
+
+    def _check(self, key: str, verdict: bytes) -> None:
+        word, value, *rest = verdict.decode().split()
+        if word == "late":
+            raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
 
     def _wait(self, key: str, limit: float, watched: Collection[int]) -> bytes | None:
         while True:
