@@ -96,6 +96,10 @@ THOROUGH = (
     "reference/test_active.py::test_every_subset_of_four_ranks[grouped-fp8]",
     "reference/test_active.py::test_every_subset_of_four_ranks[ranked-two-axes]",
     # other long ones
+    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-64-0]",
+    "test_demo.py::test_the_comparison_notices_one_wrong_expert",
+    "test_documents.py::test_blocks_of_a_document_run_in_order[docs/tpu.md]",
+    "test_halves.py::test_gradients[names-grouped]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[leaver-3-3-12-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[absent-2-2-64-0]",
     "gpu/test_gpu_bodies_on_cpu.py::test_ranks_that_come_and_go_from_one_trace",
