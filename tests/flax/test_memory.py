@@ -30,7 +30,7 @@ def test_what_the_backward_pass_keeps():
     assert experts[(rows, H), "float32"] == 1 and ((rows, F), "float32") not in experts
     assert experts[(R, T, K), "int32"] >= 1, "the handle is kept: no routing again"
     everything = kept(remat="all", num_chunks=4)
-    assert set(everything) == {((T // 4, H), "float32"), ((T // 4, K), "int32"), ((T // 4, K), "float32")}
+    assert set(everything) == {((4, T // 4, H), "float32"), ((4, T // 4, K), "int32"), ((4, T // 4, K), "float32")}
 
 
 def test_forward_buffers_shrink_by_the_chunks():

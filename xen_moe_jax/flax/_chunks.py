@@ -2,8 +2,9 @@
 
 In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are under way while the experts compute chunk i, where
 the backend has halves and gains by it (`OVERLAPPING`). Elsewhere a chunk follows the other: only one chunk's
-buffers live at a time. Either way the order is written into the program by barriers, since XLA is free to start
-everything at once.
+buffers live at a time. The order is written into the program, by barriers or by a loop, since XLA is free to start
+everything at once. The loop (`_in_a_loop`) adds up the weights' gradients as it goes; it is taken where `remat` leaves
+little to carry from the forward pass to the backward pass, for a loop copies what it carries.
 
 `MoEConfig.remat` says what the backward pass keeps: all rows and activations, the received rows (a policy over the
 `checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
@@ -73,7 +74,12 @@ def through_experts(
     elif config.remat == "experts":
         saved = jax.checkpoint_policies.save_only_these_names(EXPERT_ROWS if overlap else ROWS, HANDLE)
         run = jax.checkpoint(run, policy=saved)
-    outs, dropped = run(weights, chunks) if overlap else _one_by_one(run, weights, chunks)
+    if overlap:
+        outs, dropped = run(weights, chunks)
+    elif config.remat != "none" and len(chunks) > 1:
+        outs, dropped = _in_a_loop(run, weights, chunks)
+    else:
+        outs, dropped = _one_by_one(run, weights, chunks)
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return out[:num_tokens], dropped
 
@@ -108,6 +114,19 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
         outs.append(out)
         dropped = dropped + lost
     return outs, dropped
+
+
+def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+    """As `_one_by_one`, in a loop, where each chunk's part of the weights' gradients goes into one sum at its turn.
+    Barriers do not do that: XLA adds up the gradients of all chunks in one go, when the last of them is there."""
+
+    def turn(nothing: None, chunk: Chunk) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        (out,), lost = run(weights, [chunk])
+        return nothing, (out, lost)
+
+    stacked = Chunk(*(jnp.stack(parts) for parts in zip(*chunks, strict=True)))
+    _, (outs, lost) = jax.lax.scan(turn, None, stacked)
+    return [outs.reshape(-1, outs.shape[-1])], lost.sum()
 
 
 def _whole(
