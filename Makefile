@@ -19,15 +19,13 @@ DEMO_ARGS ?=
 BENCHMARK_ARGS ?= --mode normal
 BAZEL ?= bazel
 
-CORE_TESTS = $(addprefix tests/,reference $(addprefix test_,contract.py derivatives.py drop_ins.py errors.py examples.py \
-  gradients.py properties.py routing.py strict_settings.py))
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-core test-thorough test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
+.PHONY: help versions setup demo test test-thorough test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -59,9 +57,6 @@ test: $(READY)  ## the test suite, but for the tests marked slow or thorough: mi
 
 test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "thorough and not slow" $(PYTEST_ARGS)
-
-test-core: $(READY)  ## what another version of JAX could break: contract, conformance, derivatives, drop-ins, errors
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(CORE_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what both leave out: an hour or more
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for the whole suite, unless the caller asked for another platform; set before JAX loads."""
 
+import gc
 import os
 import pathlib
 import sys
@@ -65,12 +66,29 @@ def dp_tp_mesh():
     return _mesh((2, 2, 2), ("dp", "ep", "tp"))
 
 
+_frozen = None
+"""The module whose first test found what was there before it frozen."""
+
+
+def _spare_the_collector(module) -> None:
+    """Python's collector went again and again over modules, tests and compiled programs, which stay: more than a tenth
+    of the suite's time. What is garbage when a module's tests begin is freed, and the rest is not looked at again.
+    """
+    global _frozen
+    if module is not _frozen:
+        _frozen = module
+        gc.set_threshold(50_000, 20, 100)
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Most of the suite's time was LLVM optimising programs that run once, on a few rows: here and in child processes.
 
     The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
     """
+    _spare_the_collector(item.module)
     on_cpu = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
     few = on_cpu and not any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
     jax.config.update("jax_disable_most_optimizations", few)

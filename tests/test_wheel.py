@@ -41,7 +41,7 @@ def python(tmp_path_factory):
 
 
 def pip_install(python: str, *what: str, folder: pathlib.Path) -> None:
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what, folder=folder)
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *what, folder=folder)
 
 
 def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):

@@ -1,11 +1,11 @@
-"""How else weights travel from two GPUs of a host to two others, beside `transfer_gpu_jobs.py weights`.
+"""How else weights travel from half of a host's GPUs to the other half, beside `transfer_gpu_jobs.py weights`.
 
     python tools/transfer_gpu_others.py files --gib 8        files in /dev/shm: to the host, written, read, to the GPU
     python tools/transfer_gpu_others.py transfer --gib 8     jax.experimental.transfer
     python tools/transfer_gpu_others.py device_put --gib 8   jax.device_put between two processes of one JAX job
 
-The same arrays as there. `--cpu` rehearses any of them on virtual devices. One JSON object on standard output; status 1
-where something differs.
+The same arrays as there. `--cpu` rehearses the first two on virtual devices. One JSON object on standard output;
+status 1 where something differs.
 """
 
 import argparse
@@ -116,11 +116,11 @@ WAYS = {"files": (send_files, take_files), "transfer": (send_transfer, take_tran
 
 
 def receive(options):
-    """This process, on the last two GPUs."""
+    """This process, on the last half of the GPUs."""
     import jax
     import transfer_gpu_jobs as jobs
 
-    jobs.use_gpus(2, 3)
+    jobs.use_half(1)
     other = start(options, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pipe = Pipe(other.stdout, other.stdin)
     aval = jax.ShapeDtypeStruct(jobs.shape(options.gib), "uint16", sharding=jobs.sharding(jobs.SOURCE))
@@ -144,7 +144,7 @@ def send(options):
     import jax
     import transfer_gpu_jobs as jobs
 
-    jobs.use_gpus(0, 1)
+    jobs.use_half(0)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     pipe = Pipe(sys.stdin, answers)
@@ -153,16 +153,28 @@ def send(options):
     WAYS[options.way][0](pipe, arrays)
 
 
+def visible_half(which):
+    """The GPUs that one of the two processes of a JAX job may see, as `CUDA_VISIBLE_DEVICES` has them."""
+    numbers = sorted(int(path.name[len("nvidia") :]) for path in pathlib.Path("/dev").glob("nvidia[0-9]*"))
+    each = len(numbers) // 2
+    if not each:
+        raise SystemExit("device_put between two processes needs two GPUs, or --cpu")
+    return ",".join(map(str, range(which * each, (which + 1) * each)))
+
+
 def device_put(options):
     """Both processes: the arrays go from the devices of process 0 to those of process 1."""
+    if options.cpu:
+        raise SystemExit("device_put between two processes: JAX's CPU backend cannot; needs GPUs")
+    process = int(bool(options.other))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_half(process)
     import jax
     import jax.numpy as jnp
     import transfer_gpu_jobs as jobs
 
-    process = int(bool(options.other))
     other = None if process else start(options)
-    jax.distributed.initialize("127.0.0.1:29517", 2, process, local_device_ids=[2, 3] if process else [0, 1])
-    owned = [[d for d in jax.devices() if d.process_index == n][:2] for n in range(2)]
+    jax.distributed.initialize("127.0.0.1:29517", 2, process)
+    owned = [[d for d in jax.devices() if d.process_index == n] for n in range(2)]
     meshes = [jax.sharding.Mesh(devices, ("shard",)) for devices in owned]
     places = [jax.NamedSharding(mesh, jax.P("shard")) for mesh in meshes]
     rows, columns = jobs.shape(options.gib)

@@ -121,7 +121,8 @@ mlir.register_lowering(
 )
 
 
-def _order_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _order_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    eqn = live_and_eqn[-1]  # JAX 0.12 says before it which operands live on: that is for references, and there are none
     count = eqn.params["num_in_flight"]
     if not any(used):
         return [False] * len(used), None

@@ -14,21 +14,19 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 
-SHORT = {  # class -> pytest -k expression; between them every kernel and every layout
+SHORT = {  # class -> pytest -k expression; between them every kernel, every layout, each kind of case
     "TestEager": (
-        "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or padded-fp8 or grouped-scaled or "
-        "ranked-two-axes/uniform"
+        "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or grouped-scaled or ranked-two-axes/uniform"
     ),
     "TestOnWait": (
-        "padded/zipf or grouped-capacity-one/uniform or grouped-int8-f32 or "
-        "ranked-odd-hidden or "
+        "padded-odd-hidden-fp8 or grouped-capacity-one/uniform or grouped-int8-f32 or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
     ),
-    "TestGathered and not Cores": "[grouped/uniform] or padded-fp8 or align8-capacity-one-below",
-    "TestTwoCores": "[grouped/uniform] or padded/zipf",
-    "TestWithoutHeaders": "padded-fp8 or grouped-two-axes/uniform",
+    "TestGathered and not Cores": "padded-fp8 or align8-capacity-one-below",
+    "TestTwoCores": "padded/zipf",
+    "TestWithoutHeaders": "padded-fp8",
     "TestGatheredOnTwoCores": "padded/uniform",
-    "TestHalves": "align8-capacity-one-below or ranked-capacity-one-below or padded-fp8 or grouped-two-axes/uniform",
+    "TestHalves": "align8-capacity-one-below or grouped-two-axes/uniform",
 }
 
 
@@ -47,10 +45,10 @@ def test_conformance_in_interpret_mode(mode):
     run_suite(f"{mode} and ({SHORT[mode]})", 900)
 
 
-OUT = [  # each layout; a program of so many operations takes most of a minute
-    "padded-int8",
+OUT = [  # a program of so many operations takes most of a minute
     "ranked-two-axes",
-    "grouped-align8-uneven",
+    pytest.param("padded-int8", marks=pytest.mark.slow),
+    pytest.param("grouped-align8-uneven", marks=pytest.mark.slow),
     pytest.param("grouped", marks=pytest.mark.slow),
     pytest.param("ranked", marks=pytest.mark.slow),
 ]
@@ -65,8 +63,9 @@ def test_more_rows_than_one_wait_covers():
     run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
 
 
-def test_a_mesh_with_another_axis():
-    run_suite("test_ep_beside_another_axis", 600)
+@pytest.mark.parametrize("axes", ["dp-ep", "ep-tp"])
+def test_a_mesh_with_another_axis(axes):
+    run_suite(f"test_ep_beside_another_axis and {axes}", 600)
 
 
 @pytest.mark.slow
@@ -76,9 +75,9 @@ def test_whole_conformance_in_interpret_mode(mode):
 
 
 def test_conformance_on_eight_ranks():
-    run_suite("TestEightRanks and (ranked/uniform or grouped-two-axes/uniform)", 900)
+    run_suite("TestEightRanks and grouped-two-axes/uniform", 900)
 
 
 @pytest.mark.slow
 def test_more_conformance_on_eight_ranks():
-    run_suite("TestEightRanks and ([grouped/uniform] or padded/uniform)", 900)
+    run_suite("TestEightRanks and ([grouped/uniform] or ranked/uniform or padded/uniform)", 900)

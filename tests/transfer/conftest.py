@@ -1,3 +1,7 @@
+import pathlib
+import shutil
+import subprocess
+
 import jax
 import pytest
 
@@ -18,20 +22,24 @@ def engine():
 @pytest.fixture
 def others(engine):
     """Starts other processes that are connected to `engine`; ends them."""
-    started = []
-
-    def start(name="there", connected=True, **options):
-        other = other_process.Other(name, **options)
-        started.append(other)
-        if connected:
-            other.call("connect", engine.descriptor)
-        return other
-
-    yield start
-    for other in started:
-        other.end()
+    started = other_process.Others(engine)
+    yield started
+    started.end()
 
 
 @pytest.fixture
 def other(others):
     return others()
+
+
+@pytest.fixture(scope="session")
+def posting_library(tmp_path_factory):
+    """The posting loop in C++, built from this checkout."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
+    sources = [pathlib.Path(__file__).parents[2] / "ffi" / f"{name}.cc" for name in ("ucx_posting", "cuda_copies")]
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, *sources, "-o", path], check=True)
+    return path

@@ -58,3 +58,21 @@ class Other:
     def end(self):
         self.kill()
         self.connection.close()
+
+
+class Others:
+    """Starts other processes that are connected to `engine`, and ends them all at the end."""
+
+    def __init__(self, engine):
+        self._engine, self._started = engine, []
+
+    def __call__(self, name="there", connected=True, **options):
+        other = Other(name, **options)
+        self._started.append(other)
+        if connected:
+            other.call("connect", self._engine.descriptor)
+        return other
+
+    def end(self):
+        for other in self._started:
+            other.end()

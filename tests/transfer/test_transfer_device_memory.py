@@ -46,12 +46,16 @@ def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
     assert owner() is None and not _cuda_memory._imported
 
 
-def test_windows_in_device_memory():
-    """The whole way of GPU windows, over a driver that is made of host memory."""
+@pytest.mark.parametrize("loop", ["native", "python"])
+def test_windows_in_device_memory(loop, posting_library):
+    """The whole way of GPU windows, over a driver that is made of host memory: in one process, and between two, where
+    with the loop in C++ the driver copies.
+    """
     program = pathlib.Path(__file__).with_name("fake_driver.py")
+    chosen = str(posting_library) if loop == "native" else "python"
     done = subprocess.run(
         [sys.executable, str(program)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": chosen},
         capture_output=True,
         text=True,
         timeout=120,

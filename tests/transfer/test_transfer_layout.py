@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xen_moe_jax.transfer import _channel
-from xen_moe_jax.transfer._layout import copy_runs
+from xen_moe_jax.transfer._layout import Leaf, Shard, copy_runs
 from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer.remote import RemoteArray
 
 
 @st.composite
@@ -151,3 +152,14 @@ def test_neither_side_takes_the_other_without_the_key():
         channel_pair(client_key=b"a" * 32)
     with pytest.raises(TransferRefused, match="another engine"):
         channel_pair(target="someone else")
+
+
+def test_each_gpu_copies_what_it_has():
+    """Two shards for one piece of a peer's memory: one list of runs for each of two GPUs, one for the host."""
+    leaf = Leaf("", (4, 8), np.dtype(np.uint8), (Shard(((0, 4), (0, 8)), 0, "cuda", b"key"),))
+    array = RemoteArray(None, leaf)  # type: ignore[arg-type]
+    for memory, lists in (("cuda", 2), ("host", 1)):
+        local = [Shard(((2 * i, 2 * i + 2), (0, 8)), 1000 * (i + 1), memory) for i in range(2)]
+        runs = array.runs(local, leaf.shards)
+        assert len(runs) == lists and all(r.key == b"key" and r.memory == memory for r in runs)
+        assert np.concatenate([r.addresses for r in runs]).tolist() == [[1000, 0, 16], [2000, 16, 16]]

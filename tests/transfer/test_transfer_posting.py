@@ -1,15 +1,12 @@
 """The posting loop, in C++ and in Python: one behaviour."""
 
 import os
-import pathlib
-import shutil
 import subprocess
 import sys
 
 import pytest
 
 pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
-ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
 import sys
@@ -55,20 +52,9 @@ print("whole")
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(ROOT / "ffi" / "ucx_posting.cc"), "-o", str(path)], check=True)
-    return path
-
-
 @pytest.mark.parametrize("loop", ["native", "python"])
-def test_both_loops_write_the_same(loop, library):
-    chosen = str(library) if loop == "native" else "python"
+def test_both_loops_write_the_same(loop, posting_library):
+    chosen = str(posting_library) if loop == "native" else "python"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": chosen}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, loop], env=environment, capture_output=True, text=True, timeout=120

@@ -210,10 +210,17 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     document = report.header(arguments, None) | {"results": [], "not_measured": {}}
     if missing := transfer_peers.raw_ucx_missing():
         document["not_measured"]["raw UCX"] = missing
+
+    def keep() -> None:
+        """What was measured, should a peer not come back."""
+        if options.json:
+            report.write_json(options.json, document)
+
     try:
         for result in measure_engine(target, table):
             document["results"].append(result)
             report.progress(f"{result['peer']}: {result['bytes']:,} x {result['batch']} x {result['concurrency']}")
+        keep()
         for peer, (measure, module) in transfer_peers.PEERS.items():
             reason = "--peers none" if options.peers == "none" else transfer_peers.unavailable(module)
             if reason:
@@ -226,11 +233,11 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
                     report.progress(f"{peer}: {cell[1]:,} x {cell[2]} x {cell[3]}")
             except Exception as error:  # A peer that breaks does not take what was measured with it.
                 document["not_measured"][peer] = f"{type(error).__name__}: {error}"
+            keep()
     finally:
         target.end()
     print(describe(document))
-    if options.json:
-        report.write_json(options.json, document)
+    keep()
     if options.plot:
         write_plot(options.plot, document)
     return 0

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 _current = threading.local()
-_DEVICE_ORDINAL, _LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 9, 10, 14  # CUpointer_attribute
+_BUFFER_ID, _DEVICE_ORDINAL, _LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 7, 9, 10, 14  # CUpointer_attribute
+_LAZY_PEER_ACCESS = 1  # CUipcMem_flags
+_NON_BLOCKING = 1  # CUstream_flags
 _FABRIC = 8  # CUmemAllocationHandleType
 _OUT_OF_MEMORY = 2
 
@@ -98,16 +100,81 @@ def copy(to: int, origin: int, nbytes: int) -> None:
     _check("cuCtxSynchronize", driver().cuCtxSynchronize())
 
 
+@functools.cache
+def context(device: int) -> int:
+    """The device's primary context, which is JAX's."""
+    cuda, found = driver(), ctypes.c_void_p()
+    _check("cuInit", cuda.cuInit(0))
+    status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(found), ctypes.c_int(device))
+    _check(f"cuDevicePrimaryCtxRetain of device {device}", status)
+    return found.value or 0
+
+
 def make_current(device: int) -> None:
-    """Makes the device's primary context, which is JAX's, current in this thread."""
+    """Makes the device's primary context current in this thread."""
     if getattr(_current, "device", None) == device:
         return
-    cuda, context = driver(), ctypes.c_void_p()
-    for name, status in (
-        ("cuInit", cuda.cuInit(0)),
-        ("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device))),
-        ("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context)),
-    ):
-        if status:
-            raise RuntimeError(f"{name} failed with CUDA error {status} for device {device}")
+    _check(f"cuCtxSetCurrent of device {device}", driver().cuCtxSetCurrent(ctypes.c_void_p(context(device))))
     _current.device = device
+
+
+class _IpcHandle(ctypes.Structure):
+    """`CUipcMemHandle`, which the driver takes by value."""
+
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
+def export(pointer: int) -> tuple[bytes, int, int, int] | None:
+    """(handle, number, first address, bytes) of the allocation that holds the address, for `open_exported` in another
+    process; None where such memory cannot be given away. A number is never used twice.
+    """
+    if not _attribute(pointer, _LEGACY_IPC_CAPABLE):
+        return None
+    handle, base, nbytes = _IpcHandle(), ctypes.c_uint64(), ctypes.c_size_t()
+    status = driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
+    _check(f"cuMemGetAddressRange of {pointer:#x}", status)
+    if driver().cuIpcGetMemHandle(ctypes.byref(handle), base):
+        return None
+    return ctypes.string_at(ctypes.byref(handle), 64), _attribute(pointer, _BUFFER_ID), base.value, nbytes.value
+
+
+def open_exported(handle: bytes) -> int | None:
+    """Where another process's memory lies in the current context from now on; None where it cannot be mapped."""
+    pointer = ctypes.c_uint64()
+    by_value = _IpcHandle.from_buffer_copy(handle)
+    failed = driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), by_value, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return None if failed else pointer.value
+
+
+def close_exported(pointer: int) -> None:
+    """Never raises: with a context that is broken, whoever copies next is told."""
+    driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
+
+
+def new_stream() -> int:
+    """A stream of the current context that waits for no other."""
+    stream = ctypes.c_void_p()
+    _check("cuStreamCreate", driver().cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING)))
+    return stream.value or 0
+
+
+def end_stream(stream: int) -> None:
+    """Returns when everything on the stream has ended, well or not."""
+    driver().cuStreamSynchronize(ctypes.c_void_p(stream))
+    driver().cuStreamDestroy_v2(ctypes.c_void_p(stream))
+
+
+_COPY_CALLS = (
+    "cuMemcpyDtoDAsync_v2",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventDestroy_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+)
+
+
+def copy_functions() -> list[int]:
+    """Addresses of the driver's functions, in the order of `XenMoeDriver` of cuda_copies.cc."""
+    return [ctypes.cast(getattr(driver(), call), ctypes.c_void_p).value or 0 for call in _COPY_CALLS]

@@ -26,6 +26,8 @@ _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 def check_array(value: Any, what: str) -> None:
     """Raises `TransferRefused` for what is not an array."""
+    if isinstance(value, jax.core.Tracer):
+        raise TransferRefused(f"{what} is being traced: transfers start outside of jit; xt.tick hands arrays out of it")
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TransferRefused(f"{what} is a {type(value).__name__}: must be a jax.Array or a NumPy array")
 
@@ -103,13 +105,25 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shard
 class Block:
     """Writable memory of one array that does not exist for JAX yet.
 
-    `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable; no copy is
-    made where memory is addressed in place.
+    `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable. Host memory
+    is JAX's own and needs no copy; what lies on a GPU is copied there into JAX's memory, but with `in_place`: programs
+    that run as CUDA graphs do not take both kinds of memory.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        sharding: jax.sharding.Sharding | None,
+        in_place: bool = False,
+    ):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # Half as long as what is written to it.
+            raise TransferRefused(
+                f"an array of {self.dtype} would be one of {made} here: set jax_enable_x64, or send {made}"
+            )
         self.sharding = sharding or jax.sharding.SingleDeviceSharding(_device.default())
+        self._in_place = in_place
         self._array: jax.Array | None = None
         self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []
         devices: Any = self.sharding.addressable_devices
@@ -145,7 +159,7 @@ class Block:
     def array(self) -> jax.Array:
         if self._array is None:
             parts = [
-                part.array(extents, self.dtype, device)
+                self._on_gpu(part, extents, device)
                 if isinstance(part, _cuda_memory.DeviceMemory)
                 else jax.device_put(part, device)
                 for device, part, extents in self._parts
@@ -153,6 +167,12 @@ class Block:
             self._array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts).block_until_ready()
             self._parts = []
         return self._array
+
+    def _on_gpu(self, part: _cuda_memory.DeviceMemory, extents: tuple[int, ...], device: Any) -> jax.Array:
+        array = part.array(extents, self.dtype, device)
+        if self._in_place or array.unsafe_buffer_pointer() != part.pointer:  # Dtypes that JAX does not import.
+            return array
+        return jnp.array(array, copy=True)
 
 
 def shard_bytes(shard: Shard, itemsize: int) -> int:

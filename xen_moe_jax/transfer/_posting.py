@@ -11,8 +11,9 @@ import functools
 import os
 import pathlib
 from collections import deque
+from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_size_t, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -168,11 +169,22 @@ _PROTOTYPES = {
 }
 
 
+_COPIES = ("put", "get", "flush", "progress", "check", "release")
+_COPY_PROTOTYPES = {"new": (c_void_p, [c_void_p]), "error": (c_int, [c_void_p]), "free": (None, [c_void_p])}
+
+
 class _Native:
-    """The functions of ucx_posting.cc. Those with `_short` keep the GIL."""
+    """The functions of ucx_posting.cc and of cuda_copies.cc. Those with `_short` keep the GIL.
+
+    `copy_calls` are addresses of those that stand in for UCX's where the driver copies.
+    """
 
     def __init__(self, path: pathlib.Path):
-        library = ctypes.CDLL(str(path))
+        library = self.library = ctypes.CDLL(str(path))
+        for call, prototype in _COPY_PROTOTYPES.items():
+            function: Any = getattr(library, f"xen_moe_copies_{call}")
+            function.restype, function.argtypes = prototype
+        self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) for name in _COPIES]
         holding = ctypes.PyDLL(str(path), handle=library._handle)
         for name, (result, arguments) in _PROTOTYPES.items():
             for functions, suffix in ((library, ""), (holding, "_short")):
@@ -182,6 +194,10 @@ class _Native:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, c_void_p).value or 0
 
 
 @functools.cache
@@ -194,10 +210,22 @@ def native() -> _Native | None:
     return _Native(path)
 
 
+class Endpoint(Protocol):
+    """What a posting asks of the link that it is on."""
+
+    @property
+    def failed(self) -> str | None: ...
+
+    @property
+    def open(self) -> bool: ...
+
+    def status_text(self, status: int) -> str: ...
+
+
 class NativePosting:
     """A posting whose loop is in C++: `handle` is what that gave."""
 
-    def __init__(self, loop: _Native, link: UcxLink, key: Key, handle: int, nbytes: int):
+    def __init__(self, loop: _Native, link: Endpoint, key: Key, handle: int, nbytes: int):
         self.error: str | None = None
         self.nbytes = nbytes
         self._loop, self._link, self._key = loop, link, key
@@ -218,7 +246,7 @@ class NativePosting:
         ended = self._loop.advance(self._handle, self._link.open, POLLS)
         self.bytes_posted = self._loop.bytes_short(self._handle)
         if status := self._loop.status_short(self._handle):
-            self.error = self.error or _ucp.status_text(status)
+            self.error = self.error or self._link.status_text(status)
         if ended:
             self._loop.free_short(self._handle)
             self._handle = None
@@ -248,15 +276,15 @@ class PythonStarter:
         return self.post(kind, key, memory, nbytes, np.array([[local, remote, nbytes]], np.int64))
 
 
-class NativeStarter(PythonStarter):
-    def __init__(self, loop: _Native, link: UcxLink, worker: int):
-        super().__init__(link)
-        self._loop = loop
-        ucp = _ucp.library()
+class NativeStarter:
+    """The same by the loop in C++. `calls` are the addresses of the functions that it calls in place of `_CALLS`."""
+
+    def __init__(self, loop: _Native, link: Endpoint, calls: Sequence[int], worker: int, endpoint: int):
+        self._loop, self._link = loop, link
         self._fields = _LinkFields(
-            *(ctypes.cast(getattr(ucp, call), c_void_p) for call in _CALLS),
+            *calls,
             worker,
-            link.endpoint,
+            endpoint,
             (c_void_p * 2)(*(ctypes.addressof(_PARAMETERS[memory]) for memory in _MEMORIES)),
             ctypes.addressof(_FLUSH),
             (c_int64 * 2)(*(SLICE[memory] for memory in _MEMORIES)),
@@ -264,22 +292,14 @@ class NativeStarter(PythonStarter):
         )
         self._address = ctypes.addressof(self._fields)
 
-    def post(
-        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
-    ) -> PythonPosting | NativePosting | None:
-        if self._link.failed:
-            return super().post(kind, key, memory, nbytes, runs)
+    def post(self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray) -> NativePosting | None:
         runs = np.ascontiguousarray(runs, np.int64)
         start = self._loop.start_short if self._is_short(memory, nbytes) else self._loop.start
         place = runs.ctypes.data, len(runs)
         handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
         return NativePosting(self._loop, self._link, key, handle, nbytes) if handle else None
 
-    def post_one(
-        self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int
-    ) -> PythonPosting | NativePosting | None:
-        if self._link.failed:
-            return super().post_one(kind, key, memory, local, remote, nbytes)
+    def post_one(self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int) -> NativePosting | None:
         start = self._loop.start_one_short if self._is_short(memory, nbytes) else self._loop.start_one
         place = local, remote, nbytes
         handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
@@ -294,7 +314,25 @@ class NativeStarter(PythonStarter):
         return POLLS_GPU if memory == "cuda" and nbytes <= SHORT_GPU else POLLS
 
 
-def starter(link: UcxLink, worker: int) -> PythonStarter:
-    """What starts postings on a link."""
-    loop = native()
-    return PythonStarter(link) if loop is None else NativeStarter(loop, link, worker)
+class UcxStarter:
+    """What starts postings on a UCX link: the loop in C++, or the one in Python where that was not built, or where the
+    link has failed and only the error is left to be told.
+    """
+
+    def __init__(self, link: UcxLink, worker: int):
+        loop, ucp = native(), _ucp.library()
+        self._link, self._python = link, PythonStarter(link)
+        calls = [_address(getattr(ucp, call)) for call in _CALLS]
+        self._native = None if loop is None else NativeStarter(loop, link, calls, worker, link.endpoint)
+
+    def post(
+        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
+    ) -> PythonPosting | NativePosting | None:
+        starter = self._python if self._native is None or self._link.failed else self._native
+        return starter.post(kind, key, memory, nbytes, runs)
+
+    def post_one(
+        self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int
+    ) -> PythonPosting | NativePosting | None:
+        starter = self._python if self._native is None or self._link.failed else self._native
+        return starter.post_one(kind, key, memory, local, remote, nbytes)

@@ -47,10 +47,10 @@ def answer_look(engine: Engine, peer: Peer, head: dict) -> None:
 def _on_open(engine: Engine, peer: Peer, head: dict) -> None:
     window = engine._windows.get(head["w"])
     name = head["name"]
-    if window is None:
-        _refuse(
-            engine, peer, head, "StaleWindow", f"window {name!r} of {engine.name!r} was closed, or is only for reading"
-        )
+    if window is None and name in engine._published:
+        _refuse(engine, peer, head, "TransferRefused", f"{name!r} of {engine.name!r} is published: it is only read")
+    elif window is None:
+        _refuse(engine, peer, head, "StaleWindow", f"window {name!r} of {engine.name!r} was closed")
     elif not window.may_write(peer):
         _refuse(engine, peer, head, "TransferRefused", f"window {name!r} of {engine.name!r} is not for {peer.name!r}")
     elif window.generation != head["g"] or window._state != "open":
@@ -126,7 +126,7 @@ def _on_reply(engine: Engine, peer: Peer, head: dict) -> None:
 def _on_no(engine: Engine, peer: Peer, head: dict) -> None:
     if head["q"] in engine._calls:
         error = ERRORS.get(head["e"], TransferRefused)
-        engine._calls[head["q"]] = error(str(head["m"]), peer=peer.name, request=str(head["m"]))
+        engine._calls[head["q"]] = error(str(head["m"]), peer=peer.name)  # Who asked knows the request.
 
 
 def _on_bye(engine: Engine, peer: Peer, head: dict) -> None:

@@ -7,9 +7,11 @@ in any order, and may come before anybody asks.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xen_moe_jax.transfer.errors import TransferRefused
+import numpy as np
+
+from xen_moe_jax.transfer.errors import TransferRefused, about
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
@@ -22,7 +24,9 @@ Origin = tuple[int, int, int]
 """(peer's number, window's number, generation) of an arrival."""
 
 
-def check_imm(imm: Imm) -> Imm:
+def check_imm(imm: Any) -> Imm:
+    if isinstance(imm, np.integer):
+        return int(imm)
     if isinstance(imm, bool) or not isinstance(imm, int | str) or (isinstance(imm, str) and len(imm) > 256):
         raise TransferRefused(f"imm={imm!r} must be an int or a string of at most 256 characters")
     return imm
@@ -116,12 +120,14 @@ class ImmCounter:
                     raise peer.lost_error(f"{request}: {have} of {self.expect} writes had arrived", request)
             return False
 
-        engine._wait(
-            state,
-            timeout,
-            lambda: f"{request}: {engine._arrivals.value(self.imm, self._source)} of {self.expect} writes",
-            request,
-        )
+        source = None if self._source is None else engine._peers_by_number[self._source].name
+        with about(request, source):
+            engine._wait(
+                state,
+                timeout,
+                lambda: f"{request}: {engine._arrivals.value(self.imm, self._source)} of {self.expect} writes",
+                request,
+            )
 
     def close(self) -> None:
         """Forgets the number; a later write with it counts from zero. Engines that run for long close what they have

@@ -18,13 +18,14 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _channel, _device, _memory, _process
-from xen_moe_jax.transfer._layout import Leaf, Pages, distinct, leaves_by_path
+from xen_moe_jax.transfer._layout import Pages, leaves_by_path
 from xen_moe_jax.transfer._loop import Loop
+from xen_moe_jax.transfer._reading import read
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
 from xen_moe_jax.transfer._waiting import end_of, wait
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
-from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
-from xen_moe_jax.transfer.messages import Mailbox
+from xen_moe_jax.transfer.errors import TransferError, TransferRefused, about
+from xen_moe_jax.transfer.messages import Mailbox, check_peer
 from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Peer, RemoteArray, RemoteTree, check_pages, pages_key
 from xen_moe_jax.transfer.repeat import Repeat
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
@@ -39,12 +40,19 @@ _never_released: list[_Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""
 
 
+def _check_name(name: Any, request: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{request}: name={name!r} must be a string, not empty")
+
+
 class Engine:
     """Moves JAX arrays to and from other processes. A context manager; `close()` ends it.
 
     Args:
         name: what peers see; unique among the engines that talk to each other.
-        backend: "auto" or "ucx" (UCX: other processes of the host, NVLink, RDMA, TCP).
+        backend: "ucx" (other processes of the host, NVLink, RDMA, TCP), or "auto": the same, but what goes from GPU to
+        GPU of one
+            host is copied by the driver, which takes less time for each piece.
         token: the secret that all engines of one job share. Without one the descriptor holds a secret of its own: then
         whoever has
             the descriptor may connect.
@@ -88,7 +96,7 @@ class Engine:
         # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
         self._device = _device.default_ordinal()
         self._adopt_device()
-        self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}))
+        self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}), backend == "auto")
         self._active: list[Transfer] = []
         self._peers_by_number: dict[int, Peer] = {}
         self._peer_numbers = itertools.count(1)
@@ -103,7 +111,11 @@ class Engine:
         self._calls: dict[int, dict | TransferError | None] = {}
         self._call_numbers = itertools.count(1)
         self._mailbox = Mailbox(self)
-        self._loop = Loop(self, host, port)
+        try:
+            self._loop = Loop(self, host, port)
+        except OSError as cause:
+            self._wire.close()
+            raise OSError(cause.errno, f"host={host!r}, port={port}: cannot listen there: {cause.strerror}") from cause
         self._loop.start()
 
     def __repr__(self) -> str:
@@ -133,6 +145,11 @@ class Engine:
         """
         self._check_open("connect")
         deadline = end_of(timeout, "connect")
+        if not isinstance(descriptor, bytes | bytearray):
+            raise TransferRefused(
+                f"connect: the descriptor is a {type(descriptor).__name__}: must be the bytes of engine.descriptor",
+                request="connect",
+            )
         try:
             body, mark = descriptor[: -_channel._TAG], descriptor[-_channel._TAG :]
             text = json.loads(body)
@@ -187,6 +204,7 @@ class Engine:
         name: str | None = None,
         writers: Collection[str] | None = None,
         readable: bool = False,
+        in_place: bool = False,
     ) -> Window:
         """Writable, registered memory for arrays like `avals`.
 
@@ -197,11 +215,16 @@ class Engine:
             name: by which peers find it. Without a name `avals` must be a dict, and its keys are the names.
             writers: names of the peers that may write into it; None: every peer that is connected.
             readable: peers may `read` the committed arrays; the engine then holds the last generation.
+            in_place: on GPUs, committed arrays stay in the window's memory instead of being copied into JAX's. A
+                program that XLA runs as a CUDA graph may then fail (docs, "Memory"). Elsewhere it changes nothing.
         """
         self._check_open("window")
+        if name is not None:
+            _check_name(name, "window")
         if name is None and not (isinstance(avals, dict) and avals):
             raise ValueError("window: give a name, or a dict of avals whose keys are the names")
-        window = Window(self, avals, shardings, name, writers, readable)
+        with about("window" if name is None else f"window {name!r}"):
+            window = Window(self, avals, shardings, name, writers, readable, in_place)
         names = {name: ""} if name is not None else {str(key): str(key) for key in avals}
         with self._lock:
             if taken := [n for n in names if n in self._names or n in self._published]:
@@ -216,7 +239,9 @@ class Engine:
         the first's place.
         """
         self._check_open("publish")
-        published = Published(self, name, tree)
+        _check_name(name, "publish")
+        with about(f"publish {name!r}"):
+            published = Published(self, name, tree)
         with self._lock:
             if name in self._names:
                 published.close()
@@ -255,13 +280,20 @@ class Engine:
         Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout` here; what comes later is raised by
         `Transfer.wait`.
         """
-        imm = None if imm is None else check_imm(imm)
+        if imm is not None:
+            with about("write"):
+                imm = check_imm(imm)
         if isinstance(target, RemoteArray) and target.repeats and isinstance(src, jax.Array):
-            known = target.repeats.get(None if pages is None else pages_key(pages))
-            if known is not None and (again := known.write(self, src, imm)):
+            key = None
+            if pages is not None:
+                with about(f"write {target!r}", target.peer.name):
+                    key = pages_key(pages)
+            known = target.repeats.get(key)
+            if known is not None and not isinstance(src, jax.core.Tracer) and (again := known.write(self, src, imm)):
                 return again
         request = self._request("write", target)
-        job, sources = self._write_job(src, target, pages, request, timeout)
+        with about(request, target.peer.name):
+            job, sources = self._write_job(src, target, pages, request, timeout)
         return self._start(Transfer(self, "put", request, [job], sources, imm))
 
     def scatter(
@@ -274,11 +306,15 @@ class Engine:
         """
         request = f"scatter of {len(pieces)} parts"
         jobs, sources = [], []
+        with about(request):
+            imm = None if imm is None else check_imm(imm)
         for index, target in pieces:
-            job, source = self._write_job(src[index], target, None, request, timeout)
+            self._request("scatter", target)
+            with about(request, target.peer.name):
+                job, source = self._write_job(src[index], target, None, request, timeout)
             jobs.append(job)
             sources += source
-        return self._start(Transfer(self, "put", request, jobs, sources, None if imm is None else check_imm(imm)))
+        return self._start(Transfer(self, "put", request, jobs, sources, imm))
 
     def read(self, target: RemoteArray | RemoteTree, *, sharding=None, timeout: float = 60.0):
         """Pulls published arrays (or the last committed generation of a readable window); an array, or a dict of arrays
@@ -289,42 +325,9 @@ class Engine:
             sharding: of the result; one for all. None: the first local device.
         """
         request = self._request("read", target)
-        deadline = end_of(timeout, request)
-        peer = target.peer
-        lease = self._call(peer, {"t": "lease", "name": target.target.name}, timeout, request)
-        leaves = {record["p"]: Leaf.from_json(record) for record in lease["leaves"]}
-        give_back = {"t": "release", "l": lease["l"]}
-        try:
-            targets = {"": target} if isinstance(target, RemoteArray) else target.arrays
-            blocks = {}
-            for path, array in targets.items():
-                there = leaves.get(array.leaf.path)
-                if there is None or (there.shape, there.dtype) != (array.leaf.shape, array.leaf.dtype):
-                    raise TransferRefused(
-                        f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
-                    )
-                blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
-
-            def plan():
-                runs: list[Runs] = []
-                for path, array in targets.items():
-                    runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
-                return runs, list(blocks.values())
-
-            transfer = self._start(Transfer(self, "get", request, [Job(peer, None, plan)], []))
-            try:
-                transfer.wait(max(0.0, deadline - time.monotonic()))
-            except TransferTimeout:
-                transfer.cancel(5.0)
-                raise
-        finally:
-            verdict = None if peer.lost else self._call(peer, give_back, max(1.0, deadline - time.monotonic()), request)
-        if verdict is not None and not verdict["intact"]:
-            raise TransferRefused(
-                f"{request}: the peer donated or deleted the arrays meanwhile", peer=peer.name, request=request
-            )
-        arrays = {path: block.array() for path, block in blocks.items()}
-        return arrays[""] if isinstance(target, RemoteArray) else arrays
+        if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+            raise ValueError(f"{request}: sharding={sharding!r} must be a jax.sharding.Sharding")
+        return read(self, target, sharding, timeout, request)
 
     def counter(self, imm: Imm, expect: int, source: Peer | None = None) -> ImmCounter:
         """Counts arrivals of writes with number `imm`; of all peers, or of `source` alone (whose death `wait` then
@@ -332,7 +335,10 @@ class Engine:
         """
         if not isinstance(expect, int | np.integer) or expect < 0:
             raise ValueError(f"counter {imm!r}: expect={expect!r} must be a number of writes, 0 or more")
-        return ImmCounter(self, check_imm(imm), expect, None if source is None else source.number)
+        if source is not None:
+            check_peer(source, f"counter {imm!r}")
+        with about("counter"):
+            return ImmCounter(self, check_imm(imm), expect, None if source is None else source.number)
 
     # --- messages
 
@@ -341,14 +347,20 @@ class Engine:
         taken it.
         """
         self._check_open("send")
-        return self._mailbox.send(peer, value, tag)
+        with about("send", peer.name if isinstance(peer, Peer) else None):
+            return self._mailbox.send(peer, value, tag)
 
     def recv(self, peer: Peer | None = None, *, tag: str = "", sharding=None, timeout: float | None = None):
         """The next message with that tag (of that peer), as it was sent: bytes, array, or dict. Raises
         `TransferTimeout`, `PeerLost`.
         """
         self._check_open("recv")
-        return self._mailbox.recv(peer, tag, sharding, timeout)
+        if peer is not None:
+            check_peer(peer, "recv")
+        if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+            raise ValueError(f"recv: sharding={sharding!r} must be a jax.sharding.Sharding")
+        with about("recv", None if peer is None else peer.name):
+            return self._mailbox.recv(peer, tag, sharding, timeout)
 
     def barrier(self, group: Sequence[Peer], timeout: float | None = None) -> None:
         """Returns when every engine of the group (this one and the peers given) has called it with the same group."""
@@ -552,13 +564,15 @@ class Engine:
             return self._calls[number] is not None
 
         try:
-            self._wait(answered, timeout, lambda: f"{request}: {peer.name!r} did not answer", request)
+            with about(request, peer.name):
+                self._wait(answered, timeout, lambda: f"{request}: {peer.name!r} did not answer", request)
             reply = self._calls[number]
         finally:
             with self._lock:
                 del self._calls[number]
         if isinstance(reply, TransferError):
-            raise reply
+            with about(request):
+                raise reply
         assert reply is not None
         return reply
 

@@ -31,6 +31,27 @@ class TransferError(RuntimeError):
         super().__init__(text)
 
 
+class about:
+    """Says of the errors within which request and which peer they concern, where they do not say it themselves."""
+
+    __slots__ = ("_peer", "_request")
+
+    def __init__(self, request: str, peer: str | None = None):
+        self._request, self._peer = request, peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, TransferError):
+            if error.peer is None:
+                error.peer = self._peer
+            if not error.request:
+                error.request = self._request
+                if self._request not in str(error):
+                    error.args = (f"{self._request}: {error}",)
+
+
 class PeerLost(TransferError):
     """The peer's process ended, its connection broke, or its engine was closed."""
 

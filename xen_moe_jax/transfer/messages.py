@@ -15,7 +15,7 @@ import numpy as np
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
-from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteWindow
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Region
@@ -43,8 +43,15 @@ class _Letter(Transfer):
         return False
 
     def _stop(self, error) -> None:
-        if not self._ended:
+        """The peer may be reading it: it has ended when the peer says so, or is lost."""
+        if self._ended or self._error is not None:
+            return
+        peer = self._jobs[0].peer
+        if peer.lost:
             self.finish(error)
+        else:
+            self._error = error
+            peer.send({"t": "withdraw", "i": self.number})
 
     def finish(self, error) -> None:
         self._error = error
@@ -75,9 +82,12 @@ class Mailbox:
         self.letters: dict[tuple[int, int], _Letter] = {}
         self._next = 0
         self._arrived: deque[tuple[Peer, dict, bytes]] = deque()
+        self._pulled: dict[tuple[int, int], bool] = {}  # Messages that are being read: whether they were withdrawn.
         self._pending: Counter[int] = Counter()
-        self._own_barriers: Counter[str] = Counter()
+        # By peer's number: an engine that has connected anew begins anew, on both sides.
+        self._own_barriers: Counter[tuple[int, str]] = Counter()
         self._barriers: Counter[tuple[int, str]] = Counter()
+        self._unfinished: set[tuple[int, str]] = set()
 
     def send(self, peer: Peer, value, tag: str) -> Transfer:
         engine = self._engine
@@ -102,6 +112,8 @@ class Mailbox:
             flat = leaves_by_path(tree)
             for path, array in flat.items():
                 _memory.check_array(array, f"{request}: {path or 'the value'}")
+            if kind == "dict" and (nested := [key for key, array in tree.items() if str(key) not in flat]):
+                raise TransferRefused(f"{request}: {nested} hold further containers: must be a flat dict of arrays")
             jax.block_until_ready(tree)
             records = []
             for path, array in flat.items():
@@ -131,6 +143,7 @@ class Mailbox:
             for entry in self._arrived:
                 if entry[1]["tag"] == tag and (peer is None or entry[0] is peer):
                     self._arrived.remove(entry)
+                    self._pulled |= {(entry[0].number, entry[1]["i"]): False} if "leaves" in entry[1] else {}
                     found.append(entry)
                     return True
             if peer is not None and peer.lost:
@@ -139,13 +152,35 @@ class Mailbox:
 
         engine._wait(arrived, timeout, lambda: f"{request}: no message", request)
         sender, head, payload = found[0]
-        with engine._lock:
-            self._pending[sender.number] -= len(payload)
-        done = {"t": "took", "i": head["i"]}
         if "leaves" not in head:
             with engine._lock:
-                sender.send(done)
+                self._pending[sender.number] -= len(payload)
+                sender.send({"t": "took", "i": head["i"]})
             return payload
+        try:
+            arrays = self._pull(sender, head, sharding, timeout, request)
+        except BaseException:
+            self._put_back(found[0])
+            raise
+        with engine._lock:
+            self._pulled.pop((sender.number, head["i"]), None)
+            sender.send({"t": "took", "i": head["i"]})
+        if head["kind"] == "bytes":
+            return np.asarray(arrays[""]).tobytes()
+        return arrays if head["kind"] == "dict" else arrays[""]
+
+    def _put_back(self, entry: tuple[Peer, dict, bytes]) -> None:
+        """What could not be read can be received again, unless it was withdrawn meanwhile."""
+        sender, head, _ = entry
+        with self._engine._lock:
+            if self._pulled.pop((sender.number, head["i"]), False):
+                sender.send({"t": "took", "i": head["i"], "no": "withdrawn"})
+            elif not sender.lost:
+                self._arrived.appendleft(entry)
+
+    def _pull(self, sender: Peer, head: dict, sharding: Any, timeout: float | None, request: str) -> dict[str, Any]:
+        """The arrays of a message, from the sender's memory."""
+        engine = self._engine
         leaves = {record["p"]: Leaf.from_json(record) for record in head["leaves"]}
         blocks = {
             path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
@@ -171,11 +206,7 @@ class Mailbox:
                     for shard in leaf.shards:
                         if not sender.lost:
                             sender.link.forget(shard.key)
-                sender.send(done)
-        arrays = {path: block.array() for path, block in blocks.items()}
-        if head["kind"] == "bytes":
-            return np.asarray(arrays[""]).tobytes()
-        return arrays if head["kind"] == "dict" else arrays[""]
+        return {path: block.array() for path, block in blocks.items()}
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
         engine = self._engine
@@ -185,13 +216,15 @@ class Mailbox:
         key = hashlib.blake2b("/".join(members).encode(), digest_size=16).hexdigest()
         request = f"barrier of {len(members)}"
         with engine._lock:
-            self._own_barriers[key] += 1
-            turn = self._own_barriers[key]
-            for peer in group:
-                peer.send({"t": "barrier", "k": key})
+            places = {(peer.number, key): peer for peer in group}
+            for place in places.keys() - self._unfinished:  # Whom it was given up waiting for is waited for again.
+                self._unfinished.add(place)
+                self._own_barriers[place] += 1
+                places[place].send({"t": "barrier", "k": key})
 
         def missing() -> list[Peer]:
-            return [peer for peer in group if self._barriers[peer.number, key] < turn]
+            turns = self._own_barriers
+            return [peer for peer in group if self._barriers[peer.number, key] < turns[peer.number, key]]
 
         def complete() -> bool:
             for peer in missing():
@@ -199,9 +232,18 @@ class Mailbox:
                     raise peer.lost_error(request, request)
             return not missing()
 
-        engine._wait(
-            complete, timeout, lambda: f"{request}: {', '.join(repr(p.name) for p in missing())} did not come", request
-        )
+        def text() -> str:
+            return f"{request}: {', '.join(repr(p.name) for p in missing())} did not come"
+
+        try:
+            engine._wait(complete, timeout, text, request)
+        except TransferTimeout as error:
+            error.peer = ", ".join(peer.name for peer in missing())
+            raise
+        except BaseException:
+            self._unfinished.difference_update(places)
+            raise
+        self._unfinished.difference_update(places)
 
     # Under the engine's lock.
 
@@ -224,9 +266,16 @@ class Mailbox:
             if letter := self.letters.get((peer.number, head["i"])):
                 refused = head.get("no")
                 request = letter._request
-                letter.finish(
-                    TransferRefused(f"{request}: {refused}", peer=peer.name, request=request) if refused else None
-                )
+                error = TransferRefused(f"{request}: {refused}", peer=peer.name, request=request) if refused else None
+                letter.finish(letter._error if refused and letter._error is not None else error)
+        elif head["t"] == "withdraw":
+            place = peer.number, head["i"]
+            if place in self._pulled:
+                self._pulled[place] = True
+            for entry in [e for e in self._arrived if (e[0].number, e[1]["i"]) == place]:
+                self._arrived.remove(entry)
+                self._pending[peer.number] -= len(entry[2])
+                peer.send({"t": "took", "i": head["i"], "no": "withdrawn"})
         elif head["t"] == "barrier":
             self._barriers[peer.number, head["k"]] += 1
         else:

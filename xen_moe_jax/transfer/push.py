@@ -13,6 +13,7 @@ import numpy as np
 
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
 from xen_moe_jax.transfer._waiting import deadline_of
+from xen_moe_jax.transfer.messages import check_peer
 from xen_moe_jax.transfer.plan import Piece, Plan
 from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
 from xen_moe_jax.transfer.transfer import Transfer
@@ -34,7 +35,7 @@ class Push:
 
     def cancel(self, timeout: float | None = None) -> bool:
         """Returns when nothing of it can land any more; True if a part had not arrived."""
-        return any(transfer.cancel(timeout) for transfer in self.transfers)
+        return True in [transfer.cancel(timeout) for transfer in self.transfers]
 
 
 def push(
@@ -60,10 +61,17 @@ def push(
 
     Raises `KeyError` for a receiver that is not among the peers, and what `Engine.write` does.
     """
-    by_name = dict(peers) if isinstance(peers, Mapping) else {peer.name: peer for peer in peers}
+    if isinstance(peers, Peer | str):  # type: ignore[unreachable]
+        raise ValueError(f"push: peers={peers!r} must be a collection of peers, as in [{peers!r}]")
+    members = list(peers.values() if isinstance(peers, Mapping) else peers)
+    for peer in members:
+        check_peer(peer, "push: peers=")
+    by_name = dict(peers) if isinstance(peers, Mapping) else {peer.name: peer for peer in members}
     if set(plan.windows) == {""} and len(by_name) == 1:
         by_name = {"": next(iter(by_name.values()))}
     arrays = leaves_by_path(params)
+    if arrays.keys() != plan.dtypes.keys():
+        raise ValueError(f"push: params and the plan differ in {sorted(arrays.keys() ^ plan.dtypes.keys())[:8]}")
     transfers: list[Transfer] = []
     staged: deque[tuple[Transfer, int]] = deque()
     nbytes = 0
@@ -73,6 +81,8 @@ def push(
         window = plan.windows[receiver] or name
         if window is None:
             raise ValueError("push: the plan names no window; give name=")
+        if receiver not in by_name:
+            raise KeyError(f"push: the plan's receiver {receiver!r} is not among peers= {sorted(by_name)}")
         targets[receiver] = by_name[receiver].window(window, timeout)
     left = {receiver: [path for r, path in writes if r == receiver] for receiver in targets}
     for (receiver, path), pieces in writes.items():
@@ -107,7 +117,12 @@ def _cut_out(array: Any, piece: Piece, dtype: np.dtype) -> tuple[Any, bool]:
     if not isinstance(array, jax.Array):
         part = array[tuple(slice(*extent) for extent in piece.box)]
         return np.asarray(part, dtype, order="C"), True
-    data = next(shard.data for shard in array.addressable_shards if box_of(shard.index, array.shape) == piece.shard)
+    held = (shard.data for shard in array.addressable_shards if box_of(shard.index, array.shape) == piece.shard)
+    if (data := next(held, None)) is None:
+        raise ValueError(
+            f"push: {piece.path or 'the array'} is {array.shape} with {array.sharding}, and this process holds no "
+            f"shard {piece.shard} of it, as it did when the plan was made: make another plan"
+        )
     if piece.shard == piece.box and array.dtype == dtype:
         return data, False
     starts = [start - origin for (start, _), (origin, _) in zip(piece.box, piece.shard)]

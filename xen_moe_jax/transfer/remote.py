@@ -283,11 +283,12 @@ class RemoteArray:
                     templates.clear()
                 known = templates[key] = self._templates(local, shards, pages)
             found = known
-        placed: dict[tuple[bytes, str], list[np.ndarray]] = {}
+        placed: dict[tuple[bytes, str, int], list[np.ndarray]] = {}
         for number, remote_key, memory, template in found:
-            placed.setdefault((remote_key, memory), []).append(at_address(template, local[number].pointer))
+            gpu = number if memory == "cuda" else 0  # Each GPU copies what it has.
+            placed.setdefault((remote_key, memory, gpu), []).append(at_address(template, local[number].pointer))
         return [
-            Runs(*where, sum(int(piece[:, 2].sum()) for piece in runs), np.concatenate(runs))
+            Runs(*where[:2], sum(int(piece[:, 2].sum()) for piece in runs), np.concatenate(runs))
             for where, runs in placed.items()
         ]
 

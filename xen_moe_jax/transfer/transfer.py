@@ -10,7 +10,7 @@ import numpy as np
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer.counter import Imm
-from xen_moe_jax.transfer.errors import StaleWindow, TransferCancelled, TransferError, TransferRefused
+from xen_moe_jax.transfer.errors import StaleWindow, TransferCancelled, TransferError, TransferRefused, about
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
@@ -114,9 +114,10 @@ class Transfer:
         `TransferCancelled`, or the error of the computation that made the source.
         """
         if not self._ended:
-            self._engine._wait(
-                lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done
-            )
+            with about(self._request, self._peer_names()):
+                self._engine._wait(
+                    lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done
+                )
         if self._error is not None:
             raise self._error
 
@@ -128,7 +129,8 @@ class Transfer:
         """
         with self._engine._lock:
             if not self._ended:
-                self._stop(TransferCancelled(f"{self._request} was cancelled", request=self._request))
+                text = f"{self._request} was cancelled"
+                self._stop(TransferCancelled(text, peer=self._peer_names(), request=self._request))
         try:
             self._engine._wait(lambda: self._ended, timeout, self._progress_text, self._request)
         except TimeoutError:
@@ -140,6 +142,9 @@ class Transfer:
                         )
             self._engine._wait(lambda: self._ended, None, self._progress_text, self._request)
         return self._error is not None
+
+    def _peer_names(self) -> str:
+        return ", ".join(dict.fromkeys(job.peer.name for job in self._jobs))
 
     def _progress_text(self) -> str:
         total = "an unknown number of" if self.nbytes is None else self.nbytes
@@ -218,7 +223,10 @@ class Transfer:
         for source in self._sources:
             if isinstance(source, jax.Array) and source.is_deleted():
                 raise TransferRefused(
-                    f"{self._request}: its source was deleted or donated before it had ended", request=self._request
+                    f"{self._request}: its source was deleted or donated before it had ended",
+                    peer=self._peer_names(),
+                    request=self._request,
+                    bytes_done=self.bytes_done,
                 )
 
     def _end_job(self, job: Job) -> None:

@@ -16,7 +16,7 @@ import jax
 from xen_moe_jax.transfer import _cuda_memory, _memory
 from xen_moe_jax.transfer._layout import Leaf, Shard, leaves_by_path
 from xen_moe_jax.transfer.counter import ImmCounter
-from xen_moe_jax.transfer.errors import PeerLost, StaleWindow
+from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferTimeout
 from xen_moe_jax.transfer.plan import Layout
 
 if TYPE_CHECKING:
@@ -27,11 +27,24 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-def _broadcast(shardings, avals) -> list:
+def _broadcast(shardings, avals, request: str) -> list:
+    """A sharding or None for every array. Raises ValueError."""
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return [shardings] * len(jax.tree.leaves(avals))
     structure: Any = jax.tree.structure(avals)
-    return structure.flatten_up_to(shardings)
+    try:
+        flat = structure.flatten_up_to(shardings)
+    except ValueError as cause:
+        raise ValueError(
+            f"{request}: shardings must be one sharding, or a pytree of shardings like avals: {cause}"
+        ) from None
+    for given in flat:
+        if given is not None and not isinstance(given, jax.sharding.Sharding):
+            raise ValueError(
+                f"{request}: shardings={given!r} must be jax.sharding.Sharding (a spec needs its mesh: "
+                "jax.NamedSharding(mesh, spec))"
+            )
+    return flat
 
 
 class Region:
@@ -78,7 +91,9 @@ class _Generation:
 
     def __init__(self, engine: Engine, window: Window, number: int):
         self.number = number
-        self.blocks = [_memory.Block(a.shape, a.dtype, s) for a, s in zip(window._avals, window._shardings)]
+        self.blocks = [
+            _memory.Block(a.shape, a.dtype, s, window._in_place) for a, s in zip(window._avals, window._shardings)
+        ]
         self.region = Region(
             engine, [(path, b.shape, b.dtype, b.shards) for path, b in zip(window._paths, self.blocks)]
         )
@@ -93,24 +108,45 @@ class Window:
     """
 
     def __init__(
-        self, engine: Engine, avals, shardings, name: str | None, writers: Collection[str] | None, readable: bool
+        self,
+        engine: Engine,
+        avals,
+        shardings,
+        name: str | None,
+        writers: Collection[str] | None,
+        readable: bool,
+        in_place: bool,
     ):
         flat, self._treedef = jax.tree.flatten(avals)
         self._paths = list(leaves_by_path(avals))
+        request = "window" if name is None else f"window {name!r}"
         if not flat:
-            raise ValueError("window: avals is a pytree without arrays")
+            raise ValueError(f"{request}: avals is a pytree without arrays")
+        for path, aval in zip(self._paths, flat):
+            where = f"{request}: {path or 'avals'}"
+            if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+                raise ValueError(f"{where} is a {type(aval).__name__}: must be a jax.ShapeDtypeStruct or an array")
+            _memory.check_dtype(aval.dtype, where)
         self._shardings = [
             given if given is not None else getattr(aval, "sharding", None)
-            for given, aval in zip(_broadcast(shardings, avals), flat)
+            for given, aval in zip(_broadcast(shardings, avals, request), flat)
         ]
-        for path, aval in zip(self._paths, flat):
-            _memory.check_dtype(aval.dtype, f"window {name or ''}: {path or 'the array'}")
+        for path, aval, sharding in zip(self._paths, flat, self._shardings):
+            if sharding is not None:
+                try:
+                    sharding.shard_shape(aval.shape)
+                except ValueError as cause:
+                    raise ValueError(f"{request}: {path or 'avals'} cannot be split so: {cause}") from None
         self._avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in flat]
         self._engine, self.name = engine, name if name is not None else "+".join(map(str, avals))
         if isinstance(writers, str):  # its letters would be the names
             raise ValueError(f"window: writers={writers!r} must be a collection of names, as in [{writers!r}]")
+        if writers is not None and not (
+            isinstance(writers, Collection) and all(isinstance(writer, str) for writer in writers)
+        ):
+            raise ValueError(f"window: writers={writers!r} must be a collection of peers' names, or None for all")
         self._writers = None if writers is None else frozenset(writers)
-        self._readable = readable
+        self._readable, self._in_place = readable, in_place
         self.number = next(_numbers)
         self._published: Published | None = None
         self._state = "open"
@@ -157,12 +193,16 @@ class Window:
                     self._state = "closing"
                     for writer in list(generation.writers):
                         writer.send({"t": "revoke", "w": self.number, "g": generation.number})
-            engine._wait(
-                lambda: self._settled(generation, request),
-                timeout,
-                lambda: f"{request}: {', '.join(sorted(repr(w.name) for w in generation.writers))} did not confirm",
-                request,
-            )
+            try:
+                engine._wait(
+                    lambda: self._settled(generation, request),
+                    timeout,
+                    lambda: f"{request}: {', '.join(sorted(repr(w.name) for w in generation.writers))} did not confirm",
+                    request,
+                )
+            except TransferTimeout as error:
+                error.peer = ", ".join(sorted(writer.name for writer in generation.writers)) or None
+                raise
         except BaseException:
             if following is not None:
                 with engine._lock:

@@ -6,12 +6,16 @@ All calls on one wire come under its engine's lock, from whichever thread holds 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _posting, _ucp
+from xen_moe_jax.transfer import _cuda_copies, _posting, _ucp
+
+_SPLIT = struct.Struct("<I")
+"""In front of a key: the length of UCX's part; the rest is what the driver's own copies need, of GPU memory."""
 
 
 class Posting(Protocol):
@@ -76,32 +80,45 @@ class Wire(Protocol):
 
 
 class UcxLink:
-    def __init__(self, worker: int, address: bytes):
+    def __init__(self, worker: int, address: bytes, copies: bool):
         self.failed: str | None = None
         self.open = True
         self._keys: dict[bytes, _posting.Key] = {}
         self._on_error = _ucp.ErrorHandler(self._lost)
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
-        self._starter = _posting.starter(self, worker)
+        self._starter = _posting.UcxStarter(self, worker)
+        self._copies = _cuda_copies.LinkCopies(self) if copies else None
+
+    status_text = staticmethod(_ucp.status_text)
 
     def _lost(self, _argument: int | None, _endpoint: int | None, status: int) -> None:
         self.failed = _ucp.status_text(status)
 
     def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        if memory == "cuda" and self._copies is not None and (exported := _exported(key)):
+            started, posting = self._copies.post(kind, exported, nbytes, runs)
+            if started:
+                return posting
         return self._starter.post(kind, self._keys.get(key) or self._unpack(key), memory, nbytes, runs)
 
     def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
+        if memory == "cuda" and self._copies is not None and (exported := _exported(key)):
+            started, posting = self._copies.post_one(kind, exported, local, remote, nbytes)
+            if started:
+                return posting
         known = self._keys.get(key) or self._unpack(key)
         return self._starter.post_one(kind, known, memory, local, remote, nbytes)
 
     def _unpack(self, key: bytes) -> _posting.Key:
-        known = self._keys[key] = _posting.Key(_ucp.unpack_key(self.endpoint, key))
+        (length,) = _SPLIT.unpack_from(key)
+        ours = key[_SPLIT.size : _SPLIT.size + length]
+        known = self._keys[key] = _posting.Key(_ucp.unpack_key(self.endpoint, ours))
         return known
 
     def key(self, key: bytes) -> int:
-        """The library's handle of a key that was used before."""
-        return self._keys[key].handle
+        """The library's handle of a key."""
+        return (self._keys.get(key) or self._unpack(key)).handle
 
     def forget(self, key: bytes) -> None:
         if known := self._keys.pop(key, None):
@@ -115,6 +132,11 @@ class UcxLink:
         self.open = False
         self._closing = _ucp.close_endpoint(self.endpoint, force)
 
+    def finish_copies(self) -> None:
+        """Returns when the driver copies nothing more; postings of such copies are not asked again."""
+        if self._copies is not None:
+            self._copies.close()
+
     def closed(self) -> bool:
         """Whether the library has let go of the endpoint (after `close`)."""
         if self._closing is not None and _ucp.library().ucp_request_check_status(self._closing) != _ucp.IN_PROGRESS:
@@ -122,15 +144,26 @@ class UcxLink:
             self._closing = None
         if self.open or self._closing is not None:
             return False
+        if self._copies is not None:
+            if not self._copies.idle():
+                return False
+            self._copies.close()
         for key in list(self._keys):  # Not before: what was in flight when the link broke may still name them.
             self.forget(key)
         return True
 
 
+def _exported(key: bytes) -> bytes:
+    (length,) = _SPLIT.unpack_from(key)
+    return key[_SPLIT.size + length :]
+
+
 class UcxMemory:
-    def __init__(self, context: int, pointer: int, nbytes: int, memory: str):
+    def __init__(self, context: int, pointer: int, nbytes: int, memory: str, copies: bool):
         self._context = context
-        self._handle, self.key = _ucp.map_memory(context, pointer, nbytes, memory)
+        self._handle, key = _ucp.map_memory(context, pointer, nbytes, memory)
+        exported = _cuda_copies.export(pointer) if copies and memory == "cuda" else b""
+        self.key = _SPLIT.pack(len(key)) + key + exported
 
     def release(self) -> None:
         if self._handle:
@@ -143,10 +176,12 @@ class UcxWire:
     elsewhere.
 
     `host` is the address that the engine listens on. On the loopback address UCX opens no port that another host could
-    reach. `settings` are UCX's own (names without `UCX_`), for what this class does not choose.
+    reach. `settings` are UCX's own (names without `UCX_`), for what this class does not choose. With `copies` the
+    driver's own copies move what goes from a GPU of this process into memory of a GPU that it can map.
     """
 
-    def __init__(self, host: str, settings: dict[str, str]):
+    def __init__(self, host: str, settings: dict[str, str], copies: bool = True):
+        self._copies = copies
         chosen = {
             "RNDV_THRESH": "inf"
         }  # With its own threshold UCX sees no use in a lane into another process's memory.
@@ -159,10 +194,10 @@ class UcxWire:
         self.event_fd = _ucp.worker_event_fd(self._worker)
 
     def register(self, pointer: int, nbytes: int, memory: str) -> UcxMemory:
-        return UcxMemory(self._context, pointer, nbytes, memory)
+        return UcxMemory(self._context, pointer, nbytes, memory, self._copies)
 
     def connect(self, address: bytes) -> UcxLink:
-        link = UcxLink(self._worker, address)
+        link = UcxLink(self._worker, address, self._copies)
         self._links.append(link)
         return link
 
@@ -177,6 +212,8 @@ class UcxWire:
 
     def close(self) -> None:
         _close_all(self._links)
+        for link in self._links:
+            link.finish_copies()
         for _ in range(
             10_000
         ):  # A forced close ends with its cancelled requests, in progress calls of this thread alone.

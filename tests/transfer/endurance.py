@@ -1,0 +1,93 @@
+"""The long runs of the adversary and of the kills, as a program that writes down what it saw.
+
+    JAX_PLATFORMS=cpu python -m tests.transfer.endurance --json benchmarks/results/transfer_endurance.json
+
+The functions are those of `test_transfer_adversary.py` and `test_transfer_kills.py`: what is torn, counted twice or
+changed after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to
+standard output alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def commit():
+    """The commit of this checkout, and whether files differ from it."""
+    run = ["git", "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def timed(run, *arguments):
+    """(what it gave, seconds), with an engine and other processes of its own."""
+    import xen_moe_jax.transfer as xt
+    from tests.transfer.other_process import Others
+
+    begun = time.monotonic()
+    with xt.Engine(name="here") as engine:
+        others = Others(engine)
+        try:
+            return run(engine, others, *arguments), time.monotonic() - begun
+        finally:
+            others.end()
+
+
+def main():
+    from tests.transfer import test_transfer_adversary, test_transfer_kills
+    from xen_moe_jax.benchmark import report
+    from xen_moe_jax.transfer import _posting
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--transfers", type=int, default=100_000, help="through the adversary; 0 leaves it out")
+    parser.add_argument(
+        "--kills", type=int, default=500, help="of senders, and as many of receivers; 0 leaves both out"
+    )
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--json", help="the file for the figures")
+    options = parser.parse_args()
+    document = report.header(sys.argv[1:], None) | {
+        "command": " ".join(["python -m tests.transfer.endurance", *sys.argv[1:]]),
+        "commit": commit(),
+        "posting loop": "C++" if _posting.native() else "Python",
+        "seed": options.seed,
+    }
+    if options.transfers:
+        found, seconds = timed(test_transfer_adversary.run, options.transfers, options.seed, 3000)
+        names = ("writes", "failed writes", "lost connections", "generations thrown away")
+        document["adversary"] = dict(zip(names, found, strict=True)) | {
+            "rows in committed generations, hashed": -(-options.transfers // test_transfer_adversary.ROWS)
+            * test_transfer_adversary.ROWS,
+            "torn generations": 0,
+            "seconds": round(seconds),
+        }
+        print(json.dumps(document["adversary"]), flush=True)
+    if options.kills:
+        (whole, thrown), seconds = timed(test_transfer_kills.kill_senders, options.kills, options.seed)
+        document["killed senders"] = {
+            "kills": options.kills,
+            "whole generations": whole,
+            "generations thrown away": thrown,
+            "torn generations": 0,
+            "seconds": round(seconds),
+        }
+        print(json.dumps(document["killed senders"]), flush=True)
+        sent, seconds = timed(test_transfer_kills.kill_receivers, options.kills, options.seed + 1)
+        document["killed receivers"] = {
+            "kills": options.kills,
+            "generations sent": sent,
+            "torn generations": 0,
+            "seconds": round(seconds),
+        }
+        print(json.dumps(document["killed receivers"]), flush=True)
+    if options.json:
+        report.write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What a user may get wrong, and what the errors then say; barriers that were given up."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xen_moe_jax.transfer as xt
+from tests.transfer.transfer_sides import slow_source
+
+
+class TestWhatErrorsSay:
+    """Peer and request are attributes of every error; what cannot be meant is refused where it is said."""
+
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="sender") as sender:
+            window = engine.window({"kv": jax.ShapeDtypeStruct((4, 2), np.float32)})
+            peer = sender.connect(engine.descriptor)
+            yield engine, sender, peer, window
+
+    SOURCE = np.ones((4, 2), np.float32)
+    WRONG = {
+        "no array": lambda e, target: e.write([1.0], target),
+        "another shape": lambda e, target: e.write(np.ones((4, 3), np.float32), target),
+        "pages of three": lambda e, target: e.write(TestWhatErrorsSay.SOURCE, target, pages=(1, 2, 3)),
+        "pages of bools": lambda e, target: e.write(jnp.ones((4, 2)), target, pages=([True], [False])),
+        "deleted": lambda e, target: e.write(deleted(), target).wait(5),
+        "traced": lambda e, target: jax.jit(lambda x: e.write(x, target))(TestWhatErrorsSay.SOURCE),
+        "nothing published": lambda e, target: e.read(target),
+        "scattered": lambda e, target: e.scatter(TestWhatErrorsSay.SOURCE, [(0, target)]),
+    }
+
+    @pytest.mark.parametrize("known", [False, True])
+    @pytest.mark.parametrize("name", WRONG)
+    def test_of_a_transfer(self, sides, name, known):
+        engine, sender, peer, _ = sides
+        target = peer["kv"]
+        if known:  # The short way of a write that was planned before refuses the same.
+            sender.write(jnp.ones((4, 2)), target, pages=([0], [1])).wait(5)
+            sender.write(jnp.ones((4, 2)), target).wait(5)
+        with pytest.raises(xt.TransferRefused) as found:
+            self.WRONG[name](sender, target)
+        assert found.value.peer == "here" and "kv" in found.value.request + str(found.value), vars(found.value)
+        assert found.value.request and found.value.bytes_done == 0
+
+    def test_of_a_stale_window(self, sides):
+        engine, sender, peer, window = sides
+        target = peer["kv"]
+        window.commit(5)
+        with pytest.raises(xt.StaleWindow, match="write <kv.*generation 1 .*not open any more") as found:
+            sender.write(self.SOURCE, target)
+        assert (found.value.peer, found.value.request) == ("here", f"write {target!r}")
+
+    def test_of_a_published_array(self, sides):
+        engine, sender, peer, _ = sides
+        engine.publish("p", self.SOURCE)
+        with pytest.raises(xt.TransferRefused, match="only read") as found:
+            sender.write(self.SOURCE, peer["p"])
+        assert found.value.peer == "here"
+
+    def test_of_a_wait(self, sides):
+        engine, sender, peer, window = sides
+        there = engine.peer("sender")
+        with pytest.raises(xt.TransferTimeout) as found:
+            engine.counter(1, expect=1, source=there).wait(0.01)
+        assert found.value.peer == "sender"
+        with pytest.raises(xt.TransferTimeout) as found:
+            engine.barrier([there], 0.01)
+        assert found.value.peer == "sender"
+        sent = sender.send(peer, b"x")
+        with pytest.raises(xt.TransferTimeout) as found:
+            sent.wait(0.01)
+        assert found.value.peer == "here"
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (({"a": "text"},), "a is a str"),
+            (({"a": SOURCE}, jax.P("x")), "shardings must be one sharding"),
+            (({"a": SOURCE}, {"a": jax.P("x")}), "must be jax.sharding.Sharding"),
+            (({"a": SOURCE}, {"b": None}), "pytree of shardings like avals"),
+        ],
+    )
+    def test_of_a_window(self, engine, arguments, text):
+        with pytest.raises(ValueError, match=text):
+            engine.window(*arguments)
+
+    @pytest.mark.parametrize(("option", "value"), [("name", 5), ("name", ""), ("writers", 5), ("writers", [1])])
+    def test_of_names(self, engine, option, value):
+        with pytest.raises(ValueError, match=option):
+            engine.window({"a": self.SOURCE}, **{option: value})
+
+    def test_of_a_sharding_that_does_not_divide(self, engine):
+        here = jax.NamedSharding(jax.make_mesh((3,), ("x",), devices=jax.devices()[:3]), jax.P("x"))
+        with pytest.raises(ValueError, match="a cannot be split"):
+            engine.window({"a": self.SOURCE}, here)
+
+    def test_of_a_port_that_is_taken(self, engine):
+        with pytest.raises(OSError, match=r"host='127.0.0.1', port=\d+: cannot listen"):
+            xt.Engine(name="second", port=engine._loop.address[1])
+
+    def test_of_messages_with_containers(self, sides):
+        engine, sender, peer, _ = sides
+        with pytest.raises(xt.TransferRefused, match="flat dict"):
+            sender.send(peer, {"a": {"b": self.SOURCE}})
+
+
+def deleted():
+    array = jnp.ones((4, 2))
+    array.delete()
+    return array
+
+
+def test_a_barrier_that_was_given_up_is_taken_up_again(engine):
+    with xt.Engine(name="other") as other:
+        there, here = other.connect(engine.descriptor), engine.peer("other")
+        for _ in range(2):
+            with pytest.raises(xt.TransferTimeout):
+                engine.barrier([here], 0.01)
+        waiting = threading.Thread(target=engine.barrier, args=([here], 10))
+        waiting.start()
+        other.barrier([there], 10)  # Once: the three calls there are one barrier.
+        waiting.join(10)
+        assert not waiting.is_alive()
+        with pytest.raises(xt.TransferTimeout):
+            other.barrier([there], 0.05)
+
+
+def test_engines_that_connect_anew_begin_their_barriers_anew(engine):
+    with xt.Engine(name="other") as other:
+        for _ in range(2):
+            there, here = other.connect(engine.descriptor), engine.peer("other")
+            waiting = threading.Thread(target=engine.barrier, args=([here], 10))
+            waiting.start()
+            other.barrier([there], 10)
+            waiting.join(10)
+            assert not waiting.is_alive()
+            there.close()
+            deadline = time.monotonic() + 5
+            while engine.peers and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+def test_numbers_of_numpy_are_numbers(engine):
+    with xt.Engine(name="other") as other:
+        engine.window({"a": jax.ShapeDtypeStruct((2,), np.float32)})
+        other.write(np.ones(2, np.float32), other.connect(engine.descriptor)["a"], imm=np.int64(7)).wait(5)
+        engine.counter(7, expect=1).wait(5)
+
+
+class TestMessagesThatAreGivenUp:
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="sender") as sender:
+            yield engine, sender, sender.connect(engine.descriptor)
+
+    @pytest.mark.parametrize("value", [b"short", np.arange(1 << 18, dtype=np.int32)], ids=["bytes", "array"])
+    def test_a_cancelled_message_is_never_received(self, sides, value):
+        engine, sender, peer = sides
+        sent = sender.send(peer, value)
+        assert sent.cancel(5)
+        with pytest.raises(xt.TransferCancelled):
+            sent.wait(1)
+        with pytest.raises(xt.TransferTimeout):
+            engine.recv(timeout=0.05)
+
+    def test_a_received_message_cannot_be_cancelled(self, sides):
+        engine, sender, peer = sides
+        sent = sender.send(peer, np.arange(8, dtype=np.int32))
+        engine.recv(timeout=5)
+        assert not sent.cancel(5)
+
+    def test_what_could_not_be_read_is_received_again(self, sides):
+        engine, sender, peer = sides
+        sent = sender.send(peer, np.arange(7, dtype=np.int32))
+        uneven = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
+        with pytest.raises(ValueError):
+            engine.recv(sharding=uneven, timeout=5)
+        assert not sent.done()
+        np.testing.assert_array_equal(np.asarray(engine.recv(timeout=5)), np.arange(7))
+        sent.wait(5)
+
+
+class TestPush:
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="trainer") as trainer:
+            avals = {name: jax.ShapeDtypeStruct((900, 900), np.float32) for name in ("a", "b")}
+            window = engine.window(avals, name="w")
+            peer = trainer.connect(engine.descriptor)
+            yield peer, window, xt.plan(avals, peer["w"].layout)
+
+    def test_cancel_ends_every_part(self, sides):
+        peer, _, plan = sides
+        pushed = xt.push({"a": slow_source(), "b": slow_source()}, plan, [peer])
+        pushed.cancel(30)
+        assert [transfer.done() for transfer in pushed.transfers] == [True, True]
+
+    @pytest.mark.parametrize(
+        ("params", "peers", "error", "text"),
+        [
+            ({"a": 0}, None, ValueError, "params and the plan differ in .'b'"),
+            (None, [], KeyError, "receiver 'here' is not among"),
+            (None, "here", ValueError, "must be a collection of peers"),
+            (None, ["here"], xt.TransferRefused, "not a Peer"),
+        ],
+    )
+    def test_what_does_not_fit(self, sides, params, peers, error, text):
+        peer, _, plan = sides
+        whole = {name: jnp.zeros((900, 900)) for name in ("a", "b")}
+        with pytest.raises(error, match=text):
+            xt.push(params or whole, plan, [peer] if peers is None else peers)
+        with pytest.raises(ValueError, match="collection of peers"):
+            xt.push(whole, plan, peer)
+
+    def test_params_that_are_sharded_otherwise(self, sides):
+        peer, _, plan = sides
+        here = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
+        with pytest.raises(ValueError, match="make another plan"):
+            xt.push({name: jax.device_put(jnp.zeros((900, 900)), here) for name in ("a", "b")}, plan, [peer])
+
+
+class TestWithoutSixtyFourBits:
+    """An array of int64 would be made as one of int32, half as long as what a peer writes."""
+
+    @pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+    def test_such_a_window_is_refused(self, engine, dtype):
+        with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+            engine.window({"a": jax.ShapeDtypeStruct((4,), np.dtype(dtype))})
+
+    def test_such_a_message_or_read_is_refused(self, engine):
+        with xt.Engine(name="sender") as sender:
+            peer = sender.connect(engine.descriptor)
+            sender.send(peer, np.arange(4, dtype=np.int64))
+            with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+                engine.recv(timeout=5)
+            engine.publish("p", np.arange(4, dtype=np.int64))
+            with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
+                sender.read(peer["p"])
