@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -76,6 +77,15 @@ def test_results_that_differ_are_an_error():
     for wrong in (same | {"b": jnp.zeros(3)}, same | {"a": jnp.full((4, 3), jnp.nan)}):
         with pytest.raises(WrongResultError, match="a way: differs by"):
             layer.compare(Given, "a way", wrong, expected)  # type: ignore[arg-type]
+
+
+def test_without_the_plain_layer_nothing_is_timed_unchecked():
+    ways = (layer_programs.PLAIN, "another")
+    programs = ["XlaRuntimeError: out of memory", jax.jit(lambda: jnp.ones(3)).lower().compile()]
+    pairs = [("forward", name) for name in ways]
+    plain, another = layer.measured(None, (), pairs, programs, 1, 1)  # type: ignore[arg-type]
+    assert plain["error"] == "XlaRuntimeError: out of memory"
+    assert another["error"].startswith("not timed: xen_moe_jax, ") and "us_median" not in another
 
 
 @pytest.mark.parametrize(
