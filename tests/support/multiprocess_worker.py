@@ -1,7 +1,7 @@
 """One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
 
 Run by `tests/reference/test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
-`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz`, devices set by
+`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz LAYOUTS`, devices set by
 the environment.
 """
 
@@ -70,10 +70,12 @@ def exchange_sizes(sizes, axis_name):
     return sizes, offsets, received
 
 
-def results(devices) -> dict[str, jax.Array]:
-    """Global arrays by name, over one axis of all devices and over (node, gpu)."""
+def results(devices, layouts: str) -> dict[str, jax.Array]:
+    """Global arrays by name, over one axis of all devices and over (node, gpu), of programs in `layouts`."""
     found = {}
     for names, sizes, layout, wire in PROGRAMS:
+        if layout not in layouts.split(","):
+            continue
         mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
         sharding = jax.sharding.NamedSharding(mesh, P(names))
         arrays = [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in operands(8)]
@@ -87,11 +89,11 @@ def results(devices) -> dict[str, jax.Array]:
 
 
 def main() -> None:
-    coordinator, num_processes, process_id, output = sys.argv[1:]
+    coordinator, num_processes, process_id, output, layouts = sys.argv[1:]
     jax.distributed.initialize(coordinator, int(num_processes), int(process_id), initialization_timeout=60)
     assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // int(num_processes)
     shards = {}
-    for name, value in results(jax.devices()).items():
+    for name, value in results(jax.devices(), layouts).items():
         for shard in value.addressable_shards:
             shards[f"{name}@{shard.device.id}"] = np.asarray(shard.data).view(np.uint8)
             shards[f"{name}#{shard.device.id}"] = np.array([shard.index[0].start or 0])

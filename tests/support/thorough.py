@@ -124,6 +124,17 @@ THOROUGH = (
     "test_halves.py::test_the_same_bits[two_batches]",
     "test_jax_best.py::test_both_halves_of_every_peer[ragged, 4 segments-float8_e4m3fn]",
     "reference/test_modes.py::test_global_modes_do_not_change_the_result[eager]",
+    "reference/test_multiprocess.py::test_two_processes_equal_one[ranked,padded]",
+    "transfer/test_transfer_device_memory.py::test_windows_in_device_memory[python]",
+    "transfer/test_transfer_benchmark.py::test_the_command",
+    "test_examples.py::test_example[push_weights]",
+    "test_jax_best.py::test_the_command_end_to_end[1]",
+    "flax/test_hopper.py::test_kernels_in_the_interpreter[cluster m]",
+    "flax/test_chunks.py::test_the_compiled_tpu_program_keeps_the_order",
+    "gpu/native/nodes/test_nodes_emulated.py::test_a_fault_in_a_kernel_is_seen[crosses-twice]",
+    "gpu/native/nodes/test_nodes_emulated.py::test_scenario[normal-4-1-network-64]",
+    "gpu/native/nodes/test_nodes_emulated.py::test_scenario[dead-4-2-network-64]",
+    "tpu/test_tpu_gradient_programs.py::test_gradients_on_two_slices[v5e:4x4-shape0-64]",
 )
 
 SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, axis types, routers
