@@ -57,8 +57,15 @@ class Rail {
     if (!transport_.Wait(Signal(node, chunk), value, Step::kRows, rank)) return false;
     const ChunkHeader* const header =
         reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(node, chunk));
-    const uint64_t theirs = LoadRelaxedSystem(&header->announcement);
-    *tokens = LoadRelaxedSystem(&header->tokens);
+    // Read once: lanes that went different ways would wait for each other for ever.
+    uint64_t theirs = 0;
+    *tokens = 0;
+    if ((threadIdx.x & 31) == 0) {
+      theirs = LoadRelaxedSystem(&header->announcement);
+      *tokens = LoadRelaxedSystem(&header->tokens);
+    }
+    theirs = __shfl_sync(0xFFFFFFFFu, static_cast<unsigned long long>(theirs), 0);
+    *tokens = __shfl_sync(0xFFFFFFFFu, *tokens, 0);
     const uint64_t own = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
     if (theirs != own) {
       const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory

@@ -86,10 +86,14 @@ def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
 
-def test_a_weak_signal_is_enough_but_one_before_its_put_is_seen(nodes):
+def test_a_weak_signal_is_enough(nodes):
     """Bits of `--broken`: network.h. A chunk is one put, so signals that speak for their own put alone do."""
     done = run(nodes, "normal", 4, 2, broken=1)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow  # about one of forty such runs has not ended after 200 s (docs/nodes.md)
+def test_a_signal_before_its_put_is_seen(nodes):
     done = run(nodes, "normal", 4, 2, broken=4)
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
 
