@@ -93,37 +93,33 @@ class Agreement:
             gone = sorted(set(absent) & set(self._dead())) if without_dead else []
             late = [p for p in absent if p not in gone]
             if late:
-                self._check(key, self._end(base, key, late, seconds))
+                self._obey(key, self._end(base, late, seconds))
             with self._order:  # a ticket that is not given out would leave a gap in the order
                 ticket = self._next
                 verdict = " ".join(["ticket", str(ticket), *map(str, gone)]).encode()
                 first = self._store.set_once(f"{base}/verdict", verdict)
                 self._next += first == verdict
-            self._check(key, first)
+            self._obey(key, first)
             return ticket, [value or b"" for value in said], gone
         grace = 5.0  # process 0 began to wait when it came, perhaps later than this one
         answer = self._wait(f"{base}/verdict", limit + grace, (0,))
         if answer is None:
             late = [p for p in range(self._count) if self._store.get(f"{base}/{p}", 0.001) is None]
-            answer = self._end(base, key, late or [0], seconds)
-        self._check(key, answer)
-        _, value, *rest = answer.decode().split()
-        gone = [int(p) for p in rest]
+            answer = self._end(base, late or [0], seconds)
+        ticket, gone = self._obey(key, answer)
         words = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
-        return int(value), words, gone
+        return ticket, words, gone
 
-    def _end(self, base: str, key: str, late: list[int], seconds: float) -> bytes:
-        """The agreement fails for want of `late`, in all processes; or its verdict, where there is one already."""
-        verdict = f"late {','.join(map(str, late))} {seconds:.0f}".encode()
-        first = self._store.set_once(f"{base}/verdict", verdict)
-        if first == verdict:
-            raise RuntimeError(self._text(key, late, seconds))
-        return first
+    def _end(self, base: str, late: list[int], seconds: float) -> bytes:
+        """The verdict: that the agreement fails for want of `late`, unless there is one already."""
+        return self._store.set_once(f"{base}/verdict", f"late {','.join(map(str, late))} {seconds:.0f}".encode())
 
-    def _check(self, key: str, verdict: bytes) -> None:
+    def _obey(self, key: str, verdict: bytes) -> tuple[int, list[int]]:
+        """The ticket of a verdict, and who is left out; raises where it says who was late."""
         word, value, *rest = verdict.decode().split()
         if word == "late":
             raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
+        return int(value), [int(p) for p in rest]
 
     def _wait(self, key: str, limit: float, watched: Collection[int]) -> bytes | None:
         while True:

@@ -4,13 +4,12 @@ import fcntl
 import json
 import os
 import pathlib
-import shutil
 import subprocess
-import sys
 
 import pytest
 
 from tests.gpu.native.emulator import build
+from tests.gpu.native.emulator.built import built
 
 PATIENCE = 20  # other tests run beside
 SECONDS = 240
@@ -18,18 +17,7 @@ SECONDS = 240
 
 @pytest.fixture(scope="session")
 def harness() -> pathlib.Path:
-    compiler = os.environ.get("CXX", "c++").split()[0]
-    if sys.platform != "linux":
-        pytest.skip("the emulator needs Linux")
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no C++ compiler: {compiler} is not installed")
-    if not (build.ROOT / "cuda_kernels").is_dir():
-        pytest.skip("the kernels' sources are not part of this installation")
-    folder = build.ROOT / "build" / "emulator"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # test processes side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return build.build(folder)
+    return built("harness")
 
 
 # scenario, ranks, GPUs, multiprocessors of each, calls. One multiprocessor means that a block runs only when the one

@@ -1,0 +1,27 @@
+"""The emulator's programs for tests: built once, by one of the test processes, or a skip."""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import sys
+
+import pytest
+
+from tests.gpu.native.emulator import build
+
+
+def built(program: str) -> pathlib.Path:
+    """`program` of build.py, or a skip that says what is missing."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if sys.platform != "linux":
+        pytest.skip("the emulator needs Linux")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not installed")
+    if not (build.ROOT / "cuda_kernels").is_dir():
+        pytest.skip("the kernels' sources are not part of this installation")
+    folder = build.ROOT / "build" / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # test processes side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(folder, program=program)
