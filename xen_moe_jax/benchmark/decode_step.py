@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import time
@@ -88,7 +89,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         for programs, truth in zip(compiling, truths, strict=True):
             for program in programs:
                 own = program is programs[0]
-                row = measure(program.result(), weights, truth, options.replays if own else options.peer_replays)
+                replays = options.replays if own else options.peer_replays
+                row = measure(program.result(), weights, truth, replays, options.replay_seconds)
                 batch = [r for r in document["results"] if r["tokens"] == row["tokens"]]
                 row["times_own"] = row["us_median"] / (batch[0] if batch else row)["us_median"]
                 document["results"].append(row)
@@ -273,8 +275,11 @@ def local_values(array: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(s.data).astype(np.float32) for s in shards])
 
 
-def measure(step: Step, weights: list[Any], truth: list[np.ndarray], replays: int) -> dict[str, Any]:
-    """Replays, timed in blocks. The count of wrong ones goes from replay to replay on the device.
+def measure(
+    step: Step, weights: list[Any], truth: list[np.ndarray], replays: int, seconds: float = math.inf
+) -> dict[str, Any]:
+    """Replays, timed in blocks: `replays`, or as many as `seconds` are enough for. The count of wrong ones goes from
+    replay to replay on the device.
 
     Raises:
       WrongResultError: as `main`.
@@ -290,8 +295,8 @@ def measure(step: Step, weights: list[Any], truth: list[np.ndarray], replays: in
             f"{step.name}, batch {problem.work.tokens}: relative error {error:.3g} against plain JAX, more than "
             f"{MOST_ERROR}"
         )
-    before, times, done = launches(), [], 0
-    while done < replays:
+    before, times, done, start = launches(), [], 0, time.perf_counter()
+    while done < replays and (not done or time.perf_counter() - start < seconds):
         block = min(BLOCK, replays - done)
         began = time.perf_counter()
         for _ in range(block):
@@ -302,7 +307,7 @@ def measure(step: Step, weights: list[Any], truth: list[np.ndarray], replays: in
     bad = int(sum(np.asarray(s.data).sum() for s in state.wrong.addressable_shards))
     if bad:
         raise WrongResultError(
-            f"{step.name}, batch {problem.work.tokens}: {bad} results of {replays} replays on {problem.work.ranks} "
+            f"{step.name}, batch {problem.work.tokens}: {bad} results of {done} replays on {problem.work.ranks} "
             "ranks differ from the first result of the same input"
         )
     launched, captured = (now - then for now, then in zip(launches(), before, strict=True))
@@ -313,7 +318,7 @@ def measure(step: Step, weights: list[Any], truth: list[np.ndarray], replays: in
         "us_min": min(times),
         "us_max": max(times),
         "us_p99": float(np.quantile(times, 0.99)),
-        "replays": replays,
+        "replays": done,
         "wrong": bad,
         "relative_error": error,
         "compile_s": step.compile_s,

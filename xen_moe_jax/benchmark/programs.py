@@ -274,12 +274,14 @@ def peer_combine(work: Workload, peer: Peer, name: str, relative_cost: int = 1) 
     return Program(name, "combine", prepare, initial, step, relative_cost=relative_cost)
 
 
-def empty_loop() -> Program:
-    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls. Shown, never subtracted."""
+def empty_loop(nothing: bool = False) -> Program:
+    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls. `nothing`: of a loop that
+    does neither (`timing.chained_by_barriers`).
+    """
 
     def step(operands, carry, topk_idx, topk_weights):
         topk_idx, topk_weights = jax.lax.optimization_barrier((topk_idx, topk_weights))
-        return carry + topk_weights[:1, :1] + topk_idx[:1, :1].astype(jnp.float32)
+        return carry if nothing else carry + topk_weights[:1, :1] + topk_idx[:1, :1].astype(jnp.float32)
 
     return Program(
         "empty loop",
