@@ -43,6 +43,9 @@ BLOCK = 100
 MOST_ERROR = 0.25
 """Of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other
 algorithms."""
+OWN = "xen_moe_jax"
+"""The library's own step. Where a peer's result is wrong, or differs from replay to replay (scattered sums of floats
+do), the table says so; where this one's is, it is an error."""
 NOT_BY_DEFAULT = ("einsum",)
 """Peers that no decode step would use: parts of their names."""
 
@@ -253,7 +256,7 @@ def lower_all(
     names = command_options.peer_names(options)
     if names is None:
         names = tuple(n for n, e in peers.PEERS.items() if e.usual and not any(part in n for part in NOT_BY_DEFAULT))
-    chosen: list[tuple[str, RoundTrip]] = [("xen_moe_jax", own_round_trip(work, problem.caps, config))]
+    chosen: list[tuple[str, RoundTrip]] = [(OWN, own_round_trip(work, problem.caps, config))]
     for program in peers.peer_programs(work, problem.caps, problem.platform, names):
         assert program.round_trip is not None
         chosen.append((program.name, program.round_trip))
@@ -290,7 +293,7 @@ def measure(
         float(np.max(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
         for a, b in zip(first, truth, strict=True)
     )
-    if not error <= MOST_ERROR:
+    if not error <= MOST_ERROR and step.name == OWN:
         raise WrongResultError(
             f"{step.name}, batch {problem.work.tokens}: relative error {error:.3g} against plain JAX, more than "
             f"{MOST_ERROR}"
@@ -305,7 +308,7 @@ def measure(
         times.append((time.perf_counter() - began) / block * 1e6)
         done += block
     bad = int(sum(np.asarray(s.data).sum() for s in state.wrong.addressable_shards))
-    if bad:
+    if bad and step.name == OWN:
         raise WrongResultError(
             f"{step.name}, batch {problem.work.tokens}: {bad} results of {done} replays on {problem.work.ranks} "
             "ranks differ from the first result of the same input"

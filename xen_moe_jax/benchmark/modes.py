@@ -86,7 +86,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         theirs = command_options.operations(options, "peer_operations")
         chosen += peers.peer_programs(work, problem.caps, problem.platform, names, theirs)
         if options.mode == "low-latency":
-            chosen.append(programs.empty_loop(nothing=options.unroll > 1 and problem.platform == "gpu"))
+            by_barriers = options.unroll > 1 and problem.platform == "gpu"
+            chosen.append(programs.empty_chain() if by_barriers else programs.empty_loop())
         results = measure_programs(problem, chosen, options, checks)
         if options.mode == "low-latency":
             report.subtract_loop(results)

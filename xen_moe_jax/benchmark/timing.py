@@ -144,17 +144,19 @@ def compile_all(
 def chained_by_barriers(
     program: Program, prepared: Any, carry: Any, idx_pool: jax.Array, weights_pool: jax.Array, inner: int, unroll: int
 ) -> Any:
-    """`inner` calls, `unroll` of them in a turn of the loop, with no operation of XLA between them.
+    """`inner` calls, `unroll` of them in a turn of the loop, with as little of XLA between them as there can be.
 
-    A call of some microseconds costs less than the kernels that pick its routing and read a flag from the result of the
-    one before. So every call of a turn has a routing of its own, and depends on the one before by an optimisation
-    barrier. XLA for GPUs removes those after it has scheduled the program: no call is dropped, joined or moved.
+    A call of some microseconds costs less than the kernels that pick its routing. So the calls of a turn have routings
+    of their own, picked when compiling; what is left is the flag that `program.chain` reads from the result of the one
+    before, one small kernel, and for a round trip, whose tokens are the chain, nothing. Optimisation barriers keep XLA
+    from joining those kernels.
     """
     routings = [(idx_pool[p], weights_pool[p]) for p in range(idx_pool.shape[0])]
 
     def calls(count, carry):
         for i in range(count):
             topk_idx, topk_weights = routings[i % len(routings)]
+            topk_idx = topk_idx + program.chain(carry)
             topk_idx, topk_weights, carry = jax.lax.optimization_barrier((topk_idx, topk_weights, carry))
             carry = program.step(prepared, carry, topk_idx, topk_weights)
         return carry
