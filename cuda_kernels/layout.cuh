@@ -223,11 +223,10 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
   __syncthreads();
 }
 
-// Position of the row of (source, token, slot), -1 or -2, from what the blocks have counted.
+// Position of a slot's row, -1 or -2, from what the blocks have counted: `number` is the slot's in LayoutScratch.
 __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
-                                          int source, int token, int slot, int expert) {
+                                          int source, int token, int number, int expert) {
   const Routing& r = p.routing;
-  const int number = scratch.number[(static_cast<int64_t>(source) * r.tokens + token) * r.slots + slot];
   if (number < 0) return -1;
   const int column = r.layout == Layout::kRanked ? 0 : LocalExpert(expert, r);
   if (column < 0) return -1;
