@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
 __device__ __forceinline__ void InitArrival(uint64_t* arrived) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(arrived)) : "memory");
 }
-__device__ __forceinline__ void FenceAsyncProxy() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ void FenceAsyncProxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void BulkLoad(void* to, const void* from, uint32_t bytes, uint64_t* arrived) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(arrived)), "r"(bytes)
                : "memory");
@@ -70,32 +70,25 @@ struct BulkCodec : CopyCodec<int4> {
   }
 
   // All lanes call it. `from` and `bytes`: of the part of a row; the same part of every row of the list is written.
-  // `meanwhile()`: by all lanes, while the first chunks are on their way.
-  template <class Meanwhile>
   __device__ __forceinline__ static void PlaceBytes(const char* from, int bytes, char* to, int64_t stride,
-                                                    const Rows& rows, Meanwhile meanwhile) {
+                                                    const Rows& rows) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    BulkRing& ring = Ring();
-    const uint32_t first = ring.loads;
-    const int chunks = (bytes + kBulkChunk - 1) / kBulkChunk;
-    auto load = [&](int i) {
-      const uint32_t slot = (first + i) % kBulkStages;
-      const int at = i * kBulkChunk;
-      AwaitStoresRead<1>();
-      BulkLoad(ring.chunk[slot], from + at, static_cast<uint32_t>(min(kBulkChunk, bytes - at)), &ring.arrived[slot]);
-    };
-    // Loads run two chunks ahead of the stores: of the chunk that was in a load's place before, all stores have been
-    // asked for, and no more than one group after them.
-    constexpr int kAhead = kBulkStages - 1;
-    static_assert(kBulkStages == 3, "AwaitStoresRead counts on it");
-    const bool asks = (threadIdx.x & 31) == 0;
-    if (asks) {
+    if ((threadIdx.x & 31) == 0) {
+      BulkRing& ring = Ring();
+      const uint32_t first = ring.loads;
+      const int chunks = (bytes + kBulkChunk - 1) / kBulkChunk;
       FenceAsyncProxy();
+      auto load = [&](int i) {
+        const uint32_t slot = (first + i) % kBulkStages;
+        const int at = i * kBulkChunk;
+        AwaitStoresRead<1>();
+        BulkLoad(ring.chunk[slot], from + at, static_cast<uint32_t>(min(kBulkChunk, bytes - at)), &ring.arrived[slot]);
+      };
+      // Loads run two chunks ahead of the stores: of the chunk that was in a load's place before, all stores have been
+      // asked for, and no more than one group after them.
+      constexpr int kAhead = kBulkStages - 1;
+      static_assert(kBulkStages == 3, "AwaitStoresRead counts on it");
       for (int i = 0; i < min(kAhead, chunks); ++i) load(i);
-    }
-    __syncwarp();
-    meanwhile();
-    if (asks) {
       for (int i = 0; i < chunks; ++i) {
         const uint32_t slot = (first + i) % kBulkStages;
         const int at = i * kBulkChunk;
@@ -115,8 +108,8 @@ struct BulkCodec : CopyCodec<int4> {
     const int element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
     const int first = part.begin * element, bytes = (part.end - part.begin) * element;
     const int64_t stride = static_cast<int64_t>(p.routing.hidden) * element;
-    PlaceBytes(values + first, bytes, static_cast<char*>(p.rows) + first, stride, rows,
-               [&] { PlaceScales(p, scales, part, rows); });
+    PlaceBytes(values + first, bytes, static_cast<char*>(p.rows) + first, stride, rows);
+    PlaceScales(p, scales, part, rows);
   }
   __device__ static void PlaceStaged(const DispatchParams& p, const char* wire_row, Range part, const Rows& rows) {
     Place(p, wire_row, reinterpret_cast<const float*>(wire_row + p.staging.scale_offset), part, rows);

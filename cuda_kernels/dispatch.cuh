@@ -143,25 +143,18 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  const int64_t first = static_cast<int64_t>(token) * r.top_k;
-  const int* topk = OfSource(p.topk_idx, data, p.staging.topk_idx, r, source) + first;
-  const bool weighs = write && !p.known_positions && r.layout != Layout::kRanked;
-  const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source) + first;
+  const int* topk = OfSource(p.topk_idx, data, p.staging.topk_idx, r, source) + static_cast<int64_t>(token) * r.top_k;
   int count = 0;
   bool belongs = false;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
     int position = -1;
-    float weight = 0.0f;
     if (slot < r.slots) {
       if (p.known_positions) {
         position = p.positions[pair * r.slots + slot];
         if (position >= r.capacity) position = -2;
       } else {
-        // All three on their way before the first of them is used.
-        const int expert = topk[slot], number = scratch.number[pair * r.slots + slot];
-        if (weighs) weight = weights[slot];
-        position = PositionOf(p, scratch, starts, source, token, number, expert);
+        position = PositionOf(p, scratch, starts, source, token, slot, topk[slot]);
         if (write) p.positions[pair * r.slots + slot] = position;
       }
     }
@@ -169,15 +162,19 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
     if (position >= 0) list[count + __popc(placed & ((1u << lane) - 1))] = position;
     count += __popc(placed);
     belongs |= __any_sync(0xFFFFFFFFu, position != -1);
-    if (position >= 0 && weighs) p.weights[position] = weight;
+    if (position >= 0 && write && !p.known_positions && r.layout != Layout::kRanked) {
+      const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
+      p.weights[position] = weights[static_cast<int64_t>(token) * r.top_k + slot];
+    }
   }
   __syncwarp();
   if (count > 0 && write && !p.known_positions && r.layout == Layout::kRanked) {
+    const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
     for (int k = lane; k < r.top_k; k += 32) {
       const int local = LocalExpert(topk[k], r);
       const int64_t at = static_cast<int64_t>(list[0]) * r.top_k + k;
       p.local_idx[at] = local;
-      p.weights[at] = local >= 0 ? weights[k] : 0.0f;
+      p.weights[at] = local >= 0 ? weights[static_cast<int64_t>(token) * r.top_k + k] : 0.0f;
     }
   }
   return belongs ? count : -1;

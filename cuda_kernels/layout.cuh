@@ -191,42 +191,41 @@ __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutS
   return total;
 }
 
-// First row of each column's group into `starts` (shared), by one warp. `rows(l)`: how many a column has, before
-// dropping.
+// First row of each column's group into `starts` (shared). `rows(l)`: how many a column has, before dropping. All
+// threads of the block call it.
 template <class Rows>
 __device__ __forceinline__ void StartGroups(const Routing& r, int columns, int* starts, Rows rows) {
-  const int lane = threadIdx.x & 31;
-  int carry = 0;
-#pragma unroll 1
-  for (int base = 0; base < columns; base += 32) {
-    const int l = base + lane;
-    int size = r.layout == Layout::kGrouped && l < columns ? rows(l) : 0;
-    if (r.alignment != 1) size = RoundUp(size, r.alignment);
-    int sum = size;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-      if (lane >= d) sum = AddSaturated(sum, other);
-    }
-    const int before = __shfl_up_sync(0xFFFFFFFFu, sum, 1);
-    if (l < columns) {
-      starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : AddSaturated(carry, lane ? before : 0);
-    }
-    carry = AddSaturated(carry, __shfl_sync(0xFFFFFFFFu, sum, 31));
-  }
-}
-// All threads of the block call it.
-__device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
   if (threadIdx.x < 32) {
-    StartGroups(p.routing, scratch.columns, starts, [&](int l) { return ExpertRows(p, scratch, l); });
+    const int lane = threadIdx.x;
+    int carry = 0;
+#pragma unroll 1
+    for (int base = 0; base < columns; base += 32) {
+      const int l = base + lane;
+      const int size = r.layout == Layout::kGrouped && l < columns ? RoundUp(rows(l), r.alignment) : 0;
+      int sum = size;
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+        if (lane >= d) sum = AddSaturated(sum, other);
+      }
+      const int before = __shfl_up_sync(0xFFFFFFFFu, sum, 1);
+      if (l < columns) {
+        starts[l] = r.layout == Layout::kPadded ? l * r.ranks * r.tokens : AddSaturated(carry, lane ? before : 0);
+      }
+      carry = AddSaturated(carry, __shfl_sync(0xFFFFFFFFu, sum, 31));
+    }
   }
   __syncthreads();
 }
+__device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const LayoutScratch& scratch, int* starts) {
+  StartGroups(p.routing, scratch.columns, starts, [&](int l) { return ExpertRows(p, scratch, l); });
+}
 
-// Position of a slot's row, -1 or -2, from what the blocks have counted: `number` is the slot's in LayoutScratch.
+// Position of the row of (source, token, slot), -1 or -2, from what the blocks have counted.
 __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
-                                          int source, int token, int number, int expert) {
+                                          int source, int token, int slot, int expert) {
   const Routing& r = p.routing;
+  const int number = scratch.number[(static_cast<int64_t>(source) * r.tokens + token) * r.slots + slot];
   if (number < 0) return -1;
   const int column = r.layout == Layout::kRanked ? 0 : LocalExpert(expert, r);
   if (column < 0) return -1;

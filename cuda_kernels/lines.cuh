@@ -81,13 +81,14 @@ __device__ __forceinline__ bool KeepLooking(Look look) {
   return false;
 }
 
-// Waits until `missing()` is 0 for the whole warp: a mask of what has not come, the same in all. All lanes call it.
+// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
 // `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
 // or it left.
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {
-  uint32_t mask = 0;
+  uint32_t mask = missing();
+  if (mask == 0) return true;
   Waiting waiting;
   for (bool first = true;; first = false) {
 #pragma unroll 1

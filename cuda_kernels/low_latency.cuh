@@ -5,8 +5,8 @@
 // Control::current names is written before any operation may use it and does not change while it is in use, so that the
 // early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
 // ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
-// read before the block takes its ticket, while its slower warps finish; a block that gave up says so in its ticket, so
-// the last one knows of it without another look.
+// read while the block's slower warps finish, and again before it takes its ticket if they had not come; a block that
+// gave up says so in its ticket, so the last one knows of it without another look.
 #pragma once
 
 #include "claims.cuh"
@@ -128,16 +128,16 @@ template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
   if (run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
-  uint64_t word = 0, failure = 0;  // under way while the other warps finish
-  if (threadIdx.x < 32) {
-    if (static_cast<int>(threadIdx.x) < run.ranks) {
-      word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][threadIdx.x]);
-    }
+  const int lane = threadIdx.x & 31;
+  uint64_t word = 0, failure = 0;
+  auto look = [&] {
+    if (lane < run.ranks) word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][lane]);
     failure = LoadRelaxedSystem(&run.mailbox->failure);
-  }
+  };
+  if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
+    if (!__all_sync(0xFFFFFFFFu, !(run.active >> lane & 1) || AnnouncedEpoch(word) == run.epoch)) look();
     uint32_t now = 0;
     if (lane == 0) {
       if (gave_up) atomicOr(&run.control->ticket, kGaveUp);

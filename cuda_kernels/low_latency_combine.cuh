@@ -82,13 +82,13 @@ struct TokenRows {
 };
 
 // sums[i] = the weighted sum of the rows in slot order, round base + i, in float32.
-template <class Y, int kRounds>
+// `kRows`: whose loads are in flight together.
+template <int kRows, class Y, int kRounds>
 __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows& rows, const Piece& piece, int base,
                                         int end, Values<Y> (&sums)[kRounds]) {
   const int row_bytes = static_cast<int>(p.staging.row_bytes);
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) sums[i].Clear();
-  constexpr int kRows = 2;  // whose loads are in flight together
   for (uint32_t m = rows.placed; m;) {
     uint4 raw[kRows][kRounds];
     int slot[kRows];  // -1: none
@@ -117,7 +117,7 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
   }
 }
 
-template <class Y>
+template <class Y, int kSumRounds, int kRows>
 struct LowLatencyCombine {
   const CombineParams& p;
   const LineCut& cut;
@@ -167,7 +167,7 @@ struct LowLatencyCombine {
       const int base = static_cast<int>(item - pair * parts) * cut.push_rounds;
       const int end = min(p.staging.row_rounds, base + cut.push_rounds);
       Values<Y> sums[kPushRounds];
-      SumRows<Y, kPushRounds>(p, rows, piece, base, end, sums);
+      SumRows<kRows>(p, rows, piece, base, end, sums);
       if (!begin()) return;
       if (!rows.belongs || !(run.active >> source & 1)) continue;
 #pragma unroll
@@ -271,7 +271,7 @@ struct LowLatencyCombine {
     uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
     {
       Values<Y> sums[kSumRounds];
-      SumRows<Y, kSumRounds>(p, own, piece, base, end, sums);
+      SumRows<kRows>(p, own, piece, base, end, sums);
 #pragma unroll
       for (int i = 0; i < kSumRounds; ++i) mine[i] = sums[i].Round();
     }
@@ -322,11 +322,11 @@ struct LowLatencyCombine {
   }
 };
 
-template <class Y>
+template <class Y, int kSumRounds, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
-  const LowLatencyCombine<Y> work(p, cut, run);
+  const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
@@ -354,17 +354,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   Phase(6);
 }
 
+// Two rows in flight for few tokens, three for many: measured (docs/performance.md).
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
-  LowLatencyCombineKernel<Y><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  if (p.routing.tokens <= kFewTokens) {
+    LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  } else {
+    LowLatencyCombineKernel<Y, kSumRounds, 3><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  }
   return cudaGetLastError();
 }
 template <class Y>
 int PreloadLowLatencyCombineOf() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y>);
+  if (int e = cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>)) return e;
+  return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRounds, 3>);
 }
 
 }  // namespace xen_moe

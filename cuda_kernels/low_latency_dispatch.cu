@@ -34,7 +34,7 @@ __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut&
       __syncthreads();
       numbered = true;
     }
-    SendRouting(plan, piece, share, [] { return true; });
+    SendRouting(plan, piece, share);
   }
 }
 
@@ -68,33 +68,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);
-    auto may_send = [&] { return begin() && !run.repeats; };
-    if (share >= cut.routing) {
-      PushShare(plan, piece, share - cut.routing, may_send);
-    } else {
-      SendRouting(plan, piece, share, may_send);
-    }
+    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
     if (!begin()) break;
+    if (share < cut.routing && !run.repeats) SendRouting(plan, piece, share);
   }
   bool good = begin();
   Phase(2);
   if (good && plan.receiver >= 0) {
     good = ReceiveCounts(plan, piece, [&] { AdoptShares(p, cut, run, dynamic, block < cut.routing); });
     if (good) {
-      bool known = false;
-      auto know = [&] {  // of all threads once
-        if (known) return;
-        if (threadIdx.x < 32) AddCounts(plan);
-        __syncthreads();
-        known = true;
-        Phase(4);
-      };
-      good = PlaceRows(plan, piece, know);
-      know();
       LayoutScratch scratch{};
       scratch.columns = plan.at.local;
       scratch.totals = plan.In<int>(plan.at.groups);
-      const int* starts = plan.In<int>(plan.at.starts);
+      int* starts = plan.In<int>(plan.at.starts);
+      StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
+      Phase(4);
+      good = PlaceRows(plan, piece);
       ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
       ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
     }

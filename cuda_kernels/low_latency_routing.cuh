@@ -65,7 +65,7 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
 __device__ __forceinline__ void SyncNumbering() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads - 32) : "memory"); }
 
 // All warps but the first, which finds the operation's number meanwhile: loads the routing, and numbers the rows of
-// each column. Of ranks that are out too: they are not told. For the first warp a __syncthreads must follow.
+// each column. Of ranks that are out too: they are not told. A __syncthreads must follow.
 __device__ __forceinline__ void NumberRows(const Plan& plan) {
   constexpr int kThreadsHere = kThreads - 32, kWarpsHere = kWarps - 1;
   const Routing& r = plan.p.routing;
@@ -73,23 +73,12 @@ __device__ __forceinline__ void NumberRows(const Plan& plan) {
   const int columns = plan.at.columns, slots = r.tokens * r.top_k;
   int16_t* experts = plan.In<int16_t>(plan.at.experts);
   float* weights = plan.In<float>(plan.at.weights);
-  constexpr int kLoads = 4;  // in flight together
 #pragma unroll 1
-  for (int first = thread; first < slots; first += kLoads * kThreadsHere) {
-    int expert[kLoads];
-    float weight[kLoads];
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = first + j * kThreadsHere;
-      if (i < slots) expert[j] = plan.p.topk_idx[i], weight[j] = plan.p.topk_weights[i];
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = first + j * kThreadsHere;
-      if (i >= slots) continue;
-      experts[i] = expert[j] >= 0 && expert[j] < r.experts ? static_cast<int16_t>(expert[j]) : int16_t{-1};
-      weights[i] = weight[j];
-    }
+  for (int i = thread; i < slots; i += kThreadsHere) {
+    const int expert = plan.p.topk_idx[i];
+    const float weight = plan.p.topk_weights[i];
+    experts[i] = expert >= 0 && expert < r.experts ? static_cast<int16_t>(expert) : int16_t{-1};
+    weights[i] = weight;
   }
   uint16_t* numbers = plan.In<uint16_t>(plan.at.numbers);
   uint16_t* before = plan.In<uint16_t>(plan.at.before);
@@ -130,7 +119,6 @@ __device__ __forceinline__ void NumberRows(const Plan& plan) {
     const int column = ColumnOfEntry(plan, entry);
     if (column >= 0) numbers[entry] = static_cast<uint16_t>(numbers[entry] + mine[column]);
   }
-  SyncNumbering();
 }
 
 // A slot's word for rank `to`: number << 16 | local expert + 1; 0: not there.
@@ -145,21 +133,18 @@ __device__ __forceinline__ uint32_t SlotWord(const Plan& plan, int to, int token
   return number << 16 | static_cast<uint32_t>(local + 1);
 }
 
-// Share `share` of all messages; the block has numbered. The counts go first, to all ranks: nothing is placed without
-// them, and behind many rows they would wait for the link. `begin()` runs when the operation's number is needed; false:
-// nothing is to be sent.
-template <class Begin>
-__device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece, int share, Begin begin) {
+// Share `share` of all messages; the block has numbered.
+__device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece, int share) {
   const Routing& r = plan.p.routing;
-  const int warp = LateFirstWarp(), q = threadIdx.x & 7;
+  const int warp = threadIdx.x / 32, q = threadIdx.x & 7;
   const int lines = plan.p.staging.count_lines + r.tokens, groups = (lines + kRoundLines - 1) / kRoundLines;
   const int warps = plan.cut.routing * kWarps;
 #pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
-    const int group = static_cast<int>(plan.cut.by_ranks(item));
-    int to = r.rank + 1 + item - group * r.ranks;
+    int to = r.rank + 1 + item / groups;
     if (to >= r.ranks) to -= r.ranks;
-    const int first = group * kRoundLines, line = first + piece.line;
+    if (!(plan.run.active >> to & 1)) continue;
+    const int first = item % groups * kRoundLines, line = first + piece.line;
     const int token = line - plan.p.staging.count_lines;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (line < lines && token < 0) {
@@ -177,12 +162,9 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
       if (!piece.flags) v.z = SlotWord(plan, to, token, slot + 1);
       if (v.z) v.w = __float_as_uint(weights[slot + 1]);
     }
-    if (!begin()) return;
-    if (!(plan.run.active >> to & 1)) continue;
     StoreRound(plan.run.half[to] + plan.MessageAt(r.rank, first), piece, v, min(kRoundLines, lines - first),
                plan.run.epoch);
   }
-  if (!begin()) return;
   if (plan.p.clean_topk_idx) {
     const int16_t* experts = plan.In<int16_t>(plan.at.experts);
 #pragma unroll 1
@@ -236,36 +218,29 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
     if (patient) return false;
     adopt();
   }
-  if (plan.receiver == 0 && local < r.local_experts) {
-    const int rest = r.local_experts - local;
+  // Rows of the sources before, and of all.
+  const bool writes = plan.receiver == 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
-      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
-    }
-  }
-  return true;
-}
-
-// One warp, when the counts have come: rows of the sources before, and of all, and where the groups start.
-__device__ __forceinline__ void AddCounts(const Plan& plan) {
-  const Routing& r = plan.p.routing;
-  const int local = plan.at.local;
-  int* const counts = plan.In<int>(plan.at.counts);
-  int* const groups = plan.In<int>(plan.at.groups);
-#pragma unroll 1
-  for (int l = threadIdx.x & 31; l < local; l += 32) {
+  for (int l = threadIdx.x; l < local; l += kThreads) {
     int sum = 0;
 #pragma unroll 1
     for (int source = 0; source < r.ranks; ++source) {
       const int rows = counts[source * local + l];
       counts[source * local + l] = sum;
       sum = AddSaturated(sum, rows);
-      if (plan.receiver == 0) plan.p.recv_counts[source * r.local_experts + l] = rows;
+      if (writes) plan.p.recv_counts[source * r.local_experts + l] = rows;
     }
-    groups[l] = sum;
+    plan.In<int>(plan.at.groups)[l] = sum;
   }
-  __syncwarp();
-  StartGroups(r, local, plan.In<int>(plan.at.starts), [&](int l) { return groups[l]; });
+  if (writes && local < r.local_experts) {
+    const int rest = r.local_experts - local;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
+      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
+    }
+  }
+  __syncthreads();
+  return true;
 }
 
 // Lane k's position of slot k of a (source, token) whose slot word is `word`: -1, -2 or a row.

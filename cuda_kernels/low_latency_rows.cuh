@@ -51,11 +51,10 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
   const int items = r.ranks > 1 ? r.tokens * rounds : 0;
   const int end = items * (share + 1) / plan.cut.push;
-#pragma unroll 1
-  for (int item = items * share / plan.cut.push + LateFirstWarp(); item < end; item += kAhead * kWarps) {
+  for (int item = items * share / plan.cut.push + static_cast<int>(threadIdx.x / 32); item < end;
+       item += kAhead * kWarps) {
     uint4 v[kAhead];
     int expert[kAhead], token[kAhead];
-    uint32_t wanted[kAhead];  // by these ranks
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int now = item + i * kWarps;
@@ -66,12 +65,6 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
       if (at < row_bytes) v[i] = LoadPiece(WireRow(p, p.x, p.scales, token[i]).At(at, value_bytes), piece);
       expert[i] = lane < r.top_k ? p.topk_idx[token[i] * r.top_k + lane] : -1;
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (item + i * kWarps >= end) break;
-      const bool real = expert[i] >= 0 && expert[i] < r.experts;
-      wanted[i] = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << plan.cut.by_local_experts(expert[i]) : 0u);
-    }
     if (!begin()) return;
     const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
     const uint32_t others = plan.run.active & ~(1u << r.rank), all = (1u << r.ranks) - 1;
@@ -79,7 +72,9 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
     for (int i = 0; i < kAhead; ++i) {
       const int now = item + i * kWarps;
       if (now >= end) break;
-      const uint32_t ranks = wanted[i] & others;
+      const bool real = expert[i] >= 0 && expert[i] < r.experts;
+      const uint32_t ranks =
+          __reduce_or_sync(0xFFFFFFFFu, real ? 1u << plan.cut.by_local_experts(expert[i]) : 0u) & others;
       const int round = now - token[i] * rounds, lines = plan.Lines(round);
       const uint64_t to = plan.RowAt(r.rank, token[i], round);
 #pragma unroll 1
@@ -92,17 +87,15 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-// Every warp places parts of (source, token)s. `know()` runs when the groups' starts are needed, with a first look at
-// the rows under way; all threads of the block call it. False: the group has failed.
-template <class Know>
-__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, Know know) {
+// Every warp places parts of (source, token)s. False: the group has failed.
+__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
   const uint32_t parts = plan.cut.parts, items = static_cast<uint32_t>(r.ranks * r.tokens) * parts;
   const char* const half = plan.run.half[r.rank];
 #pragma unroll 1
-  for (uint32_t item = plan.receiver + LateFirstWarp() * plan.cut.receivers; item < items;
+  for (uint32_t item = plan.receiver + threadIdx.x / 32 * plan.cut.receivers; item < items;
        item += plan.cut.receivers * kWarps) {
     // Own tokens first, then token by token, the sources interleaved: the order in which rows arrive.
     const uint32_t pair = plan.cut.by_parts(item);
@@ -124,7 +117,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
 #pragma unroll 1
     for (int base = first; base < end;) {
       uint4 v[kPlaceRounds];
-      uint32_t missing = 0;  // rounds; each is loaded until it is there, and then kept
+      uint32_t missing = 0;  // rounds
       if (own) {
 #pragma unroll
         for (int i = 0; i < kPlaceRounds; ++i) {
@@ -134,43 +127,34 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
       } else {
 #pragma unroll
         for (int i = 0; i < kPlaceRounds; ++i) {
-          if (base + i >= end) continue;
-          v[i] = LoadRound(row + (base + i) * kRoundBytes);
-          missing |= 1u << i;
+          if (base + i < end) v[i] = LoadRound(row + (base + i) * kRoundBytes);
         }
       }
       if (!resolved) {  // the token's own line comes in beside a first look at its row
-        know();
         if (!ResolveRows(plan, piece, source, token, first == 0, &position)) return false;
         placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
         resolved = true;
         if (!__any_sync(0xFFFFFFFFu, position != -1)) break;  // dropped rows are sent, and so awaited: workspace.h
       }
-      const bool complete = KeepLooking([&] {
+      if (!own) {
 #pragma unroll
         for (int i = 0; i < kPlaceRounds; ++i) {
-          if ((missing >> i & 1) &&
-              !__any_sync(0xFFFFFFFFu, Missing(piece, v[i], plan.Lines(base + i), plan.run.epoch))) {
-            missing &= ~(1u << i);
-          }
+          const int lines = base + i < end ? plan.Lines(base + i) : 0;
+          if (__any_sync(0xFFFFFFFFu, Missing(piece, v[i], lines, plan.run.epoch))) missing |= 1u << i;
         }
-#pragma unroll
-        for (int i = 0; i < kPlaceRounds; ++i) {
-          if (missing >> i & 1) v[i] = LoadRound(row + (base + i) * kRoundBytes);
-        }
-        return missing;
-      });
-      if (!complete) {
-        const int last = base + 31 - __clz(missing), lines = plan.Lines(last);
-        auto awaited = [&] {
-          const uint4 seen = LoadRound(row + last * kRoundBytes);
-          return __ballot_sync(0xFFFFFFFFu, Missing(piece, seen, lines, plan.run.epoch));
-        };
-        auto source_of = [&](uint32_t) { return source; };
-        if (!AwaitLines(awaited, source_of, [] { return false; }, plan.run, Step::kRows)) return false;
+      }
+      if (missing) {
+        const int last = base + 31 - __clz(missing);  // it comes last, as a rule
+        const int lines = plan.Lines(last);
+        const bool good = AwaitLines(
+            [&] {
+              const uint4 seen = LoadRound(row + last * kRoundBytes);
+              return __ballot_sync(0xFFFFFFFFu, Missing(piece, seen, lines, plan.run.epoch));
+            },
+            [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kRows);
+        if (!good) return false;
         continue;
       }
-      if (!__any_sync(0xFFFFFFFFu, position != -1)) break;
 #pragma unroll 1
       for (uint32_t m = placed; m; m &= m - 1) {
         const WireRow to(p, p.rows, p.row_scales, __shfl_sync(0xFFFFFFFFu, position, __ffs(m) - 1));
