@@ -1,4 +1,5 @@
-// Chooses the dispatch kernel across nodes for a link: any dtype and wire that a dispatch within a node takes.
+// Chooses the dispatch kernel across nodes for a link: any dtype and wire that a dispatch within a node takes. Rows that
+// are no multiple of 16 bytes go byte by byte: each further width would take its compile time for every link.
 #pragma once
 
 #include "node_dispatch.cuh"
@@ -27,8 +28,6 @@ int LaunchAnyNodeDispatch(const DispatchParams& p, const RailParams& rails, cons
   if (p.wire == WireType::kInt8) return LaunchNodeDispatchWire<WireType::kInt8>(p, rails, link, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);
   if (row_bytes % 16 == 0) return LaunchNodeDispatch<CopyCodec<int4>>(p, rails, link, stream);
-  if (row_bytes % 4 == 0) return LaunchNodeDispatch<CopyCodec<unsigned int>>(p, rails, link, stream);
-  if (row_bytes % 2 == 0) return LaunchNodeDispatch<CopyCodec<unsigned short>>(p, rails, link, stream);
   return LaunchNodeDispatch<CopyCodec<unsigned char>>(p, rails, link, stream);
 }
 
@@ -47,8 +46,6 @@ int PreloadNodeDispatchWire() {
 template <class Link>
 int PreloadAnyNodeDispatch() {
   if (int e = PreloadNodeDispatch<CopyCodec<int4>, Link>()) return e;
-  if (int e = PreloadNodeDispatch<CopyCodec<unsigned int>, Link>()) return e;
-  if (int e = PreloadNodeDispatch<CopyCodec<unsigned short>, Link>()) return e;
   if (int e = PreloadNodeDispatch<CopyCodec<unsigned char>, Link>()) return e;
   if (int e = PreloadNodeDispatchWire<WireType::kFp8, Link>()) return e;
   return PreloadNodeDispatchWire<WireType::kInt8, Link>();
