@@ -518,6 +518,8 @@ def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
     wrong = len(range(1, 8, SMALL.pool))
     with pytest.raises(verify.WrongResultError, match=f"{wrong} results of 8 replays"):
         decode_step.measure(step, weights, truth, 8)
+    peer = decode_step.measure(step, weights, truth, 8, must_agree=False)
+    assert (peer["wrong"], peer["replays"]) == (wrong, 8)
 
 
 def test_a_wrong_first_result_is_an_error(small_step):
