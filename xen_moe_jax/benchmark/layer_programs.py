@@ -21,6 +21,7 @@ from xen_moe_jax.benchmark.workload import Capacities, Workload, round_up
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
+from xen_moe_jax.flax._logits import router_logits
 
 MODEL_LAYERS = 4
 PLAIN = "xen_moe_jax"
@@ -30,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xen_moe_jax, 2 chunks": {"num_chunks": 2},
     "xen_moe_jax, 4 chunks": {"num_chunks": 4},
     "xen_moe_jax, alignment 128": {"alignment": 128},
+    "xen_moe_jax, weights in front": {"apply_weights_to": "activation"},
     "xen_moe_jax, fp8 wire": {"wire": "float8_e4m3fn", "combine_wire": "float8_e4m3fn"},
     "xen_moe_jax, no capacity": {"capacity_factor": None},
     "xen_moe_jax, no capacity, 4 chunks": {"capacity_factor": None, "num_chunks": 4},
@@ -110,7 +112,7 @@ def draw_operands(given: LayerProblem) -> Operands:
 
 def router_weights(work: Workload, router: jax.Array, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
     """Softmax scores of the experts that the problem has chosen, normalised: float32 `[T, K]`."""
-    logits = jnp.dot(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    logits = router_logits(x, router)
     chosen = jnp.take_along_axis(jax.nn.softmax(logits[:, : work.experts], axis=-1), topk_idx, axis=-1)
     return chosen / chosen.sum(-1, keepdims=True)
 
