@@ -7,7 +7,7 @@ same rows side by side, with what an expert does to them before they are stored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ def swiglu_rows(
 
 
 def _product(
-    pairs: list[tuple[jax.Array, tuple[jax.Array, ...]]],
+    pairs: Sequence[tuple[jax.Array, tuple[jax.Array, ...]]],
     group_sizes: jax.Array,
     extra: tuple[jax.Array, ...],
     epilogue: Epilogue,

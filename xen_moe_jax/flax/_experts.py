@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,12 @@ def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
     """Each row by its factor, in float32, rounded once."""
     if row_weights is None:
         return rows
-    return (rows.astype(jnp.float32) * row_weights[..., None]).astype(rows.dtype)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # or the rows would be kept in float32
+    def product(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
+        return (rows.astype(jnp.float32) * row_weights[..., None]).astype(rows.dtype)
+
+    return product(rows, row_weights)
 
 
 def grouped_experts(

@@ -165,7 +165,7 @@ def _two_forward(chosen: Plan, rows: Any, one: Any, other: Any, group_sizes: Any
     return _multiply_two(chosen, rows, one, other, group_sizes), (rows, one, other, group_sizes)
 
 
-def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, Any, Any, None]:
+def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     rows, one, other, group_sizes = kept
     by_rows = rows_by_weights(
         cotangents[0], one, group_sizes, (cotangents[1], other), transposed=True, tiles=chosen.rows
