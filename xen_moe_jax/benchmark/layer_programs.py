@@ -149,17 +149,29 @@ def peer_layer(config: MoEConfig, work: Workload, caps: Capacities, name: str) -
 
 
 def matmuls_alone(config: MoEConfig, work: Workload, layers: int) -> Layer:
-    """Experts on `T*K` rows in equal groups: this rank's tokens `K` times, added up by token in a stack of layers."""
+    """Experts on `T*K` rows in equal groups. One layer alone is given them (`operands_for`); in a stack they are this
+    rank's tokens `K` times, and are added up by token."""
     experts = built_in(config)
 
     def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
-        rows = jnp.tile(x, (work.top_k, 1))
+        rows = x if layers == 1 else jnp.tile(x, (work.top_k, 1))
         local = work.local_experts
         sizes = jnp.full((local,), rows.shape[0] // local, jnp.int32).at[-1].add(rows.shape[0] % local)
         y = experts(jax.lax.optimization_barrier(rows), sizes, weights)
         return y if layers == 1 else y.reshape(work.top_k, *x.shape).sum(0)
 
     return layer
+
+
+def operands_for(name: str, given: LayerProblem, operands: Operands) -> Operands:
+    """Those of the way: the experts alone have a row for every slot instead of the tokens, since copying tokens into
+    rows, and adding up the rows' gradients, is not their work."""
+    if name != MATMULS or given.layers > 1:
+        return operands
+    copies = jax.shard_map(
+        lambda x: jnp.tile(x, (given.work.top_k, 1)), mesh=given.problem.mesh, in_specs=RANK_SPEC, out_specs=RANK_SPEC
+    )
+    return operands._replace(x=jax.jit(copies)(operands.x))
 
 
 def layers_of(given: LayerProblem, names: list[str] | None) -> dict[str, Layer]:
