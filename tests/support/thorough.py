@@ -55,6 +55,7 @@ THOROUGH = (
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
     "flax/test_weights_in_front.py::test_on_hopper[biases]",
     "flax/test_weights_in_front.py::test_on_hopper[chunks in a loop]",
+    "flax/test_weights_in_front.py::test_the_same_layer[biases, aligned]",
     "flax/test_weights_in_front.py::test_the_same_layer[biases, padded]",
     "flax/test_weights_in_front.py::test_the_same_layer[relu2, padded]",
     "flax/test_weights_in_front.py::test_the_same_layer[overlapping chunks]",
