@@ -39,6 +39,18 @@ def timed(options, run, *arguments):
             others.end()
 
 
+class Numbers:
+    """0 to `most`, or those that are begun before `seconds` are over; `count` of them so far."""
+
+    def __init__(self, most, seconds):
+        self._most, self._until, self.count = most, None if seconds is None else time.monotonic() + seconds, 0
+
+    def __iter__(self):
+        while self.count < self._most and (self._until is None or time.monotonic() < self._until):
+            self.count += 1
+            yield self.count
+
+
 def main():
     from tests.transfer import test_transfer_adversary, test_transfer_kills
     from xen_moe_jax.benchmark import report
@@ -49,6 +61,7 @@ def main():
     parser.add_argument(
         "--kills", type=int, default=500, help="of senders, and as many of receivers; 0 leaves both out"
     )
+    parser.add_argument("--kill-seconds", type=float, help="no more kills of either kind after so long")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--other-device", type=int, help="the device of the other processes' arrays")
     parser.add_argument("--json", help="the file for the figures")
@@ -70,18 +83,20 @@ def main():
         }
         print(json.dumps(document["adversary"]), flush=True)
     if options.kills:
-        (whole, thrown), seconds = timed(options, test_transfer_kills.kill_senders, options.kills, options.seed)
+        numbers = Numbers(options.kills, options.kill_seconds)
+        (whole, thrown), seconds = timed(options, test_transfer_kills.kill_senders, numbers, options.seed)
         document["killed senders"] = {
-            "kills": options.kills,
+            "kills": numbers.count,
             "whole generations": whole,
             "generations thrown away": thrown,
             "torn generations": 0,
             "seconds": round(seconds),
         }
         print(json.dumps(document["killed senders"]), flush=True)
-        sent, seconds = timed(options, test_transfer_kills.kill_receivers, options.kills, options.seed + 1)
+        numbers = Numbers(options.kills, options.kill_seconds)
+        sent, seconds = timed(options, test_transfer_kills.kill_receivers, numbers, options.seed + 1)
         document["killed receivers"] = {
-            "kills": options.kills,
+            "kills": numbers.count,
             "generations sent": sent,
             "torn generations": 0,
             "seconds": round(seconds),
