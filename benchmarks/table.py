@@ -268,10 +268,11 @@ def most_possible(content: dict[str, Any]) -> str:
         return ""
     best = line.best["us_median"]
     return (
-        "With 4096 bf16 tokens on four GPUs a token goes\nto 2.7 of the three other ranks on average, so `all_gather`, which sends "
-        "it to all three, moves hardly more bytes. The rows of that\nround trip take "
+        "With 4096 bf16 tokens on four GPUs a token goes\nto 2.7 of the three other ranks on average, so `all_gather`, "
+        "which sends it to all three, moves hardly more bytes. The rows of that\nround trip take "
         f"{floor:,.0f} us as bare pushes without any bookkeeping (measured in another job), and the best of JAX takes\n"
-        f"{best:,.0f} us: no program that sends these rows over this link can be more than {best / floor:.2f} times as fast."
+        f"{best:,.0f} us: no program that sends these rows over this link can be more than {best / floor:.2f} times as "
+        "fast."
     )
 
 
