@@ -12,7 +12,7 @@ import xen_moe_jax as xm
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 DEEPSEEK = {"hidden": 7168, "num_experts": 256, "top_k": 8}
 FEW = 512
-"""Tokens up to which the kernels for small batches run. They became faster after the suite of h200x4.json, and were timed
+"""Tokens up to which the kernels for small batches run. They became faster after h200x4.json was made, and were timed
 again for the comparisons with JAX."""
 
 
