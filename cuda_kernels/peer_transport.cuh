@@ -6,19 +6,13 @@
 #pragma once
 
 #include "failure.cuh"
+#include "rail_memory.h"
 
 namespace xen_moe {
 
-// As one rank sees them. In device memory, written before the first operation.
-struct PeerTable {
-  char* staging[kGenerations][kMaxRanks];  // generation g: entry g % kGenerations
-  uint64_t* counters[kMaxRanks];           // each rank's
-  Mailbox* mailbox[kMaxRanks];
-};
-
 struct PeerLink {
-  const PeerTable* table;
-  int rank;  // this one
+  const PeerTable* table;  // in device memory
+  int rank;                // this one
 
   __device__ __forceinline__ void Put(uint32_t generation, int target, uint64_t to, uint64_t from,
                                       uint64_t bytes) const {
