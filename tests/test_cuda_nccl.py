@@ -261,3 +261,31 @@ def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_i
             assert first == "" and "had not ended after 2 s" in second
             assert "cannot grow any more; start all processes of the job again" in third
             assert result["serves"] and result["seen"] and result["aborted"] == 0
+
+
+# -- device communicators ----------------------------------------------------------------------------------------------
+
+
+def test_device_communicators_are_made_beside_windows_and_those_that_differ_end_growth(tmp_path):
+    with job("devices", tmp_path) as running:
+        for process, result in enumerate(results(running)):
+            assert result["errors"] == ["", ""] and result["seen"]
+            assert result["properties"] == [process, COUNT] and result["made"] == [[process, COUNT]] * 2
+            for error in (result["different"], *result["after"]):
+                assert "could not connect the GPUs with those of other nodes" in error
+                assert "ranks ask for different device communicators" in error
+                assert "cannot grow any more; start all processes of the job again" in error
+            assert result["serves"] and result["aborted"] == 0  # kernels may use the windows
+
+
+def test_a_process_that_dies_while_gpus_are_connected_is_named(tmp_path):
+    with job("one_dies_connecting", tmp_path) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        time.sleep(0.5)
+        running[1].send_signal(signal.SIGKILL)
+        for process, result in zip((0, 2), results(running, 0, 2), strict=True):
+            assert result["waited"] < 10, result
+            assert process == 0 or "waits for process 1, which has died" in result["error"], result
+            assert process == 2 or "rank 1 closed" in result["error"], result
+            assert "could not connect the GPUs" in result["after"], result

@@ -91,7 +91,7 @@ struct Counted {
 std::array<std::array<Counted, kMostRanks>, kMostRanks> counted;
 std::array<std::atomic<bool>, kMostRanks> killed;
 
-// Lets so many bytes a second through, of the whole process.
+// Lets so many bytes a second through, of the whole process: what was left of the last 5 ms comes later.
 class Throttle {
  public:
   void Pass(size_t bytes, double per_s) {
@@ -99,7 +99,8 @@ class Throttle {
     Clock::time_point until;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      free_at_ = std::max(free_at_, Clock::now()) + std::chrono::nanoseconds(static_cast<int64_t>(1e9 * bytes / per_s));
+      free_at_ = std::max(free_at_, Clock::now() - std::chrono::milliseconds(5)) +
+                 std::chrono::nanoseconds(static_cast<int64_t>(1e9 * bytes / per_s));
       until = free_at_;
     }
     std::this_thread::sleep_until(until);
@@ -414,6 +415,7 @@ class Group {
       Frame frame{kMagic, put->target.id, put->to + p.begin, bytes, 0, 0};
       mover.Read(put->source, put->from + p.begin, bytes);
       throttle.Pass(bytes, faults_.bytes_per_s);
+      if (!p.again) traffic.bytes += bytes;  // before anybody can see them
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true) ||
           !Transfer(peers_[target].out, mover.buffer, bytes, true)) {
         return false;
@@ -421,14 +423,14 @@ class Group {
       if (p.again) {
         p.again = false;
       } else {
-        traffic.bytes += bytes;
         put->pieces.erase(put->pieces.begin() + static_cast<std::ptrdiff_t>(piece));
       }
     } else if (put->signal) {
       Frame frame{kMagic, put->signals.id, put->signal_at, 0, put->value, 1};
+      ++traffic.signals;  // before anybody can see it
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true)) return false;
-      ++traffic.signals;
       put->signal = false;
+      if (!put->pieces.empty()) put->not_before = Clock::now() + std::chrono::milliseconds(1);  // kBrokenSignals
     }
     if (put->pieces.empty() && put->request != nullptr) {
       ++traffic.puts;
