@@ -72,6 +72,7 @@ struct Schedule {
   bool low_latency;    // the kernels of low_latency_*.cuh: the first layout_blocks blocks (dispatch) send the routing,
                        // the next push_blocks the rows, the others receive; if none is left, all do
   bool bulk;           // rows are placed by bulk copies, where the GPU has them
+  int chunk_tokens;    // tokens that cross to another node together; 0: all ranks share NVLink. rail_plan.h
 };
 
 struct DispatchParams {

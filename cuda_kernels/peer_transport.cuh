@@ -6,18 +6,12 @@
 #pragma once
 
 #include "failure.cuh"
+#include "rail_memory.h"
 
 namespace xen_moe {
 
-// As one rank sees them. In device memory, written before the first operation.
-struct PeerTable {
-  char* staging[kGenerations][kMaxRanks];  // generation g: entry g % kGenerations
-  uint64_t* counters[kMaxRanks];           // each rank's
-  Mailbox* mailbox[kMaxRanks];
-};
-
 struct PeerLink {
-  const PeerTable* table;
+  const PeerTable* table;  // in device memory
   int rank;  // this one
 
   __device__ __forceinline__ bool Reserve(int) const { return true; }

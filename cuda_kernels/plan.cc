@@ -29,6 +29,7 @@ Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule
   d.alignment = static_cast<uint32_t>(r.alignment);
   d.parts = static_cast<uint32_t>(s.parts);
   d.metadata_slices = operation == Operation::kDispatch ? static_cast<uint32_t>(s.layout_blocks) : 0;
+  d.metadata_slices |= static_cast<uint32_t>(s.chunk_tokens) << 16;
   d.site = site;
   return d;
 }

@@ -9,12 +9,11 @@
 #pragma once
 
 #include "params.h"
+#include "rail_memory.h"
 
 namespace xen_moe {
 
-constexpr int kMaxChunks = 256;   // of one rank to one node
 constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
-constexpr int kRailSignals = kMaxRanks * kMaxChunks;
 
 struct alignas(16) ChunkHeader {
   uint64_t announcement;  // PackAnnouncement: what its sender runs

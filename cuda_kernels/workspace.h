@@ -151,7 +151,7 @@ struct Descriptor {
   uint32_t capacity;   // exchange: units of the output
   uint32_t alignment;  // exchange: bytes of a unit, high half
   uint32_t parts;      // exchange: lanes
-  uint32_t metadata_slices;
+  uint32_t metadata_slices;  // and above 16 bits, between nodes: tokens of a chunk
   uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
 };
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");

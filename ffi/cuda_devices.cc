@@ -11,6 +11,7 @@
 #include <mutex>
 #include <thread>
 
+#include "cuda_kernels/node_launch.h"
 #include "cuda_kernels/params.h"
 #include "ffi/devices.h"
 
@@ -100,6 +101,8 @@ class Cuda final : public Devices {
       Check(cudaStreamCreateWithPriority(&gpu.flights, cudaStreamNonBlocking, highest), "cudaStreamCreate");
       Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
+      Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
+      Check(static_cast<cudaError_t>(PreloadPeerCombine()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
     }
     if (page_left_ == 0) AddPage();

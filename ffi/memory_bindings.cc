@@ -54,9 +54,14 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       .def("reserve",
            [](Workspace& w, uint64_t bytes, double seconds) { WithoutGil([&] { w.Reserve(bytes, seconds); }); })
       .def("release", [](Workspace& w, double seconds) { WithoutGil([&] { w.Release(seconds); }); });
-  m.def("workspace", [](std::vector<int64_t> devices, int ranks, int channel) {
-    return WithoutGil([&] { return Registry::Get().Find(std::move(devices), ranks, channel); });
-  });
+  // `ranks_per_node`: 0 is all ranks.
+  m.def(
+      "workspace",
+      [](std::vector<int64_t> devices, int ranks, int channel, int ranks_per_node) {
+        return WithoutGil(
+            [&] { return Registry::Get().Find(std::move(devices), ranks, channel, false, ranks_per_node); });
+      },
+      nb::arg("devices"), nb::arg("ranks"), nb::arg("channel"), nb::arg("ranks_per_node") = 0);
   m.def("reset", [](double seconds) { WithoutGil([&] { Registry::Get().ResetAll(seconds); }); });
   m.def("mark_dead", [](int process, bool clean) { WithoutGil([&] { Registry::Get().MarkDead(process, clean); }); });
   m.def("renumber", [](uint32_t epoch) {
@@ -75,6 +80,7 @@ void BindMemory(nb::module_& m, Devices* gpus) {
       if (workspace->for_flights() && workspace->generation() == 0) continue;  // nothing has been in flight
       nb::dict d;
       d["ranks"] = workspace->ranks();
+      d["ranks_per_node"] = workspace->ranks_per_node();
       d["channel"] = workspace->channel();
       d["flights"] = workspace->for_flights();
       d["devices"] = workspace->devices();

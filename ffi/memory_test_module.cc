@@ -25,15 +25,62 @@ namespace {
 
 Mailbox& MailboxOf(const Member& member) { return *member.mailbox; }
 
+template <class T>
+T ReadWord(const Member& member, const T* at) {
+  T word{};
+  FakeDevices::Get().Read(member.ordinal, &word, at, sizeof(word));
+  return word;
+}
+template <class T>
+void WriteWord(const Member& member, T* at, T word) {
+  FakeDevices::Get().Write(member.ordinal, at, &word, sizeof(word));
+}
+
+// Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
+int ChunkSignal(const Workspace& workspace, int rank) { return rank / workspace.ranks_per_node() * kMaxChunks; }
+bool OnRail(const Workspace& workspace, int a, int b) {
+  const int per_node = workspace.ranks_per_node();
+  return a % per_node == b % per_node && a != b;
+}
+void SendChunks(Workspace& workspace, const Member& member, uint32_t generation) {
+  const PeerTable& peers = member.rail->peers;
+  for (int rank = 0; rank < workspace.ranks(); ++rank) {
+    if (!OnRail(workspace, member.rank, rank)) continue;
+    char* const staging = peers.staging[generation % kGenerations][rank];
+    if (staging == nullptr) Refuse("no memory behind the link");
+    const int place = 64 + 8 * member.rank;
+    WriteWord(member, reinterpret_cast<uint32_t*>(staging + place), generation);
+    uint64_t* const counter = peers.counters[rank] + ChunkSignal(workspace, member.rank);
+    WriteWord(member, counter, ReadWord(member, counter) + 1);
+  }
+}
+// Whether everything has come that was to, and no more, from the same generation.
+bool AwaitChunks(Workspace& workspace, const Member& member, uint32_t generation) {
+  bool good = true;
+  for (int rank = 0; rank < workspace.ranks(); ++rank) {
+    if (!OnRail(workspace, member.rank, rank)) continue;
+    const int signal = ChunkSignal(workspace, rank);
+    uint64_t* const expected = member.rail->expected + signal;
+    const uint64_t wanted = ReadWord(member, expected) + 1;
+    const char* const staging = member.rail->peers.staging[generation % kGenerations][member.rank];
+    good = good && ReadWord(member, member.rail->peers.counters[member.rank] + signal) == wanted &&
+           ReadWord(member, reinterpret_cast<const uint32_t*>(staging + 64 + 8 * rank)) == generation;
+    WriteWord(member, expected, wanted);
+  }
+  return good;
+}
+
 // One operation on every rank of a process' group, as the kernels run it: announce, choose the generation, complete.
 // True when its results are good.
 std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_t signature) {
   const auto& members = workspace.members();
   std::vector<bool> good;
+  std::vector<uint32_t> generations;  // that each has used
   for (const Member& member : members) {
     Control& control = *member.control;
     const uint32_t epoch = NextEpoch(control.epoch);
     for (int rank = 0; rank < workspace.ranks(); ++rank) {
+      if (control.mailbox[rank] == nullptr) continue;  // of another node
       control.mailbox[rank]->announcements[epoch & 1][member.rank] = PackAnnouncement(epoch, signature, control.newest);
     }
   }
@@ -43,6 +90,7 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
     uint32_t least = control.newest;
     bool all = true;
     for (int rank = 0; rank < workspace.ranks(); ++rank) {
+      if (control.mailbox[rank] == nullptr) continue;
       const uint64_t word = member.mailbox->announcements[epoch & 1][rank];
       all = all && AnnouncedEpoch(word) == epoch && AnnouncedSignature(word) == (signature & 0xFFFFFF);
       if (OlderGeneration(AnnouncedGeneration(word), least)) least = AnnouncedGeneration(word);
@@ -54,6 +102,7 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
       const uint64_t half = used.flag_bytes + used.data_bytes;
       for (int rank = 0; rank < workspace.ranks(); ++rank) {
         const uint32_t word = epoch;
+        if (control.mailbox[rank] == nullptr) continue;
         char* at = used.staging[rank] + (epoch & 1) * half;
         uint32_t flag = 0;
         FakeDevices::Get().Read(member.ordinal, &flag, at, sizeof(flag));
@@ -70,9 +119,14 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
                                                   Step::kArrival, member.rank, member.rank, epoch});
     }
     good.push_back(!failed);
+    generations.push_back(used.generation);
+    if (member.rail != nullptr && enough) SendChunks(workspace, member, used.generation);
     control.current = agreed;
     control.epoch = epoch;
     member.record->generation = used.generation & 0xFF;
+  }
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i].rail != nullptr && good[i]) good[i] = AwaitChunks(workspace, members[i], generations[i]);
   }
   return good;
 }
@@ -217,6 +271,28 @@ NB_MODULE(_memory_test, m) {
     uint32_t word = 0;
     FakeDevices::Get().Read(At(w, 0).ordinal, &word, from, sizeof(word));
     return word;
+  });
+  // Ranks whose mailbox, and whose newest staging area, member `i` has: in its own tables, and in that of its link.
+  m.def("pointers", [](Workspace& w, size_t i) {
+    const Member& member = At(w, i);
+    const Control& control = *member.control;
+    const int entry = control.newest % kGenerations;
+    std::vector<std::vector<int>> out(5);
+    for (int rank = 0; rank < w.ranks(); ++rank) {
+      if (control.mailbox[rank] != nullptr) out[0].push_back(rank);
+      if (control.memory[entry].staging[rank] != nullptr) out[1].push_back(rank);
+      if (member.rail == nullptr) continue;
+      if (member.rail->peers.mailbox[rank] == At(w, rank).mailbox) out[2].push_back(rank);
+      const char* const theirs = At(w, rank).control->memory[entry].staging[rank];
+      if (theirs != nullptr && member.rail->peers.staging[entry][rank] == theirs) out[3].push_back(rank);
+      if (member.rail->peers.counters[rank] == At(w, rank).rail->peers.counters[rank]) out[4].push_back(rank);
+    }
+    return out;
+  });
+  // A chunk that nobody awaits: as of an operation that failed elsewhere.
+  m.def("stray_chunk", [](Workspace& w, size_t i, int rank) {
+    uint64_t* const counter = At(w, i).rail->peers.counters[rank] + ChunkSignal(w, At(w, i).rank);
+    WriteWord(At(w, i), counter, ReadWord(At(w, i), counter) + 1);
   });
   m.def("reclaim", [](Workspace& w) { w.ReclaimIfStale(); });
   // Flag words that are not zero, in the memory that operations of these needs use.

@@ -97,6 +97,8 @@ NB_MODULE(_cuda, m) {
   m.attr("max_ranks") = kMaxRanks;
   m.attr("max_top_k") = kMaxSlots;
   m.attr("max_experts") = kMaxExperts;
+  m.attr("max_chunks") = kMaxChunks;
+  m.attr("max_chunk_tokens") = kChunkTokens;
   m.attr("max_blocks") = kMaxBlocks;
   m.attr("max_parts") = kMaxParts;
   m.attr("max_channels") = kMaxChannels;

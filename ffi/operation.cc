@@ -45,11 +45,28 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
   s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
   s.low_latency = a.Int("low_latency", 0, 1) != 0;
   s.bulk = a.Int("bulk", 0, 1) != 0;
+  s.chunk_tokens = static_cast<int>(a.Int("chunk_tokens", 0, kChunkTokens));
   if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
     Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
            " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));
   }
   return s;
+}
+
+// Between nodes: what crosses, and its memory.
+template <class P>
+void DecodeRail(Operation operation, P* plan) {
+  auto& p = plan->params;
+  if (plan->masked) Refuse("attribute masked = 1: ranks that are out, across nodes, are not implemented");
+  if (plan->flight) Refuse("attribute flight = 1: halves of an operation, across nodes, are not implemented");
+  if (p.routing.ranks % p.routing.ranks_per_node != 0) {
+    Refuse("attribute ranks_per_node = " + std::to_string(p.routing.ranks_per_node) + ": must divide the " +
+           std::to_string(p.routing.ranks) + " ranks");
+  }
+  plan->rail = PlanRail(p.routing, operation, p.schedule.chunk_tokens, p.schedule, &p.staging);
+  if (const char* why = UnfitRail(p.call, p.routing, p.schedule, plan->rail)) {
+    Refuse(std::string("the kernels across nodes do not take this operation: ") + why);
+  }
 }
 
 // What dispatch and combine have in common.
@@ -75,6 +92,7 @@ int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* p
   }
   p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
   plan->masked = a.Int("masked", 0, 1) != 0;
+  if (p.schedule.chunk_tokens > 0) DecodeRail(operation, plan);
   return dtype;
 }
 
@@ -153,9 +171,11 @@ void NameSite(const Attributes& attributes, const Workspace& workspace, int rank
 }
 
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked) {
+                                            int ranks_per_node, const Needs& needs, int blocks, double seconds,
+                                            bool flight, bool masked) {
   const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
-  std::shared_ptr<Workspace> workspace = Registry::Get().Find(std::move(devices), ranks, channel, flight);
+  std::shared_ptr<Workspace> workspace =
+      Registry::Get().Find(std::move(devices), ranks, channel, flight, ranks_per_node);
   for (const Member& member : workspace->members()) {
     const int sms = CudaDevices().SmCount(member.ordinal);
     if (blocks > sms) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_kernels/params.h"
+#include "cuda_kernels/rail_plan.h"
 #include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"
@@ -37,6 +38,7 @@ struct Plan {
   bool flight = false;               // a start, that another call finishes
   double timeout_s = 0.0;            // for memory to be agreed on
   bool masked = false;               // it is told which ranks take part
+  RailPlan rail{};                   // between nodes, as rank 0's; no nodes: all ranks share NVLink
   std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
 };
 
@@ -79,8 +81,10 @@ void Decode(const Attributes& attributes, ExchangePlan* plan);
 ffi::Error ToError(const MemoryError& e);
 
 // The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
+// `ranks_per_node`: of kernels across nodes; 0: all ranks share NVLink.
 std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            const Needs& needs, int blocks, double seconds, bool flight, bool masked);
+                                            int ranks_per_node, const Needs& needs, int blocks, double seconds,
+                                            bool flight, bool masked);
 uint32_t NextCallId();
 // Descriptor::site and what follows from it. Devices of one process share the plan, so its own number tells it from
 // every other; between processes it is the number that Python gave the call.
@@ -104,9 +108,9 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     if (!devices.has_value()) Refuse("attribute devices is missing");
     plan->params.call.call_id = NextCallId();
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
-    plan->workspace =
-        PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(plan->params),
-                         plan->params.call.needs, BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
+    plan->workspace = PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()),
+                                       RanksOf(plan->params), plan->rail.per_node, plan->params.call.needs,
+                                       BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
     NameSite(attributes, *plan->workspace, RanksOf(plan->params), &plan->params.call);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));

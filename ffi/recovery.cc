@@ -141,6 +141,7 @@ void Workspace::Restart(uint32_t epoch) {
     char* const state = reinterpret_cast<char*>(members_[i].control) + offsetof(Control, owner);
     job_.gpus->Zero(ordinal, state, sizeof(Control) - offsetof(Control, owner));
     job_.gpus->Write(ordinal, &members_[i].control->epoch, &epoch, sizeof(epoch));
+    if (members_[i].rail != nullptr) ClearRail(i);
   }
   WriteDead();
   WriteTables(true);
@@ -231,8 +232,9 @@ std::string Workspace::KeyOf(const char* what) {
   uint64_t hash = 1469598103934665603ull;
   for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(ProcessOf(key))) * 1099511628211ull;
   std::ostringstream out;
-  out << std::hex << hash << std::dec << "-" << ranks_ << "-channel-" << channel_ << (flights_of_ ? "-flights" : "")
-      << "/" << what << "/" << ++changes_;
+  out << std::hex << hash << std::dec << "-" << ranks_ << "-";
+  if (SeveralNodes()) out << "in-nodes-of-" << ranks_per_node_ << "-";
+  out << "channel-" << channel_ << (flights_of_ ? "-flights" : "") << "/" << what << "/" << ++changes_;
   return out.str();
 }
 

@@ -33,7 +33,9 @@ void Registry::SetAgree(Agree agree) {
   job_.agree = std::move(agree);
 }
 
-std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights) {
+std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights,
+                                          int ranks_per_node) {
+  if (ranks_per_node == 0) ranks_per_node = ranks;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!configured_) Refuse("the CUDA module was not configured: import xen_moe_jax and load the program through it");
   for (DeviceKey& key : devices) {
@@ -45,12 +47,12 @@ std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ra
     }
     key = job_.devices[index];
   }
-  std::weak_ptr<Workspace>& slot = workspaces_[{devices, {ranks, channel}}];
+  std::weak_ptr<Workspace>& slot = workspaces_[{devices, {ranks, ranks_per_node, channel}}];
   std::shared_ptr<Workspace> found = slot.lock();
   if (!found) {
-    found = std::shared_ptr<Workspace>(new Workspace(job_, std::move(devices), ranks, channel), [](Workspace* last) {
-      Registry::Get().Leave(std::shared_ptr<Workspace>(last));
-    });
+    found =
+        std::shared_ptr<Workspace>(new Workspace(job_, std::move(devices), ranks, ranks_per_node, channel),
+                                   [](Workspace* last) { Registry::Get().Leave(std::shared_ptr<Workspace>(last)); });
     slot = found;
     if (found->across()) kept_.push_back(found);
   }

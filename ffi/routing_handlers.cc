@@ -1,4 +1,5 @@
 // dispatch, redispatch and combine: check, launch. Operand and result order: docs/internals.md.
+#include "cuda_kernels/node_launch.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
 
@@ -28,6 +29,22 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
+// Launches `p` across nodes. What carries the puts of a group is decided here and nowhere else.
+int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
+  return LaunchPeerDispatch(p, rails, &member.rail->peers, on);
+}
+int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
+  return LaunchPeerCombine(p, rails, &member.rail->peers, on);
+}
+
+// `plan` as it is for this rank.
+RailParams RailsOf(const RailPlan& plan, const Member& member) {
+  RailParams rails{plan, member.rail->expected};
+  rails.plan.node = member.rank / plan.per_node;
+  rails.plan.index = member.rank % plan.per_node;
+  return rails;
+}
+
 // Launches `p` as what this device is in its group. `result`: where a flight lands.
 template <class AnyPlan, class Params, class Launch>
 ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t stream, ffi::RunId run, void* result,
@@ -36,6 +53,7 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
     p->call.control = member.control;
     p->call.mailbox = member.mailbox;
     p->routing.rank = member.rank;
+    if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member), member, on);
     return launch(*p, on);
   });
 }

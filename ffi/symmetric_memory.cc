@@ -44,12 +44,22 @@ std::string WithoutPrefix(const std::string& message) {
 
 }  // namespace
 
-Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel, Workspace* flights_of)
-    : job_(std::move(job)), devices_(std::move(devices)), ranks_(ranks), channel_(channel), flights_of_(flights_of) {
+Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ranks_per_node, int channel,
+                     Workspace* flights_of)
+    : job_(std::move(job)),
+      devices_(std::move(devices)),
+      ranks_(ranks),
+      ranks_per_node_(ranks_per_node),
+      channel_(channel),
+      flights_of_(flights_of) {
   runs_.fill(kNoRun);
   if (ranks < 1 || ranks > kMaxRanks || devices_.empty() || devices_.size() % ranks != 0) {
     Refuse("a mesh axis of " + std::to_string(ranks) + " ranks over " + std::to_string(devices_.size()) +
            " devices: the CUDA backend takes 1 to " + std::to_string(kMaxRanks) + " ranks");
+  }
+  if (ranks_per_node < 1 || ranks % ranks_per_node != 0) {
+    Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node) + ": must divide the " +
+           std::to_string(ranks) + " ranks of the axis");
   }
   MakeGroups();
   std::vector<int> ordinals;
@@ -58,7 +68,9 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int cha
   }
   for (const Member& member : members_) ordinals.push_back(member.ordinal);
   if (!members_.empty()) job_.gpus->Prepare(ordinals);
-  if (flights_of_ == nullptr) flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, channel_, this);
+  if (flights_of_ == nullptr) {
+    flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, ranks_per_node_, channel_, this);
+  }
 }
 
 void Workspace::MakeGroups() {
@@ -80,6 +92,12 @@ void Workspace::MakeGroups() {
       Refuse("an expert-parallel group of " + std::to_string(ranks_) + " GPUs over " +
              std::to_string(processes.size()) +
              " processes: run one process with all GPUs of the group, or one process per GPU");
+    }
+    if (across && SeveralNodes()) {
+      Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node_) + " on an axis of " +
+             std::to_string(ranks_) + " ranks in " + std::to_string(processes.size()) +
+             " processes: nodes are reached from one process with all GPUs alone. Run one process, or leave "
+             "ranks_per_node out where all ranks share NVLink");
     }
     if (across && (job_.provider == nullptr || !job_.agree)) {
       Refuse(
@@ -107,10 +125,7 @@ void Workspace::MakeGroups() {
 Workspace::~Workspace() {
   if (across_ || homes_.empty()) return;  // between processes it lives as long as the process
   for (Generation& generation : generations_) Drop(&generation);
-  for (size_t i = 0; i < homes_.size(); ++i) {
-    job_.gpus->Free(members_[i].ordinal, homes_[i].mailbox);
-    job_.gpus->Free(members_[i].ordinal, homes_[i].control);
-  }
+  for (size_t i = 0; i < homes_.size(); ++i) FreeHome(i, homes_[i]);
   job_.gpus->FreePinned(records_);
 }
 
@@ -208,7 +223,9 @@ bool Workspace::Undivided() const {
 void Workspace::GrowWithin(Generation* next, double seconds) {
   const auto began = Clock::now();
   if (homes_.empty()) MakeHomesWithin();
-  const bool alone = generations_.empty() || !WaitForRoom(seconds);
+  // The ranks of an operation agree on a generation through announcements, which do not go between nodes: there all of
+  // them change at once, while nothing runs.
+  const bool alone = generations_.empty() || SeveralNodes() || !WaitForRoom(seconds);
   const bool divide = Undivided() && next->flag_bytes != 0 &&
                       Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
   if (divide) {
@@ -385,19 +402,20 @@ void Workspace::MakeHomesWithin() {
       job_.gpus->Zero(members_[i].ordinal, homes[i].mailbox, sizeof(Mailbox));
       homes[i].control = job_.gpus->Allocate(members_[i].ordinal, sizeof(Control), {members_[i].ordinal});
     }
+    if (SeveralNodes()) MakeRails(&homes);
     for (size_t i = 0; i < members_.size(); ++i) {
       for (size_t j = 0; j < members_.size(); ++j) {
         if (group_of_[i] == group_of_[j]) homes[i].mailboxes[members_[j].rank] = homes[j].mailbox;
       }
     }
     homes_ = homes;
-    for (size_t i = 0; i < members_.size(); ++i) AddControl(i);
+    for (size_t i = 0; i < members_.size(); ++i) {
+      AddControl(i);
+      if (SeveralNodes()) AddRail(i);
+    }
   } catch (...) {
     homes_.clear();
-    for (size_t i = 0; i < members_.size(); ++i) {
-      job_.gpus->Free(members_[i].ordinal, homes[i].mailbox);
-      job_.gpus->Free(members_[i].ordinal, homes[i].control);
-    }
+    for (size_t i = 0; i < members_.size(); ++i) FreeHome(i, homes[i]);
     if (records_.host != nullptr) job_.gpus->FreePinned(records_);
     records_ = Pinned{};
     throw;
@@ -458,8 +476,9 @@ void Workspace::AddControl(size_t i) {
   std::memset(member.record, 0, sizeof(ErrorRecord));
   auto control = std::make_unique<Control>();
   std::memset(static_cast<void*>(control.get()), 0, sizeof(Control));
-  for (int rank = 0; rank < ranks_; ++rank)
-    control->mailbox[rank] = reinterpret_cast<Mailbox*>(homes_[i].mailboxes[rank]);
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (SameNode(i, rank)) control->mailbox[rank] = reinterpret_cast<Mailbox*>(homes_[i].mailboxes[rank]);
+  }
   control->error = reinterpret_cast<ErrorRecord*>(records_.device + at);
   job_.gpus->Write(member.ordinal, member.control, control.get(), sizeof(Control));
 }
@@ -585,7 +604,7 @@ MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
   MemoryTable table{};
   if (generation == nullptr) return table;
   const Block& block = generation->blocks[i];
-  for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = block.peers[rank];
+  for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = SameNode(i, rank) ? block.peers[rank] : nullptr;
   table.scratch = block.scratch;
   table.flag_bytes = generation->flag_bytes;
   table.data_bytes = generation->data_bytes;
@@ -604,6 +623,7 @@ void Workspace::WriteTables(bool alone) {
     Control* control = members_[i].control;
     const int ordinal = members_[i].ordinal;
     job_.gpus->Write(ordinal, control->memory, ring, sizeof(ring));
+    if (members_[i].rail != nullptr) WriteRail(i);
     if (alone) {
       MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
       current.generation = newest;

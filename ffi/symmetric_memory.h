@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_kernels/rail_memory.h"
 #include "cuda_kernels/workspace.h"
 #include "ffi/agreement.h"
 #include "ffi/devices.h"
@@ -53,13 +54,17 @@ struct Member {
   Control* control = nullptr;     // device memory
   Mailbox* mailbox = nullptr;     // device memory
   ErrorRecord* record = nullptr;  // host memory
+  RailMemory* rail = nullptr;     // device memory; null where the group is one node
 };
 
 // The groups of one mesh axis on one channel, as far as this process has a part in them.
 class Workspace {
  public:
+  // `ranks_per_node`: consecutive ranks of a group that share NVLink; `ranks`: all of them. Between nodes no rank has
+  // the other's pointers but in its link's table (cuda_kernels/rail_memory.h).
   // `flights_of`: the workspace whose flights it serves, and which makes and owns it; null: one of its own.
-  Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int channel, Workspace* flights_of = nullptr);
+  Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ranks_per_node, int channel,
+            Workspace* flights_of = nullptr);
   // Nothing may use its memory any more: Registry::Leave sees to that.
   ~Workspace();
   Workspace(const Workspace&) = delete;
@@ -99,6 +104,7 @@ class Workspace {
   const Member* Find(int ordinal) const;
   const std::vector<Member>& members() const { return members_; }
   int ranks() const { return ranks_; }
+  int ranks_per_node() const { return ranks_per_node_; }
   int channel() const { return channel_; }
   // What operations in flight use, beside those that use this one. Null in such a workspace itself.
   Workspace* flights() const { return flights_.get(); }
@@ -141,10 +147,22 @@ class Workspace {
     char* control = nullptr;
     std::array<char*, kMaxRanks> mailboxes{};  // of every rank of its group
     bool joined = false;                       // as in Block, the mailbox
+    char* counters = nullptr;                  // where the group has several nodes
+    char* rail = nullptr;
   };
 
   void MakeGroups();
   void MakeHomesWithin();
+  void MakeRails(std::vector<Home>* homes);
+  void AddRail(size_t member);
+  void WriteRail(size_t member);
+  void ClearRail(size_t member);
+  void FreeHome(size_t member, const Home& home);
+  bool SeveralNodes() const { return ranks_per_node_ != ranks_; }
+  // Whether a rank's kernels may use the pointers of `rank`.
+  bool SameNode(size_t member, int rank) const {
+    return members_[member].rank / ranks_per_node_ == rank / ranks_per_node_;
+  }
   void MakeHomeAcross();
   void JoinHome(double seconds);
   void LeaveHome();
@@ -184,7 +202,7 @@ class Workspace {
 
   const Job job_;
   const std::vector<DeviceKey> devices_;
-  const int ranks_, channel_;
+  const int ranks_, ranks_per_node_, channel_;
   Workspace* const flights_of_;
   std::unique_ptr<Workspace> flights_;
   bool across_ = false;
@@ -244,7 +262,9 @@ class Registry {
   // `devices`: groups of `ranks`, one after the other; a negative number -1-i stands for the i-th device of the job.
   // The workspace lives as long as somebody holds it; between processes, where no one can leave alone, for ever.
   // `flights`: the one for operations in flight, which lives as long as the other.
-  std::shared_ptr<Workspace> Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights = false);
+  // `ranks_per_node`: as in Workspace; 0: all ranks. Groups that are cut in another way share nothing.
+  std::shared_ptr<Workspace> Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights = false,
+                                  int ranks_per_node = 0);
   std::vector<std::shared_ptr<Workspace>> All();
   void ResetAll(double seconds);
   void MarkDead(int process, bool clean);
@@ -263,7 +283,8 @@ class Registry {
   std::mutex mutex_;
   bool configured_ = false;
   Job job_;
-  std::map<std::pair<std::vector<DeviceKey>, std::pair<int, int>>, std::weak_ptr<Workspace>> workspaces_;
+  // By devices, ranks, ranks of a node, channel.
+  std::map<std::pair<std::vector<DeviceKey>, std::array<int, 3>>, std::weak_ptr<Workspace>> workspaces_;
   std::vector<std::shared_ptr<Workspace>> kept_;
   std::set<int> gone_;
   std::mutex leaving_mutex_;

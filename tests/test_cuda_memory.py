@@ -550,3 +550,112 @@ def test_flights_have_memory_of_their_own_and_fail_with_the_others(memory):
     memory.reset(5.0)
     assert memory.failure() == "" and memory.admit(workspace, 6) == memory.admit(flights, 6) == ""
     assert run(memory, workspace, LARGE) and run(memory, flights)
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes(memory):
+    """Four ranks in two nodes."""
+    return memory.workspace([0, 1, 2, 3], 4, 0, 2)
+
+
+def test_ranks_of_another_node_are_reached_by_the_link_alone(memory, nodes):
+    memory.serve(nodes, *SMALL, 1.0)
+    for member in range(4):
+        own = [0, 1] if member < 2 else [2, 3]
+        everybody = [0, 1, 2, 3]
+        assert memory.pointers(nodes, member) == [own, own, everybody, everybody, everybody]
+    whole = memory.workspace([0, 1, 2, 3], 4, 0)
+    memory.serve(whole, *SMALL, 1.0)
+    assert memory.pointers(whole, 0) == [everybody, everybody, [], [], []]
+    assert sorted(w["ranks_per_node"] for w in memory.workspaces()) == [2, 4], "what is cut in two ways shares nothing"
+    assert run(memory, nodes, times=3) and run(memory, whole, times=3)
+
+
+def test_memory_between_nodes_changes_at_once_for_all(memory, nodes):
+    """No operation of one node may use another generation than that of another: old memory goes with the change."""
+    memory.serve(nodes, *SMALL, 1.0)
+    assert run(memory, nodes, times=2)
+    before = memory.held()
+    for factor in range(2, 8):  # more often than there are memory tables, with and without an operation between
+        needs = (SMALL[0] * factor, *SMALL[1:])
+        memory.serve(nodes, *needs, 1.0)
+        assert factor % 2 or run(memory, nodes, needs, times=3)
+        (listed,) = memory.workspaces()
+        assert listed["generations_held"] == 1 and listed["generation"] == factor
+    assert memory.held() == before + staging(needs, 4) - staging(SMALL, 4)
+    assert run(memory, nodes, times=3), "an older program finds it"
+
+
+def test_memory_between_nodes_does_not_change_under_a_running_operation(memory, nodes):
+    memory.serve(nodes, *SMALL, 1.0)
+    assert run(memory, nodes)
+    before = memory.held()
+    memory.set_busy(True)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="not idle while the symmetric memory was to be replaced"):
+        memory.serve(nodes, *LARGE, 1.0)
+    assert time.monotonic() - began < 10 and memory.held() == before
+    assert run(memory, nodes, times=3) and not memory.serves(nodes, *LARGE)
+    memory.set_busy(False)
+    memory.serve(nodes, *LARGE, 1.0)
+    assert run(memory, nodes, LARGE, times=3)
+
+
+def test_a_growth_between_nodes_may_fail(memory):
+    """The first at any call; a later one before it is published, and then everything is as it was."""
+    failures = 0
+    while True:
+        workspace = memory.workspace([0, 1, 2, 3], 4, 0, 2)
+        memory.fail_after(failures)
+        try:
+            memory.serve(workspace, *SMALL, 1.0)
+            break
+        except RuntimeError as error:
+            assert "told to fail" in str(error)
+        failures += 1
+        memory.fail_after(-1)
+        memory.serve(workspace, *SMALL, 1.0)
+        assert run(memory, workspace, times=2)
+        del workspace
+        wait_until(lambda: memory.held() == 0)
+    memory.fail_after(-1)
+    assert failures > 30 and run(memory, workspace)
+    before = memory.held()
+    for calls in range(16):  # four ranks: scratch, staging, and the flags of two halves
+        memory.fail_after(calls)
+        with pytest.raises(RuntimeError, match="told to fail"):
+            memory.serve(workspace, *LARGE, 1.0)
+        memory.fail_after(-1)
+        assert memory.held() == before and run(memory, workspace, times=2)
+
+
+def test_a_reset_forgets_what_has_come_from_other_nodes(memory, nodes):
+    memory.serve(nodes, *SMALL, 1.0)
+    assert run(memory, nodes, times=5)
+    memory.stray_chunk(nodes, 0, 2)  # an operation ended without what had come
+    assert memory.run(nodes, *SMALL, 7) == [True, True, False, True]
+    memory.reset(1.0)
+    assert run(memory, nodes, times=5)
+    memory.renumber(0xFFFFFFF0)
+    assert run(memory, nodes, times=40), "and as numbers come round"
+
+
+def test_a_buffer_between_nodes_serves_after_its_closing_too(memory, nodes):
+    nodes.reserve(1 << 20, 1.0)
+    memory.serve(nodes, *SMALL, 1.0)
+    assert run(memory, nodes, times=3)
+    nodes.release(1.0)
+    assert not memory.serves(nodes, *SMALL)
+    memory.serve(nodes, *SMALL, 1.0)
+    assert run(memory, nodes, times=3)
+
+
+def test_nodes_of_unequal_size_and_of_several_processes_are_refused(memory):
+    with pytest.raises(RuntimeError, match=r"KernelConfig.ranks_per_node=3: must divide the 4 ranks of the axis"):
+        memory.workspace([0, 1, 2, 3], 4, 0, 3)
+    memory.configure(0, 2, [0, memory.devices_per_process])
+    with pytest.raises(RuntimeError, match=r"ranks_per_node=1 on an axis of 2 ranks in 2 processes.*Run one process"):
+        memory.workspace([0, memory.devices_per_process], 2, 0, 1)

@@ -167,3 +167,131 @@ def test_too_many_ranks_are_refused_with_a_remedy():
 
     with pytest.raises(ValueError, match=r"at most 16 ranks, not 32.*reference"):
         call.check_limits(spec(8, ranks=32))
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def lowered_for_nodes(body, sizes=(4,), axes=("ep",), tokens=16, hidden=256) -> str:
+    """The text of `body(x, idx, weights)` for CUDA, on an axis or two."""
+    mesh = jax.make_mesh(sizes, axes, devices=jax.devices()[: int(np.prod(sizes))])
+    shapes = [
+        jax.ShapeDtypeStruct((mesh.size * tokens, n), dtype, sharding=NamedSharding(mesh, P(axes)))
+        for n, dtype in ((hidden, jnp.bfloat16), (4, jnp.int32), (4, jnp.float32))
+    ]
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes),) * 3, out_specs=P(axes), check_vma=False)
+    return jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls_in(text: str) -> list[tuple[str, dict[str, int]]]:
+    """Name and integer attributes of every operation."""
+    lines = [line for line in text.splitlines() if "custom_call @xen_moe" in line]
+    return [
+        (
+            re.search(r"@(xen_moe_\w+)\(", line).group(1),
+            {name: int(value) for name, value in re.findall(r"(\w+) = (-?\d+) : i64", line)},
+        )
+        for line in lines
+    ]
+
+
+def nodes_of(per_node: int, **fields) -> xm.KernelConfig:
+    return xm.KernelConfig(ranks_per_node=per_node, **fields)
+
+
+def there_and_back(config, axes=("ep",), **options):
+    def body(x, idx, weights):
+        routed = xm.dispatch(x, idx, weights, num_experts=8, axis_name=axes, config=config, **options)
+        return xm.combine(routed.x, routed.handle, config=config)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "per_node", "wanted", "chunks"),
+    [
+        ((4,), ("ep",), 2, 2, True),
+        ((4,), ("ep",), 1, 1, True),
+        ((2, 2), ("node", "gpu"), 2, 2, True),
+        ((2, 2), ("node", "gpu"), None, 2, False),
+        ((4,), ("ep",), 4, 4, False),
+        ((4,), ("ep",), None, 4, False),
+    ],
+    ids=str,
+)
+def test_kernels_across_nodes_run_where_ranks_per_node_says_so(sizes, axes, per_node, wanted, chunks):
+    """A second axis alone changes the numerics, and not the kernels."""
+    config = xm.KernelConfig(ranks_per_node=per_node)
+    found = calls_in(lowered_for_nodes(there_and_back(config, axes), sizes, axes))
+    assert [name for name, _ in found] == ["xen_moe_dispatch", "xen_moe_combine"]
+    for _, attributes in found:
+        assert attributes["ranks"] == 4 and attributes["ranks_per_node"] == wanted
+        assert (attributes["chunk_tokens"] > 0) == chunks
+        assert not (chunks and attributes["low_latency"])
+
+
+def test_gradients_and_halves_stay_between_nodes():
+    """Of rows and weights by the same kernels, no exchange beside them; a start is the whole operation."""
+    config = nodes_of(2)
+
+    def loss(x, weights, idx):
+        flight = xm.dispatch_start(x, idx, weights, num_experts=8, axis_name="ep", config=config)
+        routed = xm.dispatch_done(flight)
+        done = xm.combine_done(xm.combine_start(routed.x, routed.handle, config=config))
+        return jnp.sum(done.astype(jnp.float32))
+
+    found = calls_in(lowered_for_nodes(lambda x, idx, weights: jax.grad(loss, (0, 1))(x, weights, idx)))
+    names = [name for name, _ in found]
+    assert {"xen_moe_dispatch", "xen_moe_redispatch", "xen_moe_combine"} == set(names)
+    assert len(found) >= 4 and all(attributes["chunk_tokens"] > 0 for _, attributes in found)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "ranked", "padded"])
+def test_every_layout_and_wire_goes_between_nodes(layout):
+    for wire in (None, "float8_e4m3fn", "int8:ue8m0"):
+
+        def body(x, idx, weights, wire=wire):
+            routed = xm.dispatch(
+                x, idx, weights, num_experts=8, axis_name="ep", layout=layout, wire=wire, config=nodes_of(2)
+            )
+            return xm.combine(routed.x, routed.handle, weighted=False, wire=wire, config=nodes_of(2))
+
+        assert all(attributes["chunk_tokens"] > 0 for _, attributes in calls_in(lowered_for_nodes(body)))
+
+
+def test_chunks_hold_every_token():
+    for tokens, asked in itertools.product((1, 5, 64, 257, 4096, 8192), (None, 1, 7, 32, 1000)):
+        cut = schedule.chunk_tokens(spec(tokens), nodes_of(2, chunk_tokens=asked))
+        assert 1 <= cut <= 32 and -(-tokens // cut) <= 256
+    assert schedule.chunk_tokens(spec(4096), nodes_of(4)) == schedule.chunk_tokens(spec(4096), xm.KernelConfig()) == 0
+    with pytest.raises(
+        ValueError, match=r"num_tokens=8193: between nodes.* at most 8192 tokens a rank; split the batch"
+    ):
+        schedule.chunk_tokens(spec(8193), nodes_of(2))
+
+
+def test_what_does_not_cross_between_nodes_is_refused():
+    slow = there_and_back(nodes_of(2, mode="low_latency"))
+    with pytest.raises(ValueError, match=r"mode='low_latency' with KernelConfig.ranks_per_node=2.* mode='auto'"):
+        lowered_for_nodes(slow)
+    masked = there_and_back(nodes_of(2), active=jnp.ones(4, bool))
+    with pytest.raises(ValueError, match=r"active with KernelConfig.ranks_per_node=2.* leave active out"):
+        lowered_for_nodes(masked)
+    with pytest.raises(ValueError, match=r"all_to_all.* of 4 ranks with KernelConfig.ranks_per_node=2.*'reference'"):
+        lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))
+    assert not schedule.takes_lines(spec(1), 7168, jnp.bfloat16, nodes_of(2), wire=None)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_memory_between_nodes_stays_within_the_bound(ranks):
+    """What one node takes, and a chunk of every token for every node, there and back."""
+    for tokens in (1, 128, 4096):
+        sizes = {"num_tokens": tokens, "hidden": 7168, "num_ranks": ranks, "backend": "cuda"}
+        one = xm.buffer_size_hint(**sizes)
+        for per_node in (1, 2, ranks // 2):
+            chunks = 2 * 2 * (ranks // per_node) * (tokens + 32) * (7168 * 2 + 64 + 16)
+            found = xm.buffer_size_hint(ranks_per_node=per_node, **sizes)
+            assert found <= one + chunks + 64 * 2**20 and (
+                tokens < 4096 or found > one
+            )  # few tokens leave out the lines
+        assert xm.buffer_size_hint(ranks_per_node=ranks, **sizes) == one

@@ -17,11 +17,18 @@ MODES = ("auto", "throughput", "low_latency")
 class KernelConfig:
     """Tuning of one operation. Frozen and hashable: equal configs share a compiled program.
 
+    No field changes a result, but `ranks_per_node` on a single axis changes the order in which `combine` adds.
+
     Attributes:
       backend: None chooses by platform; "reference", "pallas" or "cuda" insists.
       mode: "auto" picks by the number of tokens; "throughput" or "low_latency" insists.
       num_sms: CUDA: thread blocks (one per SM) that an operation may occupy; None is the tuned default.
-      chunk_tokens: tokens that share one arrival flag (CUDA) or one round (reference); None is the tuned default.
+      chunk_tokens: tokens that cross to another node together (CUDA, at most 32) or in one round (reference); None is
+        the tuned default.
+      ranks_per_node: consecutive ranks that share a fast link (NVLink); None: all ranks of a single axis, and of two
+        axes all of the fast one. It states a fact about the machine: a `combine` adds inside each node first, as two
+        axes do, and CUDA kernels cross to another node once per token. It must divide the ranks of a single axis, and
+        be the fast axis's size of two. On CUDA one process with all GPUs is needed.
       channel: workspace number. Independent operations that may run at the same time need different channels.
       timeout_s: CUDA: seconds to wait for a peer before the operation fails; 0 waits for ever. Ten minutes, because
         other ranks may be compiling or writing a checkpoint; a process that has died is noticed within 10 s all the
@@ -36,6 +43,7 @@ class KernelConfig:
     mode: str = "auto"
     num_sms: int | None = None
     chunk_tokens: int | None = None
+    ranks_per_node: int | None = None
     channel: int = 0
     timeout_s: float = 600.0
     block_tokens: int | None = None
@@ -48,7 +56,7 @@ class KernelConfig:
             raise ValueError(f"KernelConfig.backend={self.backend!r}: must be one of {BACKENDS}")
         if self.mode not in MODES:
             raise ValueError(f"KernelConfig.mode={self.mode!r}: must be one of {MODES}")
-        for name in ("num_sms", "chunk_tokens", "block_tokens", "vmem_limit_bytes"):
+        for name in ("num_sms", "chunk_tokens", "ranks_per_node", "block_tokens", "vmem_limit_bytes"):
             self._integer(name, "must be None or a positive int", least=1)
         self._integer("channel", "must be an int in [0, 16)", least=0, below=16, optional=False)
         self._integer("collective_id", "must be None or an int >= 0", least=0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from xen_moe_jax import _active, _layout, _shapes
+from xen_moe_jax import _active, _layout, _nodes, _shapes
 from xen_moe_jax._collective_primitives import all_to_all_p
 from xen_moe_jax._primitive import declare, declare_composite
 from xen_moe_jax._spec import Spec
@@ -98,10 +98,11 @@ def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any)
 
 
 def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
-    """By one all-to-all of a number for every (rank, token, slot)."""
+    """By one all-to-all of a number for every (rank, token, slot), but between nodes, where it would cross for every
+    rank."""
     topk_idx, positions, recv_counts, active, *local_idx = handle
     spec: Spec = params["spec"]
-    if _active.given(active):
+    if _active.given(active) or _nodes.several(spec, params["config"]):
         return _weights_by_rows(values, (topk_idx, positions, recv_counts, active), local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
@@ -125,7 +126,8 @@ def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
 
 
 def _weights_by_rows(values: Any, handle: Any, local_idx: Any, params: Any) -> Any:
-    """The same where ranks are out, whom an all-to-all would wait for: every row takes its token's slots along."""
+    """The same where ranks are out, whom an all-to-all would wait for, and between nodes: every row takes its token's
+    slots along."""
     spec: Spec = params["spec"]
     (rows,) = redispatch_p.bind(values, *handle, **{**params, "wire": None, "gradient_wire": None})
     if local_idx:

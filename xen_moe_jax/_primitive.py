@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from xen_moe_jax import _jax_internals, _mesh, _profiles, backends
+from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, backends
 from xen_moe_jax._shapes import ShapeDtype
 
 _declared: list[Primitive] = []
@@ -115,6 +115,8 @@ def _lowering(
         backend = backends.for_lowering(platform, params["config"])
         if otherwise is not None and not hasattr(backend, operation):
             return _lower(ctx, operands, _plain_avals(ctx), functools.partial(otherwise, **params))
+        if "spec" in params and not getattr(backend, "TAKES_NODES", False):
+            _nodes.check_backend(params["spec"], params["config"], backend.__name__.rsplit(".", 1)[1])
         params = params | {"config": _tuned_config(operation, ctx, params)}
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
@@ -140,8 +142,9 @@ def _site(ctx: mlir.LoweringRuleContext) -> int:
 
 
 def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
-    """The caller's config, its unset fields filled in from a profile of the devices that the program is for."""
-    if operation not in _profiles.OPERATIONS:
+    """The caller's config, its unset fields filled in from a profile of the devices that the program is for. Profiles
+    are of one node."""
+    if operation not in _profiles.OPERATIONS or _nodes.several(params["spec"], params["config"]):
         return params["config"]
     payload: Any = ctx.avals_in[0]
     wire = params["wire"]

@@ -25,6 +25,7 @@ def buffer_size_hint(
     num_experts: int | None = None,
     dtype: Any = "bfloat16",
     wire: Any = None,
+    ranks_per_node: int | None = None,
     backend: str | None = None,
 ) -> int:
     """Bytes of symmetric memory per rank that dispatch and combine of these shapes need, before anything is allocated.
@@ -34,22 +35,37 @@ def buffer_size_hint(
       num_experts: `E`; None assumes 256 experts or one per rank, whichever is more.
       dtype: of `x` and `y`; the values' dtype for a `BlockScaled` x.
       wire: as in `dispatch`.
+      ranks_per_node: the `KernelConfig.ranks_per_node` of the operations.
       backend: None asks for the one that `jax.default_backend()` would use.
 
     Returns:
       bytes; 0 for backends without symmetric memory.
+
+    Raises:
+      ValueError: a size is not positive, or `ranks_per_node` does not divide `num_ranks`.
     """
     caller = "buffer_size_hint"
     sizes = {"num_tokens": num_tokens, "hidden": hidden, "num_ranks": num_ranks, "top_k": top_k}
     checked = {name: _validate.integer(value, name, caller, minimum=1) for name, value in sizes.items()}
     experts = max(256, num_ranks) if num_experts is None else num_experts
     checked["num_experts"] = _validate.integer(experts, "num_experts", caller, minimum=1)
+    per_node = checked_nodes(ranks_per_node, checked["num_ranks"], caller)
     parsed: Wire | None = _validate.wire(wire, caller)
     name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
     checked_dtype = _validate.dtype(dtype, caller)
     module = backends.load(name)
     size = getattr(module, "buffer_size_hint", None)
-    return 0 if size is None else size(**checked, dtype=checked_dtype, wire=parsed)
+    return 0 if size is None else size(**checked, dtype=checked_dtype, wire=parsed, ranks_per_node=per_node)
+
+
+def checked_nodes(ranks_per_node: Any, num_ranks: int, caller: str) -> int:
+    """`ranks_per_node` as an int, all of them for None."""
+    if ranks_per_node is None:
+        return num_ranks
+    per_node = _validate.integer(ranks_per_node, "ranks_per_node", caller, minimum=1)
+    if num_ranks % per_node:
+        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={num_ranks}")
+    return per_node
 
 
 class Buffer:
@@ -73,6 +89,7 @@ class Buffer:
         wire: Any = None,
         size_bytes: int | None = None,
         channel: int = 0,
+        ranks_per_node: int | None = None,
         backend: str | None = None,
     ) -> None:
         """Allocates at once, on every rank of the axis.
@@ -81,11 +98,11 @@ class Buffer:
           mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
           num_tokens, hidden, top_k, num_experts, dtype, wire: as in `buffer_size_hint`.
           size_bytes: more than the hint, for operations of other shapes on the same channel; None takes the hint.
-          channel: the `KernelConfig.channel` it serves.
+          channel, ranks_per_node: of the `KernelConfig`s that it serves.
 
         Raises:
-          TypeError: `mesh` has no devices. ValueError: an axis is not in the mesh, a size is not positive, or
-            `size_bytes` is less than the hint.
+          TypeError: `mesh` has no devices. ValueError: an axis is not in the mesh, a size is not positive,
+            `ranks_per_node` does not divide the ranks, or `size_bytes` is less than the hint.
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(f"Buffer: mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, which has devices")
@@ -107,6 +124,7 @@ class Buffer:
             num_experts=num_experts,
             dtype=dtype,
             wire=wire,
+            ranks_per_node=ranks_per_node,
             backend=self.backend,
         )
         self.size_bytes = (
@@ -118,7 +136,8 @@ class Buffer:
                 "pass None or more"
             )
         open_buffer = getattr(backends.load(self.backend), "open_buffer", None)
-        self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel)
+        per_node = checked_nodes(ranks_per_node, ranks, "Buffer")
+        self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel, per_node)
 
     def close(self) -> None:
         """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless.

@@ -135,6 +135,11 @@ STEPS = (
 )
 
 
+def without_exchange() -> tuple[Step, ...]:
+    """The steps that the kernels between nodes take."""
+    return tuple(step for step in STEPS if step.name not in ("exchange", "ragged"))
+
+
 def pools(mesh: Mesh, seed: int) -> tuple[jax.Array, ...]:
     """`POOL` data sets: uniform, skewed, all to one expert, unused slots, duplicates."""
     rng = np.random.default_rng(seed)
@@ -268,6 +273,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=0, help="default: every device")
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--ranks-per-node", type=int, help="virtual nodes of so many ranks; without the drop-ins")
     parser.add_argument("--seconds", type=float, default=400.0, help="give up, and fail, after this long")
     parser.add_argument("--length", type=int, default=2000, help="steps of a loop")
     parser.add_argument("--seed", type=int, default=0)
@@ -275,13 +281,25 @@ def main() -> int:
     options = parser.parse_args()
     devices = jax.devices()[: options.ranks or None]
     mesh = Mesh(np.array(devices), ("ep",))
-    config = xm.KernelConfig(backend=options.backend, timeout_s=60.0)
-    result = run(mesh, config, calls=options.calls, seconds=options.seconds, length=options.length, seed=options.seed)
+    nodes = options.ranks_per_node
+    config = xm.KernelConfig(backend=options.backend, ranks_per_node=nodes, timeout_s=60.0)
+    steps = STEPS if nodes is None or nodes == len(devices) else without_exchange()
+    result = run(
+        mesh,
+        config,
+        calls=options.calls,
+        seconds=options.seconds,
+        length=options.length,
+        steps=steps,
+        reference=xm.KernelConfig(backend="reference", ranks_per_node=nodes),
+        seed=options.seed,
+    )
     summary = dataclasses.asdict(result) | {
         "ranks": len(devices),
+        "ranks_per_node": nodes,
         "device": devices[0].device_kind,
         "wanted": options.calls,
-        "kinds": [step.name for step in STEPS],
+        "kinds": [step.name for step in steps],
     }
     print(json.dumps(summary, indent=1))
     if options.json:

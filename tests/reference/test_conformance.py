@@ -53,3 +53,16 @@ class TestReferenceOneRank(conformance.Conformance):
     num_tokens = 9
     hidden = 128
     selected = ("grouped", "ranked-f16", "padded", "grouped-fp8", "grouped-capacity-one-below")
+
+
+@pytest.mark.thorough  # tests/test_nodes.py stays
+class TestReferenceVirtualNodes(conformance.Conformance):
+    """`KernelConfig.ranks_per_node` cuts one axis: sums in the order of two axes, and two axes as they are without."""
+
+    config = xm.KernelConfig(backend="reference", ranks_per_node=2)
+    num_ranks = 4
+    two_axis_sizes = (2, 2)
+    num_tokens = 9
+    hidden = 128
+    selected = ("grouped", "padded-odd-hidden-fp8", "ranked-f16", "ranked-two-axes", "padded-two-axes-fp8")
+    no_exchange = "the drop-ins know no nodes: TestReference runs them"

@@ -49,6 +49,7 @@ class Conformance:
       selected: names of the cases to run; None runs all of them.
       optimized: names of the cases that get the whole compiler on CPU; a class may have the marker for all of them.
       excluded: case name -> reason: skipped.
+      no_exchange: why the drop-ins are not run; empty: they are.
     """
 
     config: ClassVar[xm.KernelConfig] = xm.KernelConfig()
@@ -61,6 +62,7 @@ class Conformance:
     selected: ClassVar[tuple[str, ...] | None] = None
     optimized: ClassVar[tuple[str, ...]] = ()
     excluded: ClassVar[dict[str, str]] = {}
+    no_exchange: ClassVar[str] = ""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc) -> None:
@@ -79,6 +81,12 @@ class Conformance:
         if self.two_axis_sizes is None:
             pytest.skip(f"{type(self).__name__} runs no two-axis cases")
         return ("node", "gpu"), self.two_axis_sizes
+
+    def levels(self, count: int = 1) -> tuple[int, ...]:
+        """Sizes of the levels in which a combine adds, the slow one first."""
+        _, sizes = self.axes(count)
+        nodes = self.config.ranks_per_node
+        return sizes if nodes is None or nodes == self.num_ranks else (int(np.prod(sizes)) // nodes, nodes)
 
     def mesh(self, count: int = 1) -> jax.sharding.Mesh:
         names, sizes = self.axes(count)
@@ -104,13 +112,17 @@ class Conformance:
         check_routed(results["routed"], problem.expected, problem.capacity, case)
         expected = problem.expected
         assert_bits(results["rows"], oracle.redispatch(problem.x2, expected), "redispatch", where=expected.specified)
-        _, sizes = self.axes(case.axes)
         wire, scale_format = case.wire_parts
         for weighted in (False, True):
             if (name := f"combined_{weighted}") not in results:
                 continue
             out = oracle.combine(
-                problem.y, expected, weighted=weighted, wire=wire, scale_format=scale_format, axis_sizes=sizes
+                problem.y,
+                expected,
+                weighted=weighted,
+                wire=wire,
+                scale_format=scale_format,
+                axis_sizes=self.levels(case.axes),
             )
             if weighted and not self.exact_weighted:
                 ulp = {"float8_e4m3fn": "bfloat16", "int8": "bfloat16", None: problem.y.dtype}[wire]
@@ -178,14 +190,13 @@ class Conformance:
 
         operands = [a for p in (first, second) for a in (p.x, p.idx, p.weights, p.y)]
         rows1, rows2, out1, out2, again, redispatched = self.run(body, *operands)
-        e1, e2 = first.expected, second.expected
+        e1, e2, levels = first.expected, second.expected, self.levels()
         assert_bits(rows1, e1.rows, "layer 1 rows", where=e1.specified)
         assert_bits(rows2, e2.rows, "layer 2 rows", where=e2.specified)
-        assert_bits(out1, oracle.combine(first.y, e1, weighted=False), "layer 1")
-        assert_bits(out2, oracle.combine(second.y, e2, weighted=False), "layer 2")
-        assert_bits(
-            again, oracle.combine((first.y.astype("f4") * 2).astype(first.y.dtype), e1, weighted=False), "reuse"
-        )
+        assert_bits(out1, oracle.combine(first.y, e1, weighted=False, axis_sizes=levels), "layer 1")
+        assert_bits(out2, oracle.combine(second.y, e2, weighted=False, axis_sizes=levels), "layer 2")
+        doubled = (first.y.astype("f4") * 2).astype(first.y.dtype)
+        assert_bits(again, oracle.combine(doubled, e1, weighted=False, axis_sizes=levels), "reuse")
         assert_bits(redispatched, oracle.redispatch(second.x, e1), "reuse by redispatch", where=e1.specified)
 
     def test_start_and_done_equal_the_whole(self):
@@ -205,7 +216,8 @@ class Conformance:
 
         routed, out, between = self.run(body, problem.x, problem.idx, problem.weights, problem.y, other)
         check_routed(routed, problem.expected, None, problem.case)
-        assert_bits(out, oracle.combine(problem.y, problem.expected, weighted=False), "combine_done")
+        combined = oracle.combine(problem.y, problem.expected, weighted=False, axis_sizes=self.levels())
+        assert_bits(out, combined, "combine_done")
         np.testing.assert_allclose(between, other @ other @ other, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize("wire", [None, "float8_e4m3fn"])
@@ -227,7 +239,7 @@ class Conformance:
         rows, out = self.run(body, x, problem.idx, problem.weights)
         expected = oracle.dispatch(x, problem.idx, problem.weights, num_experts=problem.experts, wire=wire)
         assert_bits(rows, expected.rows, "rows", where=expected.specified, any_nan=wire is not None)
-        combined = oracle.combine(expected.rows, expected, weighted=False, wire=wire)
+        combined = oracle.combine(expected.rows, expected, weighted=False, wire=wire, axis_sizes=self.levels())
         assert_bits(out, combined, "combined", any_nan=True)
         assert np.isnan(out[-1, -1]).all() and not np.isnan(out[2:-1]).any() and not np.isnan(out[:, 2:-1]).any()
 
@@ -256,7 +268,7 @@ class Conformance:
         dx, dweights, dy = self.run(
             body, problem.x, problem.idx, problem.weights, problem.y, rows_bar, out_bar, weights_bar
         )
-        assert_bits(dx, oracle.combine(rows_bar, routed, weighted=False), "gradient of x")
+        assert_bits(dx, oracle.combine(rows_bar, routed, weighted=False, axis_sizes=self.levels()), "gradient of x")
         assert_bits(dweights, oracle.weights_from_rows(weights_bar, routed), "gradient of weights")
         expected = oracle.redispatch(out_bar, routed)
         if weighted:
@@ -282,8 +294,13 @@ class Conformance:
         assert_bits(found, expected.weights, "tangent of the weights", where=expected.specified)
 
     # -- drop-ins ----------------------------------------------------------------------------------
+    def needs_exchange(self) -> None:
+        if self.no_exchange:
+            pytest.skip(self.no_exchange)
+
     @pytest.mark.parametrize(("shape", "split", "concat", "tiled", "groups", "dtype"), ALL_TO_ALL)
     def test_all_to_all(self, shape, split, concat, tiled, groups, dtype):
+        self.needs_exchange()
         ranks = self.num_ranks
         if ranks < 4 and groups > 1:
             pytest.skip("groups of one rank")
@@ -305,6 +322,7 @@ class Conformance:
     @pytest.mark.parametrize("trailing", [(128,), (), (3, 5)], ids=str)
     @pytest.mark.parametrize("kind", ["random", "empty", "one_pair"])
     def test_ragged_all_to_all(self, kind, trailing, dtype):
+        self.needs_exchange()
         operands = ragged_operands(np.random.default_rng(13), self.num_ranks, kind, trailing, dtype)
 
         def body(*operands):
@@ -315,6 +333,7 @@ class Conformance:
 
     def test_ragged_all_to_all_in_segments(self):
         """Three segments for each peer, one of them empty."""
+        self.needs_exchange()
         operands = in_pieces(*ragged_operands(np.random.default_rng(17), self.num_ranks, "random", (128,), "float32"))
 
         def body(*operands):

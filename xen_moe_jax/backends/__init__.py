@@ -12,6 +12,8 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
                                    avals under which an operation is traced, where they are not its operands' own
   TAKES_ACTIVE = True              its operations take `active` as an operand, and wait for no rank that is out; the
                                    others get operands in which what does not move is masked
+  TAKES_NODES = True               it adds by nodes where `KernelConfig.ranks_per_node` cuts a single axis; the others
+                                   know nodes by the mesh's axes alone
   weights_to_rows, weights_from_rows
                                    numbers of a token's slots to its rows, and back; elsewhere an all-to-all of all
                                    slots for all ranks

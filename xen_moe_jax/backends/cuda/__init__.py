@@ -21,10 +21,12 @@ from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buf
 from xen_moe_jax.backends.cuda.module import compiled
 
 TAKES_ACTIVE = True
+TAKES_NODES = True
 
 __all__ = [
     "LANDS_IN_RESULTS",
     "TAKES_ACTIVE",
+    "TAKES_NODES",
     "all_to_all",
     "buffer_size_hint",
     "can_split",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax import _active, _mesh
+from xen_moe_jax import _active, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -33,6 +33,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
+    check_nodes(spec, config, masked=masked)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -43,7 +44,7 @@ def attributes(
         "capacity": spec.capacity,
         "alignment": spec.alignment,
         "layout": names.layouts.index(spec.layout),
-        "ranks_per_node": schedule.ranks_per_node(spec),
+        "ranks_per_node": _nodes.ranks_per_node(spec, config),
         "dtype": names.dtypes.index(jnp.dtype(dtype).name),
         "wire": names.wires.index(wire.dtype if wire else ""),
         "ue8m0": int(wire is not None and wire.scale_format == "ue8m0"),
@@ -60,6 +61,7 @@ def attributes(
         "solo_layout": int(cut.solo_layout),
         "low_latency": int(cut.low_latency),
         "bulk": int(cut.bulk),
+        "chunk_tokens": schedule.chunk_tokens(spec, config),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -85,6 +87,23 @@ def check_limits(spec: Spec) -> None:
             raise ValueError(
                 f"the CUDA backend takes at most {limit} {name}, not {value}: use KernelConfig(backend='reference')"
             )
+
+
+def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
+    """Raises ValueError for what the kernels between nodes do not do."""
+    if not _nodes.several(spec, config):
+        return
+    given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
+    if config.mode == "low_latency":
+        raise ValueError(
+            f"KernelConfig.mode='low_latency' with {given}: the low-latency kernels store at every rank by pointer, "
+            "and do not cross between nodes: use mode='auto' or 'throughput'"
+        )
+    if masked:
+        raise ValueError(
+            f"active with {given}: ranks cannot be left out between nodes on CUDA: leave active out, leave "
+            "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')"
+        )
 
 
 def call(

@@ -21,6 +21,12 @@ def _attributes(
     config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int
 ) -> dict[str, int]:
     """`pair_bytes`: the largest message between two ranks."""
+    if config.ranks_per_node is not None and config.ranks_per_node < ranks:
+        raise ValueError(
+            f"all_to_all or ragged_all_to_all of {ranks} ranks with KernelConfig.ranks_per_node="
+            f"{config.ranks_per_node}: the CUDA backend's exchange stores at every rank by pointer: leave "
+            "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference'), which is XLA's"
+        )
     most = module.compiled().max_ranks
     if ranks > most:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from xen_moe_jax import _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -25,8 +26,9 @@ HELD = 2
 
 
 def can_split(spec: Spec, config: KernelConfig) -> bool:
-    """Wherever the kernels run."""
-    del config
+    """Wherever the kernels run, but not between nodes: there a start is the whole operation, on XLA's stream."""
+    if _nodes.several(spec, config):
+        return False
     try:
         module.compiled()
     except BackendUnavailable:

@@ -26,36 +26,45 @@ RESET_S = 60.0
 
 
 def buffer_size_hint(
-    *, num_tokens: int, hidden: int, num_ranks: int, top_k: int, num_experts: int, dtype: Any, wire: Wire | None
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    dtype: Any,
+    wire: Wire | None,
+    ranks_per_node: int,
 ) -> int:
     """Bytes of symmetric memory per rank that dispatch and combine of these shapes share."""
     capacity = worst_case_capacity(
         layout="grouped", num_ranks=num_ranks, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, alignment=1
     )
     spec = Spec(("ep",), (num_ranks,), num_experts, num_tokens, top_k, "grouped", capacity)
+    config = DEFAULT_CONFIG
+    if ranks_per_node < num_ranks:
+        config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
     scaled = jnp.dtype(dtype).itemsize == 1
     parts = (
         max(1, hidden // schedule.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
     )  # no schedule cuts rows finer
-    lines = schedule.takes_lines(spec, hidden, dtype, DEFAULT_CONFIG, wire=wire) or schedule.takes_lines(
+    lines = schedule.takes_lines(spec, hidden, dtype, config, wire=wire) or schedule.takes_lines(
         spec,
         hidden,
         dtype,
-        DEFAULT_CONFIG,
+        config,
         wire=None,  # what a combine may use
     )
-    cut = dataclasses.replace(
-        schedule.dispatch(spec, hidden, DEFAULT_CONFIG, 132), parts=min(16, parts), low_latency=lines
-    )
-    attrs = call.attributes(spec, hidden, dtype, cut, DEFAULT_CONFIG, wire=wire, scaled=scaled)
+    cut = dataclasses.replace(schedule.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=lines)
+    attrs = call.attributes(spec, hidden, dtype, cut, config, wire=wire, scaled=scaled)
     return module.compiled().dispatch_staging_bytes(attrs)
 
 
 class Memory:
     """Memory that an open `xm.Buffer` holds."""
 
-    def __init__(self, keys: np.ndarray, channel: int, size_bytes: int) -> None:
-        self._workspace = module.compiled().workspace(keys.reshape(-1).tolist(), keys.shape[1], channel)
+    def __init__(self, keys: np.ndarray, channel: int, size_bytes: int, ranks_per_node: int) -> None:
+        self._workspace = module.compiled().workspace(keys.reshape(-1).tolist(), keys.shape[1], channel, ranks_per_node)
         self._workspace.reserve(size_bytes, CHANGE_S)
 
     def close(self) -> None:
@@ -66,11 +75,13 @@ class Memory:
             warnings.warn(str(error), stacklevel=4)
 
 
-def open_buffer(mesh: jax.sharding.Mesh, axis_name: tuple[str, ...], size_bytes: int, channel: int) -> Memory:
+def open_buffer(
+    mesh: jax.sharding.Mesh, axis_name: tuple[str, ...], size_bytes: int, channel: int, ranks_per_node: int
+) -> Memory:
     """Allocates on every rank. Collective when the axis spans processes."""
     keys = devices.groups(mesh, axis_name)
     devices.prepare(keys)
-    return Memory(keys, channel, size_bytes)
+    return Memory(keys, channel, size_bytes, ranks_per_node)
 
 
 def failure() -> str:
@@ -118,9 +129,9 @@ def reset(timeout_s: float = RESET_S) -> None:
 def workspaces() -> list[dict[str, Any]]:
     """What is allocated, for each group and channel.
 
-    Keys: devices, ranks, channel; memory, where it comes from ("peer access", "NVSHMEM", "NCCL"); staging_bytes and
-    scratch_bytes of a rank; generation, how often it was made anew; generations_held, how many of them still hold
-    memory; launches by the host, and captured, how many of them went into a CUDA graph; the replay of a graph is
-    neither.
+    Keys: devices, ranks, ranks_per_node, channel; memory, where it comes from ("peer access", "NVSHMEM", "NCCL");
+    staging_bytes and scratch_bytes of a rank; generation, how often it was made anew; generations_held, how many of
+    them still hold memory; launches by the host, and captured, how many of them went into a CUDA graph; the replay of a
+    graph is neither.
     """
     return module.compiled().workspaces()

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from xen_moe_jax import _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
@@ -31,6 +32,9 @@ SOLO_ENTRIES = 2048
 """Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
 
 
+CHUNKS = 64
+"""Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
+MIN_CHUNK_TOKENS = 4
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
@@ -77,9 +81,22 @@ class Schedule:
     low_latency: bool = False
 
 
-def ranks_per_node(spec: Spec) -> int:
-    """Ranks that the fast axis joins; all of them on a single axis."""
-    return spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0]
+def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
+    """Tokens that cross to another node together, by the kernels across nodes; 0: all ranks share NVLink.
+
+    Raises:
+      ValueError: there are more tokens than chunks can hold.
+    """
+    if not _nodes.several(spec, config):
+        return 0
+    tokens, most, chunks = spec.num_tokens, module.compiled().max_chunk_tokens, module.compiled().max_chunks
+    if tokens > most * chunks:
+        raise ValueError(
+            f"KernelConfig.ranks_per_node={config.ranks_per_node} with num_tokens={tokens}: between nodes the CUDA "
+            f"backend takes at most {most * chunks} tokens a rank; split the batch"
+        )
+    wanted = config.chunk_tokens or max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS))
+    return min(most, max(wanted, -(-tokens // chunks)))
 
 
 def takes_lines(
@@ -87,8 +104,11 @@ def takes_lines(
 ) -> bool:
     """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
 
-    They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
+    They take what plan.cc's NoLowLatency does not refuse, and store at every rank by pointer: never between nodes. The
+    other kernels take every operation.
     """
+    if _nodes.several(spec, config):
+        return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
@@ -98,7 +118,7 @@ def takes_lines(
     return wanted and not names.no_low_latency(
         combine=combine,
         ranks=spec.num_ranks,
-        ranks_per_node=ranks_per_node(spec),
+        ranks_per_node=_nodes.ranks_per_node(spec, config),
         num_tokens=spec.num_tokens,
         top_k=spec.top_k,
         num_experts=spec.num_experts,

@@ -13,8 +13,11 @@ from xen_moe_jax.backends.reference.halves import (
     redispatch_start,
 )
 
+TAKES_NODES = True
+
 __all__ = [
     "LANDS_IN_RESULTS",
+    "TAKES_NODES",
     "all_to_all",
     "combine",
     "combine_done",

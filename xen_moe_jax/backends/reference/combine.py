@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
@@ -56,7 +57,7 @@ def combine(
     received = rounds.exchange(
         produce, largest_pair=largest_pair, max_rows=spec.num_tokens, block=block, axis_name=spec.axis_name
     )
-    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec)
+    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec, _nodes.ranks_per_node(spec, config))
 
 
 def most_rows_first(slots: jax.Array) -> jax.Array:
@@ -95,9 +96,9 @@ def _from_wire(payload, wire: Wire | None, zero):
     return keep(dequantize_arrays(values, scales, jnp.float32), zero)
 
 
-def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec) -> jax.Array:
+def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec, ranks_per_node: int) -> jax.Array:
     """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two
-    axes."""
+    axes, or nodes on one."""
     owner = owners(topk_idx, spec.local_experts)
     counts = jnp.sum(
         owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
@@ -115,13 +116,12 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
 
     hidden = received[0].shape[-1]
     start = jnp.zeros((spec.num_tokens, hidden), jnp.float32)
-    if len(spec.axis_sizes) == 1:
+    if len(spec.axis_sizes) == 1 and ranks_per_node == spec.num_ranks:
         return lax.fori_loop(0, spec.num_ranks, add_rank, start).astype(dtype)
-    ranks_per_node = spec.num_ranks // spec.axis_sizes[0]
 
     def add_node(node, acc):
         inside = lax.fori_loop(node * ranks_per_node, (node + 1) * ranks_per_node, add_rank, start)
         partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire, zero)
         return acc + partial
 
-    return lax.fori_loop(0, spec.axis_sizes[0], add_node, start).astype(dtype)
+    return lax.fori_loop(0, spec.num_ranks // ranks_per_node, add_node, start).astype(dtype)

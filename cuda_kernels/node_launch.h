@@ -1,0 +1,19 @@
+// Launchers of the kernels across nodes: a pair for each link that carries what crosses. No template and no CUDA device
+// code: what the host includes.
+#pragma once
+
+#include "rail_plan.h"
+
+namespace xen_moe {
+
+// By pointer (peer_transport.cuh), between virtual nodes of one process. A cudaError_t, as LaunchDispatch and
+// LaunchCombine. `params.staging` as PlanRail has completed it; `peers`: this rank's, in device memory.
+int LaunchPeerDispatch(const DispatchParams& params, const RailParams& rails, const PeerTable* peers,
+                       cudaStream_t stream);
+int LaunchPeerCombine(const CombineParams& params, const RailParams& rails, const PeerTable* peers,
+                      cudaStream_t stream);
+// Loads their kernels on the current device. A cudaError_t.
+int PreloadPeerDispatch();
+int PreloadPeerCombine();
+
+}  // namespace xen_moe

@@ -1,0 +1,13 @@
+// Combine between virtual nodes of one process.
+#include "node_combine_launch.cuh"
+#include "node_launch.h"
+#include "peer_transport.cuh"
+
+namespace xen_moe {
+
+int LaunchPeerCombine(const CombineParams& p, const RailParams& rails, const PeerTable* peers, cudaStream_t stream) {
+  return LaunchAnyNodeCombine(p, rails, PeerLink{peers, p.routing.rank}, stream);
+}
+int PreloadPeerCombine() { return PreloadAnyNodeCombine<PeerLink>(); }
+
+}  // namespace xen_moe

@@ -1,0 +1,32 @@
+// What the host keeps for a rank of a group of several nodes, beside its Control. Plain data: no CUDA header.
+//
+//   counters     raised by ranks of other nodes, one for each chunk that can come from there (rail_plan.h). In memory
+//                that they can write.
+//   RailMemory   device memory of this rank alone: what its counters have reached, and how its link finds the others.
+//
+// All of it is zero, but for the link's table, before the first operation and after a reset; both clear it while no
+// operation of any rank is under way: a counter that somebody still raises would be wrong for good.
+#pragma once
+
+#include "workspace.h"
+
+namespace xen_moe {
+
+constexpr int kMaxChunks = 256;  // of one rank to one node
+constexpr int kRailSignals = kMaxRanks * kMaxChunks;
+constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
+
+// Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host
+// writes a generation's entry before it lets anybody use that generation.
+struct alignas(128) PeerTable {
+  char* staging[kGenerations][kMaxRanks];  // generation g: entry g % kGenerations
+  uint64_t* counters[kMaxRanks];           // each rank's
+  Mailbox* mailbox[kMaxRanks];
+};
+
+struct alignas(128) RailMemory {
+  uint64_t expected[kRailSignals];  // what each own counter has reached
+  PeerTable peers;
+};
+
+}  // namespace xen_moe

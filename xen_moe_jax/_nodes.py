@@ -1,0 +1,49 @@
+"""How the ranks of an axis fall into nodes: by the mesh's slow axis, or by `KernelConfig.ranks_per_node`.
+
+Ranks are numbered node by node. A combine adds inside each node first, and then over the nodes.
+"""
+
+from __future__ import annotations
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
+
+
+def ranks_per_node(spec: Spec, config: KernelConfig) -> int:
+    """Ranks whose rows are added before those of other nodes; all of them where there is one node."""
+    if config.ranks_per_node is not None:
+        return config.ranks_per_node
+    return spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0]
+
+
+def several(spec: Spec, config: KernelConfig) -> bool:
+    """Whether `config` says that ranks of this axis do not share a link: kernels then keep to a node's border."""
+    return config.ranks_per_node is not None and config.ranks_per_node < spec.num_ranks
+
+
+def check(spec: Spec, config: KernelConfig, caller: str) -> None:
+    """Raises ValueError where `config.ranks_per_node` is not a way to cut these ranks."""
+    given = config.ranks_per_node
+    if given is None:
+        return
+    if len(spec.axis_sizes) > 1:
+        fast = spec.num_ranks // spec.axis_sizes[0]
+        if given != fast:
+            raise ValueError(
+                f"{caller}: KernelConfig.ranks_per_node={given} on axes {spec.axis_name} of size {spec.axis_sizes}: "
+                f"must be {fast}, the ranks of one node, or None"
+            )
+    elif spec.num_ranks % given:
+        raise ValueError(
+            f"{caller}: KernelConfig.ranks_per_node={given}: must divide the {spec.num_ranks} ranks of axis "
+            f"{spec.axis_name[0]!r}"
+        )
+
+
+def check_backend(spec: Spec, config: KernelConfig, backend: str) -> None:
+    """For a backend that knows of nodes by the mesh alone: raises ValueError where `config` cuts a single axis."""
+    if several(spec, config) and len(spec.axis_sizes) == 1:
+        raise ValueError(
+            f"KernelConfig.ranks_per_node={config.ranks_per_node} on one axis {spec.axis_name[0]!r}: the {backend} "
+            "backend takes nodes from the mesh: pass axis_name=(slow axis, fast axis), or None and no nodes"
+        )
