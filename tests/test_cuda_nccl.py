@@ -130,6 +130,27 @@ def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monk
     assert found.remedy == nccl.REMEDY
 
 
+def test_the_doctor_says_whether_a_kernel_could_put_to_other_nodes(nccl_home, monkeypatch):
+    nccl_home()
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_GIN_ENABLE", "NCCL_GIN_PROXY_QUEUE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.nccl_puts().ok
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "32")
+    assert doctor.nccl_puts().ok
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "16")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    found = doctor.nccl_puts()
+    assert found.ok is False and found.remedy == "unset it"
+    assert found.detail.startswith("NCCL_CUMEM_ENABLE=0, NCCL_GIN_PROXY_QUEUE_SIZE=16 (at least 32)")
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "23100")
+    found = doctor.nccl_puts()
+    assert found.ok is None and "puts from a kernel need NCCL 2.32" in found.detail and "2.32" in found.remedy
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    assert doctor.nccl_puts().ok is None
+
+
 # -- what a job uses ---------------------------------------------------------------------------------------------------
 
 FINE = {"node": "a", "asked": "nvshmem", "lacks": ""}
