@@ -91,7 +91,6 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   out.ginContextCount = 1;
   out.ginSignalCount = nodes * kMaxChunks;
   out.ginCounterCount = kMaxRanks;
-  out.ginVaSignalsRequired = false;
   return out;
 }
 

@@ -1,47 +1,39 @@
-// What the processes of one run share: where they meet, the unique id of NCCL's communicator, and what each reports.
+// Where the processes of one run meet and tell each other numbers: in memory that they share, as children of one
+// process, or over TCP, on the nodes of a cluster.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <stdexcept>
+#include <memory>
 #include <string>
+#include <vector>
 
 namespace native {
 
-// In memory that all processes map; all zero at first.
-struct Meeting {
-  static constexpr int kMost = 16;  // processes
+class Meeting {
+ public:
+  virtual ~Meeting() = default;
+  // Until all are here: each one's number. Throws after `seconds`, or when a process has failed.
+  virtual std::vector<uint64_t> Meet(uint64_t number, double seconds) = 0;
+  // `bytes` bytes of rank 0, a multiple of 8, to all.
+  void Broadcast(char* bytes, size_t count, double seconds);
+};
+
+// What the children of one process share. All zero at first.
+struct Shared {
+  static constexpr int kMost = 16;
   struct Report {
     std::atomic<int> finished;
     bool passed;
     char text[1024];
   };
   std::atomic<uint32_t> arrived, round;
-  std::atomic<int> ended;  // a process has failed: nobody waits for it
-  char unique_id[128];
-  uint64_t numbers[kMost];  // whatever a scenario wants to compare
+  std::atomic<int> ended;  // a process has failed, or all may go: nobody waits any more
+  uint64_t numbers[2][kMost];
   Report reports[kMost];
-
-  // Until all `processes` are here.
-  void Meet(int processes, double seconds) {
-    const uint32_t now = round;
-    if (arrived.fetch_add(1) + 1 == static_cast<uint32_t>(processes)) {
-      arrived = 0;
-      ++round;
-      return;
-    }
-    const auto start = std::chrono::steady_clock::now();
-    while (round == now) {
-      if (ended) throw std::runtime_error("another process has failed");
-      if (std::chrono::steady_clock::now() - start > std::chrono::duration<double>(seconds)) {
-        throw std::runtime_error("not all processes came within " + std::to_string(static_cast<int>(seconds)) + " s");
-      }
-      usleep(100);
-    }
-  }
 };
+std::unique_ptr<Meeting> MeetInMemory(Shared* shared, int rank, int ranks);
+// `address`: HOST:PORT of rank 0, which listens there. Throws when not all have come within `seconds`.
+std::unique_ptr<Meeting> MeetOverTcp(const std::string& address, int rank, int ranks, double seconds);
 
 }  // namespace native

@@ -14,8 +14,10 @@
 namespace native {
 
 struct ProcessOptions : NodeOptions {
-  std::string nccl, plugin, faults, log;
-  int rank = 0;
+  std::string nccl, log;
+  std::string plugin, faults;  // none: NCCL's own network, between the nodes that there are
+  std::string address;         // of rank 0, where the ranks were started one by one
+  int rank = -1;
   double limit_s = 60;  // of a scenario
 };
 
@@ -36,7 +38,8 @@ class ProcessWorld {
   // The operation and the check of its results. `poisoned`: they must be those of a failed one.
   void Launch(const ProcessOperation& o, bool poisoned = false);
   void LaunchUnchecked(const ProcessOperation& o);
-  void Meet() { meeting_->Meet(options_.ranks, options_.limit_s); }
+  std::vector<uint64_t> Meet(uint64_t number = 0) { return meeting_->Meet(number, options_.limit_s); }
+  bool counts() const { return traffic_ != nullptr; }  // whether the network counts, and can be cut
   void Synchronize();
   uint32_t Wrong();  // words of results that were not as expected since the last call
   uint64_t Failure() const { return *reinterpret_cast<volatile uint64_t*>(&state.error->failure); }

@@ -4,8 +4,9 @@
 //             --faults LIST --calls N --seed S --patience F --limit SECONDS --log FOLDER
 // Ranks share a GPU where there are fewer GPUs than ranks, but not two of one node. `--faults`: XEN_MOE_RMA of
 // tcp_rma.h.
-// `--log`: NCCL's own words, a file for each rank. Each scenario has processes of its own. One line per scenario. Exit
-// status 0: all passed.
+// `--log`: NCCL's own words, a file for each rank. Each scenario has processes of its own. On the nodes of a cluster,
+// without --plugin and with --rank r --address HOST:PORT of rank 0, it is one rank of one scenario, over NCCL's own
+// network. One line per scenario. Exit status 0: all passed.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -75,7 +76,7 @@ __global__ void ProbeKernel(NcclLink link, char* staging, int per_node, uint64_t
 }
 
 // NCCL starts, and one put reaches every other node.
-std::string Start(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
+std::string Start(const ProcessOptions& o, ProcessWorld& world) {
   Pool(world, o, 1, 10);
   world.Start();
   uint64_t* result = nullptr;
@@ -92,9 +93,7 @@ std::string Start(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
 }
 
 // Every kind of operation in every layout and others at random, each twice; what goes over the network, to the byte.
-std::string Normal(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
-  const auto pool = Pool(world, o, 20, 10);
-  world.Start();
+std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   uint64_t bytes = 0;
   for (const ProcessOperation& one : pool) {
     for (int repeat = 0; repeat < 2; ++repeat) {
@@ -106,6 +105,7 @@ std::string Normal(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
       world.Meet();
       ExpectGood(world, Name(one.problem()));
       for (int t = 0; t < o.ranks; ++t) {
+        if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
         const uint64_t wanted =
             BytesBetween(one.problem(), one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
@@ -116,13 +116,12 @@ std::string Normal(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
       }
     }
   }
-  return Text("%zu problems, each twice; %llu bytes to other nodes from each rank, as many as must", pool.size(),
-              static_cast<unsigned long long>(bytes));
+  return Text("%zu problems, each twice; ", pool.size()) +
+         (world.counts() ? Text("%llu bytes from this rank to other nodes, as many as must", bytes + 0ull)
+                         : "bytes not counted: NCCL's own network");
 }
 
-std::string Random(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
-  const auto pool = Pool(world, o, 24, 20);
-  world.Start();
+std::string RunRandom(const ProcessOptions& o, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   std::mt19937 same(o.seed + 7), own(o.seed * 31 + o.rank);
   const double start = Now();
   for (int64_t i = 0; i < o.calls; ++i) {
@@ -138,14 +137,13 @@ std::string Random(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
 }
 
 // What counters stand at must be kept on the device: a graph repeats the host's numbers.
-std::string Graph(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
-  const auto pool = Pool(world, o, 9, 20);
-  world.Start();
+std::string RunGraph(const ProcessOptions&, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   const cudaStream_t stream = world.state.stream[0];
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   NATIVE_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (const ProcessOperation& one : pool) world.Launch(one);
+  const size_t count = std::min<size_t>(9, pool.size());
+  for (size_t i = 0; i < count; ++i) world.Launch(pool[i]);
   NATIVE_CHECK(cudaStreamEndCapture(stream, &graph));
   NATIVE_CHECK(cudaGraphInstantiate(&replay, graph, 0));
   NATIVE_CHECK(cudaGraphUpload(replay, stream));
@@ -157,7 +155,17 @@ std::string Graph(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
   }
   ExpectGood(world, "replayed operations");
   world.Meet();
-  return Text("a graph of %zu operations, 4 times", pool.size());
+  return Text("a graph of %zu operations, 4 times", count);
+}
+
+using RunPool = std::string (*)(const ProcessOptions&, ProcessWorld&, const std::vector<ProcessOperation>&);
+template <RunPool... kRun>
+std::string OnPool(const ProcessOptions& o, ProcessWorld& world) {
+  const auto pool = Pool(world, o, 20, 20);
+  world.Start();
+  std::string text;
+  ((text += (text.empty() ? "" : "; ") + kRun(o, world, pool)), ...);
+  return text;
 }
 
 // All other ranks name `culprit` for a time-out, or an end of its rail, and no result looks like one that came about.
@@ -171,7 +179,7 @@ void ExpectNamed(ProcessWorld& world, const ProcessOptions& o, int culprit, bool
 }
 
 // The last rank never comes.
-std::string Absent(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
+std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   std::mt19937 rng(o.seed);
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
   world.Start();
@@ -190,7 +198,7 @@ std::string Absent(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
 }
 
 // The last node runs another operation: only what the chunks say can show it.
-std::string Mismatch(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
+std::string Mismatch(const ProcessOptions& o, ProcessWorld& world) {
   std::mt19937 rng(o.seed);
   const Problem p = NodeProblem(rng, o, 0);
   Problem other = p;
@@ -209,7 +217,8 @@ std::string Mismatch(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
 }
 
 // Nothing comes from or to the last rank any more: both ends of its rail are late for each other.
-std::string Cut(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
+std::string Cut(const ProcessOptions& o, ProcessWorld& world) {
+  if (!world.counts()) return "left out: NCCL's own network cannot be cut";
   std::mt19937 rng(o.seed);
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
   world.Start();
@@ -227,7 +236,7 @@ std::string Cut(const ProcessOptions& o, Meeting*, ProcessWorld& world) {
 }
 
 // The process of the last rank is killed in the middle of its operations.
-std::string Killed(const ProcessOptions& o, Meeting* meeting, ProcessWorld& world) {
+std::string Killed(const ProcessOptions& o, ProcessWorld& world) {
   std::mt19937 rng(o.seed);
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 1);
   world.Start();
@@ -237,8 +246,6 @@ std::string Killed(const ProcessOptions& o, Meeting* meeting, ProcessWorld& worl
   const int victim = o.ranks - 1;
   if (o.rank == victim) {
     for (int i = 0; i < 5; ++i) world.Launch(one);
-    meeting->reports[o.rank].passed = true;
-    meeting->reports[o.rank].finished = 1;
     kill(getpid(), SIGKILL);
   }
   const double start = Now();
@@ -252,7 +259,7 @@ std::string Killed(const ProcessOptions& o, Meeting* meeting, ProcessWorld& worl
 }
 
 // Operations of the sizes that matter over a slow network: what else there is to do hides behind it.
-std::string Throttled(const ProcessOptions& o, Meeting* meeting, ProcessWorld& world) {
+std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
   const size_t at = o.faults.find("bytes_per_s=");
   const double rate = at == std::string::npos ? 0 : std::atof(o.faults.c_str() + at + 12);
   Expect(rate > 0, "--faults bytes_per_s=...");
@@ -283,19 +290,13 @@ std::string Throttled(const ProcessOptions& o, Meeting* meeting, ProcessWorld& w
       const double start = Now();
       world.Launch(one);
       world.Synchronize();
-      meeting->numbers[o.rank] = static_cast<uint64_t>(1e9 * (Now() - start));
-      world.Meet();
-      uint64_t slowest = 0;
-      for (int r = 0; r < o.ranks; ++r) slowest = std::max(slowest, meeting->numbers[r]);
-      best = std::min(best, 1e-9 * slowest);
+      const std::vector<uint64_t> took = world.Meet(static_cast<uint64_t>(1e9 * (Now() - start)));
+      best = std::min(best, 1e-9 * *std::max_element(took.begin(), took.end()));
       ExpectGood(world, Name(p));
     }
     // The rank that has most to send sets the pace.
-    meeting->numbers[o.rank] = bytes;
-    world.Meet();
-    uint64_t most = 0;
-    for (int r = 0; r < o.ranks; ++r) most = std::max(most, meeting->numbers[r]);
-    world.Meet();
+    const std::vector<uint64_t> all = world.Meet(bytes);
+    const uint64_t most = *std::max_element(all.begin(), all.end());
     const double ratio = best / (most / rate);
     slow |= ratio > 1.15;
     text +=
@@ -309,80 +310,115 @@ std::string Throttled(const ProcessOptions& o, Meeting* meeting, ProcessWorld& w
 
 struct ProcessScenario {
   const char* name;
-  std::string (*run)(const ProcessOptions&, Meeting*, ProcessWorld&);
+  std::string (*run)(const ProcessOptions&, ProcessWorld&);
+  bool kills = false;  // the last rank
 };
-const ProcessScenario kScenarios[] = {{"start", Start},   {"normal", Normal}, {"graph", Graph},
-                               {"random", Random}, {"absent", Absent}, {"mismatch", Mismatch},
-                               {"cut", Cut},       {"killed", Killed}, {"throttled", Throttled}};
+const ProcessScenario kScenarios[] = {{"start", Start},
+                                      {"normal", OnPool<RunNormal>},
+                                      {"graph", OnPool<RunGraph>},
+                                      {"random", OnPool<RunRandom>},
+                                      {"together", OnPool<RunNormal, RunGraph, RunRandom>},
+                                      {"absent", Absent},
+                                      {"mismatch", Mismatch},
+                                      {"cut", Cut},
+                                      {"killed", Killed, true},
+                                      {"throttled", Throttled}};
 
-// One rank. Never returns: what CUDA and NCCL would do at the end of a process may wait for others.
-[[noreturn]] void Rank(const ProcessScenario& scenario, const ProcessOptions& o, Meeting* meeting) {
-  Meeting::Report& report = meeting->reports[o.rank];
-  std::string text;
+// One rank's part. Whether it passed, and what it has to say.
+bool RunRank(const ProcessScenario& scenario, const ProcessOptions& o, Meeting* meeting, std::string* text) {
   try {
-    auto* const world = new ProcessWorld(o, meeting);
-    text = scenario.run(o, meeting, *world);
-    report.passed = true;
+    auto* const world = new ProcessWorld(o, meeting);  // stays: others may use its memory until the process ends
+    *text = scenario.run(o, *world);
+    return true;
   } catch (const MemoryError& e) {
-    text = e.message;
+    *text = e.message;
   } catch (const std::exception& e) {
-    text = e.what();
+    *text = e.what();
   }
+  return false;
+}
+void Print(const char* scenario, bool passed, double took, const std::string& text) {
+  std::printf("%-12s %-6s %7.2f s  %s\n", scenario, passed ? "passed" : "FAILED", took, text.c_str());
+  std::fflush(stdout);
+}
+
+// A child. Never returns: what CUDA and NCCL would do at the end of a process may wait for others.
+[[noreturn]] void Child(const ProcessScenario& scenario, const ProcessOptions& o, Shared* shared) {
+  Shared::Report& report = shared->reports[o.rank];
+  const std::unique_ptr<Meeting> meeting = MeetInMemory(shared, o.rank, o.ranks);
+  std::string text;
+  report.passed = RunRank(scenario, o, meeting.get(), &text);
   std::snprintf(report.text, sizeof(report.text), "%s", text.c_str());
   report.finished = 1;
-  if (!report.passed) meeting->ended = 1;
-  while (!meeting->ended) usleep(1000);  // the others may still read this rank's memory
+  if (!report.passed) shared->ended = 1;
+  while (!shared->ended) usleep(1000);  // the others may still read this rank's memory
   _exit(report.passed ? 0 : 1);
 }
 
-bool Run(const ProcessScenario& scenario, ProcessOptions o) {
-  void* const memory = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  Meeting* const meeting = new (memory) Meeting{};
+// All ranks, on this host.
+bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
+  void* const memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  Expect(memory != MAP_FAILED, "no shared memory");
+  Shared* const shared = new (memory) Shared{};
   const double start = Now();
   std::vector<pid_t> processes;
   for (o.rank = 0; o.rank < o.ranks; ++o.rank) {
     const pid_t process = fork();
-    if (process == 0) Rank(scenario, o, meeting);
+    if (process == 0) Child(scenario, o, shared);
     processes.push_back(process);
   }
   std::vector<int> status(processes.size(), -1);
   std::vector<bool> gone(processes.size());
+  auto victim = [&](int r) { return scenario.kills && r == o.ranks - 1; };
   auto finished = [&] {
     bool all = true;
     for (int r = 0; r < o.ranks; ++r) {
       if (!gone[r] && waitpid(processes[r], &status[r], WNOHANG) == processes[r]) {
         gone[r] = true;
-        if (!meeting->reports[r].finished) meeting->ended = 1;  // nobody waits for it
+        if (!shared->reports[r].finished && !victim(r)) shared->ended = 1;  // nobody waits for it
       }
-      all &= gone[r] || meeting->reports[r].finished == 1;
+      all &= gone[r] || shared->reports[r].finished == 1;
     }
     return all;
   };
   while (!finished() && Now() - start < o.limit_s) usleep(2000);
   const double took = Now() - start;
-  meeting->ended = 1;
-  for (const double until = Now() + 2;
-       Now() < until && !std::all_of(gone.begin(), gone.end(), [](bool b) { return b; });) {
-    finished();
-    usleep(2000);
-  }
+  shared->ended = 1;
+  auto all_gone = [&] { return std::all_of(gone.begin(), gone.end(), [](bool b) { return b; }); };
+  for (const double until = Now() + 2; Now() < until && !all_gone(); finished()) usleep(2000);
   std::string failed;
   for (int r = 0; r < o.ranks; ++r) {
-    const Meeting::Report& report = meeting->reports[r];
-    if (!report.passed) {
+    const Shared::Report& report = shared->reports[r];
+    const bool killed = gone[r] && WIFSIGNALED(status[r]) && WTERMSIG(status[r]) == SIGKILL;
+    if (victim(r) ? !killed : !report.passed) {
       failed += Text(" [rank %d: ", r);
-      failed += report.finished ? report.text : gone[r] ? "it ended by itself" : "no answer";
+      failed += report.finished ? report.text : gone[r] ? Text("it ended with status %d", status[r]) : "no answer";
       failed += "]";
     }
     if (gone[r]) continue;
     kill(processes[r], SIGKILL);
     waitpid(processes[r], &status[r], 0);
   }
-  std::printf("%-12s %-6s %7.2f s  %s\n", scenario.name, failed.empty() ? "passed" : "FAILED", took,
-              failed.empty() ? meeting->reports[0].text : failed.c_str());
-  std::fflush(stdout);
-  munmap(memory, sizeof(Meeting));
+  Print(scenario.name, failed.empty(), took, failed.empty() ? shared->reports[0].text : failed);
+  munmap(memory, sizeof(Shared));
   return failed.empty();
+}
+
+// This rank alone: the others were started beside it, here or on other hosts.
+[[noreturn]] void RunOne(const ProcessScenario& scenario, const ProcessOptions& o) {
+  const double start = Now();
+  std::string text;
+  bool passed = false;
+  try {
+    const std::unique_ptr<Meeting> meeting = MeetOverTcp(o.address, o.rank, o.ranks, o.limit_s);
+    passed = RunRank(scenario, o, meeting.get(), &text);
+    if (passed && !scenario.kills) meeting->Meet(0, o.limit_s);  // the others may still read this rank's memory
+  } catch (const std::exception& e) {
+    passed = false;
+    text = e.what();
+  }
+  if (o.rank == 0 || !passed) Print(scenario.name, passed, Now() - start, Text("[rank %d] ", o.rank) + text);
+  _exit(passed ? 0 : 1);
 }
 
 int Usage(const std::string& what) {
@@ -409,6 +445,10 @@ int main(int argc, char** argv) {
       o.faults = value;
     } else if (name == "--log") {
       o.log = value;
+    } else if (name == "--address") {
+      o.address = value;
+    } else if (name == "--rank") {
+      o.rank = std::atoi(argv[i + 1]);
     } else if (name == "--ranks") {
       o.ranks = std::atoi(argv[i + 1]);
     } else if (name == "--per-node") {
@@ -433,11 +473,15 @@ int main(int argc, char** argv) {
     return Usage("--ranks, --per-node: two nodes of as many ranks at least");
   }
   if (o.gpus < o.per_node) return Usage("--gpus: the ranks of a node need a GPU each");
+  if (o.plugin.empty() && !o.faults.empty()) return Usage("--faults: they are --plugin's");
+  if (o.rank >= o.ranks || o.rank >= 0 != !o.address.empty()) return Usage("--rank and --address: both or none");
+  if (o.rank >= 0 && wanted == "all") return Usage("--rank: one --scenario for each start");
   bool passed = true, found = false;
   for (const ProcessScenario& scenario : kScenarios) {
     if (wanted != "all" && wanted != scenario.name) continue;
     found = true;
-    passed &= Run(scenario, o);
+    if (o.rank >= 0) RunOne(scenario, o);
+    passed &= RunAll(scenario, o);
   }
   if (!found) return Usage("unknown scenario " + wanted);
   return passed ? 0 : 1;

@@ -119,33 +119,30 @@ struct Memory {
   int kind = kHostMemory;
 };
 
-// Copies between a buffer of its own and registered memory, for one thread. Done on return.
+void Check(int rc, const char* what) {
+  if (rc != 0) throw std::runtime_error(std::string(what) + " failed with CUresult " + std::to_string(rc));
+}
+
+// Copies between a buffer and registered memory. Done on return. All movers of one direction share a stream: streams of
+// their own might have to wait for a kernel that spins.
 class Mover {
  public:
-  explicit Mover(void* context) : context_(context) {
-    if (context_ == nullptr) {
-      own_.resize(kPieceBytes);
-      buffer = own_.data();
-      return;
-    }
-    const Driver& d = *Driver::Get();
-    Check(d.MemHostAlloc(reinterpret_cast<void**>(&buffer), kPieceBytes, 1), "cuMemHostAlloc");
-    Check(d.StreamCreateWithPriority(&stream_, 1, -5), "cuStreamCreateWithPriority");
-  }
+  Mover() : own_(kPieceBytes) { buffer = own_.data(); }
   ~Mover() {
-    if (context_ == nullptr) return;
-    Driver::Get()->StreamDestroy(stream_);
-    Driver::Get()->MemFreeHost(buffer);
+    if (context_ != nullptr) Driver::Get()->MemFreeHost(buffer);
   }
   Mover(const Mover&) = delete;
-  void Begin() const {  // in its thread
-    if (context_ != nullptr) Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
+  // Before device memory is used.
+  void UseGpu(void* context, void* stream) {
+    context_ = context, stream_ = stream;
+    Check(Driver::Get()->MemHostAlloc(reinterpret_cast<void**>(&buffer), kPieceBytes, 1), "cuMemHostAlloc");
   }
   void Read(const Memory& m, uint64_t at, size_t bytes) const {
     if (m.kind == kHostMemory) {
       std::memcpy(buffer, m.base + at, bytes);
       return;
     }
+    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
     Check(Driver::Get()->MemcpyDtoHAsync(buffer, Address(m, at), bytes, stream_), "cuMemcpyDtoHAsync");
     Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
   }
@@ -154,6 +151,7 @@ class Mover {
       std::memcpy(m.base + at, buffer, bytes);
       return;
     }
+    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
     Check(Driver::Get()->MemcpyHtoDAsync(Address(m, at), buffer, bytes, stream_), "cuMemcpyHtoDAsync");
     Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
   }
@@ -172,13 +170,10 @@ class Mover {
   char* buffer = nullptr;
 
  private:
-  static void Check(int rc, const char* what) {
-    if (rc != 0) throw std::runtime_error(std::string(what) + " failed with CUresult " + std::to_string(rc));
-  }
   static unsigned long long Address(const Memory& m, uint64_t at) {
     return reinterpret_cast<unsigned long long>(m.base + at);
   }
-  void* const context_;
+  void* context_ = nullptr;
   void* stream_ = nullptr;
   std::vector<char> own_;
 };
@@ -242,12 +237,13 @@ class Group {
         if (fd >= 0) close(fd);
       }
     }
+    for (void* stream : {sends_, receives_}) {
+      if (stream != nullptr) Driver::Get()->StreamDestroy(stream);
+    }
   }
   Group(const Group&) = delete;
 
   void Connect(void* const handles[], const Listener& listener) {
-    void* context = nullptr;
-    if (const Driver* d = Driver::Get()) d->CtxGetCurrent(&context);
     for (size_t i = 0; i < peers_.size(); ++i) {
       Peer& p = peers_[i];
       int own = rank_;
@@ -274,16 +270,14 @@ class Group {
       Peer& p = peers_[i];
       const int on = 1;
       for (int fd : {p.out, p.in}) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-      p.sends = std::make_unique<Mover>(context), p.receives = std::make_unique<Mover>(context);
-      p.sender = std::thread([this, i] { Run([&] { Send(i); }, *peers_[i].sends); });
-      p.receiver = std::thread([this, i] { Run([&] { Receive(i); }, *peers_[i].receives); });
+      p.sender = std::thread([this, i] { Run([&] { Send(i); }); });
+      p.receiver = std::thread([this, i] { Run([&] { Receive(i); }); });
     }
-    has_gpu_ = context != nullptr;
   }
 
   int Register(char* base, uint64_t bytes, int kind, void** out) {
-    if (kind != kHostMemory && !(kind == kDeviceMemory && has_gpu_)) return kInvalidUsage;
     std::lock_guard<std::mutex> lock(mutex_);
+    if (kind != kHostMemory && !(kind == kDeviceMemory && UseGpu())) return kInvalidUsage;
     auto* const memory = new Memory{++last_id_, base, bytes, kind};
     memory_[memory->id] = *memory;
     *out = memory;
@@ -324,16 +318,36 @@ class Group {
   struct Peer {
     int out = -1, in = -1;
     std::list<Put> queue;  // not yet seen by the sender
-    std::unique_ptr<Mover> sends, receives;
+    Mover sends, receives;
     std::thread sender, receiver;
   };
   int Ranks() const { return static_cast<int>(peers_.size()); }
   bool Killed(int other) const { return killed[rank_ % kMostRanks] || killed[other % kMostRanks]; }
 
-  template <class Body>
-  void Run(Body body, const Mover& mover) {
+  // Device memory is there: its threads have not seen any yet. `mutex_` is held, as it is when they first hear of some.
+  bool UseGpu() {
+    if (sends_ != nullptr) return true;
+    const Driver* const d = Driver::Get();
+    void* context = nullptr;
+    if (d == nullptr || d->CtxGetCurrent(&context) != 0 || context == nullptr) {
+      Say(kLogWarning, "device memory, but no driver or no current context");
+      return false;
+    }
     try {
-      mover.Begin();
+      Check(d->StreamCreateWithPriority(&sends_, 1, -5), "cuStreamCreateWithPriority");
+      Check(d->StreamCreateWithPriority(&receives_, 1, -5), "cuStreamCreateWithPriority");
+      for (Peer& p : peers_) p.sends.UseGpu(context, sends_), p.receives.UseGpu(context, receives_);
+    } catch (const std::exception& e) {
+      Say(kLogWarning, e.what());
+      sends_ = nullptr;
+      return false;
+    }
+    return true;
+  }
+
+  template <class Body>
+  void Run(Body body) {
+    try {
       body();
     } catch (const std::exception& e) {
       failed_ = true;
@@ -407,7 +421,7 @@ class Group {
     return true;
   }
   bool SendOne(int target, std::list<Put>& open, std::list<Put>::iterator put, size_t piece) {
-    const Mover& mover = *peers_[target].sends;
+    const Mover& mover = peers_[target].sends;
     Counted& traffic = counted[rank_ % kMostRanks][target % kMostRanks];
     if (piece < put->pieces.size()) {
       Put::Piece& p = put->pieces[piece];
@@ -443,7 +457,7 @@ class Group {
 
   void Receive(int source) {
     Peer& peer = peers_[source];
-    const Mover& mover = *peer.receives;
+    const Mover& mover = peer.receives;
     for (Frame frame; Transfer(peer.in, &frame, sizeof(frame), false);) {
       if (frame.magic != kMagic) throw std::runtime_error("rank " + std::to_string(source) + " sent no frame");
       Memory memory;
@@ -475,7 +489,8 @@ class Group {
   std::condition_variable changed_;
   std::map<uint64_t, Memory> memory_;
   uint64_t last_id_ = 0;
-  bool closing_ = false, has_gpu_ = false;
+  bool closing_ = false;
+  void *sends_ = nullptr, *receives_ = nullptr;  // streams
   std::atomic<bool> failed_{false};
 };
 
