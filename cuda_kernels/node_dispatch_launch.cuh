@@ -1,5 +1,5 @@
-// Chooses the dispatch kernel across nodes for a link: any dtype and wire that a dispatch within a node takes. Rows that
-// are no multiple of 16 bytes go byte by byte: each further width would take its compile time for every link.
+// Chooses the dispatch kernel across nodes for a link: any dtype and wire that a dispatch within a node takes. Rows
+// that are no multiple of 16 bytes go byte by byte: each further width would take its compile time for every link.
 #pragma once
 
 #include "node_dispatch.cuh"

@@ -84,6 +84,7 @@ INSIDE = {
     "gradient-wire": lambda x, i, w: good(x, i, gradient_wire="bf8"),
     "backend-not-here-cuda": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="cuda")),
     "backend-not-here-pallas": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="pallas")),
+    "ranks-per-node": lambda x, i, w: good(x, i, config=xm.KernelConfig(ranks_per_node=3)),
     # combine and redispatch
     "y-rows": lambda x, i, w: combined(x, i, y=x),
     "y-layout": lambda x, i, w: combined(x, i, y=jnp.ones((2, RANKS * T, H))),
@@ -167,6 +168,8 @@ OUTSIDE = {
     "interpret": lambda mesh: xm.KernelConfig(interpret="yes"),
     "collective-id": lambda mesh: xm.KernelConfig(collective_id=-1),
     "channel": lambda mesh: xm.KernelConfig(channel=99),
+    "ranks-per-node-zero": lambda mesh: xm.KernelConfig(ranks_per_node=0),
+    "hint-ranks-per-node": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, ranks_per_node=3),
     "timeout": lambda mesh: xm.KernelConfig(timeout_s=-1.0),
     "quantize-dtype": lambda mesh: xm.quantize(jnp.ones((4, 128), jnp.int32)),
     "quantize-wire": lambda mesh: xm.quantize(tokens(), dtype="float4"),
