@@ -9,8 +9,6 @@
 namespace native {
 namespace {
 
-constexpr double kStartSeconds = 40;
-
 // Before CUDA and NCCL look at it.
 void SetEnvironment(const ProcessOptions& o) {
   auto set = [](const char* name, const std::string& value) { setenv(name, value.c_str(), 1); };
@@ -52,7 +50,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   std::string id(kNcclUniqueIdBytes, '\0');
   if (o.rank == 0) id = NewNcclId();
   meeting->Broadcast(id.data(), id.size(), o.limit_s);
-  StartNccl(&CudaDevices(), state.device, o.rank, o.ranks, id, kStartSeconds);
+  StartNccl(&CudaDevices(), state.device, o.rank, o.ranks, id, StartSeconds());
   const double communicator = Now();
   ncclCommProperties_t has{};
   has.size = sizeof(has), has.magic = NCCL_API_MAGIC, has.version = NCCL_VERSION_CODE;
@@ -68,7 +66,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   const double windows = Now();
   const ncclDevCommRequirements_t wanted = NcclRequirements(o.ranks / o.per_node);
   const std::string made =
-      JoinNcclDevices({reinterpret_cast<const char*>(&wanted), sizeof(wanted)}, sizeof(ncclDevComm), kStartSeconds);
+      JoinNcclDevices({reinterpret_cast<const char*>(&wanted), sizeof(wanted)}, sizeof(ncclDevComm), StartSeconds());
   std::memcpy(static_cast<void*>(&link.comm), made.data(), sizeof(link.comm));
   Expect(link.comm.rank == o.rank && link.comm.nRanks == o.ranks && link.comm.lsaSize == o.per_node,
          started_ + Text(": the device communicator has rank %d of %d and %d ranks a node", link.comm.rank,
@@ -99,7 +97,7 @@ char* ProcessWorld::Window(uint64_t bytes) {
   NATIVE_CHECK(cudaMemset(own, 0, bytes));
   NATIVE_CHECK(cudaDeviceSynchronize());
   Meet();
-  if (!nccl.join(own, kStartSeconds)) throw std::runtime_error(nccl.reason());
+  if (!nccl.join(own, StartSeconds())) throw std::runtime_error(nccl.reason());
   for (int r = 0; r < options_.ranks; ++r) {
     if (r / options_.per_node != options_.rank / options_.per_node) continue;
     Expect(nccl.peer(own, r) != nullptr, Text("no pointer to rank %d of the same node", r));

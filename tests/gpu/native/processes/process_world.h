@@ -53,6 +53,7 @@ class ProcessWorld {
   NcclLink link{};
 
  private:
+  double StartSeconds() const { return 0.6 * options_.limit_s; }  // so that NCCL's reason comes before the limit
   char* Device(uint64_t bytes);
   char* Window(uint64_t bytes);  // symmetric memory of all ranks, zero
 

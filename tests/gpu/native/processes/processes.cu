@@ -30,7 +30,7 @@ std::vector<ProcessOperation> Pool(ProcessWorld& world, const ProcessOptions& o,
   std::vector<ProcessOperation> pool;
   for (int i = 0; i < count; ++i) {
     const Problem p = NodeProblem(rng, o, i);
-    pool.push_back(world.Add(p, ChunkTokens(rng), timeout_s));
+    pool.push_back(world.Add(p, ChunkTokens(rng), std::min(timeout_s, o.limit_s / 4)));
   }
   return pool;
 }

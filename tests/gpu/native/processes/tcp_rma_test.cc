@@ -2,18 +2,22 @@
 //   tcp_rma_test NAME|all SEED     One line per test. Exit status 0: all passed.
 #include "tests/gpu/native/processes/tcp_rma.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/gpu/native/processes/meeting.h"
 #include "tests/gpu/native/processes/rma_interface.h"
 
 namespace {
@@ -284,6 +288,49 @@ void Killed() {
   Expect(world.ranks[2].Count(0) == 1 && world.ranks[0].Count(0) == 0, "something came from the dead or to it");
 }
 
+// Where processes meet, with threads in their place: everybody gets all numbers of a round, nobody those of another,
+// and nobody waits for one that never comes.
+void Meetings(const std::function<std::unique_ptr<native::Meeting>(int rank, int ranks)>& make) {
+  constexpr int kRanks = 4, kRounds = 300;
+  std::vector<std::thread> threads;
+  std::vector<std::string> failed(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        const std::unique_ptr<native::Meeting> meeting = make(rank, kRanks);
+        for (uint64_t round = 0; round < kRounds; ++round) {
+          const std::vector<uint64_t> numbers = meeting->Meet(1000 * round + rank, 20);
+          for (uint64_t r = 0; r < kRanks; ++r) Expect(numbers.at(r) == 1000 * round + r, "a wrong number");
+        }
+        char text[16] = {};
+        if (rank == 0) std::strcpy(text, "to all of them");
+        meeting->Broadcast(text, sizeof(text), 20);
+        Expect(std::string(text) == "to all of them", "what rank 0 said did not come");
+        if (rank == kRanks - 1) return;
+        bool gave_up = false;
+        try {
+          meeting->Meet(0, 0.2);
+        } catch (const std::exception&) {
+          gave_up = true;
+        }
+        Expect(gave_up, "a rank that never came was met");
+      } catch (const std::exception& e) {
+        failed[rank] = e.what();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  for (const std::string& why : failed) Expect(why.empty(), why);
+}
+void MeetingInMemory() {
+  const auto shared = std::make_unique<native::Shared>();
+  Meetings([&](int rank, int ranks) { return native::MeetInMemory(shared.get(), rank, ranks); });
+}
+void MeetingOverTcp() {
+  const std::string address = "127.0.0.1:" + std::to_string(20000 + getpid() % 20000);
+  Meetings([&](int rank, int ranks) { return native::MeetOverTcp(address, rank, ranks, 20); });
+}
+
 struct Test {
   const char* name;
   std::function<void()> run;
@@ -299,6 +346,8 @@ const Test kTests[] = {
     {"throttled", Throttled},
     {"late", Late},
     {"errors", Errors},
+    {"meeting_in_memory", MeetingInMemory},
+    {"meeting_over_tcp", MeetingOverTcp},
     {"killed", Killed},  // the last: rank 2 stays dead
 };
 
