@@ -27,15 +27,15 @@
 #include <vector>
 
 #include "tests/gpu/native/processes/driver.h"
+#include "tests/gpu/native/processes/faults.h"
+#include "tests/gpu/native/processes/mover.h"
 #include "tests/gpu/native/processes/rma_interface.h"
 
 namespace rma {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr size_t kPieceBytes = 256 << 10;  // that are on their way from memory to a socket at once
-constexpr int kReorderedPuts = 64;         // among which the next piece is chosen
-constexpr uint32_t kBrokenStrong = 1, kBrokenSignals = 4;
+constexpr int kReorderedPuts = 64;  // among which the next piece is chosen
 constexpr int kConnectSeconds = 30;
 constexpr int kMostRanks = 64;
 
@@ -48,42 +48,6 @@ void Say(int level, const std::string& text) {
   }
 }
 
-struct Faults {
-  uint32_t seed = 1, broken = 0;
-  bool reorder = false, duplicate = false;
-  int most_delay_us = 0;
-  double bytes_per_s = 0;
-  static Faults FromEnvironment() {
-    Faults f;
-    const char* const text = std::getenv("XEN_MOE_RMA");
-    std::string left = text ? text : "";
-    while (!left.empty()) {
-      const size_t comma = left.find(',');
-      const std::string one = left.substr(0, comma);
-      left = comma == std::string::npos ? "" : left.substr(comma + 1);
-      const size_t is = one.find('=');
-      const std::string name = one.substr(0, is);
-      const double value = is == std::string::npos ? 1 : std::atof(one.c_str() + is + 1);
-      if (name == "seed") {
-        f.seed = static_cast<uint32_t>(value);
-      } else if (name == "broken") {
-        f.broken = static_cast<uint32_t>(value);
-      } else if (name == "reorder") {
-        f.reorder = value != 0;
-      } else if (name == "duplicate") {
-        f.duplicate = value != 0;
-      } else if (name == "delay_us") {
-        f.most_delay_us = static_cast<int>(value);
-      } else if (name == "bytes_per_s") {
-        f.bytes_per_s = value;
-      } else {
-        throw std::runtime_error("XEN_MOE_RMA: unknown word " + one);
-      }
-    }
-    return f;
-  }
-};
-
 // What the whole process has sent, and who no longer does.
 struct Counted {
   std::atomic<uint64_t> bytes{0}, puts{0}, signals{0};
@@ -91,92 +55,7 @@ struct Counted {
 std::array<std::array<Counted, kMostRanks>, kMostRanks> counted;
 std::array<std::atomic<bool>, kMostRanks> killed;
 
-// Lets so many bytes a second through, of the whole process: what was left of the last 5 ms comes later.
-class Throttle {
- public:
-  void Pass(size_t bytes, double per_s) {
-    if (per_s <= 0) return;
-    Clock::time_point until;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      free_at_ = std::max(free_at_, Clock::now() - std::chrono::milliseconds(5)) +
-                 std::chrono::nanoseconds(static_cast<int64_t>(1e9 * bytes / per_s));
-      until = free_at_;
-    }
-    std::this_thread::sleep_until(until);
-  }
-
- private:
-  std::mutex mutex_;
-  Clock::time_point free_at_{};
-};
 Throttle throttle;
-
-struct Memory {
-  uint64_t id = 0;
-  char* base = nullptr;
-  uint64_t bytes = 0;
-  int kind = kHostMemory;
-};
-
-void Check(int rc, const char* what) {
-  if (rc != 0) throw std::runtime_error(std::string(what) + " failed with CUresult " + std::to_string(rc));
-}
-
-// Copies between a buffer and registered memory. Done on return. All movers of one direction share a stream: streams of
-// their own might have to wait for a kernel that spins.
-class Mover {
- public:
-  Mover() : own_(kPieceBytes) { buffer = own_.data(); }
-  ~Mover() {
-    if (context_ != nullptr) Driver::Get()->MemFreeHost(buffer);
-  }
-  Mover(const Mover&) = delete;
-  // Before device memory is used.
-  void UseGpu(void* context, void* stream) {
-    context_ = context, stream_ = stream;
-    Check(Driver::Get()->MemHostAlloc(reinterpret_cast<void**>(&buffer), kPieceBytes, 1), "cuMemHostAlloc");
-  }
-  void Read(const Memory& m, uint64_t at, size_t bytes) const {
-    if (m.kind == kHostMemory) {
-      std::memcpy(buffer, m.base + at, bytes);
-      return;
-    }
-    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
-    Check(Driver::Get()->MemcpyDtoHAsync(buffer, Address(m, at), bytes, stream_), "cuMemcpyDtoHAsync");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
-  }
-  void Write(const Memory& m, uint64_t at, size_t bytes) const {
-    if (m.kind == kHostMemory) {
-      std::memcpy(m.base + at, buffer, bytes);
-      return;
-    }
-    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
-    Check(Driver::Get()->MemcpyHtoDAsync(Address(m, at), buffer, bytes, stream_), "cuMemcpyHtoDAsync");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
-  }
-  // Nobody else may add to memory of this group meanwhile. GPU memory: a load sees the word before or after, whole.
-  void Add(const Memory& m, uint64_t at, uint64_t value) const {
-    if (m.kind == kHostMemory) {
-      __atomic_fetch_add(reinterpret_cast<uint64_t*>(m.base + at), value, __ATOMIC_RELEASE);
-      return;
-    }
-    Read(m, at, 8);
-    uint64_t now;
-    std::memcpy(&now, buffer, 8);
-    Check(Driver::Get()->StreamWriteValue64(stream_, Address(m, at), now + value, 0), "cuStreamWriteValue64");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
-  }
-  char* buffer = nullptr;
-
- private:
-  static unsigned long long Address(const Memory& m, uint64_t at) {
-    return reinterpret_cast<unsigned long long>(m.base + at);
-  }
-  void* context_ = nullptr;
-  void* stream_ = nullptr;
-  std::vector<char> own_;
-};
 
 struct Request {
   std::atomic<bool> done{false};
