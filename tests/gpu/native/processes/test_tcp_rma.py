@@ -28,7 +28,7 @@ def program(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_network_keeps_its_rules(program, seed):
-    """Puts, order of signals, errors, throttle, a dead rank, meetings; two of the tests need that a broken rule is seen."""
+    """Puts, order of signals, errors, throttle, a dead rank, meetings; in two of the tests a rule is broken."""
     done = subprocess.run([program, "all", str(seed)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed ") == 13, done.stdout
