@@ -12,7 +12,7 @@ namespace xen_moe {
 
 struct PeerLink {
   const PeerTable* table;  // in device memory
-  int rank;  // this one
+  int rank;                // this one
 
   __device__ __forceinline__ bool Reserve(int) const { return true; }
   __device__ __forceinline__ void Put(uint32_t generation, int target, uint64_t to, uint64_t from,

@@ -144,13 +144,13 @@ struct Descriptor {
   uint32_t wire, layout;
   uint32_t flags;  // kDescribed...
   uint32_t ranks, ranks_per_node;
-  uint32_t tokens;     // exchange: units of the operand
-  uint32_t top_k;      // exchange: chunks of a ring
-  uint32_t experts;    // exchange: bytes of a chunk
-  uint32_t hidden;     // exchange: bytes of a unit, low half
-  uint32_t capacity;   // exchange: units of the output
-  uint32_t alignment;  // exchange: bytes of a unit, high half
-  uint32_t parts;      // exchange: lanes
+  uint32_t tokens;           // exchange: units of the operand
+  uint32_t top_k;            // exchange: chunks of a ring
+  uint32_t experts;          // exchange: bytes of a chunk
+  uint32_t hidden;           // exchange: bytes of a unit, low half
+  uint32_t capacity;         // exchange: units of the output
+  uint32_t alignment;        // exchange: bytes of a unit, high half
+  uint32_t parts;            // exchange: lanes
   uint32_t metadata_slices;  // and above 16 bits, between nodes: tokens of a chunk
   uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
 };

@@ -138,7 +138,7 @@ def combine(
       wire: as in `dispatch`; the default sends partial sums in `y.dtype`.
       gradient_wire: as in `dispatch`.
       active: as in `dispatch`; the default is what the dispatch was given.
-      config: tuning; never changes the result.
+      config: tuning; never changes the result, but for the order of sums that `ranks_per_node` on a single axis says.
 
     Returns:
       `[T, H_out]` of `y.dtype`. A token with no used slot, or whose rows were all dropped, is zero.
