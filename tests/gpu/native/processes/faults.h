@@ -1,7 +1,6 @@
 // What the network of tcp_rma.h does to puts, and how fast it is: XEN_MOE_RMA.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -50,7 +49,7 @@ struct Faults {
   }
 };
 
-// Lets so many bytes a second through, of the whole process: what was left of the last 5 ms comes later.
+// Lets so many bytes a second through, of the whole process: what the host was late with comes at once.
 class Throttle {
  public:
   void Pass(size_t bytes, double per_s) {
@@ -58,8 +57,9 @@ class Throttle {
     std::chrono::steady_clock::time_point until;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      free_at_ = std::max(free_at_, std::chrono::steady_clock::now() - std::chrono::milliseconds(5)) +
-                 std::chrono::nanoseconds(static_cast<int64_t>(1e9 * bytes / per_s));
+      const auto now = std::chrono::steady_clock::now();
+      if (free_at_ + std::chrono::milliseconds(5) < now) free_at_ = now;  // it was idle: nothing is caught up
+      free_at_ += std::chrono::nanoseconds(static_cast<int64_t>(1e9 * bytes / per_s));
       until = free_at_;
     }
     std::this_thread::sleep_until(until);

@@ -268,7 +268,7 @@ std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
   for (const Operation operation : {Operation::kDispatch, Operation::kCombine}) {
     Problem p;
     p.operation = operation, p.element = Element::kBf16, p.ranks = o.ranks, p.ranks_per_node = o.per_node;
-    p.tokens = 512, p.top_k = 8, p.experts = 8 * o.ranks, p.hidden = 7168;
+    p.tokens = 256, p.top_k = 4, p.experts = 8 * o.ranks, p.hidden = 7168;
     p.capacity = o.ranks * p.tokens * std::min(p.top_k, p.local_experts());
     p.blocks = 24, p.push_blocks = 12, p.slices = 4, p.segment_tokens = 40, p.seed = o.seed;
     pool.push_back(world.Add(p, 32, 20));
