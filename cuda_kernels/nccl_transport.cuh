@@ -34,6 +34,7 @@ struct NcclLink {
   ncclDevComm comm;
   NcclTable* table;
 
+  static constexpr bool kReserves = true;
   __device__ __forceinline__ bool Reserve(int target) const {
     const uint32_t place = atomicAdd(&table->reserved[target], 1u);
     if (place - Completed(target) < kMostPuts) return true;

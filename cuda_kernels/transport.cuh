@@ -2,7 +2,8 @@
 //
 // Ranks of this node are stored to and read by pointer. To the others a kernel puts: it copies from its own memory into
 // that of the other rank, and raises counters there. `Link` carries this out; it has, for all lanes of a warp together,
-//   Reserve(rank)    makes sure that the next put to `rank` need not wait for the network, or returns false: one lane
+//   kReserves        whether a put could wait for the network. If so,
+//   Reserve(rank)    makes sure that the next put to `rank` need not, or returns false: one lane alone
 //   Put(generation, rank, to, from, bytes)                  as Transport::Put, after a Reserve
 //   PutSignal(generation, rank, to, from, bytes, signal)    as Transport::PutSignal, after a Reserve
 //   Count(signal)    an own counter, with acquire semantics at system scope: any lane alone
@@ -73,7 +74,10 @@ class Transport {
   }
   // Puts a failure word into `rank`'s mailbox, unless there is one, and waits for nothing. One lane calls it.
   __device__ __forceinline__ void Fail(int rank, uint64_t word) const {
-    if (link_.Reserve(rank)) link_.Fail(rank, word);
+    if constexpr (Link::kReserves) {
+      if (!link_.Reserve(rank)) return;
+    }
+    link_.Fail(rank, word);
   }
 
  private:
@@ -84,10 +88,13 @@ class Transport {
   // False: the group has failed, and nothing is put.
   __device__ __forceinline__ bool Reserve(int rank) const {
     bool room = true;
-    if ((threadIdx.x & 31) == 0) {
-      room = WaitUntil([&] { return link_.Reserve(rank); }, run_, Step::kCredit, rank);
+    if constexpr (Link::kReserves) {
+      if ((threadIdx.x & 31) == 0) {
+        room = WaitUntil([&] { return link_.Reserve(rank); }, run_, Step::kCredit, rank);
+      }
+      room = __shfl_sync(0xFFFFFFFFu, room, 0);
     }
-    return __shfl_sync(0xFFFFFFFFu, room, 0);
+    return room;
   }
   const Link& link_;
   const Running& run_;

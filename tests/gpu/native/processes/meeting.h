@@ -15,6 +15,8 @@ class Meeting {
   virtual ~Meeting() = default;
   // Until all are here: each one's number. Throws after `seconds`, or when a process has failed.
   virtual std::vector<uint64_t> Meet(uint64_t number, double seconds) = 0;
+  // What this process is doing now, for whoever finds that it does not answer.
+  virtual void Say(const char*) {}
   // `bytes` bytes of rank 0, a multiple of 8, to all.
   void Broadcast(char* bytes, size_t count, double seconds);
 };

@@ -33,6 +33,7 @@ void SetEnvironment(const ProcessOptions& o) {
 ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : options_(options), meeting_(meeting) {
   const ProcessOptions& o = options_;
   SetEnvironment(o);
+  meeting->Say("starting CUDA");
   state.rank = o.rank, state.device = o.rank % o.gpus;
   NATIVE_CHECK(cudaSetDevice(state.device));
   NATIVE_CHECK(cudaFree(nullptr));
@@ -45,6 +46,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   NATIVE_CHECK(cudaHostAlloc(&state.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
   std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
 
+  meeting->Say("starting NCCL's communicator");
   const double before = Now();
   const int version = LoadNccl(o.nccl);
   std::string id(kNcclUniqueIdBytes, '\0');
@@ -62,8 +64,10 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
            version, NCCL_VERSION_CODE, has.deviceApiSupport, static_cast<int>(has.ginType),
            static_cast<int>(has.railedGinType), has.nLsaTeams);
 
+  meeting->Say("making a window");
   mailbox_ = state.mailbox = reinterpret_cast<Mailbox*>(Window(sizeof(Mailbox)));
   const double windows = Now();
+  meeting->Say("making the device communicator");
   const ncclDevCommRequirements_t wanted = NcclRequirements(o.ranks / o.per_node);
   const std::string made =
       JoinNcclDevices({reinterpret_cast<const char*>(&wanted), sizeof(wanted)}, sizeof(ncclDevComm), StartSeconds());
@@ -75,6 +79,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   started_ += Text("; communicator %.2f s, window %.2f s, device communicator %.2f s, %zu bytes", communicator - before,
                    windows - communicator, Now() - windows, sizeof(ncclDevComm));
 
+  meeting->Say("preparing operations");
   if (o.plugin.empty()) return;
   if (void* const library = dlopen(o.plugin.c_str(), RTLD_NOW | RTLD_NOLOAD)) {
     traffic_ = reinterpret_cast<decltype(traffic_)>(dlsym(library, "xen_moe_rma_traffic"));
@@ -152,6 +157,7 @@ void ProcessWorld::Start() {
 }
 
 void ProcessWorld::Launch(const ProcessOperation& o, bool poisoned) {
+  meeting_->Say(Text("operation %d", ++launched_).c_str());
   LaunchUnchecked(o);
   o.operation.prepared->Verify(state.stream[0], poisoned);
 }

@@ -67,6 +67,7 @@ class ProcessWorld {
   Needs needs_{};
   std::vector<std::unique_ptr<Prepared>> prepared_;
   uint32_t next_call_ = 1;
+  int launched_ = 0;
   void (*traffic_)(int, int, RmaTraffic*) = nullptr;
   void (*kill_)(int) = nullptr;
 };

@@ -381,18 +381,20 @@ bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
     }
     return all;
   };
-  while (!finished() && Now() - start < o.limit_s) usleep(2000);
+  bool in_time = false;
+  while (!(in_time = finished()) && Now() - start < o.limit_s) usleep(2000);
   const double took = Now() - start;
   shared->ended = 1;
   auto all_gone = [&] { return std::all_of(gone.begin(), gone.end(), [](bool b) { return b; }); };
-  for (const double until = Now() + 2; Now() < until && !all_gone(); finished()) usleep(2000);
+  for (const double until = Now() + 2; in_time && Now() < until && !all_gone(); finished()) usleep(2000);
   std::string failed;
   for (int r = 0; r < o.ranks; ++r) {
     const Shared::Report& report = shared->reports[r];
     const bool killed = gone[r] && WIFSIGNALED(status[r]) && WTERMSIG(status[r]) == SIGKILL;
     if (victim(r) ? !killed : !report.passed) {
       failed += Text(" [rank %d: ", r);
-      failed += report.finished ? report.text : gone[r] ? Text("it ended with status %d", status[r]) : "no answer";
+      failed += report.finished ? "" : gone[r] ? Text("it ended with status %d at: ", status[r]) : "no answer at: ";
+      failed += report.text;
       failed += "]";
     }
     if (gone[r]) continue;
