@@ -23,7 +23,7 @@ def operands(seed: int = 0):
 
 
 @functools.cache
-def round_trip(axes: tuple[str, ...], sizes: tuple[int, ...], **config):
+def round_trip(axes: tuple[str, ...], sizes: tuple[int, ...], wire: str | None = None, **config):
     """Combined tokens, and the gradients of `x` and of the weights."""
     mesh = jax.make_mesh(sizes, axes, devices=jax.devices()[:RANKS])
     config = xm.KernelConfig(backend="reference", **config)
@@ -31,7 +31,7 @@ def round_trip(axes: tuple[str, ...], sizes: tuple[int, ...], **config):
     def body(x, idx, weights):
         def out(x, weights):
             routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name=axes, config=config)
-            return xm.combine(routed.x * 3, routed.handle, config=config)
+            return xm.combine(routed.x * 3, routed.handle, wire=wire, config=config)
 
         y, pull = jax.vjp(out, x, weights)
         return y, *pull(x)
@@ -52,6 +52,13 @@ def test_a_cut_axis_adds_as_two_axes_do():
 
 def test_one_node_is_no_nodes():
     for found, flat in zip(round_trip(("ep",), (4,), ranks_per_node=4), round_trip(("ep",), (4,)), strict=True):
+        np.testing.assert_array_equal(found, flat)
+
+
+def test_one_node_on_two_axes_is_no_nodes():
+    """Its sum does not go through the wire once more."""
+    wire = "float8_e4m3fn"
+    for found, flat in zip(round_trip(("node", "gpu"), (1, 4), wire), round_trip(("ep",), (4,), wire), strict=True):
         np.testing.assert_array_equal(found, flat)
 
 

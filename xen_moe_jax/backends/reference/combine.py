@@ -97,8 +97,8 @@ def _from_wire(payload, wire: Wire | None, zero):
 
 
 def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec, ranks_per_node: int) -> jax.Array:
-    """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first when there are two
-    axes, or nodes on one."""
+    """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first where there are
+    several nodes."""
     owner = owners(topk_idx, spec.local_experts)
     counts = jnp.sum(
         owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
@@ -116,7 +116,7 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
 
     hidden = received[0].shape[-1]
     start = jnp.zeros((spec.num_tokens, hidden), jnp.float32)
-    if len(spec.axis_sizes) == 1 and ranks_per_node == spec.num_ranks:
+    if ranks_per_node == spec.num_ranks:
         return lax.fori_loop(0, spec.num_ranks, add_rank, start).astype(dtype)
 
     def add_node(node, acc):
