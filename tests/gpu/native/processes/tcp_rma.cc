@@ -323,7 +323,7 @@ class Group {
       ++traffic.signals;  // before anybody can see it
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true)) return false;
       put->signal = false;
-      if (!put->pieces.empty()) put->not_before = Clock::now() + std::chrono::milliseconds(1);  // kBrokenSignals
+      if (!put->pieces.empty()) put->not_before = Clock::now() + std::chrono::milliseconds(10);  // kBrokenSignals
     }
     if (put->pieces.empty() && put->request != nullptr) {
       ++traffic.puts;
