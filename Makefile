@@ -39,6 +39,9 @@ versions:  ## the oldest and the newest jax that are supported
 # look for a TPU in every program of this environment, and say so on standard error.
 LIBTPU = import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))
 
+# What every platform without a wheel of its own takes.
+PURE_WHEEL = XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps dist/*.tar.gz
+
 # Most modules of these packages are never imported: each is compiled when it is.
 $(READY): pyproject.toml
 	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m venv $(VENV)
@@ -103,13 +106,15 @@ wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dis
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libnvshmem_host.so.*' --wheel-dir dist dist/built/*.whl
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/abi3audit --strict dist/*.whl
+	$(PURE_WHEEL) --wheel-dir dist/pure
+	$(BIN)/check-wheel-contents dist/pure/*.whl
 	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
 	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/test_wheel.py
 
 release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
 	rm -rf dist
 	$(BIN)/python -m build --sdist --outdir dist .
-	XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	$(PURE_WHEEL) --wheel-dir dist
 	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
 	$(BIN)/check-wheel-contents dist/*.whl
 

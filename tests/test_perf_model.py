@@ -9,41 +9,71 @@ import pytest
 
 import xen_moe_jax as xm
 
-RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200x4.json"
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 DEEPSEEK = {"hidden": 7168, "num_experts": 256, "top_k": 8}
+FEW = 512
+"""Tokens up to which the kernels for small batches run. They became faster after h200x4.json was made, and were timed
+again for the comparisons with JAX."""
+
+
+def operations(rows):
+    return [row for row in rows if row["operation"] in ("dispatch", "combine")]
 
 
 def measured():
-    """(workload, result) of every default dispatch and combine of the library in the committed figures."""
+    """(sizes, dtype, result) of every default dispatch and combine of the library in the committed figures."""
     found = []
-    documents = json.loads(RESULTS.read_text())["documents"] if RESULTS.exists() else {}
-    for title, document in documents.items():
-        workload = document["workload"]
-        if workload["wire"] is not None or workload["routing"] != "uniform" or workload["layout"] == "ranked":
+    suite = RESULTS / "h200x4.json"
+    for title, document in (json.loads(suite.read_text())["documents"] if suite.exists() else {}).items():
+        work = document["workload"]
+        if work["wire"] is not None or work["routing"] != "uniform" or work["layout"] == "ranked":
             continue
-        for result in document["results"]:
-            if result["name"] == "xen_moe_jax (default backend)" and result["operation"] in ("dispatch", "combine"):
-                found.append(pytest.param(workload, result, id=f"{title}, {result['operation']}"))
+        sizes = {"num_ranks": work["ranks"], "hidden": work["hidden"]}
+        sizes |= {"num_experts": work["experts"], "top_k": work["top_k"]}
+        for row in operations(document["results"]):
+            if row["name"] == "xen_moe_jax (default backend)" and row["tokens"] > FEW:
+                found.append(pytest.param(sizes, work["dtype"], row, id=f"{title}, {row['operation']}"))
+    for path in sorted(RESULTS.glob("*_jax_best.json")):
+        document = json.loads(path.read_text())
+        sizes = {"num_ranks": document["machine"]["devices"], **DEEPSEEK}
+        for row in operations(document["settings"]["ours"]["results"]):
+            name = f"{path.stem}, {row['tokens']} {row['dtype']}, {row['operation']}"
+            found.append(pytest.param(sizes, row["dtype"], row, id=name))
     return found
 
 
-@pytest.mark.parametrize(("workload", "result"), measured())
-def test_predictions_hold_to_fifteen_percent_of_what_was_measured(workload, result):
+def test_the_figures_are_there():
+    if not RESULTS.is_dir():
+        pytest.skip("the results are not beside the tests")
+    ranks = [parameter.values[0]["num_ranks"] for parameter in measured()]
+    assert ranks.count(4) >= 16 and ranks.count(2) >= 6
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "result"), measured())
+def test_predictions_hold_to_fifteen_percent_of_what_was_measured(sizes, dtype, result):
     """Bytes within three percent (the model expects, the file counted), times within fifteen."""
-    quantised = result["operation"] == "dispatch" and workload["dtype"] == "float8_e4m3fn"
+    quantised = result["operation"] == "dispatch" and dtype == "float8_e4m3fn"
     prediction = xm.perf_model(
         result["operation"],
         num_tokens=result["tokens"],
-        hidden=workload["hidden"],
-        num_ranks=workload["ranks"],
-        num_experts=workload["experts"],
-        top_k=workload["top_k"],
         dtype="float8_e4m3fn" if quantised else "bfloat16",
+        **sizes,
     )
-    assert prediction.row_bytes == result["wire_row_bytes"]
-    if result["tokens"] >= 128:  # below, one routing is far from the expectation
-        assert prediction.bytes_fast == pytest.approx(result["off_rank_bytes_deduplicated"], rel=0.03)
+    assert prediction.row_bytes == result.get("wire_row_bytes", prediction.row_bytes)
+    # the file has the busiest rank of one routing, which with few tokens is further from the expectation
+    counted = result["off_rank_bytes_deduplicated"]
+    assert prediction.bytes_fast == pytest.approx(counted, rel=0.03 if result["tokens"] > FEW else 0.05)
     assert prediction.seconds * 1e6 == pytest.approx(result["us_median"], rel=0.15)
+
+
+def test_with_few_ranks_memory_bounds_and_not_the_link():
+    """Two ranks send hardly more than half of the tokens, and place eight rows of each."""
+    two, four = (xm.perf_model(num_tokens=4096, num_ranks=ranks, **DEEPSEEK) for ranks in (2, 4))
+    assert two.bound == "memory" and four.bound == "fast" and two.bytes_local == four.bytes_local
+    assert two.bytes_local == 4096 * 8 * 7168 * 2
+    one_expert = np.zeros((2, 16, 1), int)
+    counted = xm.perf_model(num_tokens=16, num_ranks=2, hidden=128, num_experts=2, top_k=1, topk_idx=one_expert)
+    assert counted.bytes_local == 32 * 256  # all of them on rank 0
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 8, 16])
@@ -61,7 +91,7 @@ def test_expected_bytes_are_those_of_drawn_routings(ranks_per_node):
 
 def test_the_curves_on_paper(tmp_path):
     """Their bandwidth is that of the bounding link, published figures stand in the lines of their ranks, a picture."""
-    if not (RESULTS.parents[2] / "tools" / "perf_curves.py").exists():
+    if not (RESULTS.parents[1] / "tools" / "perf_curves.py").exists():
         pytest.skip("tools/perf_curves.py is not beside the tests")
     from tools import perf_curves
 

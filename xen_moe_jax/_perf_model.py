@@ -1,9 +1,10 @@
 """`perf_model`: what an operation should take, from the bytes that each link carries. Arithmetic on paper, no device.
 
 A token crosses to a node once (over the slow link, to the GPU with the sender's index), is forwarded there over the
-fast link, and inside a node goes once to each rank that wants it. The links work at the same time, so the slower one
-and the fixed cost of an operation make the time. The default links are fitted to figures measured on 4 x H200
-(`benchmarks/results/h200x4.json`); `tests/test_perf_model.py` holds predictions against every figure of that file.
+fast link, and inside a node goes once to each rank that wants it. What arrived is placed once for each slot. All of
+this goes on at the same time, so the slowest part and the fixed cost of an operation make the time. The default links
+are fitted to figures measured on 2 and 4 x H200 (`h200x4.json`, `h200x2_jax_best.json` and `h200x4_jax_best.json` in
+`benchmarks/results`); `tests/test_perf_model.py` holds predictions against the figures of these files.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ class Links:
 
     Attributes:
       fast, fast_small: inside a node, for large batches and for those up to `SMALL_BATCH` tokens a rank. The defaults
-        are slopes of measured time over bytes, bfloat16, 4 x H200 over NVLink.
+        are slopes of measured time over bytes on H200s over NVLink: of bfloat16 on four; small, of all on two and four.
       fixed, fixed_small: what an operation takes beside its bytes, for (dispatch, combine). The defaults are the
         intercepts of the same lines.
+      memory: at which a rank places the rows of a dispatch or adds up those of a combine, a row's bytes counted once
+        for each slot. It bounds where ranks are few; the default is from 2 x H200.
       slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
       hop: what crossing between nodes adds; not measured.
     """
 
     fast: float = 333e9
-    fast_small: float = 295e9
+    fast_small: float = 303e9
     fixed: tuple[float, float] = (25.8e-6, 18.8e-6)
-    fixed_small: tuple[float, float] = (16.7e-6, 12.9e-6)
+    fixed_small: tuple[float, float] = (11.0e-6, 15.8e-6)
+    memory: float = 2.09e12
     slow: float = 45e9
     hop: float = 10e-6
 
@@ -56,8 +60,9 @@ class Prediction:
       rows_fast, rows_slow: rows that the busiest rank sends over the fast and over the slow link.
       row_bytes: of one row on the wire, scales included.
       bytes_fast, bytes_slow: what the busiest rank sends over each.
+      bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory.
       seconds: predicted time of the operation.
-      bound: "fast", "slow" or "fixed": the largest term.
+      bound: "fast", "slow", "memory" or "fixed": the largest term.
     """
 
     rows_fast: float
@@ -65,6 +70,7 @@ class Prediction:
     row_bytes: int
     bytes_fast: float
     bytes_slow: float
+    bytes_local: float
     seconds: float
     bound: str
 
@@ -118,18 +124,21 @@ def perf_model(
         nodes = ranks // per_node
         most = nodes if nodes_per_token is None else min(nodes, nodes_per_token)
         fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
+        slots = float(tokens * top_k)
     else:
-        fast, slow = _counted_rows(np.asarray(topk_idx), tokens, experts, top_k, ranks, per_node)
-    row = _row_bytes(hidden, dtype, wire, caller)
+        fast, slow, slots = _counted_rows(np.asarray(topk_idx), tokens, experts, top_k, ranks, per_node)
+    row, local = _row_bytes(hidden, dtype, wire, caller), slots * _row_bytes(hidden, dtype, None, caller)
     small = tokens <= SMALL_BATCH
     fixed = (links.fixed_small if small else links.fixed)[OPERATIONS.index(operation)]
     terms = {
         "fixed": fixed + (links.hop if slow else 0.0),
         "fast": fast * row / (links.fast_small if small else links.fast),
         "slow": slow * row / links.slow,
+        "memory": local / links.memory,
     }
-    seconds = terms["fixed"] + max(terms["fast"], terms["slow"])
-    return Prediction(fast, slow, row, fast * row, slow * row, seconds, max(terms, key=lambda name: terms[name]))
+    seconds = terms["fixed"] + max(terms[name] for name in terms if name != "fixed")
+    bound = max(terms, key=lambda name: terms[name])
+    return Prediction(fast, slow, row, fast * row, slow * row, local, seconds, bound)
 
 
 def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
@@ -165,8 +174,8 @@ def _expected_rows(
 
 def _counted_rows(
     topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int, per_node: int
-) -> tuple[float, float]:
-    """The same, counted in a routing: the busiest rank of each link."""
+) -> tuple[float, float, float]:
+    """The same, counted in a routing: the busiest rank of each link; and the slots of the rank that has most."""
     if topk_idx.shape != (ranks, tokens, top_k):
         raise ValueError(
             f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
@@ -184,4 +193,5 @@ def _counted_rows(
             fast[sender] += others.sum()
             if node != home:
                 slow[source] += by_node[source, :, node].any(axis=1).sum()
-    return float(fast.max()), float(slow.max())
+    slots = np.bincount(owner[owner >= 0], minlength=ranks)
+    return float(fast.max()), float(slow.max()), float(slots.max())

@@ -12,23 +12,27 @@ from tests.support import multiprocess_worker, processes
 TIMEOUT_S = 240
 
 
-def run_processes(count: int, folder: pathlib.Path, layouts: str) -> list[dict[str, np.ndarray]]:
+def run_processes(count: int, folder: pathlib.Path, numbers: str) -> list[dict[str, np.ndarray]]:
     """The shards that each of `count` workers saved."""
     coordinator = f"127.0.0.1:{processes.free_port()}"
     env = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={8 // count}")
     outputs = [folder / f"shards{i}.npz" for i in range(count)]
     worker = [sys.executable, "-m", "tests.support.multiprocess_worker", coordinator, str(count)]
-    commands = [[*worker, str(i), str(output), layouts] for i, output in enumerate(outputs)]
+    commands = [[*worker, str(i), str(output), numbers] for i, output in enumerate(outputs)]
     processes.assert_finished(processes.run_all(commands, seconds=TIMEOUT_S, env=env))
     return [dict(np.load(output)) for output in outputs]
 
 
-@pytest.mark.parametrize("layouts", ["grouped", "ranked,padded"])
-def test_two_processes_equal_one(tmp_path, layouts):
+PROGRAMS = {"two axes": "3", "one axis": "0,1,2"}
+
+
+@pytest.mark.parametrize("axes", PROGRAMS)
+def test_two_processes_equal_one(tmp_path, axes):
+    numbers = PROGRAMS[axes]
     if jax.device_count() != 8:
         pytest.skip(f"the process to compare with needs 8 devices, has {jax.device_count()}")
-    shards = run_processes(2, tmp_path, layouts)
-    expected = multiprocess_worker.results(jax.devices(), layouts)
+    shards = run_processes(2, tmp_path, numbers)
+    expected = multiprocess_worker.results(jax.devices(), numbers)
     compared = 0
     for process in shards:
         for name, value in process.items():
@@ -40,4 +44,4 @@ def test_two_processes_equal_one(tmp_path, layouts):
             part = np.ascontiguousarray(whole[start : start + whole.shape[0] // 8]).view(np.uint8)
             assert part.tobytes() == value.tobytes(), f"{array} differs at row {start}"
             compared += 1
-    assert compared == 8 * len(expected) and len(expected) == 16
+    assert compared == 8 * len(expected) and len(expected) == 8 * len(numbers.split(","))

@@ -1,8 +1,8 @@
 """One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
 
 Run by `tests/reference/test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
-`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz LAYOUTS`, devices set by
-the environment.
+`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz NUMBERS`, devices set by
+the environment; `NUMBERS` are indices of `PROGRAMS`, with commas between.
 """
 
 import sys
@@ -70,12 +70,11 @@ def exchange_sizes(sizes, axis_name):
     return sizes, offsets, received
 
 
-def results(devices, layouts: str) -> dict[str, jax.Array]:
-    """Global arrays by name, over one axis of all devices and over (node, gpu), of programs in `layouts`."""
+def results(devices, numbers: str) -> dict[str, jax.Array]:
+    """Global arrays by name, over one axis of all devices or over (node, gpu), of the programs of these `numbers`."""
     found = {}
-    for names, sizes, layout, wire in PROGRAMS:
-        if layout not in layouts.split(","):
-            continue
+    for number in numbers.split(","):
+        names, sizes, layout, wire = PROGRAMS[int(number)]
         mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
         sharding = jax.sharding.NamedSharding(mesh, P(names))
         arrays = [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in operands(8)]
@@ -89,11 +88,11 @@ def results(devices, layouts: str) -> dict[str, jax.Array]:
 
 
 def main() -> None:
-    coordinator, num_processes, process_id, output, layouts = sys.argv[1:]
+    coordinator, num_processes, process_id, output, numbers = sys.argv[1:]
     jax.distributed.initialize(coordinator, int(num_processes), int(process_id), initialization_timeout=60)
     assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // int(num_processes)
     shards = {}
-    for name, value in results(jax.devices(), layouts).items():
+    for name, value in results(jax.devices(), numbers).items():
         for shard in value.addressable_shards:
             shards[f"{name}@{shard.device.id}"] = np.asarray(shard.data).view(np.uint8)
             shards[f"{name}#{shard.device.id}"] = np.array([shard.index[0].start or 0])
