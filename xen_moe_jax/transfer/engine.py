@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xen_moe_jax.transfer import _channel, _device, _memory, _process
-from xen_moe_jax.transfer._layout import Pages, leaves_by_path
+from xen_moe_jax.transfer import _channel, _device, _process
+from xen_moe_jax.transfer._jobs import parts_job, write_job
 from xen_moe_jax.transfer._loop import Loop
 from xen_moe_jax.transfer._reading import read
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
@@ -26,9 +26,8 @@ from xen_moe_jax.transfer._waiting import end_of, wait
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, about
 from xen_moe_jax.transfer.messages import Mailbox, check_peer
-from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Grant, Peer, RemoteArray, RemoteTree, check_pages, pages_key
-from xen_moe_jax.transfer.repeat import Repeat
-from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
+from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, pages_key
+from xen_moe_jax.transfer.transfer import Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
 from xen_moe_jax.transfer.wire import UcxWire, Wire
 
@@ -292,7 +291,7 @@ class Engine:
                 return again
         request = self._request("write", target)
         with about(request, target.peer.name):
-            job, sources = self._write_job(src, target, pages, request, timeout)
+            job, sources = write_job(self, src, target, pages, request, timeout)
         return self._start(Transfer(self, "put", request, [job], sources, imm))
 
     def scatter(
@@ -310,7 +309,7 @@ class Engine:
         for index, target in pieces:
             self._request("scatter", target)
             with about(request, target.peer.name):
-                job, source = self._write_job(src[index], target, None, request, timeout)
+                job, source = write_job(self, src[index], target, None, request, timeout)
             jobs.append(job)
             sources += source
         return self._start(Transfer(self, "put", request, jobs, sources, imm))
@@ -486,73 +485,11 @@ class Engine:
         if self._device is not None:
             _device.make_current(self._device)
 
-    def _write_job(self, src, target, pages, request: str, timeout: float) -> tuple[Job, list[object]]:
-        targets = {"": target} if isinstance(target, RemoteArray) else target.arrays
-        given = {"": src} if isinstance(target, RemoteArray) else leaves_by_path(src)
-        if given.keys() != targets.keys():
-            raise TransferRefused(
-                f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
-            )
-        parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
-        for label, array, _ in parts:
-            _memory.check_array(array, f"{request}: {label}")
-        checked = None if pages is None else check_pages(pages, parts, request)
-        return self._parts_job(parts, checked, request, timeout)
-
-    def _parts_job(
-        self, parts: list[tuple[str, Any, RemoteArray]], pages: Pages | None, request: str, timeout: float
-    ) -> tuple[Job, list[object]]:
-        """One job for (label, array, target) of one generation of one window."""
-        for label, array, target in parts:
-            shape, wanted = array.shape, target.shape
-            if pages is not None:
-                shape, wanted = shape[1:], wanted[1:]
-            if array.dtype != target.dtype or shape != wanted:
-                dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
-                raise TransferRefused(
-                    f"{request}: {label} is {dtype}{list(array.shape)}, the target {target!r}"
-                    f"{' (pages of equal shape)' if pages is not None else ''}",
-                    peer=target.peer.name,
-                    request=request,
-                )
-        window = parts[0][2].target
-        grant = window.grant(request, timeout)
-        if self._device is not None:
-            parts = [(label, self._reachable(array, grant, target), target) for label, array, target in parts]
-
-        def plan():
-            runs: list[Runs] = []
-            kept: list[object] = []
-            for _, array, target in parts:
-                shards, held = _memory.local_shards(array)
-                kept += held
-                runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
-            in_place = isinstance(array, jax.Array) and len(held) == 1 and held[0] is array  # On one device.
-            if in_place and len(parts) == len(runs) == 1:
-                if len(target.repeats) >= MAX_TEMPLATES:
-                    target.repeats.clear()
-                target.repeats[None if pages is None else pages_key(pages)] = Repeat(grant, request, array, runs[0])
-            return runs, kept
-
-        return Job(window.peer, grant, plan), [array for _, array, _ in parts]
-
-    def _reachable(self, array: Any, grant: Grant, target: RemoteArray) -> Any:
-        """A source that can be written to the target: what lies on the host goes through a GPU of this process, where
-        the wire cannot write it to another process's GPU.
-        """
-        shards = grant.leaves[target.leaf.path].shards
-        if grant.memory[target.leaf.path] != "cuda" or _memory.is_on_gpu(array):
-            return array
-        with self._lock:
-            if all(target.peer.link.takes_host_memory(shard.key) for shard in shards):
-                return array
-        return _memory.on_gpu(array)
-
     def _write_parts(
         self, parts: list[tuple[str, Any, RemoteArray]], request: str, imm: Imm, timeout: float, last: bool
     ) -> Transfer:
         """A write of several arrays; after the `last` one the leave to write is given back."""
-        job, sources = self._parts_job(parts, None, request, timeout)
+        job, sources = parts_job(self, parts, None, request, timeout)
         transfer = self._start(Transfer(self, "put", request, [job], sources, imm))
         if last and job.grant is not None:
             with self._lock:

@@ -1,0 +1,85 @@
+"""What a write has to copy: which runs of which source go where, checked before anything moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._layout import Pages, leaves_by_path
+from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Grant, RemoteArray, RemoteTree, check_pages, pages_key
+from xen_moe_jax.transfer.repeat import Repeat
+from xen_moe_jax.transfer.transfer import Job, Runs
+
+if TYPE_CHECKING:
+    from xen_moe_jax.transfer.engine import Engine
+
+
+def write_job(
+    engine: Engine, src: Any, target: RemoteArray | RemoteTree, pages: Any, request: str, timeout: float
+) -> tuple[Job, list[object]]:
+    """The job of one write of `src`, an array or a tree like the target, and the sources to keep alive."""
+    targets = {"": target} if isinstance(target, RemoteArray) else target.arrays
+    given = {"": src} if isinstance(target, RemoteArray) else leaves_by_path(src)
+    if given.keys() != targets.keys():
+        raise TransferRefused(
+            f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
+        )
+    parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
+    for label, array, _ in parts:
+        _memory.check_array(array, f"{request}: {label}")
+    checked = None if pages is None else check_pages(pages, parts, request)
+    return parts_job(engine, parts, checked, request, timeout)
+
+
+def parts_job(
+    engine: Engine, parts: list[tuple[str, Any, RemoteArray]], pages: Pages | None, request: str, timeout: float
+) -> tuple[Job, list[object]]:
+    """One job for (label, array, target) of one generation of one window."""
+    for label, array, target in parts:
+        shape, wanted = array.shape, target.shape
+        if pages is not None:
+            shape, wanted = shape[1:], wanted[1:]
+        if array.dtype != target.dtype or shape != wanted:
+            dtype = _memory.check_dtype(array.dtype, f"{request}: {label}")
+            raise TransferRefused(
+                f"{request}: {label} is {dtype}{list(array.shape)}, the target {target!r}"
+                f"{' (pages of equal shape)' if pages is not None else ''}",
+                peer=target.peer.name,
+                request=request,
+            )
+    window = parts[0][2].target
+    grant = window.grant(request, timeout)
+    if engine._device is not None:
+        parts = [(label, _reachable(engine, array, grant, target), target) for label, array, target in parts]
+
+    def plan():
+        runs: list[Runs] = []
+        kept: list[object] = []
+        for _, array, target in parts:
+            shards, held = _memory.local_shards(array)
+            kept += held
+            runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
+        in_place = isinstance(array, jax.Array) and len(held) == 1 and held[0] is array  # On one device.
+        if in_place and len(parts) == len(runs) == 1:
+            if len(target.repeats) >= MAX_TEMPLATES:
+                target.repeats.clear()
+            target.repeats[None if pages is None else pages_key(pages)] = Repeat(grant, request, array, runs[0])
+        return runs, kept
+
+    return Job(window.peer, grant, plan), [array for _, array, _ in parts]
+
+
+def _reachable(engine: Engine, array: Any, grant: Grant, target: RemoteArray) -> Any:
+    """A source that can be written to the target: what lies on the host goes through a GPU of this process, where
+    the wire cannot write it to another process's GPU.
+    """
+    shards = grant.leaves[target.leaf.path].shards
+    if grant.memory[target.leaf.path] != "cuda" or _memory.is_on_gpu(array):
+        return array
+    with engine._lock:
+        if all(target.peer.link.takes_host_memory(shard.key) for shard in shards):
+            return array
+    return _memory.on_gpu(array)
