@@ -11,6 +11,7 @@ which drops nothing; one with a capacity says how many rows it dropped, and is n
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import pathlib
 import shlex
@@ -36,10 +37,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "4 chunks": {"num_chunks": 4},
     "4 chunks, remat all": {"num_chunks": 4, "remat": "all"},
     "capacity 1.25": {"capacity_factor": 1.25},
+    "capacity 1.25, weights in front": {"capacity_factor": 1.25, "apply_weights_to": "activation"},
     "capacity 1.25, remat experts": {"capacity_factor": 1.25, "remat": "experts"},
 }
 """Fields of `MoEConfig` beside the sizes."""
 OPERATIONS = ("forward", "forward+backward")
+COMPILING = 8
+"""Programs at a time."""
 TOLERANCE = 0.03
 """Of the largest element, in bfloat16."""
 
@@ -107,13 +111,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             out_shardings=jax.NamedSharding(mesh, jax.P("ep")),
         )
         x = draw()
-        compiled = {}
+        compiling = {}
         names = list(dict.fromkeys([DEFAULT, *options.plans]))
-        for name in names:
-            state, functions = programs(options, PLANS[name])  # the same seed: the same weights
-            for operation, function in functions.items():
-                report.progress(f"compiling {name}: {operation}")
-                compiled[name, operation] = jax.jit(function).lower(state, x).compile()
+        with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
+            for name in names:
+                state, functions = programs(options, PLANS[name])  # the same seed: the same weights
+                for operation, function in functions.items():
+                    report.progress(f"compiling {name}: {operation}")
+                    compiling[name, operation] = pool.submit(jax.jit(function).lower(state, x).compile)
+        compiled = {key: program.result() for key, program in compiling.items()}
         with timing.alone(options.lock):
             expected, _ = compiled[DEFAULT, "forward"](state, x)
             for (name, operation), program in compiled.items():

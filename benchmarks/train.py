@@ -59,6 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--num-chunks", type=int, default=1)
     add("--alignment", type=int, default=1)
     add("--remat", default="none", help="as MoEConfig.remat")
+    add("--apply-weights-to", default="rows", help="as MoEConfig.apply_weights_to")
     add("--grouped-matmul", default="auto", help="as MoEConfig.grouped_matmul")
     add("--lock", help="hold this file's lock while training: others may compile meanwhile")
     options = parser.parse_args(arguments)
@@ -77,6 +78,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
         num_chunks=options.num_chunks,
         alignment=options.alignment,
         remat=options.remat,
+        apply_weights_to=options.apply_weights_to,
         grouped_matmul=options.grouped_matmul,
     )
     attention = "cudnn" if jax.default_backend() == "gpu" else None

@@ -1,6 +1,8 @@
-"""Two jobs over the GPUs of one host, two processes with half of them each: `xen_moe_jax.transfer` between them.
+"""Jobs over the GPUs of one host, two processes with half of them each: `xen_moe_jax.transfer` between them.
 
     python tools/transfer_gpu_jobs.py prefill            KV pages layer by layer, tokens against one process alone
+    python tools/transfer_gpu_jobs.py ticks              the same from one program with `xt.tick`, by a second prefill
+                                                         process after the first has died in the middle
     python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first half of the GPUs to the other
 
 `--cpu` rehearses either on virtual devices. One JSON object with the figures goes to standard output; status 1 where
@@ -26,10 +28,11 @@ GIB = 1 << 30
 PROMPT, STEPS = 500, 24
 
 
-def start(options, descriptor):
-    """The other process of a job, on the first half of the GPUs; this one has the rest."""
-    command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib)]
-    return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])])
+def start(options, descriptor, *more):
+    """Another process of a job, on the first half of the GPUs; this one has the rest."""
+    command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib), *more]
+    flags = [flag for flag, given in (("--cpu", options.cpu), ("--all-devices", options.all_devices)) if given]
+    return subprocess.Popen([*command, *flags])
 
 
 chosen = []
@@ -115,33 +118,102 @@ def hash_of(layers):
     return digest.hexdigest()
 
 
+def write_layers(engine, decoder, request):
+    """(what starts the write of one layer's pages, its transfers and sources by layer)."""
+    target, transfers, sent = decoder["kv"], {}, {}
+
+    def send(layer, kv):
+        sent[layer] = kv
+        pages = (range(len(kv)), request["pages"][: len(kv)])
+        transfers[layer] = engine.write(kv, target[layer], pages=pages, imm=request["id"])
+
+    return send, transfers, sent
+
+
 def prefill_other(descriptor, options):
     import xen_moe_jax.transfer as xt
 
     model = example()
     params = parameters(model)
-    with xt.Engine(name="prefill") as engine:
+    run = {"prefill": by_programs, "ticks": by_ticks}[options.job]
+    with xt.Engine(name=options.name) as engine:
         decoder = engine.connect(descriptor, timeout=60)
         while True:
             try:
                 request = json.loads(engine.recv(decoder, tag="request", timeout=LIMIT_S))
             except xt.PeerLost:
                 return
-            target, transfers, sent, begun = decoder["kv"], [], [], time.perf_counter()
-
-            def send(layer, kv, target=target, transfers=transfers, sent=sent, request=request):
-                sent.append(kv)
-                pages = (range(len(kv)), request["pages"][: len(kv)])
-                transfers.append(engine.write(kv, target[layer], pages=pages, imm=request["id"]))
-
-            logits = prefill_by_layer(model, params, request["prompt"], send)
-            transfers.append(engine.write(logits, decoder["logits"], imm=request["id"]))
-            for transfer in transfers:
+            send, transfers, sent = write_layers(engine, decoder, request)
+            logits, answer = run(model, params, request["prompt"], send, transfers, options.dies_after)
+            transfers["logits"] = engine.write(logits, decoder["logits"], imm=request["id"])
+            for transfer in transfers.values():
                 transfer.wait(60)
-            seconds = time.perf_counter() - begun
-            answer = {"prefill and transfer s": seconds, "bytes": sum(t.bytes_done for t in transfers)}
-            answer["hash"] = hash_of(sent)
+            answer["bytes"] = sum(t.bytes_done for t in transfers.values())
+            answer["hash"] = hash_of([sent[layer] for layer in range(model.LAYERS)])
             engine.send(decoder, json.dumps(answer).encode(), tag="done").wait(60)
+
+
+def by_programs(model, params, prompt, send, transfers, _):
+    """A program for each layer."""
+    begun = time.perf_counter()
+    logits = prefill_by_layer(model, params, prompt, send)
+    for transfer in list(transfers.values()):
+        transfer.wait(60)
+    return logits, {"prefill and transfer s": time.perf_counter() - begun}
+
+
+def by_ticks(model, params, prompt, send, transfers, dies_after):
+    """One program; its ticks send. The seconds of each tick, and of the confirmation of its pages, from the start."""
+    import jax
+    import jax.numpy as jnp
+
+    import xen_moe_jax.transfer as xt
+
+    ticked, confirmed = {}, {}
+
+    def on_tick(layer, kv):
+        if layer == dies_after:
+            os._exit(9)
+        send(layer, kv)
+        ticked[layer] = time.perf_counter() - begun
+
+    watcher = xt.Watcher(on_tick)
+    everywhere = jax.NamedSharding(mesh("heads"), jax.P())
+    tokens = jax.device_put(jnp.asarray(prompt), everywhere)
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def program(params, tokens):
+        return model.prefill(params, tokens, lambda x, layer, kv: xt.tick(x, watcher, layer, data=kv))
+
+    compiled = program.lower(params, tokens).compile()
+    begun = time.perf_counter()
+    logits = compiled(params, tokens)
+    ended = None
+    while len(confirmed) < model.LAYERS:
+        if ended is None and logits.is_ready():
+            ended = time.perf_counter() - begun
+        for layer, transfer in list(transfers.items()):
+            if layer not in confirmed and transfer.done():
+                confirmed[layer] = time.perf_counter() - begun
+        try:
+            watcher.wait(model.LAYERS, timeout=0)  # Raises what a tick has raised.
+        except xt.TransferTimeout:
+            if time.perf_counter() - begun > 20:
+                raise RuntimeError(f"after 20 s: ticks {ticked}, confirmed {confirmed}, ended {ended}") from None
+    watcher.wait(model.LAYERS, timeout=20)
+    jax.block_until_ready(logits)
+    return logits, {
+        "program s": ended or time.perf_counter() - begun,
+        "ticks s": [ticked[layer] for layer in range(model.LAYERS)],
+        "confirmed s": [confirmed[layer] for layer in range(model.LAYERS)],
+    }
+
+
+WORKERS = {
+    "prefill": ({"prefill": ()}, ("prefill",) * 3),
+    "ticks": ({"prefill-0": ("--dies-after", "3"), "prefill-1": ()}, ("prefill-0",) + ("prefill-1",) * 3),
+}
+"""By job: the processes that prefill, and whom the requests go to; the first one that is answered compiles."""
 
 
 def prefill_job(options):
@@ -161,24 +233,30 @@ def prefill_job(options):
         "kv": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_heads),
         "logits": jax.ShapeDtypeStruct((model.VOCAB,), jnp.float32, sharding=jax.NamedSharding(mesh("heads"), jax.P())),
     }
-    figures, equal = {}, []
+    figures, equal, lost = {}, [], []
+    workers, requests = WORKERS[options.job]
     with xt.Engine(name="decode") as engine:
         window = engine.window(avals)
-        other = start(options, engine.descriptor)
+        others = [start(options, engine.descriptor, "--name", name, *more) for name, more in workers.items()]
         try:
-            # What one process alone would say, while the other one starts.
+            # What one process alone would say, while the others start.
             layers = {}
             logits = prefill_by_layer(model, params, prompt, layers.__setitem__)
             cache = jnp.stack([layers[i] for i in range(model.LAYERS)])
             kv = jax.device_put(jnp.zeros(shape), by_heads).at[:, table[: cache.shape[1]]].set(cache)
             expected = model.decode(params, kv, table, logits, PROMPT, STEPS)
-            peer = engine.peer("prefill", 60)
-            for request in range(3):  # The first one compiles.
+            for request, name in enumerate(requests):
+                peer = engine.peer(name, 60)
                 order = {"id": request, "prompt": prompt.tolist(), "pages": pages.tolist()}
                 begun = time.perf_counter()
                 engine.send(peer, json.dumps(order).encode(), tag="request")
-                with engine.counter(request, expect=model.LAYERS + 1, source=peer) as counter:
-                    counter.wait(timeout=60)
+                try:
+                    with engine.counter(request, expect=model.LAYERS + 1, source=peer) as counter:
+                        counter.wait(timeout=60)
+                except xt.PeerLost as error:
+                    lost.append(error.peer)
+                    window.reset()
+                    continue
                 got = window.commit(30)
                 figures["request to committed s"] = time.perf_counter() - begun
                 tokens = model.decode(params, got["kv"], table, got["logits"], PROMPT, STEPS)
@@ -187,11 +265,13 @@ def prefill_job(options):
                 figures |= json.loads(engine.recv(peer, tag="done", timeout=30))
                 equal.append({"tokens": tokens == expected, "pages": hash_of(arrived) == figures.pop("hash")})
                 figures["largest difference to this process's own"] = float(jnp.abs(arrived - cache).max())
-            figures |= {"equal": equal, "tokens": tokens, "devices": [str(d) for d in chosen]}
+            figures |= {"equal": equal, "lost": lost, "tokens": tokens, "devices": [str(d) for d in chosen]}
         finally:
-            other.kill()
-            other.wait()
-    return figures, all(all(e.values()) for e in equal)
+            for other in others:
+                other.kill()
+                other.wait()
+    died = [name for name, more in workers.items() if more]
+    return figures, all(all(e.values()) for e in equal) and lost == died and len(equal) == 3
 
 
 # --- weights
@@ -290,20 +370,25 @@ def weights_job(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("job", choices=("prefill", "weights"))
+    parser.add_argument("job", choices=("prefill", "ticks", "weights"))
     parser.add_argument("--gib", type=int, default=64, help="of weights")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal on the CPU")
     parser.add_argument("--other", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="prefill", help=argparse.SUPPRESS)
+    parser.add_argument("--all-devices", action="store_true", help="ticks: of a program over all of its half's GPUs")
+    parser.add_argument("--dies-after", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     if options.other:
         use_half(0)
-        {"prefill": prefill_other, "weights": weights_other}[options.job](bytes.fromhex(options.other), options)
+        if options.job == "ticks" and not options.all_devices:
+            del chosen[1:]
+        (weights_other if options.job == "weights" else prefill_other)(bytes.fromhex(options.other), options)
         return 0
     use_half(1)
-    figures, whole = {"prefill": prefill_job, "weights": weights_job}[options.job](options)
+    figures, whole = (weights_job if options.job == "weights" else prefill_job)(options)
     print(json.dumps({"job": options.job, "whole": whole} | figures, indent=1))
     return 0 if whole else 1
 

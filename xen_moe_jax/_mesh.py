@@ -63,6 +63,18 @@ def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     ]
 
 
+def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`array`, varying over mesh `axes` too: what a kernel returns varies over none, as far as JAX knows."""
+    missing = tuple(sorted(axes - _jax_internals.varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """All of them, varying over the mesh axes that any varies over."""
+    axes = frozenset().union(*(_jax_internals.varying_axes(array) for array in arrays))
+    return tuple(vary(array, axes) for array in arrays)
+
+
 def platform() -> str:
     """The platform that the code being traced will most likely run on: "cpu", "tpu", "cuda" or another."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

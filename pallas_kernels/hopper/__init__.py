@@ -4,6 +4,6 @@
 |---|---|
 | `tiles` | how the work is cut: a thread block's tile, and the groups' rows into tiles |
 | `ring` | loads with TMA, multiplications with wgmma, stores with TMA, and what holds them apart |
-| `rows` | rows times the weights of their groups, as they lie or transposed |
+| `rows` | rows times the weights of their groups, as they lie or transposed; the sum of two; SwiGLU of two |
 | `contraction` | the sum over a group's rows: gradients of weights |
 """

@@ -82,9 +82,9 @@ def rows_by_rows(
             def parts(slot: Any) -> tuple[Any, Any]:
                 return s["left"].at[slot].at[:, m_at], s["right"].at[slot].at[:, n_at]
 
-            def multiply(acc: Any, slot: Any) -> None:
+            def multiply(accumulators: Any, slot: Any) -> None:
                 left, right = parts(slot)
-                plgpu.wgmma(acc, left.transpose((1, 0)), right)
+                plgpu.wgmma(accumulators[0], left.transpose((1, 0)), right)
 
             def silence(ref: Any, columns: int, low: Any, high: Any) -> None:
                 """Zeroes the rows of a stage outside `[low, high)`: the other warpgroup may do so too, alike."""
@@ -105,17 +105,19 @@ def rows_by_rows(
                             silence(ref, columns, low - k * tiles.k, high - k * tiles.k)
                         plgpu.commit_smem()
 
-                acc, done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
+                (acc,), done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
                 if tiles.split == "m":
                     m = m + wg * tiles.warpgroup_m
                 else:
                     n = n + wg * tiles.warpgroup_n
 
-                def out_at(piece_m: int, piece_n: int, buffer: Any, valid: Any) -> None:
+                def copy(piece_m: int, piece_n: int, buffer: Any) -> None:
                     at = (group, pl.ds(m + piece_m, ring.STORE_TILE), pl.ds(n + piece_n, ring.STORE_TILE))
                     plgpu.copy_smem_to_gmem(buffer, out.at[at], commit_group=False)
 
-                ring.store(acc, tiles, s["pieces"], wg, out_at, None, dtype)
+                places = ring.places(tiles, tiles.warpgroup_n)
+                pieces = ((ring.piece(acc, *at).astype(dtype), functools.partial(copy, *at)) for at in places)
+                ring.store(pieces, s["pieces"], wg)
                 return done
 
             plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)

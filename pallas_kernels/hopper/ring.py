@@ -27,8 +27,9 @@ def _swizzled(rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)  # type: ignore[abstract]
 
 
-def scratch(tiles: Tiles, left: tuple[int, int], right: tuple[int, int], dtype: Any) -> dict[str, Any]:
-    """Scratch of a kernel: stages of both operands, their barriers, and two pieces of output a warpgroup."""
+def scratch(tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], dtype: Any, loads: int = 2) -> dict[str, Any]:
+    """Scratch of a kernel: stages of both operands, each filled by `loads` copies, their barriers, and two pieces of
+    output a warpgroup."""
     released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
     if tiles.cluster is not None:
         released = plgpu.ClusterBarrier(
@@ -39,7 +40,7 @@ def scratch(tiles: Tiles, left: tuple[int, int], right: tuple[int, int], dtype: 
         "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(8, dtype)),
         # rows of a piece may be stored one by one: no tile of it has more than one
         "pieces": plgpu.SMEM((COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(1, dtype)),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        "loaded": plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         "released": released,
     }
 
@@ -89,23 +90,25 @@ def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
 
 
 def multiply_steps(
-    tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None
-) -> tuple[Any, Any]:
-    """The accumulators after `steps` stages, and how many have been multiplied in all.
+    tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None, beside: int = 1
+) -> tuple[tuple[Any, ...], Any]:
+    """The accumulators after `steps` stages, `beside` that share out the columns, and how many stages have been
+    multiplied in all.
 
-    `at_edge(k, slot)`, if any, runs before the first and the last stage are multiplied. They are loops of their own,
-    since ptxas runs every wgmma of a loop to its end if it sees a branch between them.
+    `multiply(accumulators, slot)` starts one wgmma for each of them. `at_edge(k, slot)`, if any, runs before the first
+    and the last stage are multiplied. They are loops of their own, since ptxas runs every wgmma of a loop to its end if
+    it sees a branch between them.
     """
 
     def slot_of(count: Any) -> Any:
         return lax.rem(count, jnp.int32(tiles.stages))
 
-    def scope(acc: Any) -> Any:
+    def scope(*accumulators: Any) -> Any:
         def edge(k: Any, count: Any) -> Any:
             slot = slot_of(count)
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             at_edge(k, slot)
-            multiply(acc, slot)
+            multiply(accumulators, slot)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["released"].at[slot])
             return count + 1
@@ -113,8 +116,8 @@ def multiply_steps(
         def step(k: Any, count: Any) -> Any:
             slot = slot_of(count)
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            multiply(acc, slot)
-            plgpu.wgmma_wait(tiles.delay)
+            multiply(accumulators, slot)
+            plgpu.wgmma_wait(tiles.delay * beside)
             if tiles.delay:  # the wgmma before this one has read its stage
                 plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > first)
             else:
@@ -131,24 +134,32 @@ def multiply_steps(
             plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=last > first)
         if at_edge is not None:
             count = lax.fori_loop(jnp.maximum(last, first), steps, edge, count)
-        return acc[...], count
+        return tuple(acc[...] for acc in accumulators), count
 
-    return pl.run_scoped(scope, plgpu.ACC((tiles.warpgroup_m, tiles.warpgroup_n)))
+    accumulator = plgpu.ACC((tiles.warpgroup_m, tiles.warpgroup_n // beside))
+    return pl.run_scoped(scope, *[accumulator] * beside)
 
 
-def store(acc: Any, tiles: Tiles, scratch: Any, wg: Any, out_at: Any, valid: Any, dtype: Any) -> None:
-    """Writes a warpgroup's accumulators, in pieces, through `scratch`; of each piece the rows that `valid` allows."""
-    value = acc.astype(dtype)
-    piece = 0
-    for m in range(0, tiles.warpgroup_m, STORE_TILE):
-        for n in range(0, tiles.warpgroup_n, STORE_TILE):
-            buffer = scratch.at[wg, piece % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            buffer[...] = value[m : m + STORE_TILE, n : n + STORE_TILE]
-            plgpu.commit_smem()
-            out_at(m, n, buffer, valid)
-            plgpu.commit_smem_to_gmem_group()
-            piece += 1
+def store(pieces: Any, scratch: Any, wg: Any) -> None:
+    """Writes pieces of output through `scratch`: each is `(its rows and columns, how to copy them from a buffer)`."""
+    for number, (value, copy) in enumerate(pieces):
+        buffer = scratch.at[wg, number % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffer[...] = value
+        plgpu.commit_smem()
+        copy(buffer)
+        plgpu.commit_smem_to_gmem_group()
+
+
+def places(tiles: Tiles, columns: int) -> list[tuple[int, int]]:
+    """Where in a warpgroup's part of the tile, of `columns` columns, its pieces begin."""
+    rows = range(0, tiles.warpgroup_m, STORE_TILE)
+    return [(m, n) for m in rows for n in range(0, columns, STORE_TILE)]
+
+
+def piece(acc: Any, m: int, n: int) -> Any:
+    """The accumulators of the piece at `m`, `n`: float32."""
+    return acc[m : m + STORE_TILE, n : n + STORE_TILE]
 
 
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:

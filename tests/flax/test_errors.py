@@ -51,6 +51,13 @@ CONFIG_ERRORS = [
     ({"num_chunks": 0}, ValueError, r"num_chunks=0: must be a positive int"),
     ({"remat": "some"}, ValueError, r"remat='some': must be one of \('none', 'experts', 'all'\)"),
     ({"experts": 3}, TypeError, r"experts=3: must be a callable \(rows, group_sizes, weights\)"),
+    ({"apply_weights_to": "x"}, ValueError, r"apply_weights_to='x': must be one of \('rows', 'activation'\)"),
+    (
+        {"apply_weights_to": "activation", "experts": print},
+        ValueError,
+        r"apply_weights_to='activation': experts=\.\.\.",
+    ),
+    ({"apply_weights_to": "activation", "token_axes": ()}, ValueError, r"apply_weights_to=.*leave it 'rows'"),
     ({"grouped_matmul": "fast"}, ValueError, r"grouped_matmul='fast': must be one of .* or a callable"),
     ({"expert_sharding": ("ep",)}, ValueError, r"expert_sharding"),
     ({"kernel": "fast"}, TypeError, r"kernel='fast'.*KernelConfig"),

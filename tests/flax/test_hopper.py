@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.flax import hopper
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles
 
 SIZES = (70, 0, 131, 37)
@@ -72,16 +72,50 @@ def test_kernels_in_the_interpreter(tiles):
             assert not np.asarray(by_weights[group], np.float32).any()
 
 
+def test_two_products_in_the_interpreter():
+    """Their sum in one accumulator, and SwiGLU in front of the store."""
+    rows, gate, _, sizes = operands()
+    up, used = gate[:, ::-1], sum(SIZES)
+    starts = np.cumsum((0, *SIZES))
+    factors = jnp.arange(rows.shape[0], dtype=jnp.float32).at[used:].set(jnp.nan) / used - 0.5
+
+    def product(rows, weights):
+        rows, weights = (np.asarray(a, np.float64) for a in (rows, weights))
+        return np.concatenate([rows[a:b] @ w for a, b, w in zip(starts, starts[1:], weights, strict=False)])
+
+    g, u = product(rows, gate / 8), product(rows, up)
+    with plgpu.force_gpu_interpret_mode():
+        run = {"tiles": SMALL["plain"], "num_sms": 2}
+        both = rows_by_weights(rows, gate, sizes, (-2 * rows, up), transposed=False, **run)
+        out, *projections = swiglu_rows(rows, gate / 8, up, sizes, factors, projections=True, **run)
+    close(both[:used], product(rows, gate) - 2 * u)
+    close(out[:used], g / (1 + np.exp(-g)) * u * np.asarray(factors, np.float64)[:used, None])
+    for got, expected in zip(projections, (g, u), strict=True):
+        close(got[:used], expected)
+
+
+def test_shapes_of_two_products_are_those_of_one():
+    rows, weights, _, sizes = operands()
+    rows = rows[: sum(SIZES) // 8 * 8]
+    with pytest.raises(ValueError, match="rows and weights of two products"):
+        rows_by_weights(rows, weights, sizes, (rows, weights[:2]), transposed=False, tiles=SMALL["plain"], num_sms=2)
+    with pytest.raises(ValueError, match="split must be 'm'"):
+        swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(split="n"), num_sms=2)
+
+
 def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
-    for kernel in ("rows_by_weights", "rows_by_rows"):
+    for kernel in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(rows, weights, sizes):
         def on_rank(rows, weights, sizes):
-            return hopper.grouped_matmul(rows, weights, sizes).astype(jnp.float32).sum()[None]
+            hidden = hopper.swiglu(rows, weights, weights[..., ::-1], sizes, rows[:, 0].astype(jnp.float32))
+            weights = jnp.swapaxes(weights, 1, 2)
+            out = hopper.two_projections(hidden, weights, -weights, sizes)
+            return hopper.grouped_matmul(out[0] + out[1], weights[:, :512], sizes).astype(jnp.float32).sum()[None]
 
         specs = (jax.P("ep"),) * 3
         return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))(rows, weights, sizes).sum()

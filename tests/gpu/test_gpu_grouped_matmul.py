@@ -81,6 +81,89 @@ def test_tilings(tiling):
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
+def by_groups(sizes, *arrays):
+    """The slice of each group's rows, and arrays as float64."""
+    starts = np.cumsum([0, *np.asarray(sizes)])
+    slices = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return slices, *(np.asarray(a, np.float64) for a in arrays)
+
+
+def exact_swiglu(rows, gate, up, sizes, row_weights, cotangent):
+    """The activation, and gradients by rows, `gate`, `up` and `row_weights`."""
+    parts, rows, gate, up, row_weights, cotangent = by_groups(sizes, rows, gate, up, row_weights, cotangent)
+    out = np.zeros((rows.shape[0], gate.shape[2]))
+    by_rows, by_gate, by_up, by_factors = (np.zeros_like(a) for a in (rows, gate, up, row_weights))
+    for group, part in enumerate(parts):
+        g, u = rows[part] @ gate[group], rows[part] @ up[group]
+        sigmoid = 1 / (1 + np.exp(-g))
+        out[part] = g * sigmoid * u
+        by_factors[part] = (out[part] * cotangent[part]).sum(-1)
+        out[part] *= row_weights[part, None]
+        by_out = cotangent[part] * row_weights[part, None]
+        by_g, by_u = by_out * u * sigmoid * (1 + g * (1 - sigmoid)), by_out * g * sigmoid
+        by_rows[part] = by_g @ gate[group].T + by_u @ up[group].T
+        by_gate[group], by_up[group] = rows[part].T @ by_g, rows[part].T @ by_u
+    return out, by_rows, by_gate, by_up, by_factors
+
+
+def compare(names, got, expected, used):
+    for name, one, other in zip(names, got, expected, strict=True):
+        one, other = (a if name in ("gate", "up") else a[:used] for a in (np.asarray(one, np.float64), other))
+        scale = max(np.abs(other).max(initial=0.0), 1e-3)
+        np.testing.assert_allclose(one / scale, other / scale, atol=0.01, err_msg=name)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_swiglu_and_its_gradients(groups, weighted):
+    """Stored with the projections (for the gradients) and without them: the same bits."""
+    rows, gate, sizes, cotangent = operands(GROUPS[groups])
+    up = gate[:, ::-1] * 1.5
+    used = int(sizes.sum())
+    factors = jax.random.uniform(jax.random.key(9), rows.shape[:1]).at[used:].set(jnp.nan)
+
+    def activation(rows, gate, up, factors):
+        return hopper.swiglu(rows, gate, up, sizes, factors if weighted else None)
+
+    def both(rows, gate, up, factors, cotangent):
+        out, pull = jax.vjp(activation, rows, gate, up, factors)
+        return out, *pull(cotangent)
+
+    got = jax.jit(both)(rows, gate, up, factors, cotangent)
+    expected = exact_swiglu(rows, gate, up, sizes, factors if weighted else jnp.ones_like(factors), cotangent)
+    names = ("out", "rows", "gate", "up", "factors")
+    compare(names[: 4 + weighted], got[: 4 + weighted], expected[: 4 + weighted], used)
+    alone = jax.jit(activation)(rows, gate, up, factors)
+    np.testing.assert_array_equal(np.asarray(alone[:used]).view(np.uint16), np.asarray(got[0][:used]).view(np.uint16))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_two_projections_have_one_gradient_of_rows(groups):
+    rows, one, sizes, cotangent = operands(GROUPS[groups])
+    other, second = one[:, ::-1], cotangent[:, ::-1]
+
+    def both(rows, one, other, cotangents):
+        out, pull = jax.vjp(lambda *given: hopper.two_projections(*given, sizes), rows, one, other)
+        return *out, *pull(cotangents)
+
+    got = jax.jit(both)(rows, one, other, (cotangent, second))
+    first = exact(rows, one, sizes, cotangent)
+    last = exact(rows, other, sizes, second)
+    expected = first[0], last[0], first[1] + last[1], first[2], last[2]
+    compare(("out", "out", "rows", "gate", "up"), got, expected, first[3])
+
+
+@pytest.mark.parametrize("tiling", ["no clusters", "clusters m", "no delay"])
+def test_tilings_of_swiglu(tiling, monkeypatch):
+    monkeypatch.setattr(hopper, "SWIGLU", TILINGS[tiling])
+    rows, gate, sizes, cotangent = operands((1, 700, 9, 3000), depth=512)
+    used = int(sizes.sum())
+    factors = jax.random.uniform(jax.random.key(9), rows.shape[:1])
+    got = jax.jit(lambda *given: hopper.swiglu(*given, sizes, factors))(rows, gate, gate[:, ::-1])
+    expected = exact_swiglu(rows, gate, gate[:, ::-1], sizes, factors, cotangent)[0]
+    compare(("out",), (got,), (expected,), used)
+
+
 def test_float16_and_rows_that_are_no_multiple_of_eight():
     check(*operands((77, 13, 256), jnp.float16, extra=3))
 

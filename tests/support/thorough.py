@@ -50,6 +50,12 @@ THOROUGH = (
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
     "flax/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
+    "flax/test_weights_in_front.py::test_on_hopper[biases]",
+    "flax/test_weights_in_front.py::test_on_hopper[chunks in a loop]",
+    "flax/test_weights_in_front.py::test_the_same_layer[biases, aligned]",
+    "flax/test_weights_in_front.py::test_the_same_layer[biases, padded]",
+    "flax/test_weights_in_front.py::test_the_same_layer[relu2, padded]",
+    "flax/test_weights_in_front.py::test_the_same_layer[overlapping chunks]",
     "flax/test_chunks.py::test_memory_of_the_compiled_program_shrinks",
     "flax/test_forward.py::test_explicit_axes_give_the_output_the_sharding_of_x",
     "flax/test_forward.py::test_scan_and_remat",

@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 
+from xen_moe_jax.transfer._posting import at_address
 from xen_moe_jax.transfer.wire import UcxWire
 
 FAIL, CUT = 0.01, 0.0005
@@ -15,6 +16,8 @@ FAIL, CUT = 0.01, 0.0005
 
 
 class AdversaryPosting:
+    runs_alone = False
+
     def __init__(self, link, kind, key, memory, runs, rng):
         self._link, self._rng, self._kind, self._key, self._memory = link, rng, kind, key, memory
         self.nbytes, self.bytes_posted, self.error = int(runs[:, 2].sum()), 0, None
@@ -79,8 +82,11 @@ class AdversaryLink:
     def post(self, kind, key, memory, nbytes, runs):
         return AdversaryPosting(self, kind, key, memory, runs, self._rng)
 
-    def post_one(self, kind, key, memory, local, remote, nbytes):
-        return self.post(kind, key, memory, nbytes, np.array([[local, remote, nbytes]], np.int64))
+    def post_again(self, runs, pointer):
+        return self.post("put", runs.key, runs.memory, runs.nbytes, at_address(runs.template, pointer))
+
+    def takes_host_memory(self, key):
+        return self.inner.takes_host_memory(key)
 
     def forget(self, key):
         self.inner.forget(key)

@@ -39,7 +39,8 @@ def posting_library(tmp_path_factory):
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
-    sources = [pathlib.Path(__file__).parents[2] / "ffi" / f"{name}.cc" for name in ("ucx_posting", "cuda_copies")]
+    names = ("ucx_posting", "cuda_copies", "host_copies")
+    sources = [pathlib.Path(__file__).parents[2] / "ffi" / f"{name}.cc" for name in names]
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, *sources, "-o", path], check=True)
     return path

@@ -4,7 +4,8 @@
 
 The functions are those of `test_transfer_adversary.py` and `test_transfer_kills.py`: what is torn, counted twice or
 changed after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to
-standard output alone.
+standard output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other-device 1` has the
+other processes' arrays on the second GPU.
 """
 
 import argparse
@@ -24,18 +25,30 @@ def commit():
     return done.stdout.strip() or "unknown"
 
 
-def timed(run, *arguments):
+def timed(options, run, *arguments):
     """(what it gave, seconds), with an engine and other processes of its own."""
     import xen_moe_jax.transfer as xt
     from tests.transfer.other_process import Others
 
     begun = time.monotonic()
     with xt.Engine(name="here") as engine:
-        others = Others(engine)
+        others = Others(engine, **({} if options.other_device is None else {"device": options.other_device}))
         try:
             return run(engine, others, *arguments), time.monotonic() - begun
         finally:
             others.end()
+
+
+class Numbers:
+    """0 to `most`, or those that are begun before `seconds` are over; `count` of them so far."""
+
+    def __init__(self, most, seconds):
+        self._most, self._until, self.count = most, None if seconds is None else time.monotonic() + seconds, 0
+
+    def __iter__(self):
+        while self.count < self._most and (self._until is None or time.monotonic() < self._until):
+            self.count += 1
+            yield self.count
 
 
 def main():
@@ -48,7 +61,9 @@ def main():
     parser.add_argument(
         "--kills", type=int, default=500, help="of senders, and as many of receivers; 0 leaves both out"
     )
+    parser.add_argument("--kill-seconds", type=float, help="no more kills of either kind after so long")
     parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--other-device", type=int, help="the device of the other processes' arrays")
     parser.add_argument("--json", help="the file for the figures")
     options = parser.parse_args()
     document = report.header(sys.argv[1:], None) | {
@@ -58,7 +73,7 @@ def main():
         "seed": options.seed,
     }
     if options.transfers:
-        found, seconds = timed(test_transfer_adversary.run, options.transfers, options.seed, 3000)
+        found, seconds = timed(options, test_transfer_adversary.run, options.transfers, options.seed, 3000)
         names = ("writes", "failed writes", "lost connections", "generations thrown away")
         document["adversary"] = dict(zip(names, found, strict=True)) | {
             "rows in committed generations, hashed": -(-options.transfers // test_transfer_adversary.ROWS)
@@ -68,18 +83,20 @@ def main():
         }
         print(json.dumps(document["adversary"]), flush=True)
     if options.kills:
-        (whole, thrown), seconds = timed(test_transfer_kills.kill_senders, options.kills, options.seed)
+        numbers = Numbers(options.kills, options.kill_seconds)
+        (whole, thrown), seconds = timed(options, test_transfer_kills.kill_senders, numbers, options.seed)
         document["killed senders"] = {
-            "kills": options.kills,
+            "kills": numbers.count,
             "whole generations": whole,
             "generations thrown away": thrown,
             "torn generations": 0,
             "seconds": round(seconds),
         }
         print(json.dumps(document["killed senders"]), flush=True)
-        sent, seconds = timed(test_transfer_kills.kill_receivers, options.kills, options.seed + 1)
+        numbers = Numbers(options.kills, options.kill_seconds)
+        sent, seconds = timed(options, test_transfer_kills.kill_receivers, numbers, options.seed + 1)
         document["killed receivers"] = {
-            "kills": options.kills,
+            "kills": numbers.count,
             "generations sent": sent,
             "torn generations": 0,
             "seconds": round(seconds),

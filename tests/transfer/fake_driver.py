@@ -65,9 +65,11 @@ class Driver:
 
     def __init__(self):
         self.waiting, self.events, self.copies, self.opened = [], {}, 0, 0
-        self.error = self.hidden = 0
+        self.error = self.hidden = self.batches = 0
+        self.without_batches = self.from_host = False
         self.patience = PATIENCE
         c_int, u64, pointer = ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
+        array, size = ctypes.POINTER, ctypes.c_size_t
         calls = [
             (self.copy, [u64, u64, ctypes.c_size_t, pointer]),
             (self.event_create, [ctypes.POINTER(pointer), ctypes.c_uint]),
@@ -76,11 +78,14 @@ class Driver:
             (lambda event: 0, [pointer]),
             (lambda context: 0, [pointer]),
             (lambda context: 0, [ctypes.POINTER(pointer)]),
+            (self.batch, [array(u64), array(u64), array(size), size, *[pointer] * 2, size, pointer]),
         ]
         self._kept = [ctypes.CFUNCTYPE(c_int, *arguments)(call) for call, arguments in calls]
 
-    def functions(self):
-        return [ctypes.cast(call, ctypes.c_void_p).value for call in self._kept]
+    def functions(self, from_host):
+        self.from_host |= from_host
+        addresses = [ctypes.cast(call, ctypes.c_void_p).value for call in self._kept]
+        return [*addresses[:-1], None if from_host else addresses[-1]]
 
     def copy(self, to, origin, nbytes, _stream):
         if self.error:
@@ -88,6 +93,12 @@ class Driver:
         self.copies += 1
         self.waiting.append((to, origin, nbytes))
         return 0
+
+    def batch(self, to, origin, nbytes, count, _attributes, _first, _number, stream):
+        if self.without_batches:
+            return 801
+        self.batches += 1
+        return max(self.copy(to[i], origin[i], nbytes[i], stream) for i in range(count))
 
     def event_create(self, event, _flags):
         event[0] = len(self.events) + 1
@@ -209,6 +220,19 @@ def between_two_processes():
             # In pages: one copy for each; in a whole array: one for all.
             assert answer["copies"] == (2 * (1 + len(order)) if by_driver else 0), answer
             assert answer["opened"] == (2 if by_driver else 0), answer
+            assert answer["batches"] == (2 if by_driver else 0), answer
+            # Nobody waits for it at the sender: its thread has to look. And by a driver without batches.
+            for number, change in enumerate(({"patience": 3000}, {"without_batches": True}, {"from_host": True})):
+                before = answer["copies"]
+                ask(do="post", seed=20 + number, imm=f"post{number}", pages=order, **change)
+                with receiver.counter(f"post{number}", expect=1) as counter:
+                    counter.wait(20)
+                expected = np.zeros(WIDE, np.uint8)
+                expected[order] = content(20 + number)[: len(order)]
+                np.testing.assert_array_equal(np.asarray(window.commit(20)), expected)
+                answer = ask(do="report")
+                assert answer["copies"] - before == (len(order) if by_driver else 0), (change, answer)
+            assert answer["batches"] == (3 if by_driver else 0) and answer["from_host"] == by_driver, answer
             assert ask(do="read", seed=99)["equal"]
             answer = ask(do="fail", error=700)
             assert not by_driver or "CUDA error 700" in answer["error"], answer
@@ -251,6 +275,7 @@ def by_ucx_alone():
 def sender(descriptor, backend="auto"):
     with xt.Engine(name="sender", backend=backend) as engine:
         peer = engine.connect(bytes.fromhex(descriptor))
+        posted = []
         while True:
             order = json.loads(engine.recv(peer, timeout=60))
             answer = {}
@@ -265,6 +290,15 @@ def sender(descriptor, backend="auto"):
                     transfer = engine.write(source, peer[order.get("name", "w")], pages=pages, imm=order["imm"])
                     transfer.wait(20)
                     assert not driver.waiting, "it ended before its copies"
+                elif order["do"] == "post":
+                    driver.patience = order.get("patience", PATIENCE)
+                    driver.without_batches = order.get("without_batches", False)
+                    pages = range(len(order["pages"])), order["pages"]
+                    given = np.asarray(source) if order.get("from_host") else source
+                    posted.append(engine.write(given, peer["w"], pages=pages, imm=order["imm"]))
+                    assert "patience" not in order or driver.waiting or not _posting.native(), "it was waited for"
+                elif order["do"] == "report":
+                    answer["from_host"] = driver.from_host
                 elif order["do"] == "flood":
                     driver.patience = 1000
                     target = peer["flooded"]
@@ -278,7 +312,7 @@ def sender(descriptor, backend="auto"):
                     transfer.wait(20)
             except xt.TransferError as error:
                 answer["error"] = str(error)
-            answer |= {"copies": driver.copies, "opened": driver.opened}
+            answer |= {"copies": driver.copies, "opened": driver.opened, "batches": driver.batches}
             engine.send(peer, json.dumps(answer).encode()).wait(20)
 
 

@@ -61,13 +61,13 @@ class Other:
 
 
 class Others:
-    """Starts other processes that are connected to `engine`, and ends them all at the end."""
+    """Starts other processes that are connected to `engine`, all with the same `options`, and ends them at the end."""
 
-    def __init__(self, engine):
-        self._engine, self._started = engine, []
+    def __init__(self, engine, **options):
+        self._engine, self._options, self._started = engine, options, []
 
     def __call__(self, name="there", connected=True, **options):
-        other = Other(name, **options)
+        other = Other(name, **self._options, **options)
         self._started.append(other)
         if connected:
             other.call("connect", self._engine.descriptor)

@@ -18,7 +18,7 @@ def test_the_command(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "xen_moe_jax", "benchmark", "--mode", "transfer", "--sizes", "2048"]
     done = subprocess.run(
-        [*command, "--peers", "none", "--json", str(report)],
+        [*command, "--peers", "raw UCX", "--json", str(report)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -29,7 +29,17 @@ def test_the_command(tmp_path):
     cells = {transfer.key(result) for result in document["results"] if result["peer"] == "this package"}
     assert cells == {(kind, *rest) for kind, *rest in transfer.cells([2048])}
     assert all(result["p99_us"] >= result["p50_us"] > 0 for result in document["results"])
-    assert document["not_measured"]["raw NIXL"] and "raw UCX" in done.stdout
+    assert document["not_measured"]["raw NIXL"] == "--peers raw UCX" and "raw UCX" in done.stdout
+
+
+def test_turns_are_taken_by_all():
+    order = []
+    seconds = transfer.time_in_turns(
+        {"a": lambda count: order.append("a" * count), "b": lambda _: order.append("b")}, 2
+    )
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("ab", transfer.MOST_REPEATS)
+    turns = [name for place, name in enumerate(order) if place == 0 or order[place - 1] != name]
+    assert turns == ["aa", "b"] * transfer.TURNS
 
 
 def test_cells_are_bounded():

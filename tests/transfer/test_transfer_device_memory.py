@@ -1,5 +1,7 @@
 """Memory of this package's own as JAX arrays: what windows on GPUs are made of, tried on the host."""
 
+import ctypes
+import functools
 import gc
 import os
 import pathlib
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xen_moe_jax.transfer import _cuda_memory
+import xen_moe_jax.transfer as xt
+from xen_moe_jax.transfer import _cuda_memory, _device
 
 pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
 ON_CPU = (1, 0)  # DLPack's device
@@ -44,6 +47,50 @@ def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
     del array
     gc.collect()
     assert owner() is None and not _cuda_memory._imported
+
+
+def test_a_context_is_set_again_after_somebody_else_has_set_another(monkeypatch):
+    current = []
+
+    class Driver:
+        def cuCtxSetCurrent(self, context):
+            current.append(context.value)
+            return 0
+
+    monkeypatch.setattr(_device, "driver", Driver)
+    monkeypatch.setattr(_device, "context", lambda device: 100 + device)
+    _device.make_current(1)
+    current.append(100)  # XLA, which leaves the context of the device that it used last.
+    _device.make_current(1)
+    assert current == [101, 100, 101]
+
+
+def test_a_tick_leaves_the_context_of_its_thread(monkeypatch):
+    """XLA calls back in the middle of its work on one device; a write may use the context of another."""
+    current = [105]
+
+    class Driver:
+        def cuCtxSetCurrent(self, context):
+            current[0] = context.value
+            return 0
+
+        def cuCtxGetCurrent(self, found):
+            ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))[0] = current[0]
+            return 0
+
+    monkeypatch.setattr(_device, "driver", functools.cache(Driver))
+    monkeypatch.setattr(_device, "context", lambda device: 100 + device)
+    seen = []
+
+    def callback(index, data):
+        _device.make_current(1)
+        seen.append((index, current[0]))
+
+    xt.Watcher()._tick(np.int32(3), None, None)
+    assert not _device.driver.cache_info().currsize, "the driver was loaded for nothing"
+    _device.driver()
+    xt.Watcher(callback)._tick(np.int32(4), None, None)
+    assert (seen[-1], current) == ((4, 101), [105])
 
 
 @pytest.mark.parametrize("loop", ["native", "python"])

@@ -9,13 +9,15 @@ import xen_moe_jax.transfer as xt
 from tests.transfer import transfer_sides
 
 
-def kill_senders(engine, others, kills, seed):
-    """Kills one sender after another; (generations that were committed, generations that were thrown away)."""
+def kill_senders(engine, others, numbers, seed):
+    """Kills one sender after another, as many as there are numbers; (generations that were committed, generations that
+    were thrown away).
+    """
     rng = random.Random(seed)
     window = transfer_sides.leaves_window(engine)
     whole = thrown = 0
     kept = []
-    for number in range(kills):
+    for number in numbers:
         other = others(f"sender{number}", connected=False)
         other.start("fill_generations", engine.descriptor)
         peer = engine.peer(f"sender{number}", 30)
@@ -53,11 +55,11 @@ def kill_senders(engine, others, kills, seed):
     return whole, thrown
 
 
-def kill_receivers(engine, others, kills, seed):
+def kill_receivers(engine, others, numbers, seed):
     """Kills one receiver after another under a sender that never stops; generations that were sent."""
     rng = random.Random(seed)
     sent = 0
-    for number in range(kills):
+    for number in numbers:
         other = others(f"receiver{number}")
         other.call("open_leaves_window")
         other.start("take_generations")
@@ -78,15 +80,15 @@ def kill_receivers(engine, others, kills, seed):
 
 @pytest.mark.parametrize("kill", [kill_senders, kill_receivers])
 def test_ten_kills(engine, others, kill):
-    kill(engine, others, 10, 1)
+    kill(engine, others, range(10), 1)
 
 
 @pytest.mark.slow
 def test_five_hundred_senders(engine, others):
-    whole, thrown = kill_senders(engine, others, 500, 2)
+    whole, thrown = kill_senders(engine, others, range(500), 2)
     assert whole > 500 and thrown > 50, (whole, thrown)
 
 
 @pytest.mark.slow
 def test_five_hundred_receivers(engine, others):
-    assert kill_receivers(engine, others, 500, 3) > 500
+    assert kill_receivers(engine, others, range(500), 3) > 500

@@ -1,8 +1,10 @@
 """The posting loop, in C++ and in Python: one behaviour."""
 
 import os
+import selectors
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -60,3 +62,23 @@ def test_both_loops_write_the_same(loop, posting_library):
         [sys.executable, "-c", PROGRAM, loop], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr
+
+
+def test_the_thread_looks_after_copies_once_and_in_time(engine):
+    """Copies that nobody waits for, one after another: later ones do not put off the end of the first."""
+    loop, rings = engine._loop, []
+    with engine._lock:
+        hear = loop._alarm.hear
+        loop._selector.modify(loop._alarm.descriptor, selectors.EVENT_READ, lambda: (rings.append(1), hear()))
+    begun = time.monotonic()
+    while not rings:
+        with engine._lock:
+            loop.look_after(10 << 20)  # Some 85 us.
+        time.sleep(2e-5)
+        assert time.monotonic() - begun < 10, "it was put off again and again"
+    with engine._lock:
+        loop.look_after(100_000_000_000)  # Half a second.
+        loop.rest()
+    rings.clear()
+    time.sleep(0.7)
+    assert not rings, "it rang although there was nothing to look after"

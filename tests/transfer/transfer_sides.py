@@ -18,6 +18,8 @@ class State:
 
 
 def serve(connection, name, options):
+    if "device" in options:  # Its number among this host's; without it, JAX's default.
+        jax.config.update("jax_default_device", jax.local_devices()[options.pop("device")])
     if "adversary" in options:
         from tests.transfer.adversary import AdversaryWire
 

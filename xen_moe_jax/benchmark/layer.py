@@ -61,7 +61,14 @@ def measure(
     pairs = [(operation, name) for operation in OPERATIONS for name in chosen]
     report.progress(f"compiling {len(pairs)} programs")
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
-        programs = list(pool.map(lambda pair: compiled(given, pair[0], chosen[pair[1]], operands), pairs))
+        programs = list(
+            pool.map(
+                lambda pair: compiled(
+                    given, pair[0], chosen[pair[1]], layer_programs.operands_for(pair[1], given, operands)
+                ),
+                pairs,
+            )
+        )
     with timing.alone(options.lock):
         return list(measured(given, operands, pairs, programs, calls, options.repeats))
 
@@ -78,8 +85,9 @@ def measured(
             yield row | {"error": program}
             continue
         row["memory_bytes"] = timing.memory_bytes(program)
+        own = layer_programs.operands_for(name, given, operands)
         try:
-            result = jax.block_until_ready(program(*operands))
+            result = jax.block_until_ready(program(*own))
             if name == PLAIN:
                 expected[operation] = result
             elif name != MATMULS and operation not in expected:
@@ -88,7 +96,7 @@ def measured(
             elif name != MATMULS:
                 row["max difference"] = compare(given, name, result, expected[operation])
             del result
-            row |= times(program, operands, calls, repeats, given)
+            row |= times(program, own, calls, repeats, given)
         except jax.errors.JaxRuntimeError as error:  # out of memory
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         yield row

@@ -21,6 +21,7 @@ from xen_moe_jax.benchmark.workload import Capacities, Workload, round_up
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
+from xen_moe_jax.flax._logits import router_logits
 
 MODEL_LAYERS = 4
 PLAIN = "xen_moe_jax"
@@ -30,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xen_moe_jax, 2 chunks": {"num_chunks": 2},
     "xen_moe_jax, 4 chunks": {"num_chunks": 4},
     "xen_moe_jax, alignment 128": {"alignment": 128},
+    "xen_moe_jax, weights in front": {"apply_weights_to": "activation"},
     "xen_moe_jax, fp8 wire": {"wire": "float8_e4m3fn", "combine_wire": "float8_e4m3fn"},
     "xen_moe_jax, no capacity": {"capacity_factor": None},
     "xen_moe_jax, no capacity, 4 chunks": {"capacity_factor": None, "num_chunks": 4},
@@ -110,7 +112,7 @@ def draw_operands(given: LayerProblem) -> Operands:
 
 def router_weights(work: Workload, router: jax.Array, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
     """Softmax scores of the experts that the problem has chosen, normalised: float32 `[T, K]`."""
-    logits = jnp.dot(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    logits = router_logits(x, router)
     chosen = jnp.take_along_axis(jax.nn.softmax(logits[:, : work.experts], axis=-1), topk_idx, axis=-1)
     return chosen / chosen.sum(-1, keepdims=True)
 
@@ -147,17 +149,29 @@ def peer_layer(config: MoEConfig, work: Workload, caps: Capacities, name: str) -
 
 
 def matmuls_alone(config: MoEConfig, work: Workload, layers: int) -> Layer:
-    """Experts on `T*K` rows in equal groups: this rank's tokens `K` times, added up by token in a stack of layers."""
+    """Experts on `T*K` rows in equal groups. One layer alone is given them (`operands_for`); in a stack they are this
+    rank's tokens `K` times, and are added up by token."""
     experts = built_in(config)
 
     def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
-        rows = jnp.tile(x, (work.top_k, 1))
+        rows = x if layers == 1 else jnp.tile(x, (work.top_k, 1))
         local = work.local_experts
         sizes = jnp.full((local,), rows.shape[0] // local, jnp.int32).at[-1].add(rows.shape[0] % local)
         y = experts(jax.lax.optimization_barrier(rows), sizes, weights)
         return y if layers == 1 else y.reshape(work.top_k, *x.shape).sum(0)
 
     return layer
+
+
+def operands_for(name: str, given: LayerProblem, operands: Operands) -> Operands:
+    """Those of the way: the experts alone have a row for every slot instead of the tokens, since copying tokens into
+    rows, and adding up the rows' gradients, is not their work."""
+    if name != MATMULS or given.layers > 1:
+        return operands
+    copies = jax.shard_map(
+        lambda x: jnp.tile(x, (given.work.top_k, 1)), mesh=given.problem.mesh, in_specs=RANK_SPEC, out_specs=RANK_SPEC
+    )
+    return operands._replace(x=jax.jit(copies)(operands.x))
 
 
 def layers_of(given: LayerProblem, names: list[str] | None) -> dict[str, Layer]:

@@ -33,7 +33,11 @@ MOST_BYTES = 512 * MIB
 """Of a batch at the target: larger cells are left out, and named."""
 MOST_IN_FLIGHT = 2048 * MIB
 SECONDS = 0.4
+TURNS = 5
 MOST_REPEATS = 400
+
+
+OURS, RAW_UCX, RAW_NIXL = "this package", "raw UCX", "raw NIXL"
 
 
 class TargetProcess:
@@ -71,16 +75,20 @@ class TargetProcess:
         self._process.wait()
 
 
-def time_operations(operation: Operation, concurrency: int) -> list[float]:
-    """Seconds of each round of `concurrency` operations, for about `SECONDS`."""
-    for _ in range(3):
-        operation(concurrency)
-    seconds: list[float] = []
-    until = time.perf_counter() + SECONDS
-    while len(seconds) < 5 or (time.perf_counter() < until and len(seconds) < MOST_REPEATS):
-        begun = time.perf_counter()
-        operation(concurrency)
-        seconds.append(time.perf_counter() - begun)
+def time_in_turns(operations: dict[str, Operation], concurrency: int) -> dict[str, list[float]]:
+    """Seconds of each round of `concurrency` operations, for about `SECONDS` each, by turns: what else the machine does
+    meets all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(TURNS):
+        for name, operation in operations.items():
+            taken: list[float] = []
+            until = time.perf_counter() + SECONDS / TURNS
+            while not taken or (len(taken) <= MOST_REPEATS // TURNS and time.perf_counter() < until):
+                begun = time.perf_counter()
+                operation(concurrency)
+                taken.append(time.perf_counter() - begun)
+            seconds[name] += taken[1:] or taken  # The first one of a turn finds its data out of the caches.
     return seconds
 
 
@@ -113,8 +121,12 @@ def cells(sizes: Sequence[int]) -> list[Cell]:
     return table + [("pages", size, PAGES_OF_A_WRITE, 1) for size in PAGES if size <= max(sizes)]
 
 
-def measure_engine(target: TargetProcess, table: list[Cell]) -> Iterator[dict[str, Any]]:
-    """This package, and beside it the library below with nothing around it; checks what has arrived."""
+Check = Callable[[], None]
+"""Raises where what has arrived is not what was sent."""
+
+
+def engine_operations(target: TargetProcess, table: list[Cell]) -> Iterator[tuple[dict[str, Operation], Check]]:
+    """For each cell: this package, and beside it the library below with nothing around it; and the check."""
     import jax
 
     import xen_moe_jax.transfer as xt
@@ -122,7 +134,7 @@ def measure_engine(target: TargetProcess, table: list[Cell]) -> Iterator[dict[st
     with xt.Engine(name="source") as engine:
         peer = engine.connect(bytes.fromhex(target("describe")["descriptor"]), timeout=60)
         rng = np.random.default_rng(0)
-        for number, (kind, size, batch, concurrency) in enumerate(table):
+        for number, (kind, size, batch, _) in enumerate(table):
             name = f"cell{number}"
             target("window", name=name, pages=2 * batch, page_bytes=size)
             host = rng.integers(0, 256, (2 * batch, size), np.uint8)
@@ -138,16 +150,38 @@ def measure_engine(target: TargetProcess, table: list[Cell]) -> Iterator[dict[st
                     transfer.wait(60)
 
             ours(1)
-            cell = (kind, size, batch, concurrency)
-            yield row("this package", *cell, time_operations(ours, concurrency))
+            operations: dict[str, Operation] = {OURS: ours}
             if not transfer_peers.raw_ucx_missing():
-                raw = transfer_peers.raw_ucx(engine, place, piece, pages)
-                yield row("raw UCX", *cell, time_operations(raw, concurrency))
-            engine.write(piece, place, pages=pages, imm=name).wait(60)
-            expected = np.zeros_like(host)
-            expected[even] = host[even]
-            if target("take", name=name, writes=1)["hash"] != hashlib.blake2b(expected.tobytes()).hexdigest():
-                raise RuntimeError(f"{kind}, {size} bytes, batch {batch}: what arrived is not what was sent")
+                operations[RAW_UCX] = transfer_peers.raw_ucx(engine, place, piece, pages)
+
+            def check(name=name, piece=piece, place=place, pages=pages, host=host, even=even, cell=(kind, size, batch)):
+                engine.write(piece, place, pages=pages, imm=name).wait(60)
+                expected = np.zeros_like(host)
+                expected[even] = host[even]
+                if target("take", name=name, writes=1)["hash"] != hashlib.blake2b(expected.tobytes()).hexdigest():
+                    raise RuntimeError("{}, {} bytes, batch {}: what arrived is not what was sent".format(*cell))
+
+            yield operations, check
+
+
+def measure_by_turns(
+    target: TargetProcess, table: list[Cell], not_measured: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of this package, of raw UCX and of raw NIXL, which are timed by turns."""
+    nixl = None if RAW_NIXL in not_measured else transfer_peers.nixl(target, table)
+    for cell, (operations, check) in zip(table, engine_operations(target, table), strict=True):
+        if RAW_UCX in not_measured:
+            operations.pop(RAW_UCX, None)
+        if nixl is not None:
+            try:
+                operations[RAW_NIXL] = next(nixl)[1]  # type: ignore[assignment]
+                operations[RAW_NIXL](1)
+            except Exception as error:  # A peer that breaks does not take what is measured beside it.
+                not_measured[RAW_NIXL] = f"{type(error).__name__}: {error}"
+                nixl = operations.pop(RAW_NIXL, None) and None
+        for peer, seconds in time_in_turns(operations, cell[-1]).items():
+            yield row(peer, *cell, seconds)
+        check()
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -208,8 +242,9 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     target = TargetProcess(1 if len(gpus) > 1 else 0 if gpus else None)
     table = cells(options.sizes or SIZES)
     document = report.header(arguments, None) | {"results": [], "not_measured": {}}
-    if missing := transfer_peers.raw_ucx_missing():
-        document["not_measured"]["raw UCX"] = missing
+    for peer in (RAW_UCX, RAW_NIXL, *transfer_peers.PEERS):
+        if reason := transfer_peers.left_out(peer, options.peers):
+            document["not_measured"][peer] = reason
 
     def keep() -> None:
         """What was measured, should a peer not come back."""
@@ -217,18 +252,16 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             report.write_json(options.json, document)
 
     try:
-        for result in measure_engine(target, table):
+        for result in measure_by_turns(target, table, document["not_measured"]):
             document["results"].append(result)
             report.progress(f"{result['peer']}: {result['bytes']:,} x {result['batch']} x {result['concurrency']}")
-        keep()
-        for peer, (measure, module) in transfer_peers.PEERS.items():
-            reason = "--peers none" if options.peers == "none" else transfer_peers.unavailable(module)
-            if reason:
-                document["not_measured"][peer] = reason
+            keep()
+        for peer, (measure, _) in transfer_peers.PEERS.items():
+            if peer in document["not_measured"]:
                 continue
             try:
                 for cell, timed in measure(target, table):
-                    seconds = time_operations(timed, cell[-1]) if callable(timed) else timed
+                    seconds = time_in_turns({peer: timed}, cell[-1])[peer] if callable(timed) else timed
                     document["results"].append(row(peer, *cell, seconds))
                     report.progress(f"{peer}: {cell[1]:,} x {cell[2]} x {cell[3]}")
             except Exception as error:  # A peer that breaks does not take what was measured with it.

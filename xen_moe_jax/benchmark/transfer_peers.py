@@ -234,8 +234,16 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
     return operation
 
 
+def left_out(peer: str, chosen: str) -> str | None:
+    """Why a peer is not measured, where `chosen` is what `--peers` says; None where it is."""
+    if chosen != "all" and peer not in (name.strip() for name in chosen.split(",")):
+        return f"--peers {chosen}"
+    if peer == "raw UCX":
+        return raw_ucx_missing()
+    return unavailable("nixl" if peer == "raw NIXL" else PEERS[peer][1])
+
+
 PEERS: dict[str, tuple[Callable[[Any, list[Cell]], Measured], str]] = {
-    "raw NIXL": (nixl, "nixl"),
     "DLSlime TCP": (dlslime, "dlslime"),
     "jax.experimental.transfer": (jax_transfer, "jax.experimental.transfer"),
     "copy in one process": (copies, "numpy"),

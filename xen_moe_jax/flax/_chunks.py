@@ -12,6 +12,7 @@ little to carry from the forward pass to the backward pass, for a loop copies wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import under_way
+from xen_moe_jax.flax import grouped_matmul
 from xen_moe_jax.flax._config import MoEConfig
 
-RowExperts = Callable[[jax.Array, jax.Array], jax.Array]
-"""`(rows, group_sizes) -> rows`, the weights bound."""
+RowExperts = Callable[..., jax.Array]
+"""`(rows, group_sizes, *row_weights) -> rows`, the experts' weights bound: `_for_experts`."""
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn, because
 a flight takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
@@ -53,7 +55,8 @@ def through_experts(
     """Dispatch, experts, combine.
 
     Args:
-      experts: `(rows, group_sizes, weights) -> rows`.
+      experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
+        `apply_weights_to="activation"`.
       weights: its third argument; derivatives go to it.
       tokens: of this rank, all of them.
       active: as in `xm.dispatch`.
@@ -66,8 +69,8 @@ def through_experts(
     overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], active)
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-        run_here = _pipelined if overlap else _whole
-        return run_here(config, lambda rows, sizes: experts(rows, sizes, weights), chunks, active)
+        run_here = _pipelined if overlap else functools.partial(_whole, add_up=_adder(config, weights, tokens.x))
+        return run_here(config, lambda rows, sizes, *factors: experts(rows, sizes, weights, *factors), chunks, active)
 
     if config.remat == "all":
         run = jax.checkpoint(run)
@@ -130,14 +133,41 @@ def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tu
 
 
 def _whole(
-    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
+    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None, add_up: Callable[..., Any]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Of one chunk."""
+    """Of one chunk; `add_up(config, rows, handle)` is a combine."""
     (chunk,) = chunks
     routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
-    y = experts(routed.x, _sizes(config, routed))
-    out = xm.combine(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
-    return [out], routed.num_dropped
+    y = experts(*_for_experts(config, routed))
+    return [add_up(config, y, routed.handle)], routed.num_dropped
+
+
+def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
+    """The combine whose gradient costs least behind these experts."""
+    own = config.experts is None and config.layout == "grouped" and config.apply_weights_to == "activation"
+    return _unweighted if own and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["up"]) else _add_up
+
+
+def _add_up(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
+    return xm.combine(y, handle, **_back(config))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unweighted(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
+    """A combine without weights. `xm.combine` gives rows past the last group a gradient of zero, and a pass over all
+    rows for it; the Hopper kernels do not read those rows, so that here they stay as the wire left them."""
+    return _add_up(config, y, handle)
+
+
+def _unweighted_forward(config: MoEConfig, y: jax.Array, handle: Any) -> tuple[jax.Array, Any]:
+    return _add_up(config, y, handle), handle
+
+
+def _unweighted_backward(config: MoEConfig, handle: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return xm.redispatch(cotangent, handle, config=config.kernel), None
+
+
+_unweighted.defvjp(_unweighted_forward, _unweighted_backward)
 
 
 def _pipelined(
@@ -145,10 +175,10 @@ def _pipelined(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Of two chunks or more: the next one's dispatch and the last one's combine fly while the experts work."""
 
-    def work(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def work(rows: jax.Array, *others: jax.Array) -> jax.Array:
         # named again behind the barrier of `overlap`, or a remat policy would start the flights again to get them
         rows = checkpoint_name(checkpoint_name(rows, ROWS), EXPERT_ROWS)
-        return experts(rows, checkpoint_name(sizes, HANDLE))
+        return experts(rows, *(checkpoint_name(other, HANDLE) for other in others))
 
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
@@ -159,10 +189,10 @@ def _pipelined(
         flights = {} if returning is None else {"back": returning}
         if upcoming is not None:
             flights["there"] = _start(config, upcoming, active)
-        flights, y = xm.overlap(flights, work, routed.x, _sizes(config, routed))
+        flights, y = xm.overlap(flights, work, *_for_experts(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
-        returning = xm.combine_start(y, routed.handle, weighted=True, wire=config.combine_wire, config=config.kernel)
+        returning = xm.combine_start(y, routed.handle, **_back(config))
         if upcoming is not None:
             sending = flights["there"]
         dropped = dropped + routed.num_dropped
@@ -188,5 +218,16 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
     }
 
 
-def _sizes(config: MoEConfig, routed: xm.Routed) -> jax.Array:
-    return routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
+def _for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
+    """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
+    sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
+    return routed.x, sizes, *([routed.weights] if config.apply_weights_to == "activation" else [])
+
+
+def _back(config: MoEConfig) -> dict[str, Any]:
+    """Options of the combine."""
+    return {
+        "weighted": config.apply_weights_to == "rows",
+        "wire": config.combine_wire,
+        "config": config.kernel,
+    }

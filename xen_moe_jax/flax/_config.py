@@ -36,6 +36,9 @@ class MoEConfig:
         "uniform": no router at all.
       normalize_weights: divide the chosen scores by their sum, so that a token's weights add up to `weight_scale`.
       weight_scale: factor on the router weights (DeepSeek-V3: 2.5).
+      apply_weights_to: where a router weight meets its row: "rows", the expert's output, in float32 while combine adds
+        up; or "activation", in front of the expert's last matmul, rounded to `dtype` with it: the backward pass then
+        neither keeps nor reads the experts' outputs. The same layer up to rounding.
       num_groups, topk_groups: experts form `num_groups` equal groups and a token may use the best `topk_groups` only;
         1 and 1 is plain top-k.
       balancing: "aux_loss" (the load-balancing loss of the Switch Transformer, in `MoEMetrics.aux_loss`), "bias" (a
@@ -88,6 +91,7 @@ class MoEConfig:
     score: str = "softmax"
     normalize_weights: bool = True
     weight_scale: float = 1.0
+    apply_weights_to: str = "rows"
     num_groups: int = 1
     topk_groups: int = 1
     balancing: str = "aux_loss"

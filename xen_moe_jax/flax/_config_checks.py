@@ -16,6 +16,7 @@ CHOICES = {
     "score": ("softmax", "sigmoid", "uniform"),
     "balancing": ("aux_loss", "bias", "none"),
     "remat": ("none", "experts", "all"),
+    "apply_weights_to": ("rows", "activation"),
 }
 LAYER_LAYOUTS = ("grouped", "padded")
 GROUPED_MATMULS = ("auto", "ragged_dot", "tokamax", "hopper")
@@ -165,6 +166,20 @@ def _check_callables(config: Any) -> None:
         raise TypeError(f"MoEConfig.kernel={config.kernel!r}: must be a xen_moe_jax.KernelConfig")
     if config.experts is not None and not callable(config.experts):
         raise TypeError(f"MoEConfig.experts={config.experts!r}: must be a callable (rows, group_sizes, weights)")
+    where = config.apply_weights_to
+    _require(
+        where == "rows" or config.experts is None,
+        "apply_weights_to",
+        where,
+        "experts=... of your own get no router weights; leave it 'rows'",
+    )
+    _require(
+        where == "rows" or not config.replicated_tokens,
+        "apply_weights_to",
+        where,
+        f"with token_axes={config.token_axes}, without an axis of the experts, tokens are weighted as they are added "
+        "up; leave it 'rows'",
+    )
     if not callable(config.grouped_matmul):
         _require(
             config.grouped_matmul in GROUPED_MATMULS,

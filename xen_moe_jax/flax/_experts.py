@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax._types import experts_of_rows
-from xen_moe_jax.flax import grouped_matmul
+from xen_moe_jax.flax import grouped_matmul, hopper
 from xen_moe_jax.flax._config import MoEConfig
 
 Weights = dict[str, Any]
-Experts = Callable[[jax.Array, jax.Array, Weights], jax.Array]
-"""`(rows, group_sizes, weights) -> rows`: see `MoEConfig.experts`."""
+Experts = Callable[..., jax.Array]
+"""`(rows, group_sizes, weights) -> rows`: see `MoEConfig.experts`. The layer's own take `row_weights` too, float32, one
+for each row: factors of the activation, in front of the last matmul (`MoEConfig.apply_weights_to`)."""
 
 
 def built_in(config: MoEConfig) -> Experts:
@@ -23,9 +25,11 @@ def built_in(config: MoEConfig) -> Experts:
     if config.experts is not None:
         return config.experts
 
-    def experts(rows: jax.Array, group_sizes: jax.Array, weights: Weights) -> jax.Array:
+    def experts(
+        rows: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+    ) -> jax.Array:
         apply = grouped_experts if config.layout == "grouped" else padded_experts
-        return apply(config, rows, group_sizes, weights)
+        return apply(config, rows, group_sizes, weights, row_weights)
 
     return experts
 
@@ -62,16 +66,29 @@ def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Ar
     return gate * jax.nn.sigmoid(config.activation_alpha * gate) * (up + 1)
 
 
-def _feed_forward(
-    config: MoEConfig, weights: Weights, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]
-) -> jax.Array:
-    """`project(x, name)` multiplies by `weights[name]` and adds its bias."""
+def _activated(config: MoEConfig, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]) -> jax.Array:
+    """`project(x, name)` multiplies by the weights of that name and adds their bias."""
     gate = project(x, "gate") if config.gated else None
-    return project(activate(config, gate, project(x, "up")), "down")
+    return activate(config, gate, project(x, "up"))
 
 
-def grouped_experts(config: MoEConfig, x: jax.Array, group_sizes: jax.Array, weights: Weights) -> jax.Array:
-    """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`.
+def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    """Each row by its factor, in float32, rounded once."""
+    if row_weights is None:
+        return rows
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # or the rows would be kept in float32
+    def product(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
+        return (rows.astype(jnp.float32) * row_weights[..., None]).astype(rows.dtype)
+
+    return product(rows, row_weights)
+
+
+def grouped_experts(
+    config: MoEConfig, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+) -> jax.Array:
+    """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`,
+    float32 `row_weights [C]`.
 
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
@@ -82,31 +99,55 @@ def grouped_experts(config: MoEConfig, x: jax.Array, group_sizes: jax.Array, wei
         experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
         # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
         one_hot, used = (ids == experts).astype(x.dtype), ids < experts.shape[1]
+        if row_weights is not None:  # nor may what is there meet the bias' gradient of zero
+            row_weights = jnp.where(used[:, 0], row_weights, 0)
 
-    def project(rows: jax.Array, name: str) -> jax.Array:
-        out = matmul(rows, weights[name], group_sizes)
+    def biased(out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
         if one_hot is None or used is None:
             return out
-        bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32).astype(out.dtype)
+        bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32)
+        bias = _weighted(bias, factors).astype(out.dtype)
         # The mask keeps what is unspecified past the last group out of the bias' gradient.
         return out + jnp.where(used, bias, jnp.zeros((), out.dtype))
 
-    return _feed_forward(config, weights, x, project)
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        return biased(matmul(rows, weights[name], group_sizes), name)
+
+    both_at_once = config.gated and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["gate"])
+    if both_at_once and config.activation == "swiglu" and not config.expert_bias:
+        activation = hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
+    elif both_at_once:
+        gate, up = hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)
+        activation = _weighted(activate(config, biased(gate, "gate"), biased(up, "up")), row_weights)
+    else:
+        activation = _weighted(_activated(config, x, project), row_weights)
+    return biased(matmul(activation, weights["down"], group_sizes), "down", row_weights)
 
 
-def padded_experts(config: MoEConfig, x: jax.Array, num_rows: jax.Array, weights: Weights) -> jax.Array:
-    """Rows `[L, M, H]`, of which expert `l` uses the first `num_rows[l]` -> `[L, M, H]`."""
+def padded_experts(
+    config: MoEConfig, x: jax.Array, num_rows: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+) -> jax.Array:
+    """Rows `[L, M, H]`, of which expert `l` uses the first `num_rows[l]` -> `[L, M, H]`; `row_weights [L, M]`."""
     used = jnp.arange(x.shape[1])[None, :] < num_rows[:, None]
     # Unused rows are unspecified and may be NaN, which a zero gradient would not silence in the weights' gradient.
     x = jnp.where(used[..., None], x, 0)
+    if row_weights is not None:
+        row_weights = jnp.where(used, row_weights, 0)
 
-    def project(rows: jax.Array, name: str) -> jax.Array:
+    def project(rows: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
         out = jnp.einsum("lma,lab->lmb", rows, weights[name])
-        return out + weights[f"{name}_bias"][:, None, :] if config.expert_bias else out
+        if not config.expert_bias:
+            return out
+        bias = weights[f"{name}_bias"][:, None, :]
+        return out + (bias if factors is None else _weighted(bias, factors))
 
-    return _feed_forward(config, weights, x, project)
+    return project(_weighted(_activated(config, x, project), row_weights), "down", row_weights)
 
 
 def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights) -> jax.Array:
     """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias."""
-    return _feed_forward(config, weights, x, lambda rows, name: rows @ weights[f"shared_{name}"])
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        return rows @ weights[f"shared_{name}"]
+
+    return project(_activated(config, x, project), "down")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax import routing
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._logits import router_logits
 from xen_moe_jax.flax._parameters import ROUTER_BIAS
 
 
@@ -44,8 +45,7 @@ def route(
     if config.score == "uniform":
         scores = jnp.ones((x.shape[0], config.num_experts), jnp.float32)
     else:
-        # Full float32: a rounded logit flips near-ties, and the flips differ between machines.
-        logits = jnp.dot(x.astype(jnp.float32), weights["router"], precision=jax.lax.Precision.HIGHEST)
+        logits = router_logits(x, weights["router"])
         if config.logits_bias:
             logits = logits + weights["logits_bias"][None, :]
         scores = jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)

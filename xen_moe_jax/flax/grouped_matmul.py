@@ -76,6 +76,11 @@ def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arr
     return BY_NAME[automatic(jax.default_backend())](rows, weights, group_sizes)
 
 
+def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax.Array) -> bool:
+    """Whether `grouped_matmul` multiplies such operands by this library's kernels, which can do two at once."""
+    return grouped_matmul in ("auto", "hopper") and hopper.supports(rows, weights)
+
+
 @functools.cache
 def automatic(platform: str) -> str:
     """What "auto" means on a platform where `hopper` is no choice; on a GPU without tokamax it warns, once."""

@@ -2,6 +2,9 @@
 
 Both gradients are kernels too: that of the rows reads the weights transposed as they lie, that of the weights
 contracts the rows of each group. Sums are in float32, results in the dtype of the operands.
+
+Two projections of the same rows have one gradient of the rows: both products are added up in one accumulator, and
+neither is stored. Those of SwiGLU are multiplied side by side, and the activation is stored with them or without them.
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
 
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=128, stages=6))
-"""The first that divides the shapes. The times of twelve are in benchmarks/results/grouped_matmul_h200.json: pairs of
-blocks that share their loads (`Tiles(cluster="m")`) were some 5 % faster, and their results have not been compared on a
-GPU yet."""
+"""The first that divides the shapes. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of
+blocks that share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing
+by them (benchmarks/results/variants_of_layer_h200x4.json), and tiles twice as high fit small groups worse."""
+SWIGLU = Tiles()
+"""Of the kernel that multiplies both projections: half of a tile's columns are of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +94,52 @@ def grouped_matmul(
             f"{list(weights.shape)}: needs a Hopper GPU, one dtype of {DTYPES}, and widths that are multiples of 128; "
             "use 'auto'"
         )
-    axes = frozenset().union(*(varying_axes(operand) for operand in (rows, weights, group_sizes)))
-    rows, weights, group_sizes = (_vary(operand, axes) for operand in (rows, weights, group_sizes))
-    extra = -rows.shape[0] % ROW_ALIGNMENT
-    out = _multiply(chosen, jnp.pad(rows, ((0, extra), (0, 0))) if extra else rows, weights, group_sizes)
-    return out[: rows.shape[0]] if extra else out
+    padded, weights, group_sizes = vary_alike(_whole_tiles(rows), weights, group_sizes)
+    return _multiply(chosen, padded, weights, group_sizes)[: rows.shape[0]]
 
 
-def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`array`, varying over mesh `axes`: what a kernel returns varies over none, as far as JAX knows."""
-    missing = tuple(sorted(axes - varying_axes(array)))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
+def two_projections(
+    rows: jax.Array, one: jax.Array, other: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`grouped_matmul` of rows `[C, A]` with each of two weights `[L, A, B]` -> two of `[C, B]`; `supports` holds."""
+    chosen = plan(*one.shape[1:])
+    assert chosen is not None
+    padded, *operands = vary_alike(_whole_tiles(rows), one, other, group_sizes)
+    first, second = _multiply_two(chosen, padded, *operands)
+    return first[: rows.shape[0]], second[: rows.shape[0]]
+
+
+def swiglu(
+    rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, row_weights: jax.Array | None = None
+) -> jax.Array:
+    """`silu(rows @ gate) * (rows @ up)`, times `row_weights` if given, in float32 and rounded once; `supports` holds.
+
+    Args:
+      rows: `[C, A]`, bfloat16 or float16.
+      gate, up: `[L, A, F]`.
+      group_sizes: int32 `[L]`.
+      row_weights: float32 `[C]`.
+
+    Returns:
+      `[C, F]`. Its derivatives take the projections as they are in the dtype of the rows.
+    """
+    chosen = plan(*gate.shape[1:])
+    assert chosen is not None
+    weighted = [] if row_weights is None else [_whole_tiles(row_weights)]
+    padded, *operands = vary_alike(_whole_tiles(rows), gate, up, group_sizes, *weighted)
+    return _swiglu(chosen, padded, *operands, *([] if weighted else [None]))[: rows.shape[0]]
+
+
+def _whole_tiles(array: jax.Array) -> jax.Array:
+    """With zeros up to a multiple of `ROW_ALIGNMENT` rows."""
+    extra = -array.shape[0] % ROW_ALIGNMENT
+    return jnp.pad(array, ((0, extra), *[(0, 0)] * (array.ndim - 1))) if extra else array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> Any:
     out = rows_by_weights(rows, weights, group_sizes, transposed=False, tiles=chosen.forward)
-    return _vary(out, varying_axes(rows))
+    return vary(out, varying_axes(rows))
 
 
 def _forward(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
@@ -115,7 +150,59 @@ def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
     rows, weights, group_sizes = kept
     by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
     by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
-    return _vary(by_rows, varying_axes(rows)), _vary(by_weights, varying_axes(weights)), None
+    return vary(by_rows, varying_axes(rows)), vary(by_weights, varying_axes(weights)), None
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_two(chosen: Plan, rows: Any, one: Any, other: Any, group_sizes: Any) -> Any:
+    return tuple(_multiply(chosen, rows, weights, group_sizes) for weights in (one, other))
+
+
+def _two_forward(chosen: Plan, rows: Any, one: Any, other: Any, group_sizes: Any) -> tuple[Any, Any]:
+    return _multiply_two(chosen, rows, one, other, group_sizes), (rows, one, other, group_sizes)
+
+
+def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    rows, one, other, group_sizes = kept
+    by_rows = rows_by_weights(
+        cotangents[0], one, group_sizes, (cotangents[1], other), transposed=True, tiles=chosen.rows
+    )
+    by_weights = [
+        vary(rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights), varying_axes(rows))
+        for cotangent in cotangents
+    ]
+    return vary(by_rows, varying_axes(rows)), *by_weights, None
+
+
+_multiply_two.defvjp(_two_forward, _two_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> Any:
+    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=SWIGLU)
+    return vary(out, varying_axes(rows))
+
+
+def _swiglu_forward(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> tuple[Any, Any]:
+    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=SWIGLU)
+    out, *projections = (vary(result, varying_axes(rows)) for result in results)
+    return out, (rows, gate, up, group_sizes, row_weights, projections)
+
+
+def _swiglu_backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    rows, gate, up, group_sizes, row_weights, projections = kept
+    g, u, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
+    sigmoid = jax.nn.sigmoid(g)
+    by_row_weights = None
+    if row_weights is not None:
+        by_row_weights = jnp.sum(g * sigmoid * u * by_out, axis=-1)
+        by_out = by_out * row_weights[:, None]
+    by_projections = by_out * u * sigmoid * (1 + g * (1 - sigmoid)), by_out * g * sigmoid
+    by_projections = tuple(a.astype(rows.dtype) for a in by_projections)
+    return *_two_backward(chosen, (rows, gate, up, group_sizes), by_projections), by_row_weights
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)

@@ -124,6 +124,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "no capacity, 4 chunks, remat experts": {"num_chunks": 4, "remat": "experts"},
     "no capacity, 4 chunks, remat all": {"num_chunks": 4, "remat": "all"},
     "capacity 1.25": {"capacity_factor": 1.25},
+    "capacity 1.25, weights in front": {"capacity_factor": 1.25, "apply_weights_to": "activation"},
     "capacity 1.25, remat experts": {"capacity_factor": 1.25, "remat": "experts"},
     "capacity 1.25, 4 chunks, remat all": {"capacity_factor": 1.25, "num_chunks": 4, "remat": "all"},
 }

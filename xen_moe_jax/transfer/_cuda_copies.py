@@ -1,44 +1,33 @@
-"""Copies from a GPU of this process into another process's GPU memory by the driver itself (CUDA IPC, NVLink).
+"""Copies from this process into another process's GPU memory by the driver itself (CUDA IPC, NVLink).
 
-UCX does the same, and takes 30 us for every piece of XLA's memory, where the driver's own copy takes 2 to 3. Memory
-that is registered is exported beside UCX's key; whoever can open it copies, and everything else (other machines, host
-memory, the same process) stays with UCX. The loop is `ffi/cuda_copies.cc` below `ffi/ucx_posting.cc`; without it UCX
-carries everything.
+UCX does the same, and takes 30 us for every piece of XLA's memory, where the driver's own copy takes 2, and half of one
+in a batch; from host memory UCX has no way there at all. Memory that is registered is exported beside UCX's key;
+whoever can open it copies, and everything else (other machines, the same process) stays with UCX. The loop is
+`ffi/cuda_copies.cc` below `ffi/ucx_posting.cc`; without it UCX carries everything.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import secrets
 import struct
 from ctypes import c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xen_moe_jax.transfer import _device, _posting, _process
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.wire import Posting, UcxLink
+    from xen_moe_jax.transfer.wire import UcxLink
 
 _EXPORT = struct.Struct("<16s16s64sQQQ")
 """Machine, process, CUDA's handle, its buffer number, first address and bytes of the allocation."""
-_process_mark = secrets.token_bytes(16)
 IDLE_MAPPINGS = 64
 """Mappings that nothing uses and that are kept: opening one takes longer than a small write."""
-
-
-@functools.cache
-def _machine_mark() -> bytes:
-    return hashlib.blake2b(str(_process.describe()["machine"]).encode(), digest_size=16).digest()
 
 
 def export(pointer: int) -> bytes:
     """What another process of this machine needs to map the allocation at `pointer`; empty where it cannot be."""
     found = _device.export(pointer)
-    return b"" if found is None else _EXPORT.pack(_machine_mark(), _process_mark, *found)
+    return b"" if found is None else _EXPORT.pack(_process.machine_mark(), _process.mark()[0], *found)
 
 
 class _Mapping(ctypes.Structure):
@@ -52,7 +41,7 @@ class _Driver(ctypes.Structure):
 
     _fields_ = [
         (name, c_void_p)
-        for name in ("copy", "event_create", "event_record", "event_query", "event_destroy", "push", "pop")
+        for name in ("copy", "event_create", "event_record", "event_query", "event_destroy", "push", "pop", "batch")
     ] + [("context", c_void_p), ("stream", c_void_p)]
 
 
@@ -69,26 +58,30 @@ class Mapping(_posting.Key):
 
 
 class Copies:
-    """The copies from one GPU of this process into one peer's memory: a stream, and what is mapped."""
+    """The copies from one GPU of this process, or from its host memory, into one peer's: a stream, and what is mapped
+    in that GPU's context.
+    """
 
-    def __init__(self, loop: Any, link: UcxLink, device: int):
+    def __init__(self, loop: Any, link: UcxLink, device: int, from_host: bool):
         self._loop, self._link, self._device = loop, link, device
         self._mappings: dict[bytes, Mapping | None] = {}
         _device.make_current(device)
         self._stream = _device.new_stream()
-        self._driver = _Driver(*_device.copy_functions(), _device.context(device), self._stream)
+        self._driver = _Driver(*_device.copy_functions(from_host), _device.context(device), self._stream)
         self._handle = loop.library.xen_moe_copies_new(ctypes.addressof(self._driver))
-        self.starter = _posting.NativeStarter(loop, self, loop.copy_calls, 0, self._handle)
+        self.starter = _posting.NativeStarter(loop, self, loop.copy_calls, 0, self._handle, start=loop.start_call)
 
     # What a posting asks its link for.
     open = True  # An event is waited for on a closed link, too: copies that were queued cannot be called back.
+    runs_alone = True
 
     @property
     def failed(self) -> str | None:
         return self._link.failed
 
     def status_text(self, _status: int) -> str:
-        return f"CUDA error {self._loop.library.xen_moe_copies_error(self._handle)} of a copy between two GPUs"
+        error = self._loop.library.xen_moe_copies_error(self._handle)
+        return f"CUDA error {error} of a copy into another process's GPU memory"
 
     def mapping(self, exported: bytes) -> Mapping | None:
         """The exported memory in this process, or None where it cannot be mapped."""
@@ -100,10 +93,8 @@ class Copies:
         return found
 
     def _map(self, exported: bytes) -> Mapping | None:
-        if len(exported) != _EXPORT.size:
-            return None
         machine, process, *handle, remote, nbytes = _EXPORT.unpack(exported)
-        if machine != _machine_mark() or process == _process_mark:
+        if machine != _process.machine_mark() or process == _process.mark()[0]:
             return None
         _device.make_current(self._device)
         self._close_idle(IDLE_MAPPINGS)
@@ -136,32 +127,27 @@ class Copies:
 
 
 class LinkCopies:
-    """The copies into one peer's memory, from whichever GPU of this process."""
+    """The copies into one peer's GPU memory, from whichever GPU of this process, or from the host."""
 
     def __init__(self, link: UcxLink):
-        self._link, self._by_device = link, dict[int, Copies]()
+        self._link, self._by_device = link, dict[int | None, Copies]()
 
-    def post(self, kind: str, exported: bytes, nbytes: int, runs: np.ndarray) -> tuple[bool, Posting | None]:
-        """Starts the runs, as `Link.post` does: (whether the driver can do it, the posting)."""
-        place = self._place(exported, int(runs[0, 0]))
-        return (False, None) if place is None else (True, place[0].starter.post(kind, place[1], "cuda", nbytes, runs))
-
-    def post_one(self, kind: str, exported: bytes, local: int, remote: int, nbytes: int) -> tuple[bool, Posting | None]:
-        place = self._place(exported, local)
-        if place is None:
-            return False, None
-        return True, place[0].starter.post_one(kind, place[1], "cuda", local, remote, nbytes)
-
-    def _place(self, exported: bytes, local: int) -> tuple[Copies, Mapping] | None:
+    def way(self, exported: bytes, local: int | None) -> tuple[_posting.NativeStarter, Mapping] | None:
+        """What starts a posting from the GPU that has `local`, or from the host (None), and its key; None where the
+        driver cannot copy.
+        """
         loop = _posting.native()
-        if loop is None or self._link.failed:
+        if loop is None or len(exported) != _EXPORT.size:
             return None
-        device = _device.ordinal_of(local)
+        device = None if local is None else _device.ordinal_of(local)
         copies = self._by_device.get(device)
         if copies is None:
-            copies = self._by_device[device] = Copies(loop, self._link, device)
+            through = _device.default_ordinal() if device is None else device
+            if through is None:
+                return None
+            copies = self._by_device[device] = Copies(loop, self._link, through, device is None)
         mapping = copies.mapping(exported)
-        return None if mapping is None else (copies, mapping)
+        return None if mapping is None else (copies.starter, mapping)
 
     def idle(self) -> bool:
         return all(copies.idle() for copies in self._by_device.values())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-_current = threading.local()
 _BUFFER_ID, _DEVICE_ORDINAL, _LEGACY_IPC_CAPABLE, _ALLOWED_HANDLE_TYPES = 7, 9, 10, 14  # CUpointer_attribute
 _LAZY_PEER_ACCESS = 1  # CUipcMem_flags
 _NON_BLOCKING = 1  # CUstream_flags
@@ -111,11 +111,24 @@ def context(device: int) -> int:
 
 
 def make_current(device: int) -> None:
-    """Makes the device's primary context current in this thread."""
-    if getattr(_current, "device", None) == device:
-        return
+    """Makes the device's primary context current in this thread. Every time: XLA leaves the context of the device that
+    it used last.
+    """
     _check(f"cuCtxSetCurrent of device {device}", driver().cuCtxSetCurrent(ctypes.c_void_p(context(device))))
-    _current.device = device
+
+
+@contextlib.contextmanager
+def context_kept() -> Iterator[None]:
+    """Leaves this thread's current context as it was: a callback runs in the middle of XLA's work on some device."""
+    if not driver.cache_info().currsize:  # Nothing here has touched CUDA.
+        yield
+        return
+    found = ctypes.c_void_p()
+    _check("cuCtxGetCurrent", driver().cuCtxGetCurrent(ctypes.byref(found)))
+    try:
+        yield
+    finally:
+        driver().cuCtxSetCurrent(found)
 
 
 class _IpcHandle(ctypes.Structure):
@@ -165,7 +178,6 @@ def end_stream(stream: int) -> None:
 
 
 _COPY_CALLS = (
-    "cuMemcpyDtoDAsync_v2",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
@@ -175,6 +187,13 @@ _COPY_CALLS = (
 )
 
 
-def copy_functions() -> list[int]:
-    """Addresses of the driver's functions, in the order of `XenMoeDriver` of cuda_copies.cc."""
-    return [ctypes.cast(getattr(driver(), call), ctypes.c_void_p).value or 0 for call in _COPY_CALLS]
+def copy_functions(from_host: bool) -> list[int | None]:
+    """Addresses of the driver's functions, in the order of `XenMoeDriver` of cuda_copies.cc; None for one that this
+    driver does not have. Batches are for memory of GPUs.
+    """
+    copy = "cuMemcpyHtoDAsync_v2" if from_host else "cuMemcpyDtoDAsync_v2"
+    batch = None if from_host else getattr(driver(), "cuMemcpyBatchAsync_v2", None)
+    functions = [getattr(driver(), call) for call in (copy, *_COPY_CALLS)]
+    return [ctypes.cast(function, ctypes.c_void_p).value for function in functions] + [
+        None if batch is None else ctypes.cast(batch, ctypes.c_void_p).value
+    ]

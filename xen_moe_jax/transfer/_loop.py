@@ -4,6 +4,7 @@ drives the wire.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
 import socket
@@ -29,6 +30,35 @@ SPUN_S = 1e-3
 """How often the thread looks meanwhile."""
 
 
+COPY_S, COPY_BYTES_PER_S = 50e-6, 3e11
+"""When the thread looks for the end of copies that need no driving: about when a GPU's have ended."""
+
+
+class _Alarm:
+    """A descriptor that becomes readable after a while (Linux's timerfd, which Python has from 3.13 on)."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        monotonic, flags = time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC
+        self.descriptor = self._library.timerfd_create(ctypes.c_int(monotonic), ctypes.c_int(flags))
+        if self.descriptor < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "timerfd_create")
+        self._setting = (ctypes.c_long * 4)()  # `struct itimerspec`: an interval, and when it rings first.
+        self._ring = ctypes.PyDLL(None).timerfd_settime
+        self._arguments = ctypes.c_int(self.descriptor), ctypes.c_int(0), ctypes.byref(self._setting), None
+
+    def set(self, seconds: float) -> None:
+        """Rings once, after so long (under a second), or never (0); what was set before does not count any more."""
+        self._setting[3] = int(seconds * 1e9)
+        self._ring(*self._arguments)
+
+    def hear(self) -> None:
+        try:
+            os.read(self.descriptor, 8)
+        except BlockingIOError:
+            pass
+
+
 class Loop:
     def __init__(self, engine: Engine, host: str, port: int):
         self._engine = engine
@@ -41,6 +71,8 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        self._alarm, self._due = _Alarm(), 0.0
+        self._selector.register(self._alarm.descriptor, selectors.EVENT_READ, self._alarm.hear)
         self._selector.register(engine._wire.event_fd, selectors.EVENT_READ, lambda: None)
         self._handshakes = 0
         self._stopping = False
@@ -57,14 +89,30 @@ class Loop:
             except BlockingIOError:
                 pass
 
+    def look_after(self, nbytes: int) -> None:
+        """Makes the thread look again when a copy of so many bytes, which needs no driving, has ended: by then whoever
+        waits for it may have seen it, and the thread was not in the way. What it is to look after already stays so.
+        """
+        now = time.monotonic()
+        if now >= self._due:
+            seconds = min(0.5, COPY_S + nbytes / COPY_BYTES_PER_S)
+            self._due = now + seconds
+            self._alarm.set(seconds)
+
+    def rest(self) -> None:
+        """There is nothing to look after any more."""
+        if self._due:
+            self._due = 0.0
+            self._alarm.set(0)
+
     def stop(self) -> None:
         self._stopping = True
         self.wake()
         self.thread.join()
         for opened in (self._selector, self._listener):
             opened.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for descriptor in (self._wake_read, self._wake_write, self._alarm.descriptor):
+            os.close(descriptor)
 
     # Under the engine's lock.
 
@@ -76,7 +124,7 @@ class Loop:
         """Handles what peers have sent, in the caller's thread."""
         for event, mask in self._selector.select(0):
             # A wake-up is the thread's: taken away here, it would sleep on.
-            if mask & selectors.EVENT_READ and event.fd != self._wake_read:
+            if mask & selectors.EVENT_READ and event.fd not in (self._wake_read, self._alarm.descriptor):
                 event.data()
 
     def remove(self, peer: Peer) -> None:

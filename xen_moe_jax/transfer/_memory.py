@@ -50,18 +50,17 @@ def is_ready(array: Any) -> bool:
     return not hasattr(array, "is_ready") or array.is_ready()
 
 
-def staged(array: Any, memory: str) -> Any:
-    """A source for a target in `memory`: UCX has no way of its own from host memory into another process's GPU, so what
-    lies on the host is copied to this process's GPU first, where there is one.
-    """
-    if memory != "cuda" or (isinstance(array, jax.Array) and _is_on_gpu(array)):
-        return array
+def is_on_gpu(array: Any) -> bool:
+    if not isinstance(array, jax.Array):
+        return False
+    devices: Any = array.sharding.addressable_devices
+    return all(_IN_PLACE.get(device.platform) == "cuda" for device in devices)
+
+
+def on_gpu(array: Any) -> Any:
+    """A copy on this process's GPU, where there is one."""
     device = _device.default()
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
-
-
-def _is_on_gpu(array: Any) -> bool:
-    return all(_IN_PLACE.get(device.platform) == "cuda" for device in array.sharding.addressable_devices)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import functools
 import os
 import pathlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_size_t, c_void_p
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,6 +59,8 @@ class Key:
 class PythonPosting:
     """A posting whose loop is in Python."""
 
+    runs_alone = False
+
     def __init__(self, link: UcxLink, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray):
         self.nbytes = nbytes
         self.bytes_posted = 0
@@ -75,6 +77,9 @@ class PythonPosting:
 
     def stop(self) -> None:
         self._runs.clear()
+
+    def spin(self, seconds: float) -> None:
+        raise NotImplementedError("this loop drives what it has under way")
 
     def advance(self) -> bool:
         if self._done:
@@ -144,6 +149,8 @@ class _LinkFields(ctypes.Structure):
         ("flush_parameters", c_void_p),
         ("slice", c_int64 * 2),
         ("pieces", c_int64),
+        ("move", c_void_p),
+        ("start", c_void_p),
     ]
 
 
@@ -159,24 +166,38 @@ _MEMORIES = ("host", "cuda")
 _PARAMETERS = {memory: _ucp.parameters(memory) for memory in _MEMORIES}
 _FLUSH = _ucp.RequestParams()
 _PROTOTYPES = {
-    "start": (c_void_p, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_size_t, c_int]),
-    "start_one": (c_void_p, [c_void_p, c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int]),
-    "advance": (c_int, [c_void_p, c_int, c_int]),
-    "stop": (None, [c_void_p]),
-    "bytes": (c_int64, [c_void_p]),
-    "status": (c_int, [c_void_p]),
-    "free": (None, [c_void_p]),
+    "posting_start": (c_void_p, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_size_t, c_int]),
+    "posting_advance": (c_int, [c_void_p, c_int, c_int]),
+    "posting_spin": (c_int, [c_void_p, c_int64]),
+    "posting_stop": (None, [c_void_p]),
+    "posting_bytes": (c_int64, [c_void_p]),
+    "posting_status": (c_int, [c_void_p]),
+    "posting_free": (None, [c_void_p]),
+    "prepared_new": (c_void_p, [c_void_p, c_void_p, c_int, c_void_p, c_size_t, c_int]),
+    "prepared_start": (c_void_p, [c_void_p, c_int64]),
+    "prepared_free": (None, [c_void_p]),
 }
 
 
-_COPIES = ("put", "get", "flush", "progress", "check", "release")
+_COPIES = (None, None, "flush", "progress", "check", "release")
 _COPY_PROTOTYPES = {"new": (c_void_p, [c_void_p]), "error": (c_int, [c_void_p]), "free": (None, [c_void_p])}
 
 
-class _Native:
-    """The functions of ucx_posting.cc and of cuda_copies.cc. Those with `_short` keep the GIL.
+class _Method(ctypes.Structure):
+    """`PyMethodDef` of Python."""
 
-    `copy_calls` are addresses of those that stand in for UCX's where the driver copies.
+    _fields_ = [("name", ctypes.c_char_p), ("function", c_void_p), ("flags", c_int), ("text", ctypes.c_char_p)]
+
+
+_ONE_ARGUMENT = 8  # METH_O
+_PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLongLong", "PyLong_FromVoidPtr")
+
+
+class _Native:
+    """The functions of ucx_posting.cc, cuda_copies.cc and host_copies.cc. Those with `_short` keep the GIL.
+
+    `copy_calls` and `start_call` are addresses of those that stand in for UCX's where the driver copies, `move_call`
+    that of the one that does where the kernel copies.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -184,13 +205,23 @@ class _Native:
         for call, prototype in _COPY_PROTOTYPES.items():
             function: Any = getattr(library, f"xen_moe_copies_{call}")
             function.restype, function.argtypes = prototype
-        self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) for name in _COPIES]
+        self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) if name else 0 for name in _COPIES]
+        self.start_call = _address(library.xen_moe_copies_start)
+        self.move_call = _address(library.xen_moe_host_move)
         holding = ctypes.PyDLL(str(path), handle=library._handle)
         for name, (result, arguments) in _PROTOTYPES.items():
             for functions, suffix in ((library, ""), (holding, "_short")):
-                function = getattr(functions, f"xen_moe_posting_{name}")
+                function = getattr(functions, f"xen_moe_{name}")
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name + suffix, function)
+        library.xen_moe_prepared_python((c_void_p * 3)(*(_address(getattr(ctypes.pythonapi, n)) for n in _PYTHON)))
+        self._method = _Method(b"start", _address(library.xen_moe_prepared_call), _ONE_ARGUMENT, None)
+
+    def prepared_call(self, handle: int) -> Callable[[int], int]:
+        """`prepared_start` of one prepared put, which keeps the GIL, as a function of the source's address."""
+        make = ctypes.pythonapi.PyCFunction_NewEx
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_Method), ctypes.py_object, c_void_p]
+        return make(self._method, handle, None)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -219,6 +250,10 @@ class Endpoint(Protocol):
     @property
     def open(self) -> bool: ...
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether what was handed over goes on without being driven."""
+
     def status_text(self, status: int) -> str: ...
 
 
@@ -230,12 +265,13 @@ class NativePosting:
         self.nbytes = nbytes
         self._loop, self._link, self._key = loop, link, key
         self._handle: int | None = handle
-        self.bytes_posted = loop.bytes_short(handle)
+        self.bytes_posted = loop.posting_bytes_short(handle)
+        self.runs_alone = link.runs_alone and self.bytes_posted == nbytes
         key.postings += 1
 
     def stop(self) -> None:
         if self._handle:
-            self._loop.stop_short(self._handle)
+            self._loop.posting_stop_short(self._handle)
 
     def advance(self) -> bool:
         if not self._handle:
@@ -243,24 +279,93 @@ class NativePosting:
         if self._link.failed:
             self.stop()
             self.error = self.error or self._link.failed
-        ended = self._loop.advance(self._handle, self._link.open, POLLS)
-        self.bytes_posted = self._loop.bytes_short(self._handle)
-        if status := self._loop.status_short(self._handle):
+        ended = self._loop.posting_advance(self._handle, self._link.open, POLLS)
+        self.bytes_posted = self._loop.posting_bytes_short(self._handle)
+        if status := self._loop.posting_status_short(self._handle):
             self.error = self.error or self._link.status_text(status)
         if ended:
-            self._loop.free_short(self._handle)
+            self._loop.posting_free_short(self._handle)
             self._handle = None
             self._key.postings -= 1
             self._key.release()
         return bool(ended)
 
+    def spin(self, seconds: float) -> None:
+        """Returns when it has ended, as `advance` is to say, or after so long."""
+        if self._handle and not self._link.failed:
+            self._loop.posting_spin(self._handle, int(seconds * 1e9))
+
     def __del__(self) -> None:
         if self._handle:  # The engine is gone, and the worker with it: nothing is in flight.
-            self._loop.free_short(self._handle)
+            self._loop.posting_free_short(self._handle)
+
+
+class Repeated:
+    """Runs of a write that is started again and again, whose local addresses count from the source's first byte.
+    `prepared` is what the link has made of them: one that is `lasting` may be started without the link, until it fails.
+    """
+
+    __slots__ = ("key", "memory", "nbytes", "prepared", "template")
+
+    def __init__(self, key: bytes, memory: str, nbytes: int, template: np.ndarray):
+        self.key, self.memory, self.nbytes, self.template = key, memory, nbytes, template
+        self.prepared: Prepared | None = None
+
+
+def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
+    """The runs of a template for a source that begins there."""
+    runs = template.copy()
+    runs[:, 0] += pointer
+    return runs
+
+
+class Prepared(Protocol):
+    """What a starter has made of repeated runs and one key."""
+
+    key: Key
+    lasting: bool
+    """Whether it holds for as long as the link does: UCX gives handles of keys back, and mappings are closed. It has
+    `call`, which starts the runs from a source at an address and gives 0 or what `posting` takes.
+    """
+
+    def call(self, pointer: int) -> int: ...
+
+    def posting(self, handle: int) -> NativePosting: ...
+
+    def start(self, pointer: int) -> PythonPosting | NativePosting | None:
+        """Puts them from a source that begins there; None where all has ended well."""
+
+
+class Starter(Protocol):
+    """Starts postings on a link."""
+
+    def post(
+        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
+    ) -> PythonPosting | NativePosting | None:
+        """None where all has ended well."""
+
+    def prepare(self, key: Key, runs: Repeated) -> Prepared: ...
+
+
+class PythonPrepared:
+    lasting = False
+
+    def call(self, pointer: int) -> int:
+        raise NotImplementedError("the link starts it")
+
+    def posting(self, handle: int) -> NativePosting:
+        raise NotImplementedError("the link starts it")
+
+    def __init__(self, starter: PythonStarter, key: Key, runs: Repeated):
+        self._starter, self.key, self._runs = starter, key, runs
+
+    def start(self, pointer: int) -> PythonPosting | NativePosting | None:
+        runs = self._runs
+        return self._starter.post("put", self.key, runs.memory, runs.nbytes, at_address(runs.template, pointer))
 
 
 class PythonStarter:
-    """Starts postings on a link: `post`, and `post_one` for one run, which gives None where it has ended well."""
+    """Starts postings whose loop is in Python."""
 
     def __init__(self, link: UcxLink):
         self._link = link
@@ -270,17 +375,46 @@ class PythonStarter:
     ) -> PythonPosting | NativePosting | None:
         return PythonPosting(self._link, kind, key, memory, nbytes, runs)
 
-    def post_one(
-        self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int
-    ) -> PythonPosting | NativePosting | None:
-        return self.post(kind, key, memory, nbytes, np.array([[local, remote, nbytes]], np.int64))
+    def prepare(self, key: Key, runs: Repeated) -> Prepared:
+        return PythonPrepared(self, key, runs)
+
+
+class NativePrepared:
+    __slots__ = ("_handle", "_loop", "_starter", "call", "key", "lasting", "nbytes")
+
+    def __init__(self, loop: _Native, starter: NativeStarter, key: Key, nbytes: int, handle: int, is_short: bool):
+        self.lasting = starter.moves
+        self._loop, self._starter, self.key, self.nbytes, self._handle = loop, starter, key, nbytes, handle
+        self.call = loop.prepared_call(handle) if is_short else functools.partial(loop.prepared_start, handle)
+
+    def start(self, pointer: int) -> NativePosting | None:
+        return self.posting(handle) if (handle := self.call(pointer)) else None
+
+    def posting(self, handle: int) -> NativePosting:
+        return self._starter.posting(self.key, handle, self.nbytes)
+
+    def __del__(self) -> None:
+        self._loop.prepared_free_short(self._handle)
 
 
 class NativeStarter:
-    """The same by the loop in C++. `calls` are the addresses of the functions that it calls in place of `_CALLS`."""
+    """Starts postings whose loop is in C++. `calls` are the addresses of the functions that it calls in place of
+    `_CALLS`, `move` that of the one that moves bytes at once, where no other is needed, `start` that of the one that
+    takes many runs in place of the first two.
+    """
 
-    def __init__(self, loop: _Native, link: Endpoint, calls: Sequence[int], worker: int, endpoint: int):
-        self._loop, self._link = loop, link
+    def __init__(
+        self,
+        loop: _Native,
+        link: Endpoint,
+        calls: Sequence[int],
+        worker: int,
+        endpoint: int,
+        *,
+        move: int = 0,
+        start: int = 0,
+    ):
+        self._loop, self._link, self.moves = loop, link, bool(move)
         self._fields = _LinkFields(
             *calls,
             worker,
@@ -289,29 +423,34 @@ class NativeStarter:
             ctypes.addressof(_FLUSH),
             (c_int64 * 2)(*(SLICE[memory] for memory in _MEMORIES)),
             PIECES,
+            move,
+            start,
         )
         self._address = ctypes.addressof(self._fields)
 
     def post(self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray) -> NativePosting | None:
         runs = np.ascontiguousarray(runs, np.int64)
-        start = self._loop.start_short if self._is_short(memory, nbytes) else self._loop.start
+        start = self._loop.posting_start_short if self._is_short(memory, nbytes) else self._loop.posting_start
         place = runs.ctypes.data, len(runs)
         handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
-        return NativePosting(self._loop, self._link, key, handle, nbytes) if handle else None
+        return self.posting(key, handle, nbytes) if handle else None
 
-    def post_one(self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int) -> NativePosting | None:
-        start = self._loop.start_one_short if self._is_short(memory, nbytes) else self._loop.start_one
-        place = local, remote, nbytes
-        handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
-        return NativePosting(self._loop, self._link, key, handle, nbytes) if handle else None
+    def posting(self, key: Key, handle: int, nbytes: int) -> NativePosting:
+        return NativePosting(self._loop, self._link, key, handle, nbytes)
+
+    def prepare(self, key: Key, runs: Repeated) -> Prepared:
+        template = np.ascontiguousarray(runs.template, np.int64)
+        place = template.ctypes.data, len(template), self._polls(runs.memory, runs.nbytes)
+        handle = self._loop.prepared_new_short(self._address, key.handle, runs.memory == "cuda", *place)
+        return NativePrepared(self._loop, self, key, runs.nbytes, handle, self._is_short(runs.memory, runs.nbytes))
 
     @staticmethod
     def _is_short(memory: str, nbytes: int) -> bool:
         return nbytes <= SHORT and memory == "host"
 
-    @staticmethod
-    def _polls(memory: str, nbytes: int) -> int:
-        return POLLS_GPU if memory == "cuda" and nbytes <= SHORT_GPU else POLLS
+    def _polls(self, memory: str, nbytes: int) -> int:
+        to_gpu = memory == "cuda" or self._link.runs_alone
+        return POLLS_GPU if to_gpu and nbytes <= SHORT_GPU else POLLS
 
 
 class UcxStarter:
@@ -331,8 +470,5 @@ class UcxStarter:
         starter = self._python if self._native is None or self._link.failed else self._native
         return starter.post(kind, key, memory, nbytes, runs)
 
-    def post_one(
-        self, kind: str, key: Key, memory: str, local: int, remote: int, nbytes: int
-    ) -> PythonPosting | NativePosting | None:
-        starter = self._python if self._native is None or self._link.failed else self._native
-        return starter.post_one(kind, key, memory, local, remote, nbytes)
+    def prepare(self, key: Key, runs: Repeated) -> Prepared:
+        return (self._native or self._python).prepare(key, runs)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import hashlib
 import os
 import pathlib
+import secrets
 
 
 def _start_time(process: int) -> str | None:
@@ -23,6 +27,46 @@ def _machine() -> str:
 def describe() -> dict:
     """This process, as another one of the same machine can look it up."""
     return {"machine": _machine(), "id": os.getpid(), "start": _start_time(os.getpid())}
+
+
+@functools.cache
+def machine_mark() -> bytes:
+    """16 bytes that the processes of this machine that can see one another have in common."""
+    return hashlib.blake2b(_machine().encode(), digest_size=16).digest()
+
+
+@functools.cache
+def _mark_of(_process: int) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+
+
+def mark() -> tuple[bytes, int]:
+    """16 random bytes that are this process's alone, also among the children of one process, and where they lie."""
+    buffer = _mark_of(os.getpid())
+    return buffer.raw, ctypes.addressof(buffer)
+
+
+class _Vector(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+
+
+def open_marked(process: int, mark: bytes, place: int) -> int | None:
+    """A descriptor of the process that has this mark there; None where there is none such, or this one may not look."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except (AttributeError, OSError):  # A Python that was built for kernels without it; no such process.
+        return None
+    buffer = ctypes.create_string_buffer(len(mark))
+    here, there = _Vector(ctypes.addressof(buffer), len(mark)), _Vector(place, len(mark))
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype, one = ctypes.c_ssize_t, ctypes.c_ulong(1)
+    found = call(ctypes.c_int(process), ctypes.byref(here), one, ctypes.byref(there), one, ctypes.c_ulong(0))
+    if found == len(mark) and buffer.raw == mark:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def has_ended(process: dict) -> bool:

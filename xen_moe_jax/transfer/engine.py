@@ -26,7 +26,7 @@ from xen_moe_jax.transfer._waiting import end_of, wait
 from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
 from xen_moe_jax.transfer.errors import TransferError, TransferRefused, about
 from xen_moe_jax.transfer.messages import Mailbox, check_peer
-from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Peer, RemoteArray, RemoteTree, check_pages, pages_key
+from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Grant, Peer, RemoteArray, RemoteTree, check_pages, pages_key
 from xen_moe_jax.transfer.repeat import Repeat
 from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
 from xen_moe_jax.transfer.window import Published, Window, _Generation
@@ -283,13 +283,12 @@ class Engine:
         if imm is not None:
             with about("write"):
                 imm = check_imm(imm)
-        if isinstance(target, RemoteArray) and target.repeats and isinstance(src, jax.Array):
+        if type(target) is RemoteArray and target.repeats:
             key = None
             if pages is not None:
                 with about(f"write {target!r}", target.peer.name):
                     key = pages_key(pages)
-            known = target.repeats.get(key)
-            if known is not None and not isinstance(src, jax.core.Tracer) and (again := known.write(self, src, imm)):
+            if (known := target.repeats.get(key)) is not None and (again := known.write(self, src, imm)) is not None:
                 return again
         request = self._request("write", target)
         with about(request, target.peer.name):
@@ -479,9 +478,8 @@ class Engine:
                 if job.grant is not None:
                     job.grant.take(transfer)
             transfer._advance()
-            if not transfer._ended:  # Small writes between processes of one host have: the thread need not be woken.
-                self._active.append(transfer)
-                self._loop.wake()
+            if not transfer._ended:  # Small writes between processes of one host have.
+                transfer._follow()
         return transfer
 
     def _adopt_device(self) -> None:
@@ -520,9 +518,7 @@ class Engine:
         window = parts[0][2].target
         grant = window.grant(request, timeout)
         if self._device is not None:
-            parts = [
-                (label, _memory.staged(array, grant.memory[target.leaf.path]), target) for label, array, target in parts
-            ]
+            parts = [(label, self._reachable(array, grant, target), target) for label, array, target in parts]
 
         def plan():
             runs: list[Runs] = []
@@ -539,6 +535,18 @@ class Engine:
             return runs, kept
 
         return Job(window.peer, grant, plan), [array for _, array, _ in parts]
+
+    def _reachable(self, array: Any, grant: Grant, target: RemoteArray) -> Any:
+        """A source that can be written to the target: what lies on the host goes through a GPU of this process, where
+        the wire cannot write it to another process's GPU.
+        """
+        shards = grant.leaves[target.leaf.path].shards
+        if grant.memory[target.leaf.path] != "cuda" or _memory.is_on_gpu(array):
+            return array
+        with self._lock:
+            if all(target.peer.link.takes_host_memory(shard.key) for shard in shards):
+                return array
+        return _memory.on_gpu(array)
 
     def _write_parts(
         self, parts: list[tuple[str, Any, RemoteArray]], request: str, imm: Imm, timeout: float, last: bool

@@ -10,6 +10,7 @@ import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
 from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer._posting import at_address
 from xen_moe_jax.transfer.counter import SeenNumbers
 from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer.plan import Layout
@@ -308,13 +309,6 @@ class RemoteArray:
                 if len(runs):
                     result.append((number, there.key, here.memory, runs + np.array([0, there.pointer, 0], np.int64)))
         return result
-
-
-def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
-    """The runs of a template for a source that begins there."""
-    runs = template.copy()
-    runs[:, 0] += pointer
-    return runs
 
 
 def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:

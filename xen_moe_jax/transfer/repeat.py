@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from xen_moe_jax.transfer import _posting
 from xen_moe_jax.transfer.counter import Imm
-from xen_moe_jax.transfer.remote import at_address
-from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
+from xen_moe_jax.transfer.transfer import Arrived, Job, Runs, Transfer
 
 if TYPE_CHECKING:
     from xen_moe_jax.transfer.engine import Engine
     from xen_moe_jax.transfer.remote import Grant
+    from xen_moe_jax.transfer.wire import Posting
 
 
 class Repeat:
@@ -19,18 +20,22 @@ class Repeat:
     Planning it anew says what is wrong with a write; this says only whether it is the same again.
     """
 
-    __slots__ = ("_dtype", "_grant", "_request", "_runs", "_shape", "_sharding", "_target")
+    __slots__ = ("_aval", "_grant", "_kind", "_request", "_runs", "_sharding")
 
     def __init__(self, grant: Grant, request: str, source: Any, runs: Runs):
-        template = at_address(runs.addresses, -source.unsafe_buffer_pointer())
-        self._grant, self._request, self._runs = grant, request, runs._replace(addresses=template)
-        self._sharding, self._shape, self._dtype = source.sharding, source.shape, source.dtype
-        # A single run from the source's first byte on needs no arithmetic.
-        self._target = int(template[0, 1]) if len(template) == 1 and not template[0, 0] else None
+        template = _posting.at_address(runs.addresses, -source.unsafe_buffer_pointer())
+        self._grant, self._request = grant, request
+        self._runs = _posting.Repeated(runs.key, runs.memory, runs.nbytes, template)
+        self._kind, self._aval, self._sharding = type(source), source.aval, source.sharding
 
     def write(self, engine: Engine, source: Any, imm: Imm | None) -> Transfer | None:
         """The transfer, or None where the source differs or is not ready, or the window was closed."""
-        if source.shape != self._shape or source.dtype != self._dtype or source.sharding != self._sharding:
+        if type(source) is not self._kind:  # NumPy's, or one that is being traced.
+            return None
+        if (found := source.aval) is not self._aval:
+            if found.shape != self._aval.shape or found.dtype != self._aval.dtype:
+                return None
+        if (sharding := source.sharding) is not self._sharding and sharding != self._sharding:
             return None
         grant = self._grant
         peer = grant.peer
@@ -39,22 +44,22 @@ class Repeat:
         with engine._lock:
             if not grant.open or engine._closing or peer.lost or source.is_deleted() or not source.is_ready():
                 return None
-            engine._adopt_device()
-            pointer = source.unsafe_buffer_pointer()
-            key, memory, nbytes, template = self._runs
-            if self._target is None:
-                posting = peer.link.post("put", key, memory, nbytes, at_address(template, pointer))
+            if engine._device is not None:
+                engine._adopt_device()
+            runs, pointer = self._runs, source.unsafe_buffer_pointer()
+            prepared = runs.prepared
+            posting: Posting | None
+            if prepared is not None and prepared.lasting and not peer.link.failed:
+                posting = prepared.posting(handle) if (handle := prepared.call(pointer)) else None
             else:
-                posting = peer.link.post_one("put", key, memory, pointer, self._target, nbytes)
-            transfer = Transfer(engine, "put", self._request, [], [source], imm)
+                posting = peer.link.post_again(runs, pointer)
             if posting is None and imm is None and not source.is_deleted():
-                transfer._arrived(nbytes)
-                return transfer
+                return Arrived(engine, self._request, runs.nbytes)
+            transfer = Transfer(engine, "put", self._request, [], [source], imm)
             job = Job(peer, grant, None)
-            job.add(posting, nbytes)
+            job.add(posting, runs.nbytes)
             grant.take(transfer)
             transfer._begun(job)
             if not transfer._ended:
-                engine._active.append(transfer)
-                engine._loop.wake()
+                transfer._follow()
         return transfer

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from xen_moe_jax.transfer import _device
 from xen_moe_jax.transfer._waiting import deadline_of
 from xen_moe_jax.transfer.errors import TransferTimeout
 
@@ -50,7 +51,8 @@ class Watcher:
         try:
             if self._callback is not None:
                 # The runtime takes its buffers back when this returns; what the callback sends must outlive it.
-                self._callback(int(index), jax.tree.map(np.array, data))
+                with _device.context_kept():
+                    self._callback(int(index), jax.tree.map(np.array, data))
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

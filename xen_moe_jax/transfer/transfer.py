@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._loop import SPIN_S
+from xen_moe_jax.transfer._waiting import end_of
 from xen_moe_jax.transfer.counter import Imm
 from xen_moe_jax.transfer.errors import StaleWindow, TransferCancelled, TransferError, TransferRefused, about
 
@@ -76,24 +79,28 @@ class Transfer:
     `bytes_done`, `imm`.
     """
 
+    _kind = "put"
+    _jobs: Sequence[Job] = ()
+    _sources: Sequence[object] = ()
+    _kept: list[object]
+    _posted = _ended = False
+    _error: TransferError | BaseException | None = None
+    _after: Callable[[], None] | None = None
+    imm: Imm | None = None
+    nbytes: int | None = None
+    bytes_done = 0
+
     def __init__(
         self,
         engine: Engine,
         kind: str,
         request: str,
-        jobs: list[Job],
-        sources: list[object],
+        jobs: Sequence[Job],
+        sources: Sequence[object],
         imm: Imm | None = None,
     ):
         self._engine, self._kind, self._request = engine, kind, request
-        self._jobs, self._sources = jobs, sources
-        self._kept: list[object] = []
-        self._posted = self._ended = self._cancelled = False
-        self._error: TransferError | BaseException | None = None
-        self._after: Callable[[], None] | None = None
-        self.imm = imm
-        self.nbytes: int | None = None
-        self.bytes_done = 0
+        self._jobs, self._sources, self._kept, self.imm = jobs, sources, [], imm
 
     def __repr__(self) -> str:
         state = "in flight" if not self._ended else repr(self._error) if self._error else "done"
@@ -115,11 +122,31 @@ class Transfer:
         """
         if not self._ended:
             with about(self._request, self._peer_names()):
+                self._spin(timeout)
                 self._engine._wait(
                     lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done
                 )
         if self._error is not None:
             raise self._error
+
+    def _spin(self, timeout: Any) -> None:
+        """Waits for copies that go on by themselves in the loop in C++, for a while: it sees their end at once."""
+        engine = self._engine
+        begun = time.monotonic()
+        limit = SPIN_S if timeout is None else min(SPIN_S, end_of(timeout, self._request) - begun)
+        with engine._lock:
+            if engine._closed or not self._runs_alone():
+                return
+            for job in self._jobs:
+                for posting in job.postings:
+                    if (left := limit - (time.monotonic() - begun)) > 0:
+                        posting.spin(left)
+            self._advance()
+            if self._ended:
+                engine._active = [transfer for transfer in engine._active if not transfer._ended]
+            if not engine._active:
+                engine._loop.rest()
+            engine._loop.poll()  # Peers are heard also by whoever does nothing but this.
 
     def cancel(self, timeout: float | None = None) -> bool:
         """Returns when nothing of it can land any more; True unless it had already ended well.
@@ -162,17 +189,24 @@ class Transfer:
             for posting in job.postings:
                 posting.stop()
 
+    def _runs_alone(self) -> bool:
+        """Whether all of it is under way, and goes on without being driven."""
+        return self._posted and all(posting.runs_alone for job in self._jobs for posting in job.postings)
+
+    def _follow(self) -> None:
+        """The engine's thread looks after it from now on."""
+        self._engine._active.append(self)
+        if self._runs_alone():
+            self._engine._loop.look_after(self.nbytes or 0)
+        else:
+            self._engine._loop.wake()
+
     def _begun(self, job: Job) -> Transfer:
         """Its one job has been posted by somebody else, who holds its sources ready."""
         self._jobs, self._posted, self.nbytes = [job], True, job.nbytes
         if not job.postings:
             self._advance()
         return self
-
-    def _arrived(self, nbytes: int) -> None:
-        """All of it is there, and nobody has to be told."""
-        self._ended, self._sources = True, []
-        self.nbytes = self.bytes_done = nbytes
 
     def _concerns(self, peer: Peer) -> bool:
         return any(job.peer is peer and not job.ended for job in self._jobs)
@@ -272,6 +306,19 @@ class Transfer:
         if self._after is not None:
             self._after()
         self._engine._changed.notify_all()
+
+
+class Arrived(Transfer):
+    """One whose bytes were all there when it was started, and of which nobody had to be told."""
+
+    _ended = True
+
+    def __init__(self, engine: Engine, request: str, nbytes: int):
+        self._engine, self._request, self.nbytes = engine, request, nbytes
+
+    @property
+    def bytes_done(self) -> int:  # type: ignore[override]
+        return self.nbytes or 0
 
 
 def stale(request: str, peer: str, window: str, generation: int) -> StaleWindow:

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _cuda_copies, _posting, _ucp
+from xen_moe_jax.transfer import _cuda_copies, _host_copies, _posting, _ucp
 
 _SPLIT = struct.Struct("<I")
-"""In front of a key: the length of UCX's part; the rest is what the driver's own copies need, of GPU memory."""
+"""In front of a key: the length of UCX's part; the rest is what the driver's copies or the kernel's need."""
 
 
 class Posting(Protocol):
@@ -24,6 +24,11 @@ class Posting(Protocol):
     nbytes: int
     bytes_posted: int
     error: str | None
+    runs_alone: bool
+    """Whether all of it was handed over, and goes on without being driven: then it has `spin`."""
+
+    def spin(self, seconds: float) -> None:
+        """Returns when it has ended, as `advance` is to say, or after so long."""
 
     def advance(self) -> bool:
         """Hands over more and asks for completions; True when nothing of it is in flight any more (see `error`)."""
@@ -43,8 +48,11 @@ class Link(Protocol):
         already.
         """
 
-    def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
-        """`post` of one run."""
+    def post_again(self, runs: _posting.Repeated, pointer: int) -> Posting | None:
+        """`post` of a "put" of runs that are posted again and again, from a source that begins at `pointer`."""
+
+    def takes_host_memory(self, key: bytes) -> bool:
+        """Whether what `key` names, on a GPU, can be written from host memory."""
 
     def forget(self, key: bytes) -> None:
         """No more postings on `key`, or not before it is given again; what is in flight may end."""
@@ -89,26 +97,46 @@ class UcxLink:
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
         self._starter = _posting.UcxStarter(self, worker)
         self._copies = _cuda_copies.LinkCopies(self) if copies else None
+        self._host_copies = _host_copies.LinkCopies(self)
+        self._ways: dict[bytes, tuple[_posting.Starter, _posting.Key]] = {}
+        """Of the keys of host memory that the kernel copies to."""
 
     status_text = staticmethod(_ucp.status_text)
+    runs_alone = False
 
     def _lost(self, _argument: int | None, _endpoint: int | None, status: int) -> None:
         self.failed = _ucp.status_text(status)
 
     def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
-        if memory == "cuda" and self._copies is not None and (exported := _exported(key)):
-            started, posting = self._copies.post(kind, exported, nbytes, runs)
-            if started:
-                return posting
-        return self._starter.post(kind, self._keys.get(key) or self._unpack(key), memory, nbytes, runs)
+        starter, known = self._way(kind, key, memory, int(runs[0, 0]))
+        return starter.post(kind, known, memory, nbytes, runs)
 
-    def post_one(self, kind: str, key: bytes, memory: str, local: int, remote: int, nbytes: int) -> Posting | None:
-        if memory == "cuda" and self._copies is not None and (exported := _exported(key)):
-            started, posting = self._copies.post_one(kind, exported, local, remote, nbytes)
-            if started:
-                return posting
-        known = self._keys.get(key) or self._unpack(key)
-        return self._starter.post_one(kind, known, memory, local, remote, nbytes)
+    def post_again(self, runs: _posting.Repeated, pointer: int) -> Posting | None:
+        if self.failed:
+            return self.post("put", runs.key, runs.memory, runs.nbytes, _posting.at_address(runs.template, pointer))
+        prepared = runs.prepared
+        starter, known = self._way("put", runs.key, runs.memory, pointer)
+        if prepared is None or prepared.key is not known:  # The key was forgotten and given again.
+            prepared = runs.prepared = starter.prepare(known, runs)
+        return prepared.start(pointer)
+
+    def _way(self, kind: str, key: bytes, memory: str, local: int) -> tuple[_posting.Starter, _posting.Key]:
+        """What starts postings on a key, and the key for it: the driver's copies, the kernel's, or UCX."""
+        found: tuple[_posting.Starter, _posting.Key] | None = self._ways.get(key) if memory == "host" else None
+        if found is None and self._copies is not None and (exported := _exported(key)):
+            if memory == "host":
+                if found := self._host_copies.way(exported):
+                    self._ways[key] = found
+                elif kind == "put":
+                    found = self._copies.way(exported, None)
+            else:
+                found = self._copies.way(exported, local)
+        if found is None or self.failed:
+            return self._starter, self._keys.get(key) or self._unpack(key)
+        return found
+
+    def takes_host_memory(self, key: bytes) -> bool:
+        return self._copies is not None and not self.failed and self._copies.way(_exported(key), None) is not None
 
     def _unpack(self, key: bytes) -> _posting.Key:
         (length,) = _SPLIT.unpack_from(key)
@@ -121,6 +149,7 @@ class UcxLink:
         return (self._keys.get(key) or self._unpack(key)).handle
 
     def forget(self, key: bytes) -> None:
+        self._ways.pop(key, None)
         if known := self._keys.pop(key, None):
             known.forgotten = True
             known.release()
@@ -136,6 +165,7 @@ class UcxLink:
         """Returns when the driver copies nothing more; postings of such copies are not asked again."""
         if self._copies is not None:
             self._copies.close()
+        self._host_copies.close()
 
     def closed(self) -> bool:
         """Whether the library has let go of the endpoint (after `close`)."""
@@ -147,7 +177,7 @@ class UcxLink:
         if self._copies is not None:
             if not self._copies.idle():
                 return False
-            self._copies.close()
+        self.finish_copies()
         for key in list(self._keys):  # Not before: what was in flight when the link broke may still name them.
             self.forget(key)
         return True
@@ -162,7 +192,9 @@ class UcxMemory:
     def __init__(self, context: int, pointer: int, nbytes: int, memory: str, copies: bool):
         self._context = context
         self._handle, key = _ucp.map_memory(context, pointer, nbytes, memory)
-        exported = _cuda_copies.export(pointer) if copies and memory == "cuda" else b""
+        exported = b""
+        if copies:
+            exported = _cuda_copies.export(pointer) if memory == "cuda" else _host_copies.export(pointer, nbytes)
         self.key = _SPLIT.pack(len(key)) + key + exported
 
     def release(self) -> None:
@@ -177,7 +209,8 @@ class UcxWire:
 
     `host` is the address that the engine listens on. On the loopback address UCX opens no port that another host could
     reach. `settings` are UCX's own (names without `UCX_`), for what this class does not choose. With `copies` the
-    driver's own copies move what goes from a GPU of this process into memory of a GPU that it can map.
+    driver's own copies move what goes from a GPU of this process into memory of a GPU that it can map, and the kernel's
+    what goes between host memory of two processes of one machine.
     """
 
     def __init__(self, host: str, settings: dict[str, str], copies: bool = True):
