@@ -261,7 +261,7 @@ int main(int argc, char** argv) {
     }
   };
   for (int tokens : {1, 32, 128}) {
-    const Cut cut{true, 96, 4, 24, 1}, without{true, 96, 0, 48, 1};
+    const Cut cut{true, 96, 4, 16, 1}, without{true, 96, 0, 48, 1};
     phases("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); }, ReadDispatchPhases);
     phases("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); }, ReadDispatchPhases);
     Cut cut_combine = without;
@@ -277,11 +277,14 @@ int main(int argc, char** argv) {
     });
   }
   for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
-    std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 24, 1}};
+    std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
     if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
-      for (Cut c : {Cut{true, 96, 4, 16, 1}, Cut{true, 96, 4, 32, 1}, Cut{true, 132, 4, 32, 1}}) {
+      for (Cut c : {Cut{true, 96, 4, 24, 1}, Cut{true, 96, 4, 32, 1}, Cut{true, 132, 4, 32, 1}}) {
         cuts.push_back(c);
       }
+    }
+    if (all_cuts && tokens <= 32) {
+      for (Cut c : {Cut{true, 24, 2, 6, 1}, Cut{true, 48, 2, 12, 1}, Cut{true, 72, 4, 12, 1}}) cuts.push_back(c);
     }
     if (low_only) cuts.erase(cuts.begin());
     for (const Cut& cut : cuts) {
@@ -293,6 +296,9 @@ int main(int argc, char** argv) {
       for (Cut c : {Cut{true, 96, 1, 40, 1}, Cut{true, 96, 1, 56, 1}, Cut{true, 132, 1, 64, 1}}) {
         cuts.push_back(c);
       }
+    }
+    if (all_cuts && tokens <= 32) {
+      for (Cut c : {Cut{true, 24, 1, 12, 1}, Cut{true, 48, 1, 24, 1}, Cut{true, 72, 1, 36, 1}}) cuts.push_back(c);
     }
     if (low_only) cuts.erase(cuts.begin());
     for (const Cut& cut : cuts) run("combine", tokens, cut, [&](int r) { return combine(r, tokens, cut); });

@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from xen_moe_jax.benchmark import command, modes, options, report
 
 LARGE = "--deepseek-v3 --tokens 4096"
-DECODE = "--mode low-latency --deepseek-v3 --repeats 9 --unroll 4"
+DECODE = "--mode low-latency --deepseek-v3 --repeats 25 --unroll 20"
 SWEEP = f"--mode sweep-sms {LARGE} --repeats 5"
 OWN = "--peers none --no-compare"
 PEERS = "padded all_to_all,all_gather + psum_scatter by token,ragged_all_to_all k=1,ragged_all_to_all k=64"
@@ -41,6 +41,21 @@ GPU = {
     "every peer": f"{LARGE} --inner 100 --repeats 3 --operations 'round trip' --no-compare",
 }
 
+SMALL = f"{DECODE} --layout grouped --peers none"
+
+DECODE_SUITE = {
+    f"decode {tokens}{' fp8' if fp8 else ''}": f"{SMALL} --tokens {tokens} "
+    + ("--dtype float8_e4m3fn --operations dispatch" if fp8 else "--operations dispatch,combine")
+    + ("" if tokens in (1, 128) else " --no-compare")
+    for tokens in (128, 1, 32, 512, 8, 256)
+    for fp8 in (False, True)
+} | {
+    "fp8": f"{LARGE} --dtype float8_e4m3fn --operations dispatch --inner 200 {OWN}",
+    "bf16": f"{LARGE} --operations dispatch,combine --inner 200 {OWN}",
+    "bf16 rows, fp8 wire, 64 thread blocks": f"{LARGE} --wire float8_e4m3fn --combine-wire float8_e4m3fn "
+    f"--num-sms 64 --operations dispatch,combine --inner 200 {OWN}",
+}
+
 # the einsum's masks grow with the fullest expert: half a minute a call
 GATHERING = "--operations 'round trip' --peers 'padded all_to_all,all_gather + psum_scatter'"
 
@@ -50,7 +65,7 @@ CPU = {
     "decode 32": "--ranks 8 --mode low-latency --tokens 32 --repeats 5",
 }
 
-SUITES = {"gpu": GPU, "cpu": CPU}
+SUITES = {"gpu": GPU, "decode": DECODE_SUITE, "cpu": CPU}
 
 
 def main() -> int:
@@ -64,7 +79,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="passed on to every command")
     parser.add_argument("--only", nargs="+", help="names of commands")
     chosen = parser.parse_args()
-    extra = ["--platform", chosen.suite, *(["--ranks", str(chosen.ranks)] if chosen.ranks else [])]
+    extra = ["--platform", "cpu" if chosen.suite == "cpu" else "gpu"]
+    extra += ["--ranks", str(chosen.ranks)] if chosen.ranks else []
     if chosen.link_ceiling:
         extra += ["--link-ceiling", chosen.link_ceiling]
 

@@ -1,4 +1,4 @@
-# Finds a CUDA compiler before enable_language(CUDA), and NVSHMEM.
+# Finds a CUDA compiler before enable_language(CUDA), NVSHMEM, and the headers of NCCL.
 #   1. CMAKE_CUDA_COMPILER or $CUDACXX, as given
 #   2. the complete toolchain that `pip install "cuda-toolkit[nvcc,cccl]==13.0.*"` puts next to this Python
 #   3. nvcc on PATH, in $CUDA_HOME or in /usr/local/cuda
@@ -48,6 +48,29 @@ macro(xen_moe_find_nvshmem)
       if(NOT XEN_MOE_NVSHMEM_ROOT AND EXISTS "${_directory}/include/nvshmem.h"
          AND EXISTS "${_directory}/lib/libnvshmem_device.a")
         set(XEN_MOE_NVSHMEM_ROOT "${_directory}")
+      endif()
+    endforeach()
+  endforeach()
+endmacro()
+
+# Sets XEN_MOE_NCCL_INCLUDE: the headers of $NCCL_HOME or of the nvidia-nccl-cu13 package, with the device interface as of
+# 2.32; or "", and XEN_MOE_NO_NCCL says why.
+macro(xen_moe_find_nccl_headers)
+  set(XEN_MOE_NCCL_INCLUDE "")
+  set(XEN_MOE_NO_NCCL "no headers of NCCL were found (pip install 'nvidia-nccl-cu13>=2.32', or set NCCL_HOME)")
+  foreach(_candidate IN ITEMS "$ENV{NCCL_HOME}" ${XEN_MOE_NVIDIA_ROOTS})
+    foreach(_directory IN ITEMS "${_candidate}/include" "${_candidate}/nccl/include")
+      if(NOT XEN_MOE_NCCL_INCLUDE AND EXISTS "${_directory}/nccl.h")
+        set(_nccl_version 0.0)
+        file(STRINGS "${_directory}/nccl.h" _nccl_lines REGEX "define NCCL_(MAJOR|MINOR) ")
+        if("${_nccl_lines}" MATCHES "NCCL_MAJOR ([0-9]+).*NCCL_MINOR ([0-9]+)")
+          set(_nccl_version "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
+        endif()
+        if(_nccl_version VERSION_GREATER_EQUAL 2.32 AND EXISTS "${_directory}/nccl_device.h")
+          set(XEN_MOE_NCCL_INCLUDE "${_directory}")
+        else()
+          set(XEN_MOE_NO_NCCL "the headers in ${_directory} are of NCCL ${_nccl_version}, and 2.32 is needed")
+        endif()
       endif()
     endforeach()
   endforeach()

@@ -84,7 +84,10 @@ struct LineCut {
   int last_lines;  // lines of a row's last round that hold data
   Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines;
 };
-constexpr int kPlaceRounds = 8, kSumRounds = 2, kPushRounds = 2;  // rounds that a warp moves at once
+constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
+// A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
+constexpr int kFewTokens = 32;
+constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;
 
 XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int most_rounds, int* rounds, int* parts) {
   const int most = rows > 0 ? warps / rows : 1;
@@ -100,9 +103,10 @@ XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, co
   c.routing = combine ? 0 : s.layout_blocks < s.blocks ? s.layout_blocks : s.blocks > 1 ? s.blocks - 1 : 1;
   c.push = s.push_blocks < s.blocks - c.routing ? s.push_blocks : s.blocks > c.routing ? s.blocks - c.routing : 1;
   c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
-  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, combine ? kSumRounds : kPlaceRounds,
+  const int sum_rounds = r.tokens <= kFewTokens ? kSumRoundsOfFew : kSumRounds;
+  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, combine ? sum_rounds : kPlaceRounds,
          &c.rounds, &c.parts);
-  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, 2 * kPushRounds, &c.push_rounds, &c.push_parts);
+  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, kPushRounds, &c.push_rounds, &c.push_parts);
   const int last_bytes = static_cast<int>(m.row_bytes) - (all_rounds - 1) * kRoundData;
   c.last_lines = last_bytes >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last_bytes + 111) / 112;
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);

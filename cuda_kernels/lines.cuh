@@ -67,11 +67,23 @@ __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, 
   return piece.flags && piece.line < lines && v.w != epoch;
 }
 
+// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
+constexpr int kLinePolls = 256;
+// For lines that a warp keeps as they come: until `look()`, a mask of what has not come, is 0. Not for long: what it
+// keeps would have to lie in memory while it asks whether to go on. False: await one of them by AwaitLines, then look
+// at all of them anew.
+template <class Look>
+__device__ __forceinline__ bool KeepLooking(Look look) {
+#pragma unroll 1
+  for (int poll = 0; poll < kLinePolls; ++poll) {
+    if (look() == 0) return true;
+  }
+  return false;
+}
+
 // Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
 // `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
 // or it left.
-// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
-constexpr int kLinePolls = 256;
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {

@@ -5,8 +5,8 @@
 // Control::current names is written before any operation may use it and does not change while it is in use, so that the
 // early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
 // ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
-// read before the block takes its ticket; a block that gave up says so in its ticket, so the last one knows of it
-// without another look.
+// read while the block's slower warps finish, and again before it takes its ticket if they had not come; a block that
+// gave up says so in its ticket, so the last one knows of it without another look.
 #pragma once
 
 #include "claims.cuh"
@@ -116,6 +116,9 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   }
 }
 
+// A warp's place among those that share the work: the first warp finds the operation's number and comes last.
+__device__ __forceinline__ int LateFirstWarp() { return static_cast<int>(threadIdx.x / 32 + kWarps - 1) % kWarps; }
+
 // All threads of every block call FinishLowLatency last, with whether the thread has done all it had to.
 template <class Poison>
 __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
@@ -125,16 +128,20 @@ template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
   if (run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
+  const int lane = threadIdx.x & 31;
+  uint64_t word = 0, failure = 0;
+  auto look = [&] {
+    if (lane < run.ranks) word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][lane]);
+    failure = LoadRelaxedSystem(&run.mailbox->failure);
+  };
+  if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    uint64_t word = 0;
-    if (lane < run.ranks) word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][lane]);
-    const uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
+    if (!__all_sync(0xFFFFFFFFu, !(run.active >> lane & 1) || AnnouncedEpoch(word) == run.epoch)) look();
     uint32_t now = 0;
     if (lane == 0) {
       if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
-      __threadfence();
+      FenceGpu();
       now = atomicAdd(&run.control->ticket, 1u) + 1;
     }
     now = __shfl_sync(0xFFFFFFFFu, now, 0);
@@ -148,7 +155,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
       if (last && plain) {
         run.control->ticket = 0;
         run.control->current.members = run.members;
-        __threadfence();
+        FenceGpu();  // acquires what the other blocks did before their tickets
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {
         run.last = true;

@@ -65,11 +65,15 @@ struct TokenRows {
   uint32_t placed;  // lanes that have a row
   bool belongs;     // the token names this rank
 
-  __device__ __forceinline__ TokenRows(const CombineParams& p, int source, int token) {
+  // What a lane loads for it: some time before, so that nobody waits.
+  __device__ __forceinline__ static int Load(const CombineParams& p, int source, int token) {
     const Routing& r = p.routing;
     const int lane = threadIdx.x & 31;
     const int64_t at = (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-    position = lane < r.slots ? p.positions[at + lane] : -1;
+    return lane < r.slots ? p.positions[at + lane] : -1;
+  }
+  __device__ __forceinline__ TokenRows(const CombineParams& p, int loaded) : position(loaded) {
+    const Routing& r = p.routing;
     belongs = __any_sync(0xFFFFFFFFu, position != -1);
     const bool real = position >= 0 && position < r.capacity;
     placed = __ballot_sync(0xFFFFFFFFu, real);
@@ -78,25 +82,22 @@ struct TokenRows {
 };
 
 // sums[i] = the weighted sum of the rows in slot order, round base + i, in float32.
-template <class Y, int kRounds>
+// `kRows`: whose loads are in flight together.
+template <int kRows, class Y, int kRounds>
 __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows& rows, const Piece& piece, int base,
                                         int end, Values<Y> (&sums)[kRounds]) {
   const int row_bytes = static_cast<int>(p.staging.row_bytes);
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) sums[i].Clear();
-  constexpr int kRows = 2;  // whose loads are in flight together
   for (uint32_t m = rows.placed; m;) {
     uint4 raw[kRows][kRounds];
-    float weight[kRows];
-    bool real[kRows];
+    int slot[kRows];  // -1: none
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      real[j] = m != 0;
-      const int slot = m ? __ffs(m) - 1 : 0;
+      slot[j] = __ffs(m) - 1;
       m &= m - 1;
-      const int64_t position = __shfl_sync(0xFFFFFFFFu, rows.position, slot);
-      weight[j] = __shfl_sync(0xFFFFFFFFu, rows.weight, slot);
-      if (!real[j]) continue;
+      if (slot[j] < 0) continue;
+      const int64_t position = __shfl_sync(0xFFFFFFFFu, rows.position, slot[j]);
       const char* row = static_cast<const char*>(p.y) + position * row_bytes;
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
@@ -105,17 +106,18 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
     }
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      if (!real[j]) continue;
+      if (slot[j] < 0) continue;
+      const float weight = __shfl_sync(0xFFFFFFFFu, rows.weight, slot[j]);  // not before: it comes with the rows
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         if (base + i >= end) continue;
-        sums[i].AddWeighted(raw[j][i], weight[j]);
+        sums[i].AddWeighted(raw[j][i], weight);
       }
     }
   }
 }
 
-template <class Y>
+template <class Y, int kSumRounds, int kRows>
 struct LowLatencyCombine {
   const CombineParams& p;
   const LineCut& cut;
@@ -141,25 +143,37 @@ struct LowLatencyCombine {
   __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const Routing& r = p.routing;
     const uint32_t parts = cut.push_parts, others = r.ranks - 1, items = others * r.tokens * parts;
+    auto find = [&](uint32_t item, uint32_t* pair, int* source, uint32_t* token) {
+      *pair = cut.by_push_parts(item), *token = cut.by_others(*pair);
+      *source = r.rank + 1 + static_cast<int>(*pair - *token * others);
+      if (*source >= r.ranks) *source -= r.ranks;
+    };
+    auto load = [&](uint32_t item) {
+      uint32_t pair, token;
+      int source;
+      find(item, &pair, &source, &token);
+      return TokenRows::Load(p, source, token);
+    };
+    uint32_t item = share + warp * cut.push;
+    int loaded = item < items ? load(item) : -1;
 #pragma unroll 1
-    for (uint32_t item = share + warp * cut.push; item < items; item += warps * cut.push) {
-      const uint32_t pair = cut.by_push_parts(item), token = cut.by_others(pair);
-      int source = r.rank + 1 + static_cast<int>(pair - token * others);
-      if (source >= r.ranks) source -= r.ranks;
-      const TokenRows rows(p, source, token);
-      const int first = static_cast<int>(item - pair * parts) * cut.push_rounds;
-      const int end = min(p.staging.row_rounds, first + cut.push_rounds);
-#pragma unroll 1
-      for (int base = first; base < end; base += kPushRounds) {
-        Values<Y> sums[kPushRounds];
-        SumRows<Y, kPushRounds>(p, rows, piece, base, end, sums);
-        if (!begin()) return;
-        if (!rows.belongs || !(run.active >> source & 1)) break;
+    for (uint32_t next; item < items; item = next) {
+      uint32_t pair, token;
+      int source;
+      find(item, &pair, &source, &token);
+      const TokenRows rows(p, loaded);
+      next = item + warps * cut.push;
+      if (next < items) loaded = load(next);
+      const int base = static_cast<int>(item - pair * parts) * cut.push_rounds;
+      const int end = min(p.staging.row_rounds, base + cut.push_rounds);
+      Values<Y> sums[kPushRounds];
+      SumRows<kRows>(p, rows, piece, base, end, sums);
+      if (!begin()) return;
+      if (!rows.belongs || !(run.active >> source & 1)) continue;
 #pragma unroll
-        for (int i = 0; i < kPushRounds; ++i) {
-          if (base + i >= end) break;
-          StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(), Lines(base + i), run.epoch);
-        }
+      for (int i = 0; i < kPushRounds; ++i) {
+        if (base + i >= end) break;
+        StoreRound(Round(source, r.rank, token, base + i), piece, sums[i].Round(), Lines(base + i), run.epoch);
       }
     }
   }
@@ -179,8 +193,8 @@ struct LowLatencyCombine {
     }
   }
 
-  // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come yet;
-  // `awaited` and `round` say which one to wait for.
+  // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come for
+  // long; `awaited` and `round` say which one to wait for.
   __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end,
                                            const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
                                            int* awaited, int* round) const {
@@ -195,33 +209,39 @@ struct LowLatencyCombine {
       for (int i = 0; i < kSumRounds; ++i) total[i].Add(mine[i]);
       own = false;
     };
+#pragma unroll 1
     while (left) {
       uint4 v[kRanks][kSumRounds];
       int rank[kRanks];
+      uint32_t missing = 0;  // bit j * kSumRounds + i: round base + i of rank[j]; each is loaded until it is there
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
         rank[j] = __ffs(left) - 1;  // -1: none
         left &= left - 1;
-        if (rank[j] < 0) continue;
 #pragma unroll
         for (int i = 0; i < kSumRounds; ++i) {
-          if (base + i < end) v[j][i] = LoadRound(Round(here, rank[j], token, base + i));
+          if (rank[j] >= 0 && base + i < end) missing |= 1u << (j * kSumRounds + i);
         }
       }
-      bool complete = true;
+      auto look = [&] {
 #pragma unroll
-      for (int j = 0; j < kRanks; ++j) {
-        if (rank[j] < 0) continue;
+        for (int n = 0; n < kRanks * kSumRounds; ++n) {
+          const int j = n / kSumRounds, i = n % kSumRounds;
+          if (missing >> n & 1) v[j][i] = LoadRound(Round(here, rank[j], token, base + i));
+        }
 #pragma unroll
-        for (int i = 0; i < kSumRounds; ++i) {
-          if (base + i >= end) continue;
-          const int lines = Lines(base + i);
-          if (__any_sync(0xFFFFFFFFu, Missing(piece, v[j][i], lines, run.epoch))) {
-            complete = false, *awaited = rank[j], *round = base + i;  // the last one, which comes last as a rule
+        for (int n = 0; n < kRanks * kSumRounds; ++n) {
+          const int j = n / kSumRounds, i = n % kSumRounds;
+          if (!(missing >> n & 1)) continue;
+          if (!__any_sync(0xFFFFFFFFu, Missing(piece, v[j][i], Lines(base + i), run.epoch))) {
+            missing &= ~(1u << n);
+          } else {
+            *awaited = rank[j], *round = base + i;  // the last one, which comes last as a rule
           }
         }
-      }
-      if (!complete) return false;
+        return missing;
+      };
+      if (!KeepLooking(look)) return false;
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
         if (rank[j] < 0) continue;
@@ -236,60 +256,61 @@ struct LowLatencyCombine {
     return true;
   }
 
-  // Part `part` of a token. False: the group has failed, or, if `*stalled` is false, it is time to look for work that
-  // nobody has started (then it is true).
-  __device__ __forceinline__ bool SumPart(int token, int begin, int end, bool* stalled) const {
+  // A part of a token: rounds base to end - 1, kSumRounds at most. `begin()` runs when the operation's number is
+  // needed; false: nothing is to be done. False: the group has failed, or, if `*stalled` is false, it is time to look
+  // for work that nobody has started (then it is true).
+  template <class Begin>
+  __device__ __forceinline__ bool SumPart(int token, int base, int end, bool* stalled, Begin begin) const {
     const Routing& r = p.routing;
     const int row_bytes = static_cast<int>(p.staging.row_bytes);
     const int lane = threadIdx.x & 31;
     const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
+    const TokenRows own(p, TokenRows::Load(p, r.rank, token));
     const bool real = expert >= 0 && expert < r.experts;
-    const uint32_t ranks = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << cut.by_local_experts(expert) : 0u) & run.active;
-    const TokenRows own(p, r.rank, token);
-    for (int base = begin; base < end; base += kSumRounds) {
-      uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
-      {
-        Values<Y> sums[kSumRounds];
-        SumRows<Y, kSumRounds>(p, own, piece, base, end, sums);
+    const uint32_t named = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << cut.by_local_experts(expert) : 0u);
+    uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
+    {
+      Values<Y> sums[kSumRounds];
+      SumRows<kRows>(p, own, piece, base, end, sums);
 #pragma unroll
-        for (int i = 0; i < kSumRounds; ++i) mine[i] = sums[i].Round();
-      }
-      Values<Y> total[kSumRounds];
-      for (int awaited, round; !AddRanks(ranks, token, base, end, mine, total, &awaited, &round);) {
-        const char* const at = Round(r.rank, awaited, token, round);
-        const int lines = Lines(round);
-        auto missing = [&] { return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch)); };
-        auto leave = [&] { return *stalled ? false : *stalled = true; };
-        if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, leave, run, Step::kRows)) return false;
-      }
-      char* out = static_cast<char*>(p.out) + static_cast<int64_t>(token) * row_bytes;
+      for (int i = 0; i < kSumRounds; ++i) mine[i] = sums[i].Round();
+    }
+    if (!begin()) return false;
+    Values<Y> total[kSumRounds];
+    for (int awaited, round; !AddRanks(named & run.active, token, base, end, mine, total, &awaited, &round);) {
+      const char* const at = Round(r.rank, awaited, token, round);
+      const int lines = Lines(round);
+      auto missing = [&] { return __ballot_sync(0xFFFFFFFFu, Missing(piece, LoadRound(at), lines, run.epoch)); };
+      auto leave = [&] { return *stalled ? false : *stalled = true; };
+      if (!AwaitLines(missing, [&](uint32_t) { return awaited; }, leave, run, Step::kRows)) return false;
+    }
+    char* out = static_cast<char*>(p.out) + static_cast<int64_t>(token) * row_bytes;
 #pragma unroll
-      for (int i = 0; i < kSumRounds; ++i) {
-        const int at = (base + i) * kRoundData + piece.offset;
-        if (base + i >= end || at >= row_bytes) continue;
-        const uint4 raw = total[i].Round();
-        if (piece.flags) {
-          *reinterpret_cast<uint2*>(out + at) = make_uint2(raw.x, raw.y);
-        } else {
-          *reinterpret_cast<uint4*>(out + at) = raw;
-        }
+    for (int i = 0; i < kSumRounds; ++i) {
+      const int at = (base + i) * kRoundData + piece.offset;
+      if (base + i >= end || at >= row_bytes) continue;
+      const uint4 raw = total[i].Round();
+      if (piece.flags) {
+        *reinterpret_cast<uint2*>(out + at) = make_uint2(raw.x, raw.y);
+      } else {
+        *reinterpret_cast<uint4*>(out + at) = raw;
       }
     }
     return true;
   }
 
-  // False: the group has failed.
-  __device__ __forceinline__ bool Sum() const {
+  // All threads of the block. False: the group has failed, or `begin()` was false.
+  template <class Begin>
+  __device__ __forceinline__ bool Sum(Begin begin) const {
     const uint32_t parts = cut.parts, items = p.routing.tokens * parts;
     const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
-    if (summer < 0) return true;
     bool stalled = false;
 #pragma unroll 1
-    for (uint32_t item = summer + threadIdx.x / 32 * cut.receivers; item < items;) {
+    for (uint32_t item = summer + LateFirstWarp() * cut.receivers; summer >= 0 && item < items;) {
       const uint32_t token = cut.by_parts(item), first = (item - token * parts) * cut.rounds;
       const bool before = stalled;
       const int end = min(p.staging.row_rounds, static_cast<int>(first) + cut.rounds);
-      if (SumPart(token, first, end, &stalled)) {
+      if (SumPart(token, first, end, &stalled, begin)) {
         item += cut.receivers * kWarps;
       } else if (before == stalled) {
         return false;
@@ -297,15 +318,15 @@ struct LowLatencyCombine {
         AdoptShares(p, cut, run);  // then once more, with nothing held in registers meanwhile
       }
     }
-    return true;
+    return begin();
   }
 };
 
-template <class Y>
+template <class Y, int kSumRounds, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
-  const LowLatencyCombine<Y> work(p, cut, run);
+  const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
@@ -323,10 +344,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     return !run.refused;
   };
   if (warp == 0) begin();  // it has the number already: the others need not wait for its first rows
-  if (block < cut.push) work.PushShare(block, warp, kWarps, [&] { return begin() && !run.repeats; });
-  bool good = begin();
+  if (block < cut.push) work.PushShare(block, LateFirstWarp(), kWarps, [&] { return begin() && !run.repeats; });
   Phase(2);
-  if (good) good = work.Sum();
+  const bool good = work.Sum(begin);
   Phase(5);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
@@ -334,17 +354,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   Phase(6);
 }
 
+// Two rows in flight for few tokens, three for many: measured (docs/performance.md).
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
-  LowLatencyCombineKernel<Y><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  if (p.routing.tokens <= kFewTokens) {
+    LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  } else {
+    LowLatencyCombineKernel<Y, kSumRounds, 3><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
+  }
   return cudaGetLastError();
 }
 template <class Y>
 int PreloadLowLatencyCombineOf() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y>);
+  if (int e = cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>)) return e;
+  return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRounds, 3>);
 }
 
 }  // namespace xen_moe

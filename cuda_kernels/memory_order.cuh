@@ -52,6 +52,8 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint32_t* p, uint32_t v) {
 __device__ __forceinline__ void StoreRelaxedGpu(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// Both an acquire and a release on this GPU. __threadfence() also orders stores before later loads, which takes longer.
+__device__ __forceinline__ void FenceGpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void StoreRelaxedSystem(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -14,6 +14,7 @@ struct PeerLink {
   const PeerTable* table;  // in device memory
   int rank;                // this one
 
+  static constexpr bool kReserves = false;
   __device__ __forceinline__ void Put(uint32_t generation, int target, uint64_t to, uint64_t from,
                                       uint64_t bytes) const {
     char* const* const staging = table->staging[generation % kGenerations];

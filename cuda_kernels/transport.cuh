@@ -2,11 +2,13 @@
 //
 // Ranks of this node are stored to and read by pointer. To the others a kernel puts: it copies from its own memory into
 // that of the other rank, and raises counters there. `Link` carries this out; it has, for all lanes of a warp together,
-//   Put(generation, rank, to, from, bytes)                  as Transport::Put
-//   PutSignal(generation, rank, to, from, bytes, signal)    as Transport::PutSignal
+//   kReserves        whether a put could wait for the network. If so,
+//   Reserve(rank)    makes sure that the next put to `rank` need not, or returns false: one lane alone
+//   Put(generation, rank, to, from, bytes)                  as Transport::Put, after a Reserve
+//   PutSignal(generation, rank, to, from, bytes, signal)    as Transport::PutSignal, after a Reserve
 //   Count(signal)    an own counter, with acquire semantics at system scope: any lane alone
 //   Pending()        a rank to which a put of this context is still being read from here, or -1: any lane alone
-//   Fail(rank, word) as Transport::Fail: one lane alone
+//   Fail(rank, word) as Transport::Fail, after a Reserve: one lane alone
 // A context is a warp of an operation: what is said about the order of puts is said about the puts of one warp.
 //
 // Offsets count from the start of a generation's staging area, which is the same size on all ranks; offsets and sizes
@@ -27,14 +29,14 @@ class Transport {
   // lanes of this warp stored to `from` before is what goes. All lanes call it.
   __device__ __forceinline__ void Put(int rank, uint64_t to, uint64_t from, uint64_t bytes) const {
     Publish();
-    link_.Put(run_.generation, rank, to, from, bytes);
+    if (Reserve(rank)) link_.Put(run_.generation, rank, to, from, bytes);
   }
   // The same; then `rank`'s counter `signal` grows by one, and whoever sees that there sees this put and all earlier
   // ones of this warp to that rank. With 0 bytes it only signals.
   __device__ __forceinline__ void PutSignal(int rank, uint64_t to, uint64_t from, uint64_t bytes,
                                             uint32_t signal) const {
     Publish();
-    link_.PutSignal(run_.generation, rank, to, from, bytes, signal);
+    if (Reserve(rank)) link_.PutSignal(run_.generation, rank, to, from, bytes, signal);
   }
   // Until this rank's counter `signal` has reached `value`, which `rank` makes it do. False: the group has failed. All
   // lanes call it.
@@ -71,12 +73,28 @@ class Transport {
     return met;
   }
   // Puts a failure word into `rank`'s mailbox, unless there is one, and waits for nothing. One lane calls it.
-  __device__ __forceinline__ void Fail(int rank, uint64_t word) const { link_.Fail(rank, word); }
+  __device__ __forceinline__ void Fail(int rank, uint64_t word) const {
+    if constexpr (Link::kReserves) {
+      if (!link_.Reserve(rank)) return;
+    }
+    link_.Fail(rank, word);
+  }
 
  private:
   __device__ __forceinline__ static void Publish() {
     __threadfence_system();
     __syncwarp();
+  }
+  // False: the group has failed, and nothing is put.
+  __device__ __forceinline__ bool Reserve(int rank) const {
+    bool room = true;
+    if constexpr (Link::kReserves) {
+      if ((threadIdx.x & 31) == 0) {
+        room = WaitUntil([&] { return link_.Reserve(rank); }, run_, Step::kCredit, rank);
+      }
+      room = __shfl_sync(0xFFFFFFFFu, room, 0);
+    }
+    return room;
   }
   const Link& link_;
   const Running& run_;

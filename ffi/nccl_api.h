@@ -53,6 +53,9 @@ struct NcclApi {
   int (*CommWindowRegister)(NcclComm* comm, void* memory, size_t bytes, NcclWindow** window, int flags);
   int (*CommWindowDeregister)(NcclComm* comm, NcclWindow* window);
   int (*GetPeerDevicePointer)(NcclWindow* window, size_t offset, int rank, void** pointer);
+  // What these two write is as long as the headers that `requirements` and `properties` were made with say.
+  int (*DevCommCreate)(NcclComm* comm, const void* requirements, void* device_comm);
+  int (*CommQueryProperties)(NcclComm* comm, void* properties);
   const char* (*GetErrorString)(int result);
   const char* (*GetLastError)(NcclComm* comm);
 

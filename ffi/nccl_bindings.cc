@@ -18,6 +18,16 @@ void BindNccl(nb::module_& m, Devices* gpus, const MemoryProvider* provider) {
     const std::string id(unique_id.c_str(), unique_id.size());
     WithoutGil([&] { StartNccl(gpus, ordinal, process, num_processes, id, seconds); });
   });
+  m.def("nccl_join_devices", [](nb::bytes requirements, uint64_t bytes, double seconds) {
+    const std::string wanted(requirements.c_str(), requirements.size());
+    const std::string made = WithoutGil([&] { return JoinNcclDevices(wanted, bytes, seconds); });
+    return nb::bytes(made.data(), made.size());
+  });
+  m.def("nccl_properties", [](nb::bytes asked) {
+    std::string properties(asked.c_str(), asked.size());
+    WithoutGil([&] { QueryNccl(&properties); });
+    return nb::bytes(properties.data(), properties.size());
+  });
   m.def("nccl_provider", [provider] { return nb::capsule(provider, kMemoryProviderCapsule); });
 }
 

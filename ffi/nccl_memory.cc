@@ -117,12 +117,44 @@ class Nccl {
       delete window;
       return true;
     }
-    broken_ = reason = "NCCL could not show memory to the other processes: " + failed +
-                       ". Memory between processes cannot grow any more; start all processes of the job again";
-    bool unused = true;
-    for (const auto& block : blocks_) unused = unused && block.second.window == nullptr;
-    if (unused) Abort();  // else kernels may use what an abort would unmap
+    Break("NCCL could not show memory to the other processes: " + failed);
     return false;
+  }
+
+  // As Join.
+  std::string JoinDevices(const std::string& requirements, size_t device_comm_bytes, double seconds) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!broken_.empty()) Refuse(broken_);
+      if (comm_ == nullptr) Refuse("NCCL was not started");
+    }
+    const OnGpu on(*this);
+    // NCCL may read and write there after this call has given up.
+    auto* const asked = new std::string(requirements);
+    auto* const made = new std::string(device_comm_bytes, '\0');
+    const int rc = Loaded().DevCommCreate(comm_, asked->data(), made->data());
+    const std::string failed = Finish(rc, "ncclDevCommCreate", seconds);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed.empty()) {
+      Break("NCCL could not connect the GPUs with those of other nodes: " + failed);
+      Refuse(broken_);
+    }
+    const std::string out = *made;
+    delete asked;
+    delete made;
+    return out;
+  }
+
+  void Query(std::string* properties) {
+    if (comm_ == nullptr) Refuse("NCCL was not started");
+    const OnGpu on(*this);
+    Check(Loaded().CommQueryProperties(comm_, properties->data()), "ncclCommQueryProperties");
+  }
+
+  NcclWindow* Window(void* own) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(own);
+    return found == blocks_.end() ? nullptr : found->second.window;
   }
 
   void Release(void* own) {
@@ -203,6 +235,14 @@ class Nccl {
     }
   }
 
+  // Nobody can know who believes that a collective step came about. `mutex_` is held.
+  void Break(const std::string& why) {
+    broken_ = reason = why + ". Memory between processes cannot grow any more; start all processes of the job again";
+    bool unused = true;
+    for (const auto& block : blocks_) unused = unused && block.second.window == nullptr;
+    if (unused) Abort();  // else kernels may use what an abort would unmap
+  }
+
   // Ends what NCCL's threads are in the middle of. Nobody waits for that.
   void Abort() {
     NcclComm* const comm = comm_;
@@ -262,6 +302,8 @@ NcclApi NcclApi::Open(const std::string& path) {
   Find(library, path, "ncclCommWindowRegister", &api.CommWindowRegister);
   Find(library, path, "ncclCommWindowDeregister", &api.CommWindowDeregister);
   Find(library, path, "ncclGetPeerDevicePointer", &api.GetPeerDevicePointer);
+  Find(library, path, "ncclDevCommCreate", &api.DevCommCreate);
+  Find(library, path, "ncclCommQueryProperties", &api.CommQueryProperties);
   Find(library, path, "ncclGetErrorString", &api.GetErrorString);
   Find(library, path, "ncclGetLastError", &api.GetLastError);
   return api;
@@ -274,5 +316,10 @@ void StartNccl(Devices* gpus, int ordinal, int process, int num_processes, const
   provider.num_processes = num_processes;
 }
 const MemoryProvider* NcclProvider() { return &provider; }
+std::string JoinNcclDevices(const std::string& requirements, size_t device_comm_bytes, double seconds) {
+  return Nccl::Get().JoinDevices(requirements, device_comm_bytes, seconds);
+}
+void QueryNccl(std::string* properties) { Nccl::Get().Query(properties); }
+NcclWindow* NcclWindowOf(void* own) { return Nccl::Get().Window(own); }
 
 }  // namespace xen_moe

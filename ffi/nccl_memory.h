@@ -10,6 +10,7 @@
 
 #include "ffi/devices.h"
 #include "ffi/memory_provider.h"
+#include "ffi/nccl_api.h"
 
 namespace xen_moe {
 
@@ -19,5 +20,15 @@ std::string NewNcclId();                // in one process, for all
 // Collective, within `seconds`; on GPU `ordinal` from now on. Process p is NCCL's rank p.
 void StartNccl(Devices* gpus, int ordinal, int process, int num_processes, const std::string& id, double seconds);
 const MemoryProvider* NcclProvider();
+
+// For kernels that put to other nodes (cuda_kernels/nccl_transport.cuh). The structures are those of the headers that
+// these kernels were compiled with, given and taken as bytes: this library includes none of them.
+// Collective, entered in the same order by all processes as windows are, within `seconds`: the device communicator that
+// `requirements` (ncclDevCommRequirements_t) asks for. When it fails, there are no further windows either.
+std::string JoinNcclDevices(const std::string& requirements, size_t device_comm_bytes, double seconds);
+// This process's affair: fills `*properties` (ncclCommProperties_t), whose first members are set.
+void QueryNccl(std::string* properties);
+// The window of a block that was joined; null when there is none.
+NcclWindow* NcclWindowOf(void* own);
 
 }  // namespace xen_moe

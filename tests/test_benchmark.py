@@ -197,9 +197,9 @@ def test_drops_are_counted(problem):
 
 
 # ------------------------------------------------------------------------------------------------------ timing
-def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
+def counting_program() -> programs.Program:
     """A program that counts its calls and adds up the routings that it saw."""
-    counting = programs.Program(
+    return programs.Program(
         "counting",
         "dispatch",
         prepare=lambda x, idx, w: x[:1, :1].astype(jnp.float32) * 0,
@@ -207,12 +207,30 @@ def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
         step=lambda operands, carry, idx, w: (carry[0] + 1, carry[1] + idx.sum()),
         chain=lambda carry: programs.never(carry[0]),
     )
-    timed = timing.compile_program(counting, problem, inner=5)
+
+
+def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
+    timed = timing.compile_program(counting_program(), problem, inner=5)
     timing.measure([timed], repeats=3)
     calls, seen = timed.result
     assert len(timed.microseconds) == 3 and all(us > 0 for us in timed.microseconds)
     np.testing.assert_array_equal(np.asarray(calls).reshape(-1), 5)
     np.testing.assert_array_equal(np.asarray(seen), sum(problem.topk_idx[i % 3].sum((1, 2)) for i in range(5)))
+
+
+def test_calls_chained_by_barriers_all_run(problem):
+    """As loops on GPUs are made: eleven calls, four in a turn, each turn beginning with the first routing."""
+    counting = counting_program()
+
+    def loop(x, idx_pool, weights_pool):
+        operands = counting.prepare(x, idx_pool[0], weights_pool[0])
+        carry = counting.initial(operands, idx_pool[0], weights_pool[0])
+        return timing.chained_by_barriers(counting, operands, carry, idx_pool, weights_pool, 11, 4)
+
+    calls, seen = timing.on_ranks(loop, problem.mesh, timing.SPECS)(*problem.inputs.arrays())
+    np.testing.assert_array_equal(np.asarray(calls).reshape(-1), 11)
+    of_calls = [i % 4 % 3 for i in range(11)]
+    np.testing.assert_array_equal(np.asarray(seen), sum(problem.topk_idx[p].sum((1, 2)) for p in of_calls))
 
 
 def test_calls_in_the_loop_are_not_optimised_away(problem):
@@ -500,6 +518,8 @@ def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
     wrong = len(range(1, 8, SMALL.pool))
     with pytest.raises(verify.WrongResultError, match=f"{wrong} results of 8 replays"):
         decode_step.measure(step, weights, truth, 8)
+    peer = decode_step.measure(step, weights, truth, 8, must_agree=False)
+    assert (peer["wrong"], peer["replays"]) == (wrong, 8)
 
 
 def test_a_wrong_first_result_is_an_error(small_step):

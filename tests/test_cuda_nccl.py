@@ -130,6 +130,27 @@ def test_the_doctor_names_the_library_the_version_and_the_remedy(nccl_home, monk
     assert found.remedy == nccl.REMEDY
 
 
+def test_the_doctor_says_whether_a_kernel_could_put_to_other_nodes(nccl_home, monkeypatch):
+    nccl_home()
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_GIN_ENABLE", "NCCL_GIN_PROXY_QUEUE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.nccl_puts().ok
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "32")
+    assert doctor.nccl_puts().ok
+    monkeypatch.setenv("NCCL_GIN_PROXY_QUEUE_SIZE", "16")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    found = doctor.nccl_puts()
+    assert found.ok is False and found.remedy == "unset it"
+    assert found.detail.startswith("NCCL_CUMEM_ENABLE=0, NCCL_GIN_PROXY_QUEUE_SIZE=16 (at least 32)")
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "23100")
+    found = doctor.nccl_puts()
+    assert found.ok is None and "puts from a kernel need NCCL 2.32" in found.detail and "2.32" in found.remedy
+    nccl.usable.cache_clear()
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
+    assert doctor.nccl_puts().ok is None
+
+
 # -- what a job uses ---------------------------------------------------------------------------------------------------
 
 FINE = {"node": "a", "asked": "nvshmem", "lacks": ""}
@@ -261,3 +282,31 @@ def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_i
             assert first == "" and "had not ended after 2 s" in second
             assert "cannot grow any more; start all processes of the job again" in third
             assert result["serves"] and result["seen"] and result["aborted"] == 0
+
+
+# -- device communicators ----------------------------------------------------------------------------------------------
+
+
+def test_device_communicators_are_made_beside_windows_and_those_that_differ_end_growth(tmp_path):
+    with job("devices", tmp_path) as running:
+        for process, result in enumerate(results(running)):
+            assert result["errors"] == ["", ""] and result["seen"]
+            assert result["properties"] == [process, COUNT] and result["made"] == [[process, COUNT]] * 2
+            for error in (result["different"], *result["after"]):
+                assert "could not connect the GPUs with those of other nodes" in error
+                assert "ranks ask for different device communicators" in error
+                assert "cannot grow any more; start all processes of the job again" in error
+            assert result["serves"] and result["aborted"] == 0  # kernels may use the windows
+
+
+def test_a_process_that_dies_while_gpus_are_connected_is_named(tmp_path):
+    with job("one_dies_connecting", tmp_path) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        time.sleep(0.5)
+        running[1].send_signal(signal.SIGKILL)
+        for process, result in zip((0, 2), results(running, 0, 2), strict=True):
+            assert result["waited"] < 10, result
+            assert process == 0 or "waits for process 1, which has died" in result["error"], result
+            assert process == 2 or "rank 1 closed" in result["error"], result
+            assert "could not connect the GPUs" in result["after"], result

@@ -226,6 +226,21 @@ def nccl_library() -> Finding:
     return Finding("libnccl", True, f"{'.'.join(map(str, version))} ({path})")
 
 
+def nccl_puts() -> Finding:
+    """Whether that NCCL can put from a kernel to other nodes, as far as its version and the environment tell."""
+    name, since = "NCCL between nodes", ".".join(map(str, nccl.PUTS_SINCE))
+    try:
+        version = nccl.usable()[1]
+    except BackendUnavailable:
+        return Finding(name, None, "no NCCL that could put from a kernel")
+    if version[:2] < nccl.PUTS_SINCE:
+        remedy = f"pip install 'nvidia-nccl-cu13>={since}', or set NCCL_HOME to such a one"
+        return Finding(name, None, f"puts from a kernel need NCCL {since}", remedy)
+    if found := nccl.hindrances():
+        return Finding(name, False, f"{', '.join(found)} in the environment", "unset it")
+    return Finding(name, True, f"puts from a kernel (NCCL {since} or later); which network there is shows at start")
+
+
 JAX_RUNS_ON = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "cuda13")}
 """Platform -> the package that JAX needs for it, and the extra that installs it."""
 
@@ -290,7 +305,7 @@ def examine() -> dict[str, list[Finding]]:
         "Versions": versions(),
         "Devices that JAX uses": devices(),
         "Accelerators of this machine": accelerators(),
-        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library()],
+        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library(), nccl_puts()],
         "Backend by platform": backends(),
         "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],

@@ -97,7 +97,7 @@ struct Window {
 
 struct Comm {
   std::string folder;
-  int rank = 0, ranks = 0, windows = 0;
+  int rank = 0, ranks = 0, windows = 0, devices = 0;
   std::vector<int> processes;
   std::atomic<int> state{kInProgress};
   std::atomic<bool> aborted{false};
@@ -172,6 +172,22 @@ int Register(Comm* comm, void* own, size_t bytes, Window** out) {
   std::lock_guard<std::mutex> lock(mutex);
   ++memory.at(own).windows;
   *out = window;
+  return kSuccess;
+}
+
+// A device communicator: all have to ask for the same.
+int Connect(Comm* comm, void* requirements, size_t bytes, Window** out) {
+  while (Knob("stall") != 0 && !comm->aborted) Pause();
+  std::string words;
+  for (size_t i = 0; i < bytes; ++i) words += std::to_string(static_cast<unsigned char*>(requirements)[i]) + " ";
+  std::vector<std::string> said;
+  const int rc = comm->Meet("devices-" + std::to_string(comm->devices++), words, &said);
+  if (rc != kSuccess) return rc;
+  for (const std::string& one : said) {
+    if (one != words) return Fail(kInvalidUsage, "ranks ask for different device communicators");
+  }
+  int* const made = reinterpret_cast<int*>(out);
+  made[0] = comm->rank, made[1] = comm->ranks;
   return kSuccess;
 }
 
@@ -288,6 +304,21 @@ int ncclCommWindowDeregister(Comm* comm, Window* window) {
   std::lock_guard<std::mutex> lock(mutex);
   --memory.at(window->own).windows;
   delete window;
+  return kSuccess;
+}
+// Requirements and the communicator: opaque here, but for what the real ones begin with (size, magic). What is made
+// says who asked for what: rank, ranks, then the requirements as far as there is room.
+int ncclDevCommCreate(Comm* comm, const void* requirements, void* out) {
+  const auto* words = static_cast<const uint64_t*>(requirements);
+  if (static_cast<unsigned>(words[1]) != 0xcafebeef) return Fail(kInvalidArgument, "no requirements");
+  if (comm->state != kSuccess) return Fail(kInvalidArgument, "the communicator has failed or is busy");
+  comm->Begin(Connect, const_cast<void*>(requirements), words[0], static_cast<Window**>(out));
+  return kSuccess;  // as of a window
+}
+int ncclCommQueryProperties(Comm* comm, void* properties) {
+  auto* const numbers = static_cast<int*>(properties);  // size, magic and version come first
+  if (static_cast<unsigned>(numbers[2]) != 0xcafebeef) return Fail(kInvalidArgument, "no properties");
+  numbers[4] = comm->rank, numbers[5] = comm->ranks;
   return kSuccess;
 }
 int ncclGetPeerDevicePointer(Window* window, size_t offset, int rank, void** out) {

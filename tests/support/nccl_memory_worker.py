@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import time
 
@@ -153,6 +154,58 @@ def one_is_silent(rank: Rank) -> dict:
         "seen": rank.see_each_other(workspace, "after"),
         "aborted": rank.nccl.get("aborted"),
     }
+
+
+# size, magic, version; then what differs between two requests
+HEAD = struct.Struct("QII")
+MAGIC = 0xCAFEBEEF
+
+
+def join_devices(rank: Rank, asked: int = 0, seconds: float = WAIT_S) -> str | tuple[int, ...]:
+    requirements = HEAD.pack(HEAD.size + 8, MAGIC, 23203) + struct.pack("Q", asked)
+    try:
+        made = rank.memory.nccl_join_devices(requirements, 64, seconds)
+    except RuntimeError as error:
+        return str(error)
+    assert len(made) == 64
+    return struct.unpack_from("ii", made)
+
+
+def devices(rank: Rank) -> dict:
+    """Device communicators beside windows; requests that differ; what is left after that."""
+    workspace = rank.workspace()
+    errors = [rank.serve(workspace, SMALL)]
+    asked = HEAD.pack(HEAD.size + 8, MAGIC, 23203) + bytes(8)
+    properties = struct.unpack_from("ii", rank.memory.nccl_properties(asked), HEAD.size)
+    made = [join_devices(rank), join_devices(rank, 7)]
+    errors.append(rank.serve(workspace, LARGE))
+    seen = rank.see_each_other(workspace, "between")
+    different = join_devices(rank, 8 + rank.process)
+    after = [join_devices(rank), rank.serve(rank.workspace(1), SMALL)]
+    return {
+        "errors": errors,
+        "properties": properties,
+        "made": made,
+        "seen": seen,
+        "different": different,
+        "after": after,
+        "serves": rank.memory.serves(workspace, *LARGE) and rank.see_each_other(workspace, "after"),
+        "aborted": rank.nccl.get("aborted"),
+    }
+
+
+def one_dies_connecting(rank: Rank) -> dict:
+    """Process 1 is killed by the test while the others wait for its device communicator; process 2 is not told."""
+    rank.nccl.set("deaf", int(rank.process == 2))
+    rank.meet("up")
+    if rank.process == 1:
+        rank.nccl.set("stall", 1)
+        print("ready", flush=True)
+        join_devices(rank, 0, 300.0)
+    print("ready", flush=True)
+    began = time.monotonic()
+    error = join_devices(rank, 0, 300.0)
+    return {"error": error, "waited": time.monotonic() - began, "after": join_devices(rank)}
 
 
 def main() -> None:

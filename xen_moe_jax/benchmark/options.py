@@ -124,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     steps("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
     steps("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
     steps("--peer-replays", type=positive, default=200, help="of the others, at the most")
+    steps("--replay-seconds", type=factor, default=600.0, help="of each program, at the most; fewer replays then")
     tuned_jax = parser.add_argument_group("--mode jax-best").add_argument
     tuned_jax("--settings", nargs="+", metavar="NAME", help="settings of XLA to run (default: all)")
     tuned_jax("--seconds", type=factor, default=600.0, help="for all settings; the last are left out")

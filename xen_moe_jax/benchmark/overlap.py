@@ -124,7 +124,7 @@ def variants(problem: Problem, operation: str, config: xm.KernelConfig, chain: C
 
 
 def _time(problem: Problem, chosen: list[Program], inner: int, repeats: int) -> list[timing.Timed]:
-    timed = [timing.compile_program(program, problem, inner, with_memory=False) for program in chosen]
+    timed = [start() for start in timing.compile_all(chosen, problem, inner)]
     timing.measure(timed, repeats)
     return timed
 

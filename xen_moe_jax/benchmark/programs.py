@@ -274,8 +274,20 @@ def peer_combine(work: Workload, peer: Peer, name: str, relative_cost: int = 1) 
     return Program(name, "combine", prepare, initial, step, relative_cost=relative_cost)
 
 
+def empty_chain() -> Program:
+    """What is between the lone calls of `timing.chained_by_barriers`: the routing with a flag from what was before."""
+    return Program(
+        "empty loop",
+        "none",
+        prepare=lambda x, topk_idx, topk_weights: x[:1],
+        initial=lambda x, topk_idx, topk_weights: topk_idx,
+        step=lambda operands, carry, topk_idx, topk_weights: topk_idx,
+        chain=never,
+    )
+
+
 def empty_loop() -> Program:
-    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls. Shown, never subtracted."""
+    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls."""
 
     def step(operands, carry, topk_idx, topk_weights):
         topk_idx, topk_weights = jax.lax.optimization_barrier((topk_idx, topk_weights))

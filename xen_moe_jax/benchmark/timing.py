@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -106,6 +108,8 @@ def compile_only(
             return program.step(prepared, carry, pick(idx_pool, routing), pick(weights_pool, routing))
 
         carry = program.initial(prepared, idx_pool[0], weights_pool[0])
+        if unroll > 1 and problem.platform == "gpu":
+            return chained_by_barriers(program, prepared, carry, idx_pool, weights_pool, inner, unroll)
         return jax.lax.fori_loop(0, inner, body, carry, unroll=min(unroll, inner))
 
     def single(prepared, topk_idx, topk_weights):
@@ -123,6 +127,42 @@ def compile_only(
         return Timed(program, inner, compiled, (prepare(*inputs.arrays()), *pools), memory)
 
     return start
+
+
+def compile_all(
+    chosen: list[Program], problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = False
+) -> list[Callable[[], Timed]]:
+    """`compile_only` of several programs, side by side where one process holds all ranks."""
+    workers = min(8, (os.cpu_count() or 1) // 2) if jax.process_count() == 1 else 1
+    with futures.ThreadPoolExecutor(max(1, workers)) as pool:
+        compiling = [
+            pool.submit(compile_only, program, problem, inner, unroll, with_memory=with_memory) for program in chosen
+        ]
+    return [compiled.result() for compiled in compiling]
+
+
+def chained_by_barriers(
+    program: Program, prepared: Any, carry: Any, idx_pool: jax.Array, weights_pool: jax.Array, inner: int, unroll: int
+) -> Any:
+    """`inner` calls, `unroll` of them in a turn of the loop, with as little of XLA between them as there can be.
+
+    A call of some microseconds costs less than the kernels that pick its routing. So the calls of a turn have routings
+    of their own, picked when compiling; what is left is the flag that `program.chain` reads from the result of the one
+    before, one small kernel, and for a round trip, whose tokens are the chain, nothing. Optimisation barriers keep XLA
+    from joining those kernels.
+    """
+    routings = [(idx_pool[p], weights_pool[p]) for p in range(idx_pool.shape[0])]
+
+    def calls(count, carry):
+        for i in range(count):
+            topk_idx, topk_weights = routings[i % len(routings)]
+            topk_idx = topk_idx + program.chain(carry)
+            topk_idx, topk_weights, carry = jax.lax.optimization_barrier((topk_idx, topk_weights, carry))
+            carry = program.step(prepared, carry, topk_idx, topk_weights)
+        return carry
+
+    carry = jax.lax.fori_loop(0, inner // unroll, lambda _, carry: calls(unroll, carry), carry)
+    return calls(inner % unroll, carry)
 
 
 def queued(program: Callable[..., Any], operands: tuple[Any, ...], calls: int, repeats: int) -> list[float]:

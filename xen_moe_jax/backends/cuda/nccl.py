@@ -20,6 +20,11 @@ REMEDY = (
     "such a version; JAX's own NCCL may stay what it is"
 )
 
+PUTS_SINCE = (2, 32)
+"""The first with the device interface that cuda_kernels/nccl_transport.cuh is compiled for."""
+_SMALLEST_QUEUE = 32
+"""`kMostPuts` of that file: NCCL would wait without a limit in a queue with less room."""
+
 
 def find() -> pathlib.Path | None:
     """The library that would be loaded: of NCCL_HOME where it is set, else of the package nvidia-nccl-cu13."""
@@ -85,3 +90,12 @@ def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: byte
     """
     compiled.set_provider(compiled.nccl_provider())  # first, so that a death ends the wait below
     compiled.nccl_start(ordinal, process, count, unique_id, seconds)
+
+
+def hindrances() -> list[str]:
+    """Variables of the environment with which NCCL has no windows, or no puts from kernels to other nodes."""
+    found = [f"{name}=0" for name in ("NCCL_CUMEM_ENABLE", "NCCL_GIN_ENABLE") if os.environ.get(name) == "0"]
+    queue = os.environ.get("NCCL_GIN_PROXY_QUEUE_SIZE", "")
+    if queue.isdigit() and 0 < int(queue) < _SMALLEST_QUEUE:
+        found.append(f"NCCL_GIN_PROXY_QUEUE_SIZE={queue} (at least {_SMALLEST_QUEUE})")
+    return found

@@ -13,6 +13,8 @@ struct NetworkLink {
   int rank;
 
   __device__ static int Context() { return static_cast<int>(blockIdx.x * 64 + threadIdx.x / 32); }
+  static constexpr bool kReserves = true;
+  __device__ bool Reserve(int) const { return true; }  // its queues have no end
   __device__ void Put(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes) const {
     if ((threadIdx.x & 31) == 0) network->Put(Context(), generation, rank, target, to, from, bytes, -1);
   }

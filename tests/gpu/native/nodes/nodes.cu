@@ -6,70 +6,14 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda_kernels/node_combine.cuh"
-#include "cuda_kernels/node_dispatch.cuh"
 #include "cuda_kernels/peer_transport.cuh"
-#include "cuda_kernels/quantize_codec.cuh"
-#include "tests/gpu/native/expectations.h"
+#include "tests/gpu/native/nodes/node_operations.cuh"
 #ifndef __CUDACC__
 #include "tests/gpu/native/nodes/network_link.cuh"
 #endif
 
 namespace native {
 namespace {
-
-struct NodeOptions : Options {
-  int per_node = 2;
-  bool network = false;
-  uint32_t broken = 0;
-};
-
-// One operation of one rank.
-struct NodeOperation {
-  Prepared* prepared = nullptr;
-  RailParams rails{};
-  void Plan(int chunk_tokens, uint64_t* expected) {
-    const Problem& p = prepared->problem;
-    if (p.operation == Operation::kCombine) {
-      CombineParams& k = prepared->combine;
-      rails.plan = PlanRail(k.routing, p.operation, chunk_tokens, k.schedule, &k.staging);
-      Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
-    } else {
-      DispatchParams& d = prepared->dispatch;
-      rails.plan = PlanRail(d.routing, p.operation, chunk_tokens, d.schedule, &d.staging);
-      Describe(&d, p.scaled, static_cast<uint32_t>(p.element), p.site);
-    }
-    rails.expected = expected;
-  }
-};
-
-template <class Link>
-int LaunchOne(const NodeOperation& o, const Link& link, cudaStream_t stream) {
-  const Problem& p = o.prepared->problem;
-  const bool native = p.wire == WireType::kNative;
-  if (p.operation == Operation::kCombine) {
-    const CombineParams& k = o.prepared->combine;
-    if (p.element == Element::kF32) return LaunchNodeCombine<float, WireType::kNative>(k, o.rails, link, stream);
-    return native ? LaunchNodeCombine<__nv_bfloat16, WireType::kNative>(k, o.rails, link, stream)
-                  : LaunchNodeCombine<__nv_bfloat16, WireType::kFp8>(k, o.rails, link, stream);
-  }
-  const DispatchParams& d = o.prepared->dispatch;
-  if (!native) return LaunchNodeDispatch<QuantizeCodec<__nv_bfloat16, WireType::kFp8>>(d, o.rails, link, stream);
-  return p.hidden * p.element_bytes() % 16 == 0
-             ? LaunchNodeDispatch<CopyCodec<int4>>(d, o.rails, link, stream)
-             : LaunchNodeDispatch<CopyCodec<unsigned short>>(d, o.rails, link, stream);
-}
-// Loaded before any of them spins.
-template <class Link>
-void Preload() {
-  cudaFuncAttributes a;
-  NATIVE_CHECK((PreloadNodeCombine<float, WireType::kNative, Link>()));
-  NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kNative, Link>()));
-  NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kFp8, Link>()));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<int4>, Link>));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<unsigned short>, Link>));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<QuantizeCodec<__nv_bfloat16, WireType::kFp8>, Link>));
-}
 
 // A world whose ranks have no pointers to those of other nodes, but for what the link is given.
 class NodeWorld {
@@ -169,17 +113,6 @@ class NodeWorld {
   std::vector<PeerTable*> tables_;
 };
 
-// Operations that the kernels across nodes take, every kind in every layout first.
-Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i) {
-  for (;;) {
-    Problem p = RandomProblem(rng, o.ranks, std::min(8, MostBlocks(o)));
-    if (p.operation == Operation::kExchange) continue;
-    if (i < 9 && (static_cast<int>(p.operation) != i % 3 || static_cast<int>(p.layout) != i / 3)) continue;
-    p.ranks_per_node = o.per_node, p.low_latency = p.bulk = false;
-    if (p.wire != WireType::kNative) p.wire = WireType::kFp8, p.element = Element::kBf16, p.scaled = false;
-    return p;
-  }
-}
 std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s) {
   std::mt19937 rng(o.seed);
   std::vector<std::vector<NodeOperation>> pool;
@@ -192,41 +125,15 @@ std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOpt
 }
 
 #ifndef __CUDACC__
-// What one operation put on the slow link: every token once for each other node that it has experts on, with what is
-// stated beside it, and nothing else.
+// What one operation put on the slow link is what had to go there, and nothing else.
 void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<NodeOperation>& operation) {
-  const Problem& p = operation[0].prepared->problem;
-  const bool combine = p.operation == Operation::kCombine;
-  auto up = [](uint64_t bytes) { return (bytes + 15) / 16 * 16; };
-  const bool native = p.wire == WireType::kNative;
-  const uint64_t scales = p.scaled || !native ? up(static_cast<uint64_t>(p.scale_blocks()) * 4) : 0;
-  const uint64_t row = up(static_cast<uint64_t>(p.hidden) * (native ? p.element_bytes() : 1)) + scales;
-  const uint64_t routing = combine ? 0 : up(static_cast<uint64_t>(p.top_k) * 8);
-  const int block = operation[0].rails.plan.chunk_tokens;
-  const uint64_t headers = static_cast<uint64_t>((p.tokens + block - 1) / block) * 16;
   std::vector<std::vector<int>> topk;
-  for (const NodeOperation& one : operation) {
-    topk.emplace_back(static_cast<size_t>(p.tokens) * p.top_k);
-    NATIVE_CHECK(cudaMemcpy(topk.back().data(), one.prepared->Input(combine ? 1 : 2), topk.back().size() * 4,
-                            cudaMemcpyDeviceToHost));
-  }
+  for (const NodeOperation& one : operation) topk.push_back(one.Experts());
   for (int s = 0; s < o.ranks; ++s) {
     for (int t = 0; t < o.ranks; ++t) {
-      uint64_t wanted = 0;
-      if (s % o.per_node == t % o.per_node && s != t) {
-        const int owner = combine ? t : s, experts_of = (combine ? s : t) / o.per_node;
-        uint64_t tokens = 0;
-        for (int i = 0; i < p.tokens; ++i) {
-          bool goes = false;
-          for (int k = 0; k < p.top_k; ++k) {
-            const int e = topk[owner][static_cast<size_t>(i) * p.top_k + k];
-            goes |= e >= 0 && e < p.experts && e / p.local_experts() / o.per_node == experts_of;
-          }
-          tokens += goes;
-        }
-        wanted = headers + tokens * (row + routing);
-      }
+      const Problem& p = operation[0].prepared->problem;
       const uint64_t went = nodes.network->Between(s, t).bytes;
+      const uint64_t wanted = BytesBetween(p, operation[0].rails.plan.chunk_tokens, topk, s, t);
       Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", s, t, static_cast<int>(went),
                                   static_cast<int>(wanted)) +
                                  Name(p));
