@@ -102,7 +102,7 @@ def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
     rank."""
     topk_idx, positions, recv_counts, active, *local_idx = handle
     spec: Spec = params["spec"]
-    if _active.given(active) or _nodes.several(spec, params["config"]):
+    if _active.given(active) or _nodes.several(spec.num_ranks, params["config"]):
         return _weights_by_rows(values, (topk_idx, positions, recv_counts, active), local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)

@@ -16,9 +16,9 @@ def ranks_per_node(spec: Spec, config: KernelConfig) -> int:
     return spec.num_ranks if len(spec.axis_sizes) == 1 else spec.num_ranks // spec.axis_sizes[0]
 
 
-def several(spec: Spec, config: KernelConfig) -> bool:
-    """Whether `config` says that ranks of this axis do not share a link: kernels then keep to a node's border."""
-    return config.ranks_per_node is not None and config.ranks_per_node < spec.num_ranks
+def several(num_ranks: int, config: KernelConfig) -> bool:
+    """Whether `config` says that the ranks do not share a link: kernels then keep to a node's border."""
+    return config.ranks_per_node is not None and config.ranks_per_node < num_ranks
 
 
 def check(spec: Spec, config: KernelConfig, caller: str) -> None:
@@ -42,7 +42,7 @@ def check(spec: Spec, config: KernelConfig, caller: str) -> None:
 
 def check_backend(spec: Spec, config: KernelConfig, backend: str) -> None:
     """For a backend that knows of nodes by the mesh alone: raises ValueError where `config` cuts a single axis."""
-    if several(spec, config) and len(spec.axis_sizes) == 1:
+    if several(spec.num_ranks, config) and len(spec.axis_sizes) == 1:
         raise ValueError(
             f"KernelConfig.ranks_per_node={config.ranks_per_node} on one axis {spec.axis_name[0]!r}: the {backend} "
             "backend takes nodes from the mesh: pass axis_name=(slow axis, fast axis), or None and no nodes"

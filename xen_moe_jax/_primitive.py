@@ -144,7 +144,7 @@ def _site(ctx: mlir.LoweringRuleContext) -> int:
 def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> Any:
     """The caller's config, its unset fields filled in from a profile of the devices that the program is for. Profiles
     are of one node."""
-    if operation not in _profiles.OPERATIONS or _nodes.several(params["spec"], params["config"]):
+    if operation not in _profiles.OPERATIONS or _nodes.several(params["spec"].num_ranks, params["config"]):
         return params["config"]
     payload: Any = ctx.avals_in[0]
     wire = params["wire"]

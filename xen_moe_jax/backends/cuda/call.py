@@ -91,7 +91,7 @@ def check_limits(spec: Spec) -> None:
 
 def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
     """Raises ValueError for what the kernels between nodes do not do."""
-    if not _nodes.several(spec, config):
+    if not _nodes.several(spec.num_ranks, config):
         return
     given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
     if config.mode == "low_latency":

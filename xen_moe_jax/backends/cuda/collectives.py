@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.cuda import call, devices, module, schedule
 
@@ -21,7 +21,7 @@ def _attributes(
     config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int
 ) -> dict[str, int]:
     """`pair_bytes`: the largest message between two ranks."""
-    if config.ranks_per_node is not None and config.ranks_per_node < ranks:
+    if _nodes.several(ranks, config):
         raise ValueError(
             f"all_to_all or ragged_all_to_all of {ranks} ranks with KernelConfig.ranks_per_node="
             f"{config.ranks_per_node}: the CUDA backend's exchange stores at every rank by pointer: leave "

@@ -27,7 +27,7 @@ HELD = 2
 
 def can_split(spec: Spec, config: KernelConfig) -> bool:
     """Wherever the kernels run, but not between nodes: there a start is the whole operation, on XLA's stream."""
-    if _nodes.several(spec, config):
+    if _nodes.several(spec.num_ranks, config):
         return False
     try:
         module.compiled()

@@ -87,7 +87,7 @@ def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
     Raises:
       ValueError: there are more tokens than chunks can hold.
     """
-    if not _nodes.several(spec, config):
+    if not _nodes.several(spec.num_ranks, config):
         return 0
     tokens, most, chunks = spec.num_tokens, module.compiled().max_chunk_tokens, module.compiled().max_chunks
     if tokens > most * chunks:
@@ -107,7 +107,7 @@ def takes_lines(
     They take what plan.cc's NoLowLatency does not refuse, and store at every rank by pointer: never between nodes. The
     other kernels take every operation.
     """
-    if _nodes.several(spec, config):
+    if _nodes.several(spec.num_ranks, config):
         return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
