@@ -53,10 +53,11 @@ def test_an_operation_finds_memory(memory):
     assert staging(SMALL) < memory.held() < staging(SMALL) + HOME
 
 
-def test_a_first_growth_may_fail_at_any_call(memory):
+def fail_first_growths(memory, *group):
+    """Makes a group's first growth fail at every call in turn, until it needs no more: how often, and the workspace."""
     failures = 0
     while True:
-        workspace = memory.workspace([0, 1], 2, 0)
+        workspace = memory.workspace(*group)
         memory.fail_after(failures)
         try:
             memory.serve(workspace, *SMALL, 1.0)
@@ -70,6 +71,12 @@ def test_a_first_growth_may_fail_at_any_call(memory):
         assert run(memory, workspace, times=3)
         del workspace
         wait_until(lambda: memory.held() == 0)
+    memory.fail_after(-1)
+    return failures, workspace
+
+
+def test_a_first_growth_may_fail_at_any_call(memory):
+    failures, _ = fail_first_growths(memory, [0, 1], 2, 0)
     assert failures > 10
 
 
@@ -606,22 +613,7 @@ def test_memory_between_nodes_does_not_change_under_a_running_operation(memory, 
 
 def test_a_growth_between_nodes_may_fail(memory):
     """The first at any call; a later one before it is published, and then everything is as it was."""
-    failures = 0
-    while True:
-        workspace = memory.workspace([0, 1, 2, 3], 4, 0, 2)
-        memory.fail_after(failures)
-        try:
-            memory.serve(workspace, *SMALL, 1.0)
-            break
-        except RuntimeError as error:
-            assert "told to fail" in str(error)
-        failures += 1
-        memory.fail_after(-1)
-        memory.serve(workspace, *SMALL, 1.0)
-        assert run(memory, workspace, times=2)
-        del workspace
-        wait_until(lambda: memory.held() == 0)
-    memory.fail_after(-1)
+    failures, workspace = fail_first_growths(memory, [0, 1, 2, 3], 4, 0, 2)
     assert failures > 30 and run(memory, workspace)
     before = memory.held()
     for calls in range(16):  # four ranks: scratch, staging, and the flags of two halves

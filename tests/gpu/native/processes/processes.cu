@@ -178,14 +178,19 @@ void ExpectNamed(ProcessWorld& world, const ProcessOptions& o, int culprit, bool
   Expect(wrong == 0, Text("%u vectors of failed results that are not poisoned", wrong));
 }
 
-// The last rank never comes.
-std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
-  std::mt19937 rng(o.seed);
-  const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
+// Starts with one operation of all ranks, which must be good.
+void StartWell(ProcessWorld& world, const ProcessOperation& one) {
   world.Start();
   world.Launch(one);
   ExpectGood(world, "the operation before");
   world.Meet();
+}
+
+// The last rank never comes.
+std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
+  std::mt19937 rng(o.seed);
+  const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
+  StartWell(world, one);
   const double start = Now();
   if (o.rank != o.ranks - 1) {
     for (int i = 0; i < 20; ++i) world.Launch(one, true);
@@ -221,10 +226,7 @@ std::string Cut(const ProcessOptions& o, ProcessWorld& world) {
   if (!world.counts()) return "left out: NCCL's own network cannot be cut";
   std::mt19937 rng(o.seed);
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
-  world.Start();
-  world.Launch(one);
-  ExpectGood(world, "the operation before");
-  world.Meet();
+  StartWell(world, one);
   if (o.rank == o.ranks - 1) world.Cut();
   world.Meet();
   const double start = Now();
@@ -239,10 +241,7 @@ std::string Cut(const ProcessOptions& o, ProcessWorld& world) {
 std::string Killed(const ProcessOptions& o, ProcessWorld& world) {
   std::mt19937 rng(o.seed);
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 1);
-  world.Start();
-  world.Launch(one);
-  ExpectGood(world, "the operation before");
-  world.Meet();
+  StartWell(world, one);
   const int victim = o.ranks - 1;
   if (o.rank == victim) {
     for (int i = 0; i < 5; ++i) world.Launch(one);
@@ -278,13 +277,11 @@ std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
   for (const ProcessOperation& one : pool) {
     const Problem& p = one.problem();
     double best = 1e9;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, rows = 0;
     for (int t = 0; t < o.ranks; ++t) {
-      bytes += BytesBetween(p, one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+      const uint64_t there = BytesBetween(p, one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+      bytes += there, rows += there / (p.hidden * 2);
     }
-    uint64_t rows = 0;
-    for (int t = 0; t < o.ranks; ++t)
-      rows += BytesBetween(p, one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t) / (p.hidden * 2);
     for (int repeat = 0; repeat < 3; ++repeat) {
       world.Meet();
       const double start = Now();
