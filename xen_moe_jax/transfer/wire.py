@@ -117,7 +117,7 @@ class UcxLink:
         prepared = runs.prepared
         starter, known = self._way("put", runs.key, runs.memory, pointer)
         if prepared is None or prepared.key is not known:  # The key was forgotten and given again.
-            prepared = runs.prepared = starter.prepare(known, runs)
+            prepared = runs.prepare(starter, known)
         return prepared.start(pointer)
 
     def _way(self, kind: str, key: bytes, memory: str, local: int) -> tuple[_posting.Starter, _posting.Key]:
