@@ -125,7 +125,7 @@ class UcxLink:
         found: tuple[_posting.Starter, _posting.Key] | None = self._ways.get(key) if memory == "host" else None
         if found is None and self._copies is not None and (exported := _exported(key)):
             if memory == "host":
-                if found := self._host_copies.way(exported):
+                if not self.failed and (found := self._host_copies.way(exported)):
                     self._ways[key] = found
                 elif kind == "put":
                     found = self._copies.way(exported, None)
@@ -149,10 +149,11 @@ class UcxLink:
         return (self._keys.get(key) or self._unpack(key)).handle
 
     def forget(self, key: bytes) -> None:
-        self._ways.pop(key, None)
-        if known := self._keys.pop(key, None):
-            known.forgotten = True
-            known.release()
+        way = self._ways.pop(key, None)
+        for known in (way and way[1], self._keys.pop(key, None)):
+            if known:
+                known.forgotten = True
+                known.release()
 
     def close(self, force: bool) -> None:
         if not self.open:
@@ -178,7 +179,10 @@ class UcxLink:
             if not self._copies.idle():
                 return False
         self.finish_copies()
-        for key in list(self._keys):  # Not before: what was in flight when the link broke may still name them.
+        for key in [
+            *self._keys,
+            *self._ways,
+        ]:  # Not before: what was in flight when the link broke may still name them.
             self.forget(key)
         return True
 
