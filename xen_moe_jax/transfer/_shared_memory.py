@@ -23,7 +23,8 @@ import numpy as np
 from xen_moe_jax.transfer import _dlpack
 
 _HOST = 1  # DLPack's kDLCPU
-_READ_WRITE, _SHARED, _REMOVE = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, 9  # MADV_REMOVE
+_READ_WRITE, _SHARED = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+_REMOVE, _POPULATE_WRITE = 9, 23  # MADV_
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -103,10 +104,13 @@ class SharedMemory:
             file = _file_of(self._process)
             pointer = None if file is None else file.take(self._nbytes)
         if pointer is None:
-            raise MemoryError(
-                f"{nbytes} bytes of a file without a name: {os.strerror(ctypes.get_errno() or errno.ENOMEM)}"
-            )
+            raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(ctypes.get_errno())}")
         self.pointer = pointer
+        # It is this process that pays for the memory, and learns that there is none: not a sender, by its first store.
+        if _library().madvise(pointer, self._nbytes, _POPULATE_WRITE):
+            if (error := ctypes.get_errno()) != errno.EINVAL:
+                raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(error)}")
+            ctypes.memset(pointer, 0, self._nbytes)  # Linux before 5.14.
 
     def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
         """It as an array on a CPU device of JAX."""
