@@ -52,6 +52,7 @@ def receiver(by):
             expected[order] = content(generation, PAGES)[:600]
             np.testing.assert_array_equal(np.asarray(got["pages"]), expected)
             np.testing.assert_array_equal(np.asarray(got["long"]), content(10 + generation, (LONG,)))
+        engine.publish("committed", got["pages"])
         # A stopped sender of large writes: nothing lands after the commit.
         engine.send(peer, b"flood").wait(30)
         assert engine.recv(peer, timeout=30) == b"flooding"
@@ -61,7 +62,15 @@ def receiver(by):
         time.sleep(0.2)
         np.testing.assert_array_equal(np.asarray(long), seen)
         report = json.loads(engine.recv(peer, timeout=30))
-        expected = {"copies": True, "stale": True, "read": True, "outside": True, "bounds": errno.EINVAL}
+        expected = {
+            "copies": True,
+            "committed": True,
+            "kept": 0,
+            "stale": True,
+            "read": True,
+            "outside": True,
+            "bounds": errno.EINVAL,
+        }
         # In an open generation both arrays; at last the one that has been written: what was committed is not mapped.
         expected["mapped"] = [2, 2, 1] if by == "mapped" else [0, 0, 0]
         assert report == expected, report
@@ -91,6 +100,12 @@ def sender(descriptor, by):
         report = {"copies": copies_of(peer) is not None, "mapped": pieces}
         report["read"] = bool((engine.read(peer["published"]) == content(9, PAGES)).all())
         assert engine.recv(peer, timeout=30) == b"flood"
+        while peer["long"].generation != 3:  # By then what was written to is not mapped any more.
+            time.sleep(0.001)
+        expected = np.zeros(PAGES, np.uint8)
+        expected[order] = content(1, PAGES)[:600]
+        report["committed"] = bool((engine.read(peer["committed"]) == expected).all())
+        report["kept"] = mapped()
         while (long := peer["long"]).generation != 3:
             time.sleep(0.001)
         sources = [jnp.full((LONG,), fill, np.uint8) for fill in range(4)]

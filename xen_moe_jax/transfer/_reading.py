@@ -55,6 +55,11 @@ def read(
             transfer.cancel(5.0)
             raise
     finally:
+        with engine._lock:
+            for leaf in leaves.values():
+                for shard in leaf.shards:
+                    if not peer.lost:
+                        peer.link.forget(shard.key)
         verdict = None if peer.lost else engine._call(peer, give_back, max(1.0, deadline - time.monotonic()), request)
     if verdict is not None and not verdict["intact"]:
         raise TransferRefused(
