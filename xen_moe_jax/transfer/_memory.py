@@ -57,9 +57,8 @@ def is_on_gpu(array: Any) -> bool:
     return all(_IN_PLACE.get(device.platform) == "cuda" for device in devices)
 
 
-def on_gpu(array: Any) -> Any:
-    """A copy on this process's GPU, where there is one."""
-    device = _device.default()
+def on_gpu(array: Any, device: Any) -> Any:
+    """A copy on the device, where that is a GPU."""
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
 
 
@@ -107,6 +106,8 @@ class Block:
     `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable. Host memory
     needs no copy: it is JAX's own, or, `shared` with other processes, this package's. What lies on a GPU is copied
     there into JAX's memory, but with `in_place`: programs that run as CUDA graphs do not take both kinds of memory.
+    With `on_host` it lies on the host until `array()`: for what is read from a peer's host memory. UCX would bring that
+    to a GPU by answers of the peer, and abort the peer where this process dies before it has them.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Block:
         sharding: jax.sharding.Sharding | None,
         in_place: bool = False,
         shared: bool = False,
+        on_host: bool = False,
     ):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # Half as long as what is written to it.
@@ -139,7 +141,7 @@ class Block:
         if memories == {"host"}:
             return
         for device, box, extents, nbytes in self._places():
-            if memories == {"cuda"} and nbytes:
+            if memories == {"cuda"} and nbytes and not on_host:
                 memory = _cuda_memory.DeviceMemory(_device.ordinal(device), nbytes)
                 self.shards.append(Shard(box, memory.pointer, "cuda"))
                 self._parts.append((device, memory, extents))

@@ -40,7 +40,7 @@ def read(
                 raise TransferRefused(
                     f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                 )
-            blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
+            blocks[path] = _memory.Block(array.shape, array.dtype, sharding, on_host=there.on_host)
 
         def plan():
             runs: list[Runs] = []

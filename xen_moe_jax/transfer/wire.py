@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _cuda_copies, _host_copies, _posting, _ucp
+from xen_moe_jax.transfer import _cuda_copies, _device, _host_copies, _posting, _ucp
 
 _SPLIT = struct.Struct("<I")
 """In front of a key: the length of UCX's part; the rest is what the driver's copies or the kernel's need."""
@@ -88,7 +88,7 @@ class Wire(Protocol):
 
 
 class UcxLink:
-    def __init__(self, worker: int, address: bytes, copies: bool):
+    def __init__(self, worker: int, address: bytes, copies: bool, device: int | None):
         self.failed: str | None = None
         self.open = True
         self._keys: dict[bytes, _posting.Key] = {}
@@ -96,7 +96,7 @@ class UcxLink:
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
         self._starter = _posting.UcxStarter(self, worker)
-        self._copies = _cuda_copies.LinkCopies(self) if copies else None
+        self._copies = _cuda_copies.LinkCopies(self, device) if copies else None
         self._host_copies = _host_copies.LinkCopies(self)
         self._ways: dict[bytes, tuple[_posting.Starter, _posting.Key]] = {}
         """Of the keys of host memory that the kernel copies to."""
@@ -219,6 +219,8 @@ class UcxWire:
 
     def __init__(self, host: str, settings: dict[str, str], copies: bool = True):
         self._copies = copies
+        # Not asked for again: in a callback of XLA JAX's default device is the CPU.
+        self._device = _device.default_ordinal()
         chosen = {
             "RNDV_THRESH": "inf"
         }  # With its own threshold UCX sees no use in a lane into another process's memory.
@@ -234,7 +236,7 @@ class UcxWire:
         return UcxMemory(self._context, pointer, nbytes, memory, self._copies)
 
     def connect(self, address: bytes) -> UcxLink:
-        link = UcxLink(self._worker, address, self._copies)
+        link = UcxLink(self._worker, address, self._copies, self._device)
         self._links.append(link)
         return link
 
