@@ -92,7 +92,8 @@ def build(
 
     def compile_one(source: pathlib.Path, original: pathlib.Path) -> pathlib.Path:
         target = folder / f"{source.name}.o"
-        if not target.exists() or target.stat().st_mtime < max(newest, *(p.stat().st_mtime for p in includes(original))):
+        changed = max(newest, *(p.stat().st_mtime for p in includes(original)))
+        if not target.exists() or target.stat().st_mtime < changed:
             subprocess.run([*compiler, *include, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
         return target
 
