@@ -98,7 +98,8 @@ def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
     if spec.num_ranks > most:
         raise ValueError(
             f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
-            f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')"
+            f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
+            "KernelConfig(backend='reference')"
         )
     if config.mode == "low_latency":
         raise ValueError(
