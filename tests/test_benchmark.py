@@ -336,6 +336,7 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
         (("--platform", "cpu", "--ranks", "65"), "--ranks 65: must be at most 64 virtual CPU devices"),
         (("--num-sms", "8", "16"), "--num-sms 8 16: several need --mode sweep-sms"),
         (("--num-processes", "2"), "--num-processes 2: needs --coordinator"),
+        (("--num-processes", "2", "--coordinator", "here"), "--coordinator here: must be HOST:PORT"),
         (("--process-id", "1"), "--process-id 1: must be less than --num-processes 1"),
     ],
 )
