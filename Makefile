@@ -56,13 +56,13 @@ demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
 test: $(READY)  ## the test suite, but for the tests marked slow or thorough: minutes
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python "not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "thorough and not slow" $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python "thorough and not slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what both leave out: an hour or more
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python slow -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
