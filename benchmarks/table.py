@@ -134,7 +134,7 @@ def jax_table(path: pathlib.Path) -> str:
     machine = content["machine"]
     lines = [
         f"{machine['devices']} x {machine['device_kind']}, jax {content['versions']['jax']}; {content['time'][:10]}.\n",
-        f"`{content['command']}`\n",
+        *commands(content),
         jax_best.goal_line(content) + "\n",
         "| " + " | ".join(jax_best.COLUMNS) + " |",
         "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
@@ -159,6 +159,16 @@ def jax_table(path: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
+def commands(content: dict[str, Any]) -> list[str]:
+    """Every command of the file. Where there are several, each with the settings that it measured last."""
+    measured: dict[str, list[str]] = {}
+    for name, entry in content["settings"].items():
+        measured.setdefault(entry.get("command", content["command"]), []).append(name)
+    if len(measured) == 1:
+        return [f"`{command}`\n" for command in measured]
+    return [f"{'; '.join(names)}:\n`{command}`\n" for command, names in measured.items()]
+
+
 def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) -> str:
     found = [r for r in trips if (r["name"], r["tokens"], r["dtype"]) == (peer, tokens, dtype)]
     return f"{found[0]['us_median']:,.0f}" if found else "-"
@@ -167,7 +177,7 @@ def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) ->
 def ended_in_words(ended: str) -> str:
     """Without the pipes of a log that would cut the table, and not too long for a cell."""
     text = ended.replace("|", " ").replace("<", "(").replace(">", ")").replace("\n", " ")
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def page() -> str:
