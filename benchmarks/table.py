@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import layer_tables  # noqa: E402
 from tools import perf_curves  # noqa: E402
-from xen_moe_jax.benchmark import jax_best, tpu_budget, tpu_layer  # noqa: E402
+from xen_moe_jax.benchmark import jax_best, jax_settings, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
 
@@ -154,8 +154,8 @@ def jax_table(path: pathlib.Path) -> str:
         for peer in dict.fromkeys(row["name"] for row in trips):
             cells = [one_trip(trips, peer, n, dtype) for dtype in ("bfloat16", "float8_e4m3fn") for n in (4096, 128)]
             lines.append(f"| {name} | {flags} | {ended} | {peer} | " + " | ".join(cells) + " |")
-    if content["left_out"]:
-        lines.append(f"\nNot run, no time was left: {', '.join(content['left_out'])}.")
+    if left := [name for name in jax_settings.SETTINGS if name not in content["settings"]]:
+        lines.append(f"\nNot run, no time was left: {'; '.join(left)}.")
     return "\n".join(lines)
 
 
