@@ -63,7 +63,7 @@ SETTINGS: dict[str, Setting] = {
     "ragged in symmetric memory": Setting(RAGGED[3::2], SYMMETRIC_RAGGED),
     "ragged in peer memory": Setting(RAGGED[3::2], "--xla_gpu_ragged_all_to_all_mode=peer"),
     "ragged by NCCL send/recv, one process per device": Setting(
-        (RAGGED[0], RAGGED[3]), f"{NCCL_RAGGED} {ALONE}", process_per_device=True
+        RAGGED[:1], f"{NCCL_RAGGED} {ALONE}", process_per_device=True
     ),
     "ragged in symmetric memory, one process per device": Setting(
         RAGGED[3::2],
