@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import quick_compiler
 from xen_moe_jax.benchmark import layer, layer_programs, options
 from xen_moe_jax.benchmark.verify import WrongResultError
 
@@ -28,7 +29,7 @@ WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter
 def run(*command: str) -> subprocess.CompletedProcess:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": quick_compiler.flags(2),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     }
     command = (sys.executable, *command)
