@@ -1,6 +1,6 @@
 """The least that a layer can take here, from its pieces: experts, transfers, and what transfers cost the experts.
 
-    python benchmarks/layer_bound.py --json benchmarks/results/layer_bound_h200x4.json
+    python benchmarks/layer_bound.py --json benchmarks/results/least_layer_h200x4.json
 
 A layer whose transfers run under its matmuls sends a rank's tokens in `c` chunks: dispatch of the next one and combine
 of the last one are in flight on `s` thread blocks while the experts compute. A flight holds its multiprocessors, so
