@@ -58,7 +58,7 @@ PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
 """Of `flax/hopper.py`: those that take `num_sms`."""
 MORE_BLOCKS = 4
-"""Thread blocks of a grouped matmul for each SM, one after the other, in half of the layers that overlap."""
+"""Thread blocks of a grouped matmul for each SM, one after the other, in some of the layers that overlap."""
 COMPILING = 8
 """Programs at a time."""
 Pieces = list[dict[str, Any]]
@@ -252,11 +252,14 @@ def transfers_to_measure(options: argparse.Namespace, work: Workload) -> Measure
 
 def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, operands: Any) -> Measure:
     """The layer as it is, and with chunks that overlap wherever the backend has halves; results are compared. A grouped
-    matmul is one thread block for each SM, and those whose SM a flight holds begin late: so also with more of them."""
+    matmul is one thread block for each SM, and a block whose SM a flight holds begins late, as a flight does that finds
+    no SM free: so the matmuls also leave those SMs alone, or have `MORE_BLOCKS` blocks for each."""
     sms = getattr(jax.devices()[0], "core_count", None)
     cases: list[tuple[int, int | None]] = [(1, None)]
     for chunks in options.chunks:
-        cases += [] if chunks == 1 else [(chunks, None)] + ([(chunks, MORE_BLOCKS * sms)] if sms else [])
+        if chunks > 1:
+            cases += [(chunks, None)]
+            cases += [(chunks, sms - options.overlapped_blocks), (chunks, MORE_BLOCKS * sms)] if sms else []
     programs = {}
     for chunks, matmul_blocks in cases:
         kernel = xm.KernelConfig(num_sms=options.overlapped_blocks if chunks > 1 else None)
