@@ -268,10 +268,14 @@ def operands(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 
 def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
-    """SwiGLU, as the layer has it."""
+    """SwiGLU, as the layer has it: this library's kernels multiply both projections and apply it in one."""
     import jax
 
+    from xen_moe_jax.flax import hopper
+
     gate, up, down = weights
+    if matmul is hopper.grouped_matmul:
+        return matmul(hopper.swiglu(rows, gate, up, sizes), down, sizes)
     return matmul(jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes), down, sizes)
 
 
