@@ -19,7 +19,8 @@ arrive and sends them as they are done, with nothing in the open:
 
     fused = rest + experts(1) + passes * min over s of (price * s * flights of one whole)
 
-Beside it stand layers whose chunks do overlap, measured.
+Beside it stand layers whose chunks do overlap, measured. `--parts` measures some of the pieces, so that several
+processes can compile at a time; `--join FILE ...` makes one document of theirs and works the bounds out, without a GPU.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from xen_moe_jax.flax import _chunks, hopper
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._experts import built_in
 
+PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
 """Of `flax/hopper.py`: those that take `num_sms`."""
@@ -79,6 +81,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--chunks", type=positive, nargs="+", default=[1, 2, 4])
     add("--blocks", type=positive, nargs="+", default=[12, 16, 24, 32], help="thread blocks of a flight")
     add("--overlapped-blocks", type=positive, default=24, help="of the flights of the layers that are measured")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--join", type=pathlib.Path, nargs="+", metavar="FILE", help="measure nothing: files of other parts of one job")
     add("--inner", type=positive, default=20, help="layers that are queued at once; transfers run 20 times as often")
     add("--repeats", type=positive, default=5)
     add("--lock", help="hold this file's lock while measuring: others may compile meanwhile")
@@ -212,8 +216,9 @@ def experts_to_measure(options: argparse.Namespace, given: layer_programs.LayerP
                     out_specs=RANK_SPEC, check_vma=False,
                 )  # fmt: skip
                 lowered[chunks, blocks, operation] = jax.jit(mapped).lower(weights, inputs[chunks])
-    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
-        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+    programs = compile_all(lowered)
+    if errors := [program for program in programs.values() if isinstance(program, Exception)]:
+        raise errors[0]
 
     def measure() -> Pieces:
         taken = in_turns({key: (program, (weights, inputs[key[0]])) for key, program in programs.items()}, options)
@@ -260,14 +265,15 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
         if chunks > 1:
             cases += [(chunks, None)]
             cases += [(chunks, sms - options.overlapped_blocks), (chunks, MORE_BLOCKS * sms)] if sms else []
-    programs = {}
+    lowered = {}
     for chunks, matmul_blocks in cases:
         kernel = xm.KernelConfig(num_sms=options.overlapped_blocks if chunks > 1 else None)
         config = dataclasses.replace(given.config, num_chunks=chunks, kernel=kernel)
         with experts_on(matmul_blocks), mock.patch.object(_chunks, "OVERLAPPING", (*_chunks.OVERLAPPING, "cuda")):
             for operation in PASSES:
-                program = layer.compiled(given, operation, layer_programs.own_layer(config, given.work), operands)
-                programs[chunks, matmul_blocks, operation] = program
+                program = layer.lowered(given, operation, layer_programs.own_layer(config, given.work), operands)
+                lowered[chunks, matmul_blocks, operation] = program
+    programs = compile_all(lowered)
 
     def measure() -> Pieces:
         rows: dict[Any, dict[str, Any]] = {}
@@ -279,8 +285,8 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
             row = rows[key] = {"piece": "layer", "chunks": chunks, "operation": operation, "blocks": blocks}
             row["matmul_blocks"] = matmul_blocks
             try:
-                if isinstance(program, str):
-                    raise RuntimeError(program)
+                if isinstance(program, Exception):
+                    raise RuntimeError(str(program)) from program
                 result = jax.block_until_ready(program(*operands))
                 if chunks == 1:
                     expected[operation] = result
@@ -294,6 +300,19 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
         return list(rows.values())
 
     return measure
+
+
+def compile_all(lowered: dict[Any, Any]) -> dict[Any, Any]:
+    """Executables, or the errors in their place."""
+
+    def one(program: Any) -> Any:
+        try:
+            return program.compile()
+        except jax.errors.JaxRuntimeError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
+        return dict(zip(lowered, pool.map(one, lowered.values()), strict=True))
 
 
 def in_turns(programs: dict[Any, tuple[Any, Any]], options: argparse.Namespace) -> dict[Any, list[float]]:
@@ -325,17 +344,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "sms": getattr(jax.devices()[0], "core_count", None) or 1,
         "pieces": [],
     }
-    parts = [
-        layers_to_measure(options, given, operands),
-        experts_to_measure(options, given, operands.weights),
-        transfers_to_measure(options, work),
-    ]
+    prepare: dict[str, Callable[[], Measure]] = {
+        "layers": lambda: layers_to_measure(options, given, operands),
+        "experts": lambda: experts_to_measure(options, given, operands.weights),
+        "transfers": lambda: transfers_to_measure(options, work),
+    }
+    parts = [prepare[part]() for part in PARTS if part in options.parts]
     with timing.alone(options.lock):
         for measure in parts:
             document["pieces"] += measure()
             report.progress(f"{len(document['pieces'])} pieces")
             write(options, document)
-    document["bounds"] = bounds(document["pieces"], document["sms"])
+    document["bounds"] = bounds(document["pieces"], document["sms"]) if set(options.parts) == set(PARTS) else []
+    write(options, document)
+    return document
+
+
+def joined(options: argparse.Namespace) -> dict[str, Any]:
+    """One document of those that `--join` names, which have measured different pieces of one layer."""
+    documents = [json.loads(path.read_text()) for path in options.join]
+    pieces = [row for document in documents for row in document["pieces"]]
+    document = documents[0] | {"pieces": pieces, "command": "; ".join(d["command"] for d in documents)}
+    document["bounds"] = bounds(pieces, document["sms"])
     write(options, document)
     return document
 
@@ -347,7 +377,8 @@ def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    document = run(parse(arguments))
+    options = parse(arguments)
+    document = joined(options) if options.join else run(options)
     for row in document["pieces"]:
         where = f"{row['piece']:9s} {row.get('operation', ''):17s} chunks {row['chunks']} blocks {row['blocks'] or '-'}"
         where += f" matmuls' {row['matmul_blocks']}" if row.get("matmul_blocks") else ""
