@@ -24,9 +24,20 @@ struct alignas(128) PeerTable {
   Mailbox* mailbox[kMaxRanks];
 };
 
+// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters are
+// NCCL's too. The host writes all but `reserved`, which is the kernels'.
+struct alignas(128) WindowTable {
+  void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
+  void* mailbox;
+  int ranks;
+  int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
+  uint32_t reserved[kMaxRanks];  // puts to each rank so far
+};
+
 struct alignas(128) RailMemory {
   uint64_t expected[kRailSignals];  // what each own counter has reached
-  PeerTable peers;
+  PeerTable peers;                  // one process
+  WindowTable windows;              // several
 };
 
 }  // namespace xen_moe

@@ -149,7 +149,7 @@ void ProviderRelease(void* own) { FakeDevices::Get().Delete(static_cast<char*>(o
 void* ProviderPeer(void* own, int) { return own; }
 const char* ProviderReason() { return "told to fail"; }
 const MemoryProvider provider{"a fake",       0,      ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
-                              ProviderReason, nullptr};
+                              ProviderReason, nullptr, nullptr, nullptr};
 }  // namespace
 
 const MemoryProvider* FakeProvider() { return &provider; }

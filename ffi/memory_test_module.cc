@@ -145,6 +145,8 @@ class WatchedNccl {
         Peer,
         [] { return NcclProvider()->reason(); },
         [](int process) { NcclProvider()->lost(process); },
+        NcclProvider()->connect,
+        NcclProvider()->window,
     };
     return &provider;
   }
