@@ -1,6 +1,6 @@
-"""Several processes as virtual nodes of one host, through JAX: memory, windows and puts come from NCCL, and between nodes
-a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). Four GPUs are 2 x 2 and 4 x 1, two
-are 2 x 1.
+"""Several processes as virtual nodes of one host, through JAX: memory, windows and puts come from NCCL, and between
+nodes a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). Four GPUs are 2 x 2 and
+4 x 1, two are 2 x 1.
 
 Needs an NCCL with puts (`xen-moe-jax doctor`), a module that was built with its headers, and a C++ compiler.
 """
