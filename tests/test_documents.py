@@ -107,6 +107,13 @@ def test_links_inside_the_repository_lead_somewhere(document):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_page_can_be_found_from_the_index_and_in_the_navigation_of_the_site():
+    index, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert pages <= {*re.findall(r"^ +- (?:[^\n]+: )?(\w+\.md)$", navigation, re.MULTILINE)}
+    assert pages - {"index.md"} <= {*re.findall(r"\]\((\w+\.md)\)", index)}
+
+
 def test_api_page_describes_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in xm.__all__ if not re.search(rf"`(xm\.)?{name}\b", text)]
