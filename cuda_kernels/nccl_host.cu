@@ -26,27 +26,28 @@ __device__ bool Within(uint64_t start, uint64_t limit_ns, Condition condition) {
 
 // One block. Strong signals come after all that was put before, so when those of a rank's rail have come, nothing is
 // under way to it.
-__global__ void SettleKernel(NcclLink link, RailPlan plan, RailMemory* rail, uint64_t time, uint64_t limit_ns,
+__global__ void SettleKernel(NcclLink link, RailPlan plan, uint32_t signals, uint64_t time, uint64_t limit_ns,
                              int* late) {
   const uint64_t start = NowNs();
   const int rank = plan.node * plan.per_node + plan.index;
-  const uint32_t first = plan.nodes * kMaxChunks;
   if (threadIdx.x == 0) {
     int missed = 0;
     if (!Within(start, limit_ns, [&] { return link.Pending() < 0; })) missed = 1 + link.Pending();
     for (int node = 0; node < plan.nodes; ++node) {
-      if (node != plan.node) link.Signal(node * plan.per_node + plan.index, first + rank);
+      if (node != plan.node) link.Raise(node * plan.per_node + plan.index, rank);
     }
     for (int node = 0; missed == 0 && node < plan.nodes; ++node) {
       const int other = node * plan.per_node + plan.index;
-      if (node != plan.node && !Within(start, limit_ns, [&] { return link.Count(first + other) >= time; })) {
+      if (node != plan.node && !Within(start, limit_ns, [&] { return link.Read(other) >= time; })) {
         missed = 1 + other;
       }
     }
     *late = missed;
   }
   __syncthreads();
-  for (uint32_t signal = threadIdx.x; signal < first; signal += blockDim.x) rail->expected[signal] = link.Count(signal);
+  for (uint32_t signal = threadIdx.x; signal < signals; signal += blockDim.x) {
+    link.table->base[signal] = link.Read(NcclLink::kSettleSignals + signal);
+  }
 }
 
 }  // namespace
@@ -72,9 +73,10 @@ NcclFound NcclAnswer(const std::string& properties) {
   return {has.nRanks, has.nLsaTeams, has.deviceApiSupport && has.ginType != NCCL_GIN_TYPE_NONE};
 }
 
-int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, RailMemory* rail, uint64_t time, uint64_t limit_ns,
-                     int* late, cudaStream_t stream) {
-  SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, rail, time, limit_ns, late);
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t time, uint64_t limit_ns, int* late,
+                     cudaStream_t stream) {
+  const uint32_t signals = NcclRequirements(plan.nodes).ginSignalCount - NcclLink::kSettleSignals;
+  SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, signals, time, limit_ns, late);
   return cudaGetLastError();
 }
 

@@ -48,18 +48,24 @@ struct NcclLink {
   }
   __device__ __forceinline__ void PutSignal(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes,
                                             uint32_t signal) const {
-    Issue(generation, target, to, from, bytes, ncclGin_StrongSignalInc{signal});
+    Issue(generation, target, to, from, bytes, ncclGin_StrongSignalInc{kSettleSignals + signal});
   }
-  // With no payload, and not counted: for when nothing else is under way. One lane calls it.
-  __device__ __forceinline__ void Signal(int target, uint32_t signal) const {
-    ncclGin(comm, 0).signal(ncclTeamWorld(comm), table->process[target], ncclGin_StrongSignalInc{signal});
+  __device__ __forceinline__ uint64_t Count(uint32_t signal) const {
+    return Read(kSettleSignals + signal) - table->base[signal];
   }
-  __device__ __noinline__ uint64_t Count(uint32_t signal) const { return ncclGin(comm, 0).readSignal(signal); }
   __device__ __forceinline__ int Pending() const {
     for (int rank = 0; rank < table->ranks; ++rank) {
       if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank)) return rank;
     }
     return -1;
+  }
+  // For LaunchNcclSettle. Counters of NCCL's: first one for each rank, which settling raises, then those of the
+  // kernels.
+  static constexpr uint32_t kSettleSignals = kMaxRanks;
+  __device__ __noinline__ uint64_t Read(uint32_t raw) const { return ncclGin(comm, 0).readSignal(raw); }
+  // With no payload, and not counted: for when nothing else is under way. One lane calls it.
+  __device__ __forceinline__ void Raise(int target, uint32_t raw) const {
+    ncclGin(comm, 0).signal(ncclTeamWorld(comm), table->process[target], ncclGin_StrongSignalInc{raw});
   }
   // What goes is the word in the own mailbox, which is `word` or a later one. NCCL has no compare and swap: a word that
   // is there gives way to it.
@@ -73,17 +79,17 @@ struct NcclLink {
   __device__ __noinline__ uint32_t Completed(int target) const {
     return static_cast<uint32_t>(ncclGin(comm, 0).readCounter(target));
   }
-  template <class Raise>
+  template <class Action>
   __device__ __forceinline__ void Issue(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes,
-                                        Raise raise) const {
+                                        Action action) const {
     if ((threadIdx.x & 31) != 0) return;
-    PutInto(target, table->staging[generation % kGenerations], to, from, bytes, raise);
+    PutInto(target, table->staging[generation % kGenerations], to, from, bytes, action);
   }
-  template <class Raise>
+  template <class Action>
   __device__ __noinline__ void PutInto(int target, void* opaque, uint64_t to, uint64_t from, uint64_t bytes,
-                                       Raise raise) const {
+                                       Action action) const {
     const ncclWindow_t window = static_cast<ncclWindow_t>(opaque);
-    ncclGin(comm, 0).put(ncclTeamWorld(comm), table->process[target], window, to, window, from, bytes, raise,
+    ncclGin(comm, 0).put(ncclTeamWorld(comm), table->process[target], window, to, window, from, bytes, action,
                          ncclGin_WeakCounterInc{static_cast<ncclGinCounter_t>(target)}, ncclCoopThread{},
                          ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
   }
@@ -94,7 +100,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount = nodes * kMaxChunks + kMaxRanks;  // those of the kernels, then those of LaunchNcclSettle
+  out.ginSignalCount = NcclLink::kSettleSignals + nodes * kMaxChunks;
   out.ginCounterCount = kMaxRanks;
   return out;
 }

@@ -33,8 +33,8 @@ struct MemoryProvider {
   // The process has ended: nobody is to wait for it. May be null.
   void (*lost)(int process);
   // For kernels that put to processes whose memory cannot be reached (LinkKernels); both null where there is no such
-  // thing. Collective, entered as `join` is: fills `made`, whose size is set, with what `request` asks for. False as for
-  // `join`.
+  // thing. Collective, entered as `join` is: fills `made`, whose size is set, with what `request` asks for. False as
+  // for `join`.
   bool (*connect)(const std::string& request, std::string* made, double seconds);
   // What names a joined block in such a put.
   void* (*window)(void* own);
@@ -49,9 +49,9 @@ struct LinkKernels {
   size_t made_bytes;                  // of what it fills
   // Loads the kernels on a GPU. Throws MemoryError.
   void (*prepare)(int ordinal);
-  // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once: returns when
-  // no put to or from this rank is under way any more, with what its counters have reached in `rail`. Throws
-  // MemoryError after `seconds`, with the rank that it has waited for.
+  // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once: returns
+  // when no put to or from this rank is under way any more, and its counters stand at nought. Throws MemoryError after
+  // `seconds`, with the rank that it has waited for.
   void (*settle)(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node,
                  uint64_t time, double seconds);
 };

@@ -208,8 +208,8 @@ struct FakeLink {
   static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int, int, uint64_t time, double) {
     if (late) Refuse("reset: puts between nodes were still under way, to or from rank " + std::to_string(rank));
     settled.push_back(time);
-    const uint64_t reached = 1000 * time;
-    FakeDevices::Get().Write(ordinal, rail->expected, &reached, sizeof(reached));
+    const uint64_t base = 1000 * time;
+    FakeDevices::Get().Write(ordinal, rail->windows.base, &base, sizeof(base));
   }
   static const LinkKernels* Kernels() {
     static const LinkKernels kernels{Request, 64, [](int) {}, Settle};
@@ -323,7 +323,8 @@ NB_MODULE(_memory_test, m) {
     d["mailbox"] = reinterpret_cast<uintptr_t>(table.mailbox);
     d["processes"] = processes;
     d["connection"] = std::vector<int>{made[0], made[1]};
-    d["reached"] = ReadWord(member, member.rail->expected);
+    d["base"] = table.base[0];
+    d["expected"] = ReadWord(member, member.rail->expected);
     return d;
   });
   // Ranks whose mailbox, and whose newest staging area, member 0 has pointers to.

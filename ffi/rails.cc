@@ -82,10 +82,9 @@ void Workspace::WriteRail(size_t i) {
   job_.gpus->Write(members_[i].ordinal, members_[i].rail->peers.staging, ring, sizeof(ring));
 }
 
-// Nothing of any rank is under way. Between processes the counters are the link's, and Settle has said where they are.
+// Nothing of any rank is under way. Between processes the counters are the link's, and Settle has set them back.
 void Workspace::ClearRail(size_t i) {
-  if (across_) return;
-  job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, kCounterBytes);
+  if (!across_) job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, kCounterBytes);
   job_.gpus->Zero(members_[i].ordinal, members_[i].rail->expected, sizeof(RailMemory::expected));
 }
 

@@ -374,7 +374,7 @@ def test_two_nodes_share_windows_and_have_pointers_inside_alone(two_nodes):
 def test_a_reset_waits_for_the_network_before_it_clears(two_nodes):
     for process, result in enumerate(two_nodes):
         assert result["settled"][:2] == [1, 2], "twice, by all"
-        assert result["reset"] == [[True, "", 1000], [True, "", 2000]]
+        assert result["reset"] == [[True, "", 1000, 0], [True, "", 2000, 0]]
         assert process != 2 or "puts between nodes were still under way" in result["late"], result["late"]
         assert result["late"], "who waits for that process is told, too"
 

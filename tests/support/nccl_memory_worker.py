@@ -245,7 +245,8 @@ def nodes(rank: Rank) -> dict:
         rank.memory.fail(workspace, 0, {"cause": 1, "rank": 0, "other": 1})
         failed = bool(rank.memory.failure())
         rank.memory.reset(WAIT_S)
-        reset.append([failed, rank.memory.failure(), rank.memory.windows(workspace)["reached"]])
+        table = rank.memory.windows(workspace)
+        reset.append([failed, rank.memory.failure(), table["base"], table["expected"]])
     errors.append(rank.serve(workspace, LARGE))
     seen.append(put_and_look(rank, workspace, "after resets"))
     # Cut in another way by one process: the others wait for it in vain.
