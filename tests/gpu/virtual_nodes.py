@@ -32,8 +32,10 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 def enter(process: int, per_node: int, network: str | None, faults: str = "") -> None:
     """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own."""
     os.environ["NCCL_HOSTID"] = f"virtual-node-{process // per_node}"
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # the network's copies must not queue behind a kernel
     if network:
+        # Its copies must not queue behind a kernel that awaits them; nor may the driver, while it loads a module that
+        # is needed for the first time, make them wait until that kernel has ended.
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
         os.environ |= {
             "NCCL_RMA_PLUGIN": network,
             "XEN_MOE_RMA": faults,
