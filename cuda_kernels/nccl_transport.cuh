@@ -61,7 +61,7 @@ struct NcclLink {
   }
   // For LaunchNcclSettle. Counters of NCCL's: first one for each rank, which settling raises, then those of the
   // kernels.
-  static constexpr uint32_t kSettleSignals = kMaxRanks;
+  static constexpr uint32_t kSettleSignals = kRanks;
   __device__ __noinline__ uint64_t Read(uint32_t raw) const { return ncclGin(comm, 0).readSignal(raw); }
   // With no payload, and not counted: for when nothing else is under way. One lane calls it.
   __device__ __forceinline__ void Raise(int target, uint32_t raw) const {
@@ -101,7 +101,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
   out.ginSignalCount = NcclLink::kSettleSignals + nodes * kMaxChunks;
-  out.ginCounterCount = kMaxRanks;
+  out.ginCounterCount = kRanks;
   return out;
 }
 

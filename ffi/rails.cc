@@ -1,5 +1,6 @@
 // What a workspace keeps for the rails of a group of several nodes (cuda_kernels/rail_memory.h): made with the homes,
 // told of every generation, cleared when everything begins again. This file fills the tables of the links.
+#include <cstddef>
 #include <memory>
 
 #include "ffi/symmetric_memory.h"
@@ -46,13 +47,12 @@ void Workspace::AddWindows() {
   job_.link->prepare(member.ordinal);
   member.rail = reinterpret_cast<RailMemory*>(home.rail);
   member.connection = home.connection;
-  auto rail = std::make_unique<RailMemory>();
-  rail->windows.mailbox = job_.provider->window(home.mailbox);
-  rail->windows.ranks = ranks_;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    rail->windows.process[rank] = ProcessOf(groups_.front().devices[rank]);
-  }
-  job_.gpus->Write(member.ordinal, member.rail, rail.get(), sizeof(RailMemory));
+  job_.gpus->Zero(member.ordinal, member.rail, sizeof(RailMemory));
+  auto windows = std::make_unique<WindowTable>();
+  windows->mailbox = job_.provider->window(home.mailbox);
+  windows->ranks = ranks_;
+  for (int rank = 0; rank < ranks_; ++rank) windows->process[rank] = ProcessOf(groups_.front().devices[rank]);
+  job_.gpus->Write(member.ordinal, &member.rail->windows, windows.get(), offsetof(WindowTable, reserved));
 }
 
 // What was put before a failure may still be under way: nothing may be cleared before it has come.

@@ -66,7 +66,7 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-RUNNABLE = [f"docs/{path.name}" for path in DOCUMENTS if path.parent.name == "docs" and python_blocks(path)]
+RUNNABLE = [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if python_blocks(path)]
 NOT_EVERYWHERE = "docs/transfer.md"
 no_transfer = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"

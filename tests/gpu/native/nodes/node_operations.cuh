@@ -12,6 +12,8 @@
 
 namespace native {
 
+using namespace XEN_MOE_KERNELS;
+
 struct NodeOptions : Options {
   int per_node = 2;
   bool network = false;
