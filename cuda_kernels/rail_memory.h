@@ -24,8 +24,8 @@ struct alignas(128) PeerTable {
   Mailbox* mailbox[kMaxRanks];
 };
 
-// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters are
-// NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
+// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters
+// are NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
 struct alignas(128) WindowTable {
   void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
   void* mailbox;
