@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -149,6 +150,15 @@ def test_the_doctor_says_whether_a_kernel_could_put_to_other_nodes(nccl_home, mo
     nccl.usable.cache_clear()
     monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
     assert doctor.nccl_puts().ok is None
+
+
+def test_doctor_names_the_headers_of_the_kernels_between_nodes(monkeypatch):
+    for headers, ok, said in ((23203, True, "of NCCL 2.32.3"), (0, None, "built without NCCL's headers")):
+        monkeypatch.setitem(sys.modules, "xen_moe_jax._cuda", types.SimpleNamespace(nccl_headers=headers))
+        found = doctor.nccl_kernels()
+        assert found.ok is ok and said in found.detail and bool(found.remedy) is not bool(ok)
+    monkeypatch.setitem(sys.modules, "xen_moe_jax._cuda", None)
+    assert doctor.nccl_kernels().ok is None
 
 
 # -- what a job uses ---------------------------------------------------------------------------------------------------

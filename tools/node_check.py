@@ -152,6 +152,7 @@ def write(path: pathlib.Path, place: Place, results: list[dict]) -> None:
 def static_report() -> dict[str, list[doctor.Finding]]:
     """What `doctor` says without starting JAX's devices, which the steps need."""
     compiled = [*doctor.native_modules(), doctor.nvshmem_library(), doctor.nccl_library(), doctor.nccl_puts()]
+    compiled.append(doctor.nccl_kernels())
     return {"Versions": doctor.versions(), "Compiled modules": compiled}
 
 

@@ -54,10 +54,11 @@ def version(path: pathlib.Path) -> tuple[int, int, int]:
             raise OSError(f"{path}: ncclGetVersion failed")
     except (OSError, AttributeError) as error:
         raise BackendUnavailable(f"NCCL cannot be loaded ({error}): {REMEDY}") from error
-    return _parts(number.value)
+    return parts(number.value)
 
 
-def _parts(number: int) -> tuple[int, int, int]:
+def parts(number: int) -> tuple[int, int, int]:
+    """A version as NCCL writes it in one number."""
     return number // 10_000, number // 100 % 100, number % 100
 
 
@@ -100,7 +101,7 @@ def check_puts(compiled: Any) -> None:
     if not headers:
         raise BackendUnavailable(f"xen_moe_jax._cuda was built without NCCL's headers: {BUILD}")
     path, found = usable()
-    if found < (needed := max(PUTS_SINCE, _parts(headers)[:2])):
+    if found < (needed := max(PUTS_SINCE, parts(headers)[:2])):
         wanted = ".".join(map(str, needed))
         raise BackendUnavailable(
             f"NCCL {'.'.join(map(str, found))} in {path}: between nodes the kernels need {wanted} or later: "
