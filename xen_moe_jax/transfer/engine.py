@@ -369,6 +369,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def close(self, timeout: float = 10.0) -> None:

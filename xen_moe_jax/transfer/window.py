@@ -159,6 +159,7 @@ class Window:
 
     @property
     def generation(self) -> int:
+        """Number of the open generation."""
         return self._open.number
 
     @property
