@@ -31,16 +31,16 @@ struct CombineShared {
 };
 
 // The rows of one (source, token) that this rank holds. `belongs`: the token names this rank at all.
-struct TokenRows {
+struct GatheredRows {
   int count;
   bool belongs;
 };
 
-__device__ __forceinline__ TokenRows GatherRows(const CombineParams& p, CombineShared& shared, int source, int token) {
+__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source, int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-  TokenRows out{0, false};
+  GatheredRows out{0, false};
   __syncwarp();
   if (!(shared.run.active >> source & 1)) return out;
   for (int base = 0; base < r.slots; base += 32) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const int token = pair / (r.ranks - 1);
   int source = r.rank + 1 + pair % (r.ranks - 1);
   if (source >= r.ranks) source -= r.ranks;
-  const TokenRows rows = GatherRows(p, shared, source, token);
+  const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
   char* wire =
@@ -347,7 +347,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
-    const TokenRows own = GatherRows(p, shared, r.rank, token);
+    const GatheredRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     if ((ranks >> lane & 1) && lane != r.rank) {
       const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);

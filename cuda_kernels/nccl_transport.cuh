@@ -90,7 +90,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount = nodes * kMaxChunks;
+  out.ginSignalCount = kChunkSignals + nodes * kMaxChunks;
   out.ginCounterCount = kMaxRanks;
   return out;
 }

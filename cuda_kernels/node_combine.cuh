@@ -12,7 +12,7 @@
 #pragma once
 
 #include "combine.cuh"
-#include "rail.cuh"
+#include "direct.cuh"
 
 namespace xen_moe {
 
@@ -152,7 +152,7 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
       const int token = chunk * plan.chunk_tokens + bit;
       const uint32_t near = RanksOf(p.topk_idx, token, r, shared.run.meets);
       const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
-      const TokenRows own = GatherRows(p, shared, r.rank, token);
+      const GatheredRows own = GatherRows(p, shared, r.rank, token);
       for (int part = 0; part < p.schedule.parts; ++part) {
         if (!AwaitPartials(p, shared, plan, first, (near & ~(1u << r.rank)) >> first, token, part)) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank,
-                 NodeMask(rails.plan, rails.plan.node));
+                 NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     const bool vector = p.routing.hidden % kOctet == 0;

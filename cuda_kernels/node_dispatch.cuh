@@ -12,7 +12,7 @@
 #pragma once
 
 #include "dispatch.cuh"
-#include "rail.cuh"
+#include "direct.cuh"
 
 namespace xen_moe {
 
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
-                 p.routing.rank, NodeMask(rails.plan, rails.plan.node));
+                 p.routing.rank, NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     SendChunks<Codec>(p, shared, rail);

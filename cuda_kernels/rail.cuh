@@ -19,6 +19,22 @@ __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tok
   return min(plan.chunk_tokens, tokens - chunk * plan.chunk_tokens);
 }
 
+// From an offset in the data to one in the generation's staging area, equal on all ranks. `data_bytes`: that the
+// operation has asked for.
+__device__ __forceinline__ uint64_t Offset(const Running& run, uint64_t data_bytes, uint64_t data) {
+  const uint64_t to_data = static_cast<uint64_t>(run.data[run.rank] - run.half[run.rank]);
+  return (run.epoch & 1) * (to_data + data_bytes) + to_data + data;
+}
+// Whether a chunk's header says that `rank` runs this operation, in the same generation of memory; if not, the group
+// fails by it. One lane.
+__device__ __forceinline__ bool SameOperation(const Running& run, uint64_t theirs, int rank) {
+  const uint64_t own = PackAnnouncement(run.epoch, run.signature, run.generation);
+  if (theirs == own) return true;
+  const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
+  Fail(run, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run.rank, 0);
+  return false;
+}
+
 template <class Link>
 class Rail {
  public:
@@ -46,7 +62,8 @@ class Rail {
       header->announcement = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
       header->tokens = tokens, header->reserved = 0;
     }
-    transport_.PutSignal(RankOn(node), Offset(plan.land + Chunk(plan.node, chunk)), Offset(from),
+    transport_.PutSignal(RankOn(node), Offset(run_, data_bytes_, plan.land + Chunk(plan.node, chunk)),
+                         Offset(run_, data_bytes_, from),
                          sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, Signal(plan.node, chunk));
   }
   // Awaits a chunk from `node`; its mask of tokens. False: the group has failed. All lanes call it.
@@ -58,25 +75,15 @@ class Rail {
     const ChunkHeader* const header =
         reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(node, chunk));
     // Read once: lanes that went different ways would wait for each other for ever.
-    uint64_t theirs = 0;
+    bool good = true;
     *tokens = 0;
     if ((threadIdx.x & 31) == 0) {
-      theirs = LoadRelaxedSystem(&header->announcement);
       *tokens = LoadRelaxedSystem(&header->tokens);
+      good = SameOperation(run_, LoadRelaxedSystem(&header->announcement), rank);
+      if (good) *reached = value;
     }
-    theirs = __shfl_sync(0xFFFFFFFFu, static_cast<unsigned long long>(theirs), 0);
     *tokens = __shfl_sync(0xFFFFFFFFu, *tokens, 0);
-    const uint64_t own = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
-    if (theirs != own) {
-      const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
-      if ((threadIdx.x & 31) == 0) {
-        xen_moe::Fail(run_, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run_.rank, 0);
-      }
-      __syncwarp();
-      return false;
-    }
-    if ((threadIdx.x & 31) == 0) *reached = value;
-    return true;
+    return __shfl_sync(0xFFFFFFFFu, good, 0);
   }
   // Tells the other nodes that the group has failed, if it has. One thread calls it.
   __device__ __forceinline__ void TellFailure() const {
@@ -90,12 +97,7 @@ class Rail {
   __device__ __forceinline__ uint64_t Chunk(int node, int chunk) const {
     return (static_cast<uint64_t>(node) * plan.chunks + chunk) * plan.chunk_bytes;
   }
-  __device__ __forceinline__ static uint32_t Signal(int node, int chunk) { return node * kMaxChunks + chunk; }
-  // From an offset in the data to one in the generation's staging area, equal on all ranks.
-  __device__ __forceinline__ uint64_t Offset(uint64_t data) const {
-    const uint64_t to_data = static_cast<uint64_t>(run_.data[run_.rank] - run_.half[run_.rank]);
-    return (run_.epoch & 1) * (to_data + data_bytes_) + to_data + data;
-  }
+  __device__ __forceinline__ static uint32_t Signal(int node, int chunk) { return kChunkSignals + node * kMaxChunks + chunk; }
 
   uint64_t* const expected_;
   const Running& run_;

@@ -26,6 +26,8 @@ struct RailPlan {
   int nodes, per_node;
   int node, index;  // of this rank: its node, and its place there
   int chunk_tokens, chunks;
+  bool direct;            // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
+  uint64_t counts_bytes;  // of a direct dispatch: row counts, behind the header of a first chunk
   uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
   uint64_t record_bytes;
   uint64_t chunk_bytes;    // room for a full one
@@ -39,7 +41,21 @@ struct RailParams {
   uint64_t* expected;  // [kRailSignals], private to this rank: what each counter has reached. Zero after a reset
 };
 
-// Completes `staging`, as PlanStaging made it, for an operation over several nodes.
+// PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.
+inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, Staging* staging) {
+  auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
+  const bool combine = operation == Operation::kCombine;
+  const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
+  plan->direct = true;
+  plan->counts_bytes = combine ? 0 : up(static_cast<uint64_t>(columns) * 4, 16);
+  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + plan->chunk_tokens * plan->record_bytes;
+  const uint64_t all = static_cast<uint64_t>(r.ranks) * plan->chunks * plan->chunk_bytes;
+  plan->send = up(staging->data_bytes, 128);
+  plan->land = up(plan->send + all, 128);
+  staging->data_bytes = up(plan->land + all, 256);
+}
+
+// Completes `staging`, as PlanStaging or PlanLines made it, for an operation over several nodes.
 inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, Staging* staging) {
   auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
   RailPlan plan{};
@@ -49,6 +65,10 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   plan.routing_offset = staging->row_bytes;
   plan.record_bytes = staging->row_bytes;
   if (operation != Operation::kCombine) plan.record_bytes += up(static_cast<uint64_t>(r.top_k) * 8, 16);
+  if (s.low_latency) {
+    PlanDirect(r, operation, &plan, staging);
+    return plan;
+  }
   plan.chunk_bytes = sizeof(ChunkHeader) + plan.chunk_tokens * plan.record_bytes;
   const uint64_t flags = static_cast<uint64_t>(r.ranks) * plan.chunks * 4;
   plan.routing_flags = up(staging->row_flags + static_cast<uint64_t>(r.ranks) * r.tokens * s.parts * 4, 128);
@@ -62,8 +82,9 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
 
 // Null, or why the kernels across nodes do not take the operation.
 inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
-  if (call.active != nullptr) return "ranks that are out, across nodes";
-  if (s.low_latency) return "low latency, across nodes";
+  if (call.active != nullptr && !s.low_latency) return "ranks that are out, across nodes, of many tokens";
+  if (s.low_latency != plan.direct) return "low latency";
+  if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
   if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2) return "ranks_per_node";
   if (plan.chunk_tokens < 1 || plan.chunk_tokens > kChunkTokens || plan.chunks > kMaxChunks) return "chunk_tokens";
   return nullptr;

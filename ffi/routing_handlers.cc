@@ -31,10 +31,12 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
 
 // Launches `p` across nodes. What carries the puts of a group is decided here and nowhere else.
 int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
-  return LaunchPeerDispatch(p, rails, &member.rail->peers, on);
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyDispatch : LaunchPeerDispatch;
+  return launch(p, rails, &member.rail->peers, on);
 }
 int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
-  return LaunchPeerCombine(p, rails, &member.rail->peers, on);
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyCombine : LaunchPeerCombine;
+  return launch(p, rails, &member.rail->peers, on);
 }
 
 // `plan` as it is for this rank.

@@ -28,6 +28,7 @@ struct Problem {
   bool solo = false;
   bool low_latency = false;  // if the kernels take it
   bool bulk = false;         // rows placed by bulk copies
+  int chunk_tokens = 0;      // tokens that cross to another node together; 0: one node
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site

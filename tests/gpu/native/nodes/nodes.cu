@@ -43,12 +43,13 @@ class NodeWorld {
 #endif
     for (char* p : own_) cudaFree(p);
   }
-  std::vector<NodeOperation> Add(const Problem& problem, int chunk_tokens, double timeout_s) {
+  std::vector<NodeOperation> Add(Problem problem, int chunk_tokens, double timeout_s) {
     std::vector<NodeOperation> out;
+    problem.chunk_tokens = chunk_tokens;
     for (Prepared* prepared : world.AddAll(problem, timeout_s * options_.patience)) {
       NodeOperation o;
       o.prepared = prepared;
-      o.Plan(chunk_tokens, expected_[out.size()]);
+      o.Plan(expected_[out.size()]);
       out.push_back(o);
     }
     return out;
@@ -117,8 +118,9 @@ std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOpt
   std::mt19937 rng(o.seed);
   std::vector<std::vector<NodeOperation>> pool;
   for (int i = 0; i < count; ++i) {
-    const Problem p = NodeProblem(rng, o, i);
-    const int sizes[] = {1, 7, 16, 32};
+    const bool few = i % 5 > 2;  // both kinds beside each other
+    const Problem p = NodeProblem(rng, o, few ? i / 5 * 2 + i % 5 - 3 : i / 5 * 3 + i % 5, few);
+    const int sizes[] = {few ? 3 : 1, 7, 16, 32};
     pool.push_back(nodes.Add(p, sizes[rng() % 4], timeout_s));
   }
   return pool;
@@ -133,7 +135,7 @@ void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<Nod
     for (int t = 0; t < o.ranks; ++t) {
       const Problem& p = operation[0].prepared->problem;
       const uint64_t went = nodes.network->Between(s, t).bytes;
-      const uint64_t wanted = BytesBetween(p, operation[0].rails.plan.chunk_tokens, topk, s, t);
+      const uint64_t wanted = BytesBetween(p, operation[0].low_latency(), topk, s, t);
       Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", s, t, static_cast<int>(went),
                                   static_cast<int>(wanted)) +
                                  Name(p));
@@ -216,11 +218,13 @@ std::string Graph(const NodeOptions& o) {
 
 // A rank never comes: every rank of every node names it, and no result looks like one that came about.
 std::string Absent(const NodeOptions& o) {
-  std::string names;
-  for (int kind = 0; kind < 3; kind += 2) {
+  for (int kind = 0; kind < 4; ++kind) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
-    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, kind), 16, 0.4)};
+    const bool few = kind % 2;
+    const Problem p = NodeProblem(rng, o, few ? kind / 2 : kind, few);  // a dispatch, then a combine
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 0.4)};
+    Expect(pool[0][0].low_latency() == few, "other kernels than wanted");
     nodes.Start(pool);
     nodes.world.Each([&](int rank) { nodes.Launch(pool[0][rank], rank); });
     nodes.world.Synchronize();
@@ -240,48 +244,59 @@ std::string Absent(const NodeOptions& o) {
              Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
     }
   }
-  return "dispatch and combine, the last rank named by all others";
+  return "dispatch and combine, of many and of few tokens, the last rank named by all others";
 }
 
 // All ranks of the last node run another operation: only what the chunks say can show it.
 std::string Mismatch(const NodeOptions& o) {
-  NodeWorld nodes(o);
-  std::mt19937 rng(o.seed);
-  Problem p = NodeProblem(rng, o, 0), other = p;
-  other.site = 7;
-  const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 20), nodes.Add(other, 16, 20)};
-  nodes.Start(pool);
-  const double start = Now();
-  nodes.world.Each([&](int rank) { nodes.Launch(pool[rank >= o.ranks - o.per_node][rank], rank, true); });
-  ExpectRight(nodes.world, "results that are not poisoned");
-  Expect(Now() - start < 10 * o.patience, Text("took %.2f s", Now() - start));
-  for (int r = 0; r < o.ranks; ++r) {
-    const Failure f = UnpackFailure(nodes.world.FailureOf(r));
-    Expect(f.cause == Cause::kMismatch, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+  for (const bool few : {false, true}) {
+    NodeWorld nodes(o);
+    std::mt19937 rng(o.seed);
+    Problem p = NodeProblem(rng, o, 0, few), other = p;
+    other.site = 7;
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 20), nodes.Add(other, 16, 20)};
+    nodes.Start(pool);
+    const double start = Now();
+    nodes.world.Each([&](int rank) { nodes.Launch(pool[rank >= o.ranks - o.per_node][rank], rank, true); });
+    ExpectRight(nodes.world, "results that are not poisoned");
+    Expect(Now() - start < 10 * o.patience, Text("took %.2f s", Now() - start));
+    for (int r = 0; r < o.ranks; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      Expect(f.cause == Cause::kMismatch, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
   }
-  return "named by all";
+  return "named by all, with many tokens and with few";
 }
 
 #ifndef __CUDACC__
-// The network no longer carries anything from or to a rank. Both ends of its rail are late for each other.
+// The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
+// other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
-  NodeWorld nodes(o);
-  std::mt19937 rng(o.seed);
-  const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0), 16, 0.4)};
-  nodes.Start(pool);
-  const int dead = o.ranks - 1;
-  nodes.network->Kill(dead);
-  nodes.world.Each([&](int rank) {
-    for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, true);
-  });
-  ExpectRight(nodes.world, "results that are not poisoned");
-  for (int r = 0; r < o.ranks; ++r) {
-    const Failure f = UnpackFailure(nodes.world.FailureOf(r));
-    const bool end = f.rank % o.per_node == dead % o.per_node;
-    Expect(f.cause == Cause::kTimeout && end, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+  for (const bool few : {false, true}) {
+    NodeWorld nodes(o);
+    std::mt19937 rng(o.seed);
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0, few), 16, 0.4)};
+    nodes.Start(pool);
+    const int dead = o.ranks - 1;
+    nodes.world.Each([&](int rank) { nodes.Launch(pool[0][rank], rank); });
+    nodes.world.Synchronize();
+    ExpectNoFailure(nodes.world);  // they have met: it is not that, which fails
+    ExpectRight(nodes.world, "the operation before");
+    nodes.network->Kill(dead);
+    nodes.world.Each([&](int rank) {
+      for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, few ? rank != dead - 1 || i > 0 : true);
+    });
+    nodes.world.Synchronize();
+    ExpectRight(nodes.world, "results that are not poisoned");
+    for (int r = 0; r < o.ranks; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      const bool end = few ? f.rank == dead || f.rank / o.per_node != dead / o.per_node
+                           : f.rank % o.per_node == dead % o.per_node;
+      Expect(f.cause == Cause::kTimeout && end, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
   }
-  return "all gave up, naming an end of its rail";
+  return "all gave up, naming an end of what no longer came through, with many tokens and with few";
 }
 #endif
 

@@ -108,7 +108,7 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
         if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
         const uint64_t wanted =
-            BytesBetween(one.problem(), one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+            BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
         Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", o.rank, t, static_cast<int>(went),
                                     static_cast<int>(wanted)) +
                                    Name(one.problem()));
@@ -279,7 +279,7 @@ std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
     double best = 1e9;
     uint64_t bytes = 0, rows = 0;
     for (int t = 0; t < o.ranks; ++t) {
-      const uint64_t there = BytesBetween(p, one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+      const uint64_t there = BytesBetween(p, one.operation.low_latency(), one.experts, o.rank, t);
       bytes += there, rows += there / (p.hidden * 2);
     }
     for (int repeat = 0; repeat < 3; ++repeat) {
