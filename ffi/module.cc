@@ -54,7 +54,9 @@ uint64_t StagingBytes(nb::dict attributes) {
                if (std::string_view(name) == "low_latency") return low;
                if (low && std::string_view(name) == "wire") return int64_t{0};  // lines carry rows as they are
                if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
-               return nb::cast<int64_t>(attributes[name]);
+               const int64_t value = nb::cast<int64_t>(attributes[name]);
+               // Between nodes they send as few chunks as they can.
+               return low && value && std::string_view(name) == "chunk_tokens" ? int64_t{kChunkTokens} : value;
              }),
              &plan);
       const Needs& needs = plan.params.call.needs;

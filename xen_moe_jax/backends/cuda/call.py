@@ -33,7 +33,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
-    check_nodes(spec, config, masked=masked)
+    check_nodes(spec, config, masked=masked, lines=cut.low_latency)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -61,7 +61,7 @@ def attributes(
         "solo_layout": int(cut.solo_layout),
         "low_latency": int(cut.low_latency),
         "bulk": int(cut.bulk),
-        "chunk_tokens": schedule.chunk_tokens(spec, config),
+        "chunk_tokens": schedule.chunk_tokens(spec, config, lines=cut.low_latency),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -89,17 +89,12 @@ def check_limits(spec: Spec) -> None:
             )
 
 
-def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
+def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool, lines: bool) -> None:
     """Raises ValueError for what the kernels between nodes do not do."""
     if not _nodes.several(spec.num_ranks, config):
         return
     given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
-    if config.mode == "low_latency":
-        raise ValueError(
-            f"KernelConfig.mode='low_latency' with {given}: the low-latency kernels store at every rank by pointer, "
-            "and do not cross between nodes: use mode='auto' or 'throughput'"
-        )
-    if masked:
+    if masked and not lines:
         raise ValueError(
             f"active with {given}: ranks cannot be left out between nodes on CUDA: leave active out, leave "
             "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')"
