@@ -122,6 +122,7 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
 struct Straight {
   __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
   __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }
+  __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
 // kGeneral: octet by octet on the wire, for any hidden size.
@@ -138,6 +139,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
+  if (!Way::Takes(shared.run, target)) return;
   char* wire =
       shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);

@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                 const __grid_constant__ RailParams rails, const __grid_constant__ Link link) {
   __shared__ Running run;
   __shared__ uint32_t far;
-  extern __shared__ __align__(16) char dynamic[];
+  extern __shared__ __align__(16) char bytes[];
   const LowLatencyCombine<Y, kSumRounds, kRows> near(p, cut, run);
-  const Direct<Link> direct(rails, link, run, p.staging.data_bytes, dynamic);
+  const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes);
   const int block = static_cast<int>(blockIdx.x);
   direct.ForgetSeen();
   if (threadIdx.x < 32) {

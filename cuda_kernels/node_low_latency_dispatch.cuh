@@ -215,10 +215,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  int* clean) {
   __shared__ Running run;
   __shared__ uint32_t far;
-  extern __shared__ __align__(16) char dynamic[];
-  const Plan plan(p, cut, run, dynamic);
+  extern __shared__ __align__(16) char bytes[];
+  const Plan plan(p, cut, run, bytes);
   const Piece piece;
-  const Direct<Link> direct(rails, link, run, p.staging.data_bytes, dynamic + plan.at.bytes);
+  const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes + plan.at.bytes);
   const int block = static_cast<int>(blockIdx.x);
   direct.ForgetSeen();
   if (threadIdx.x < 32) {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool good = begin();
   if (good && plan.receiver >= 0) {
     const FarDispatch<Link> others{plan, direct, far};
-    auto adopt = [&] { AdoptNodeShares(p, cut, run, dynamic, rails, link, far, clean, block < cut.routing); };
+    auto adopt = [&] { AdoptNodeShares(p, cut, run, bytes, rails, link, far, clean, block < cut.routing); };
     good = ReceiveCounts(plan, piece, adopt, others);
     if (good) {
       LayoutScratch scratch{};

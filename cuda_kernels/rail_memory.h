@@ -18,7 +18,8 @@ constexpr int kMaxDirectChunks = 16;  // of one rank to another, in an operation
 constexpr int kDirectSignals = 0;                                                    // [parity][rank][chunk]: direct.cuh
 constexpr int kJoinSignals = kDirectSignals + 2 * kMaxRanks * kMaxDirectChunks;      // [rank]: direct.cuh
 constexpr int kChunkSignals = kJoinSignals + kMaxRanks;                              // [node][chunk]: rail.cuh
-constexpr int kRailSignals = kChunkSignals + kMaxRanks * kMaxChunks;                 // of all kinds
+constexpr int kPastSignals = kChunkSignals + kMaxRanks * kMaxChunks;                 // [rank][chunk]: past the rails
+constexpr int kRailSignals = kPastSignals + kMaxRanks * kMaxChunks;                  // of all kinds
 constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
 
 // Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host

@@ -57,13 +57,12 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
 template <class P>
 void DecodeRail(Operation operation, P* plan) {
   auto& p = plan->params;
-  if (plan->masked && !p.schedule.low_latency) Refuse("attribute masked = 1: ranks that are out, across nodes, are not implemented");
   if (plan->flight) Refuse("attribute flight = 1: halves of an operation, across nodes, are not implemented");
   if (p.routing.ranks % p.routing.ranks_per_node != 0) {
     Refuse("attribute ranks_per_node = " + std::to_string(p.routing.ranks_per_node) + ": must divide the " +
            std::to_string(p.routing.ranks) + " ranks");
   }
-  plan->rail = PlanRail(p.routing, operation, p.schedule.chunk_tokens, p.schedule, &p.staging);
+  plan->rail = PlanRail(p.routing, operation, p.schedule.chunk_tokens, p.schedule, plan->masked, &p.staging);
   if (const char* why = UnfitRail(p.call, p.routing, p.schedule, plan->rail)) {
     Refuse(std::string("the kernels across nodes do not take this operation: ") + why);
   }

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, random_calls
+from tests.gpu import bodies, members, random_calls
 from tests.gpu.bodies import Setup
 from tests.gpu.programs import (
     SIZES,
@@ -194,6 +194,26 @@ def test_random_calls(gpu_mesh, ranks, per_node, mode):
         reference=reference(per_node),
     )
     assert result.operations >= 4000 and not result.wrong, result
+
+
+# -- ranks that are out ------------------------------------------------------------------------------------------------
+
+ABSENT = (*(BY_NAME[n] for n in ("grouped", "ranked", "padded", "grouped-fp8")),)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("per_node", [2, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ABSENT, ids=lambda case: case.name)
+def test_every_subset_between_nodes(gpu_mesh, per_node, mode, case):
+    """The same bits as plain JAX for all sixteen, in two orders, forwards and backwards, from one trace."""
+    setup = Setup(case, gpu_mesh((4,), ("ep",)), ("ep",), 20, 256)
+    comparison = members.Comparison(setup, cuda_config(per_node, mode=mode), reference(per_node))
+    for active in members.subsets(4) + members.subsets(4)[::-1]:
+        wrong = comparison.wrong(active)
+        assert not wrong, f"active={active}: elements that differ: {wrong}"
+    assert comparison.traces == 1
+    xm.check()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
-    check_nodes(spec, config, masked=masked, lines=cut.low_latency)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -87,18 +86,6 @@ def check_limits(spec: Spec) -> None:
             raise ValueError(
                 f"the CUDA backend takes at most {limit} {name}, not {value}: use KernelConfig(backend='reference')"
             )
-
-
-def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool, lines: bool) -> None:
-    """Raises ValueError for what the kernels between nodes do not do."""
-    if not _nodes.several(spec.num_ranks, config):
-        return
-    given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
-    if masked and not lines:
-        raise ValueError(
-            f"active with {given}: ranks cannot be left out between nodes on CUDA: leave active out, leave "
-            "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')"
-        )
 
 
 def call(

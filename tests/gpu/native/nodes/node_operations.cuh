@@ -33,11 +33,11 @@ struct NodeOperation {
     const int chunk_tokens = p.chunk_tokens;
     if (p.operation == Operation::kCombine) {
       CombineParams& k = prepared->combine;
-      rails.plan = PlanRail(k.routing, p.operation, chunk_tokens, k.schedule, &k.staging);
+      rails.plan = PlanRail(k.routing, p.operation, chunk_tokens, k.schedule, k.call.active != nullptr, &k.staging);
       Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
     } else {
       DispatchParams& d = prepared->dispatch;
-      rails.plan = PlanRail(d.routing, p.operation, chunk_tokens, d.schedule, &d.staging);
+      rails.plan = PlanRail(d.routing, p.operation, chunk_tokens, d.schedule, d.call.active != nullptr, &d.staging);
       Describe(&d, p.scaled, static_cast<uint32_t>(p.element), p.site);
     }
     rails.expected = expected;

@@ -87,7 +87,7 @@ def test_a_signal_before_its_put_is_seen(nodes):
 # Each is compiled anew, 15 s: one runs always. Fault: file, what stands there, what is put there instead, what the test
 # must say.
 FAULTS = {
-    "crosses-twice": ("node_dispatch.cuh", "/ plan.per_node == node", ">= 0", " bytes instead of "),
+    "crosses-twice": ("node_dispatch.cuh", "(ranks >> (expert / r.local_experts) & 1)", "true", " bytes instead of "),
     "node-order": (
         "node_combine.cuh",
         "for (int node = 0; node < plan.nodes; ++node) {",
