@@ -16,7 +16,7 @@
 #include "rail.cuh"
 #include "signal.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // What the ranks of other nodes are to the beginning of an operation (operation.cuh): those that join meet them too.
 template <class Link>
@@ -25,12 +25,12 @@ class Meeting {
   static constexpr bool kAny = true;
   __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run)
       : expected_(params.expected), transport_(link, run) {}
-  // The first warp of block 0: meets `ranks`, a bit mask. False: the group has failed.
-  __device__ __forceinline__ bool Join(const Running& run, uint32_t ranks) const {
-    for (uint32_t m = ranks; m; m &= m - 1) transport_.PutSignal(__ffs(m) - 1, 0, 0, 0, kJoinSignals + run.rank);
+  // The first warp of block 0: meets `ranks`. False: the group has failed.
+  __device__ __forceinline__ bool Join(const Running& run, const RankMask& ranks) const {
+    for (RankMask m = ranks; Any(m); DropFirst(m)) transport_.PutSignal(FirstRank(m), 0, 0, 0, kJoinSignals + run.rank);
     bool met = true;
-    for (uint32_t m = ranks; met && m; m &= m - 1) {
-      const int rank = __ffs(m) - 1;
+    for (RankMask m = ranks; met && Any(m); DropFirst(m)) {
+      const int rank = FirstRank(m);
       uint64_t* const reached = expected_ + kJoinSignals + rank;
       const uint64_t value = *reached + 1;
       __syncwarp();
@@ -124,10 +124,10 @@ class Direct {
     return good;
   }
   // Tells the ranks `ranks` of other nodes that the group has failed, if it has. One thread calls it.
-  __device__ __forceinline__ void TellFailure(uint32_t ranks) const {
+  __device__ __forceinline__ void TellFailure(const RankMask& ranks) const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
-    for (uint32_t m = word ? ranks & ~LoadRelaxedSystem(&run_.mailbox->dead) : 0; m; m &= m - 1) {
-      transport_.Fail(__ffs(m) - 1, word);
+    for (RankMask m = ranks & ~LoadDead(*run_.mailbox); word && Any(m); DropFirst(m)) {
+      transport_.Fail(FirstRank(m), word);
     }
   }
 
@@ -142,7 +142,7 @@ class Direct {
     return sizeof(ChunkHeader) + (chunk == 0 ? plan.counts_bytes : 0);
   }
   __device__ __forceinline__ uint32_t Signal(int rank, int chunk) const {
-    return kDirectSignals + ((run_.epoch & 1) * kMaxRanks + rank) * kMaxDirectChunks + chunk;
+    return kDirectSignals + ((run_.epoch & 1) * kNarrowRanks + rank) * kMaxDirectChunks + chunk;
   }
   // What counter `signal` has reached when this operation's chunk is there: low half of its word, the epoch above it.
   __device__ __forceinline__ uint32_t Reached(uint32_t signal) const {
@@ -178,7 +178,7 @@ inline uint32_t SeenBytes(const RailPlan& plan) {
 // Begins an operation of few tokens between nodes: as BeginFirstWarp, and then as BeginLowLatency leaves it, with
 // `run.active` for the ranks of this node, to which the code of low_latency_*.cuh goes, and `*far` for the others.
 template <class Link>
-__device__ __forceinline__ void BeginDirect(Running& run, uint32_t* far, const Call& call, Operation operation,
+__device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const Call& call, Operation operation,
                                             const Routing& r, const RailParams& rails, const Link& link) {
   const Meeting<Link> meeting(rails, link, run);
   if (threadIdx.x == 0) run.repeats = false;
@@ -191,4 +191,4 @@ __device__ __forceinline__ void BeginDirect(Running& run, uint32_t* far, const C
   __syncwarp();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -10,7 +10,7 @@
 #include "low_latency.cuh"
 #include "phases.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // What a block knows of the operation. `shared`: its dynamic shared memory.
 struct Plan {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
     int to = r.rank + 1 + item / groups;
     if (to >= r.ranks) to -= r.ranks;
-    if (!(plan.run.active >> to & 1)) continue;
+    if (!Holds(plan.run.active, to)) continue;
     const int first = item % groups * kRoundLines, line = first + piece.line;
     const int token = line - plan.p.staging.count_lines;
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
 #pragma unroll 1
     for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
       const int expert = experts[i];
-      const bool moves = expert >= 0 && (plan.run.active >> plan.cut.by_local_experts(expert) & 1);
+      const bool moves = expert >= 0 && Holds(plan.run.active, plan.cut.by_local_experts(expert));
       plan.p.clean_topk_idx[i] = moves ? expert : -1;
     }
   }
@@ -193,7 +193,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
          first += kWarps * kRoundLines) {
       const int line = first + piece.line, source = static_cast<int>(plan.cut.by_count_lines(line)),
                 begin = line - source * per_source;
-      const bool active = line < lines && (plan.run.active >> source & 1);
+      const bool active = line < lines && Holds(plan.run.active, source);
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
       uint4 v;
       auto missing = [&] {
@@ -262,8 +262,8 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
-// Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0 has
-// the only one), or negative. `write`: also into the results. All lanes call it.
+// Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0
+// has the only one), or negative. `write`: also into the results. All lanes call it.
 __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int token, uint32_t word, float weight,
                                             bool write) {
   const DispatchParams& p = plan.p;
@@ -295,7 +295,7 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   uint4 slots = make_uint4(0, 0, 0, 0);
-  if (plan.run.active >> source & 1) {
+  if (Holds(plan.run.active, source)) {
     const char* line = plan.run.half[r.rank] + plan.MessageAt(source, p.staging.count_lines + token);
     const bool good = AwaitLines(
         [&] {
@@ -314,4 +314,4 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
   return true;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

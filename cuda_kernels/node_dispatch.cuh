@@ -11,21 +11,21 @@
 // their number in the block, experts by their range.
 #pragma once
 
-#include "dispatch.cuh"
 #include "direct.cuh"
+#include "dispatch.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Bit mask of the tokens of a chunk that have an expert on one of `ranks`, to all lanes.
 __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& plan, const int* topk_idx, int chunk,
-                                              uint32_t ranks) {
+                                              const RankMask& ranks) {
   const int lane = threadIdx.x & 31;
   bool goes = false;
   if (lane < TokensOf(plan, chunk, r.tokens)) {
     const int* const experts = topk_idx + static_cast<int64_t>(chunk * plan.chunk_tokens + lane) * r.top_k;
     for (int k = 0; k < r.top_k; ++k) {
       const int expert = experts[k];
-      goes |= expert >= 0 && expert < r.experts && (ranks >> (expert / r.local_experts) & 1);
+      goes |= expert >= 0 && expert < r.experts && Holds(ranks, expert / r.local_experts);
     }
   }
   return __ballot_sync(0xFFFFFFFFu, goes);
@@ -41,13 +41,13 @@ __device__ __forceinline__ void SendChunks(const DispatchParams& p, const Dispat
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int chunk = item / turns, to = rail.RankTo(item % turns);
     if (!rail.Goes(r.rank, to)) continue;
-    const uint32_t node = NodeMask(rail.plan, to / rail.plan.per_node) & shared.run.active;
-    const uint32_t tokens = TokensFor(r, rail.plan, p.topk_idx, chunk, rail.OnRail(to) ? node : 1u << to);
+    const RankMask node = NodeMask(rail.plan, to / rail.plan.per_node) & shared.run.active;
+    const uint32_t tokens = TokensFor(r, rail.plan, p.topk_idx, chunk, rail.OnRail(to) ? node : OneRank(to));
     int record = 0;
     for (uint32_t m = tokens; m; m &= m - 1, ++record) {
       const int token = chunk * rail.plan.chunk_tokens + __ffs(m) - 1;
       const uint64_t at = rail.SentRecord(to, chunk, record);
-      const Targets own{1u, r.rank, r.ranks, shared.run.data, at};
+      const Targets own{TurnedRanks::Only(r.rank, r.ranks), shared.run.data, at};
       for (int part = 0; part < p.schedule.parts; ++part)
         Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), own);
       int* const routing = reinterpret_cast<int*>(shared.run.data[r.rank] + at + rail.plan.routing_offset);
@@ -67,17 +67,19 @@ __device__ __forceinline__ uint32_t* RoutingFlag(char* half, const RailPlan& pla
 
 // Says to the ranks `to` that the routing of a chunk has come.
 __device__ __forceinline__ void RaiseRouting(const DispatchShared& shared, const RailPlan& plan, int source, int chunk,
-                                             uint32_t to) {
-  const int lane = threadIdx.x & 31;
+                                             const RankMask& to) {
   __threadfence_system();
   __syncwarp();
-  if (to >> lane & 1) StoreRelaxedSystem(RoutingFlag(shared.run.half[lane], plan, source, chunk), shared.run.epoch);
+  EachOwnRank(threadIdx.x & 31, shared.run.ranks, [&](int rank) {
+    if (!Holds(to, rank)) return;
+    StoreRelaxedSystem(RoutingFlag(shared.run.half[rank], plan, source, chunk), shared.run.epoch);
+  });
 }
 
 // The routing of a chunk's tokens, to the ranks `to` of this node. Tokens that do not come here have no experts there.
 __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const DispatchShared& shared,
                                                const RailPlan& plan, int source, int chunk, uint32_t tokens,
-                                               const char* records, uint32_t to) {
+                                               const char* records, const RankMask& to) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31, entries = TokensOf(plan, chunk, r.tokens) * r.top_k;
   const int64_t first = (static_cast<int64_t>(source) * r.tokens + chunk * plan.chunk_tokens) * r.top_k;
@@ -88,8 +90,8 @@ __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const Di
     const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
     const int expert = comes ? routing[k] : -1;
     const float weight = comes ? reinterpret_cast<const float*>(routing)[r.top_k + k] : 0.0f;
-    for (uint32_t m = to; m; m &= m - 1) {
-      char* const data = shared.run.data[__ffs(m) - 1];
+    for (RankMask m = to; Any(m); DropFirst(m)) {
+      char* const data = shared.run.data[FirstRank(m)];
       reinterpret_cast<int*>(data + p.staging.topk_idx)[first + i] = expert;
       reinterpret_cast<float*>(data + p.staging.topk_weights)[first + i] = weight;
     }
@@ -110,7 +112,7 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
     if (!rail.Goes(source, r.rank)) continue;
     uint32_t tokens = 0;
     if (!rail.Await(source, chunk, &tokens)) return;
-    const uint32_t here = rail.OnRail(source) ? shared.run.meets : 1u << r.rank;
+    const RankMask here = rail.OnRail(source) ? shared.run.meets : OneRank(r.rank);
     const int count = TokensOf(plan, chunk, r.tokens);
     if (count < 32) tokens &= (1u << count) - 1;
     const char* const records = shared.run.data[r.rank] + rail.LandedRecord(source, chunk, 0);
@@ -124,22 +126,23 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
       const int token = chunk * plan.chunk_tokens + __ffs(m) - 1;
       const char* const record = records + n * plan.record_bytes;
       const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
-      const uint32_t ranks = RanksOf(routing, 0, r, here);
+      const RankMask ranks = RanksOf(routing, 0, r, here);
       const uint64_t row = p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes;
       CopyCodec<int4>::Copy(reinterpret_cast<const int4*>(record), static_cast<int>(p.staging.row_bytes / 16),
                             [&](auto store) {
-                              for (uint32_t to = ranks; to; to &= to - 1) {
-                                store(reinterpret_cast<int4*>(shared.run.data[__ffs(to) - 1] + row));
+                              for (RankMask to = ranks; Any(to); DropFirst(to)) {
+                                store(reinterpret_cast<int4*>(shared.run.data[FirstRank(to)] + row));
                               }
                             });
       __threadfence_system();
       __syncwarp();
-      if (ranks >> lane & 1) {
-        uint32_t* const flags = reinterpret_cast<uint32_t*>(shared.run.half[lane] + p.staging.row_flags);
+      EachOwnRank(lane, r.ranks, [&](int rank) {
+        if (!Holds(ranks, rank)) return;
+        uint32_t* const flags = reinterpret_cast<uint32_t*>(shared.run.half[rank] + p.staging.row_flags);
         for (int part = 0; part < p.schedule.parts; ++part) {
           StoreRelaxedSystem(flags + RowFlagIndex(p, source, token, part), shared.run.epoch);
         }
-      }
+      });
     }
   }
 }
@@ -151,7 +154,7 @@ __device__ __forceinline__ bool AwaitFar(const DispatchParams& p, const Dispatch
   bool arrived = true;
   for (int i = threadIdx.x; i < r.ranks * chunks && arrived; i += kThreads) {
     const int source = i / chunks;
-    if (source / plan.per_node == plan.node || !(shared.run.active >> source & 1)) continue;
+    if (source / plan.per_node == plan.node || !Holds(shared.run.active, source)) continue;
     const uint32_t* flag = RoutingFlag(shared.run.half[r.rank], plan, source, i % chunks);
     arrived = WaitFlag(flag, shared.run, shared.run.epoch, Step::kMetadata, source);
   }
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
     if (p.known_positions && blockIdx.x == gridDim.x - 1) {
-      if (shared.run.active) CheckCounts(p, shared.run);
+      if (Any(shared.run.active)) CheckCounts(p, shared.run);
       AwaitFar(p, shared, rails.plan, 1);  // rail_plan.h says what for
     }
   }
@@ -196,9 +199,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Codec, class Link>
 int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+    return cudaErrorInvalidValue;
+  }
   NodeDispatchKernel<Codec, Link><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p, rails, link);
   return cudaGetLastError();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -2,18 +2,18 @@
 //
 // What moves: to the ranks of this node partial rows in lines, as there. To every rank of another node chunks
 // (direct.cuh) of partial rows, straight from rank to rank, a record for each token of it that has rows here. The
-// token's rank adds them node by node, in ascending order of ranks and then of nodes, and rounds to the wire in between:
-// the bits are those of node_combine.cuh. Who does it: the blocks that push rows within the node make and send the
-// chunks too, first, each block a chunk at a time; the others sum. Who waits for whom: as there. Before a block sums it
-// sees that all shares have been started, so every wait ends with any number of resident blocks. A share is done once: a
-// second put would raise a counter twice. Memory order: lines.cuh, direct.cuh. Ranks that are out send nothing and get
-// nothing.
+// token's rank adds them node by node, in ascending order of ranks and then of nodes, and rounds to the wire in
+// between: the bits are those of node_combine.cuh. Who does it: the blocks that push rows within the node make and send
+// the chunks too, first, each block a chunk at a time; the others sum. Who waits for whom: as there. Before a block
+// sums it sees that all shares have been started, so every wait ends with any number of resident blocks. A share is
+// done once: a second put would raise a counter twice. Memory order: lines.cuh, direct.cuh. Ranks that are out send
+// nothing and get nothing.
 #pragma once
 
 #include "direct.cuh"
 #include "low_latency_combine.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Rounds base to end - 1 of a row that lies as it is: a lane's pieces of them, rounded.
 template <class Y, int kRounds>
@@ -36,7 +36,7 @@ template <class Y, int kSumRounds, int kRows, class Link>
 struct FarCombine {
   const LowLatencyCombine<Y, kSumRounds, kRows>& near;
   const Direct<Link>& direct;
-  const uint32_t far;  // bit mask of the ranks of other nodes that take part
+  const RankMask far;  // bit mask of the ranks of other nodes that take part
 
   // Tokens of a chunk of `source` that have rows here, to all lanes.
   __device__ __forceinline__ uint32_t TokensOfSource(int source, int chunk) const {
@@ -58,7 +58,7 @@ struct FarCombine {
 #pragma unroll 1
     for (int item = share, turn = 0; item < items; item += near.cut.push, ++turn) {
       const int source = direct.RankAt(item % others), chunk = item / others;
-      if (!(far >> source & 1)) continue;
+      if (!Holds(far, source)) continue;
       const uint32_t tokens = TokensOfSource(source, chunk);
       const int units = __popc(tokens) * near.cut.push_parts;
 #pragma unroll 1
@@ -110,15 +110,15 @@ struct FarCombine {
 #pragma unroll
     for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
 #pragma unroll 1
-    for (uint32_t left = far & NodeMask(direct.plan, node); left;) {
+    for (RankMask left = far & NodeMask(direct.plan, node); Any(left);) {
       const char* row[kRanks];
       uint4 v[kRanks][kSumRounds];
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
         row[j] = nullptr;
-        if (left == 0) continue;
-        const int rank = __ffs(left) - 1;
-        left &= left - 1;
+        if (!Any(left)) continue;
+        const int rank = FirstRank(left);
+        DropFirst(left);
         uint32_t tokens;
         if (!direct.Await(rank, chunk, Step::kRows, &tokens)) return false;
         if (!(tokens >> bit & 1)) continue;
@@ -151,7 +151,7 @@ struct FarCombine {
     const int lane = threadIdx.x & 31;
     const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
     const bool real = expert >= 0 && expert < r.experts;
-    const uint32_t named = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << near.cut.by_local_experts(expert) : 0u);
+    const RankMask named = Union(real ? OneRank(near.cut.by_local_experts(expert)) : NoRanks(), r.ranks);
     uint4 mine[kSumRounds];
     {
       const TokenRows own(p, TokenRows::Load(p, r.rank, token));
@@ -169,7 +169,7 @@ struct FarCombine {
       if (node != direct.plan.node) {
         if (!AddNode(node, token, base, end, total)) return false;
       } else {
-        const uint32_t ranks = named & near.run.active;
+        const RankMask ranks = named & near.run.active;
         for (int awaited, round; !near.AddRanks(ranks, token, base, end, mine, total, &awaited, &round);) {
           const char* const at = near.Round(r.rank, awaited, token, round);
           const int lines = near.Lines(round);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     NodeLowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut,
                                 const __grid_constant__ RailParams rails, const __grid_constant__ Link link) {
   __shared__ Running run;
-  __shared__ uint32_t far;
+  __shared__ RankMask far;
   extern __shared__ __align__(16) char bytes[];
   const LowLatencyCombine<Y, kSumRounds, kRows> near(p, cut, run);
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes);
@@ -236,7 +236,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Y, class Link>
 int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rails, const Link& link,
                                   cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+    return cudaErrorInvalidValue;
+  }
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
   const auto few = NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>;
   const auto kernel = p.routing.tokens <= kFewTokens ? few : NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>;
@@ -273,4 +275,4 @@ int PreloadNodeLowLatencyCombine() {
   return PreloadNodeLowLatencyCombineOf<float, Link>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

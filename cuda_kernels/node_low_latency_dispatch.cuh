@@ -5,16 +5,16 @@
 // there: its row, and for every slot its word (low_latency_routing.cuh) and its weight. Who does it: the blocks that
 // send the routing within the node pack and send the chunks too, first, each block a chunk at a time; the others are as
 // there. Who waits for whom: as there, and receivers for chunks in place of lines; those are awaited only when all
-// shares have been started (ReceiveCounts), so every wait ends with any number of resident blocks. A share is done once:
-// a second put would raise a counter twice. Memory order: lines.cuh, direct.cuh. Ranks that are out are sent nothing,
-// and nothing is awaited from them.
+// shares have been started (ReceiveCounts), so every wait ends with any number of resident blocks. A share is done
+// once: a second put would raise a counter twice. Memory order: lines.cuh, direct.cuh. Ranks that are out are sent
+// nothing, and nothing is awaited from them.
 #pragma once
 
 #include "direct.cuh"
 #include "dispatch.cuh"
 #include "low_latency_rows.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // The other nodes' part in a dispatch. `far`: bit mask of the ranks there that take part.
 template <class Link>
@@ -22,7 +22,7 @@ struct FarDispatch {
   static constexpr bool kAny = true;
   const Plan& plan;
   const Direct<Link>& direct;
-  const uint32_t far;
+  const RankMask far;
 
   // Tokens of a chunk that have an expert on `rank`, to all lanes.
   __device__ __forceinline__ uint32_t TokensFor(int rank, int chunk) const {
@@ -77,7 +77,7 @@ struct FarDispatch {
 #pragma unroll 1
     for (int item = share, turn = 0; item < items; item += plan.cut.routing, ++turn) {
       const int rank = direct.RankAt(item % others), chunk = item / others;
-      if (!(far >> rank & 1)) continue;
+      if (!Holds(far, rank)) continue;
       const uint32_t tokens = TokensFor(rank, chunk);
       if (chunk == 0) {
         int* const counts = reinterpret_cast<int*>(data + direct.SentCounts(rank));
@@ -106,7 +106,7 @@ struct FarDispatch {
     for (int turn = static_cast<int>(threadIdx.x / 32); good && turn < direct.Others(); turn += kWarps) {
       const int rank = direct.RankAt(turn);
       uint32_t tokens;
-      if (!(far >> rank & 1)) continue;
+      if (!Holds(far, rank)) continue;
       good = direct.Await(rank, 0, Step::kMetadata, &tokens);
       const uint32_t* const counts =
           reinterpret_cast<const uint32_t*>(plan.run.data[r.rank] + direct.LandedCounts(rank));
@@ -119,7 +119,7 @@ struct FarDispatch {
   }
 
   // Whether `source` is none of this node. One that is out has no chunk, and goes the way of those of this node.
-  __device__ __forceinline__ bool Holds(int source) const { return far >> source & 1; }
+  __device__ __forceinline__ bool HasFrom(int source) const { return Holds(far, source); }
   // A warp: rounds first to end - 1 of a (source, token). False: the group has failed.
   __device__ __forceinline__ bool Place(int source, int token, int first, int end) const {
     const DispatchParams& p = plan.p;
@@ -164,13 +164,13 @@ struct FarDispatch {
 };
 
 // All threads of a block that has numbered: `topk_idx` without what does not move, the share `share` of it.
-__device__ __forceinline__ void CleanExperts(const Plan& plan, int* clean, uint32_t active, int share) {
+__device__ __forceinline__ void CleanExperts(const Plan& plan, int* clean, const RankMask& active, int share) {
   const Routing& r = plan.p.routing;
   const int16_t* const experts = plan.In<int16_t>(plan.at.experts);
 #pragma unroll 1
   for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
     const int expert = experts[i];
-    clean[i] = expert >= 0 && (active >> plan.cut.by_local_experts(expert) & 1) ? expert : -1;
+    clean[i] = expert >= 0 && Holds(active, plan.cut.by_local_experts(expert)) ? expert : -1;
   }
 }
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void SendShare(const FarDispatch<Link>& others, const
 template <class Link>
 static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LineCut& cut, const Running& run,
                                                     char* dynamic, const RailParams& rails, const Link& link,
-                                                    uint32_t far, int* clean, bool numbered) {
+                                                    const RankMask& far, int* clean, bool numbered) {
   const Plan plan(p, cut, run, dynamic);
   const Piece piece;
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, dynamic + plan.at.bytes);
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  const __grid_constant__ RailParams rails, const __grid_constant__ Link link,
                                  int* clean) {
   __shared__ Running run;
-  __shared__ uint32_t far;
+  __shared__ RankMask far;
   extern __shared__ __align__(16) char bytes[];
   const Plan plan(p, cut, run, bytes);
   const Piece piece;
@@ -268,7 +268,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Link>
 int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rails, const Link& link,
                                  cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+    return cudaErrorInvalidValue;
+  }
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
   DispatchParams near = p;
   near.clean_topk_idx = nullptr;
@@ -282,8 +284,9 @@ template <class Link>
 int PreloadNodeLowLatencyDispatch() {
   cudaFuncAttributes attributes;
   if (int e = cudaFuncGetAttributes(&attributes, NodeLowLatencyDispatchKernel<Link>)) return e;
-  return cudaFuncSetAttribute(NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kLowLatencySharedBytes + kMaxRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
+  return cudaFuncSetAttribute(
+      NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      kLowLatencySharedBytes + kNarrowRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -8,11 +8,11 @@
 #include "rail_plan.h"
 #include "transport.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Ranks of this rank's node.
-__device__ __forceinline__ uint32_t NodeMask(const RailPlan& plan, int node) {
-  return ((1u << plan.per_node) - 1) << (node * plan.per_node);
+__device__ __forceinline__ RankMask NodeMask(const RailPlan& plan, int node) {
+  return RanksFrom(node * plan.per_node, plan.per_node);
 }
 // Tokens of chunk `chunk`.
 __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tokens) {
@@ -60,7 +60,7 @@ class Rail {
     const int forwards = to / plan.per_node * plan.per_node + from % plan.per_node;
     return Takes(from) && Takes(to) && (forwards == to || !Takes(forwards));
   }
-  __device__ __forceinline__ bool Takes(int rank) const { return run_.active >> rank & 1; }
+  __device__ __forceinline__ bool Takes(int rank) const { return Holds(run_.active, rank); }
 
   // Where the chunks to and from a rank lie among the others.
   __device__ __forceinline__ int Place(int rank) const { return plan.masked ? rank : rank / plan.per_node; }
@@ -106,10 +106,10 @@ class Rail {
   // ranks may be out, every one that takes part. One thread calls it.
   __device__ __forceinline__ void TellFailure() const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
-    const uint32_t dead = LoadRelaxedSystem(&run_.mailbox->dead);
+    const RankMask alive = run_.members & ~LoadDead(*run_.mailbox);
     for (int turn = 0; word && turn < Turns(); ++turn) {
       const int rank = RankTo(turn);
-      if (!plan.masked || (run_.members & ~dead) >> rank & 1) transport_.Fail(rank, word);
+      if (!plan.masked || Holds(alive, rank)) transport_.Fail(rank, word);
     }
   }
 
@@ -135,4 +135,4 @@ class Rail {
   const uint64_t data_bytes_;  // that the operation has asked for
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

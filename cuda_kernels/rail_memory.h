@@ -15,11 +15,12 @@ namespace xen_moe {
 constexpr int kMaxChunks = 256;       // of one rank to one node
 constexpr int kMaxDirectChunks = 16;  // of one rank to another, in an operation of few tokens
 // A rank's counters. The same rank raises a counter in every operation: nobody's signal is taken for another one's.
-constexpr int kDirectSignals = 0;                                                    // [parity][rank][chunk]: direct.cuh
-constexpr int kJoinSignals = kDirectSignals + 2 * kMaxRanks * kMaxDirectChunks;      // [rank]: direct.cuh
-constexpr int kChunkSignals = kJoinSignals + kMaxRanks;                              // [node][chunk]: rail.cuh
-constexpr int kPastSignals = kChunkSignals + kMaxRanks * kMaxChunks;                 // [rank][chunk]: past the rails
-constexpr int kRailSignals = kPastSignals + kMaxRanks * kMaxChunks;                  // of all kinds
+// Chunks that go from rank to rank, and so those of ranks that may be out, are for kNarrowRanks ranks at most.
+constexpr int kDirectSignals = 0;                                                   // [parity][rank][chunk]: direct.cuh
+constexpr int kJoinSignals = kDirectSignals + 2 * kNarrowRanks * kMaxDirectChunks;  // [rank]: direct.cuh
+constexpr int kChunkSignals = kJoinSignals + kMaxRanks;                             // [node][chunk]: rail.cuh
+constexpr int kPastSignals = kChunkSignals + kMaxRanks * kMaxChunks;                // [rank][chunk]: past the rails
+constexpr int kRailSignals = kPastSignals + kNarrowRanks * kMaxChunks;              // of all kinds
 constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
 
 // Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host

@@ -18,6 +18,7 @@
 namespace xen_moe {
 
 constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
+constexpr int kMaxNodes = 32;     // a lane for each (node_combine.cuh)
 
 struct alignas(16) ChunkHeader {
   uint64_t announcement;  // PackAnnouncement: what its sender runs
@@ -30,9 +31,9 @@ struct RailPlan {
   int nodes, per_node;
   int node, index;  // of this rank: its node, and its place there
   int chunk_tokens, chunks;
-  bool masked;            // ranks may be out: chunks are kept by rank, not by node
-  bool direct;            // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
-  uint64_t counts_bytes;  // of a direct dispatch: row counts, behind the header of a first chunk
+  bool masked;  // ranks may be out: chunks are kept by rank, not by node
+  bool direct;  // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
+  uint64_t counts_bytes;    // of a direct dispatch: row counts, behind the header of a first chunk
   uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
   uint64_t record_bytes;
   uint64_t chunk_bytes;    // room for a full one
@@ -94,7 +95,10 @@ inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule&
   if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
   if (s.low_latency != plan.direct) return "low latency";
   if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
-  if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2) return "ranks_per_node";
+  if ((plan.direct || plan.masked) && r.ranks > kNarrowRanks) return "ranks that are out or low latency, of many ranks";
+  if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
+    return "ranks_per_node";
+  }
   if (plan.chunk_tokens < 1 || plan.chunk_tokens > kChunkTokens || plan.chunks > kMaxChunks) return "chunk_tokens";
   return nullptr;
 }

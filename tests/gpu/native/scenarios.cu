@@ -555,6 +555,7 @@ const std::vector<Scenario>& Scenarios() {
       {"concurrent", Concurrent, 60},
       {"graphs", Graphs, 60},
       {"members", Members, 60},
+      {"wide", Wide, 60},
       {"leaver", Leaver, 60},
       {"random", Random, 60},
   };

@@ -33,6 +33,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
+    check_nodes(spec, config)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -86,6 +87,20 @@ def check_limits(spec: Spec) -> None:
             raise ValueError(
                 f"the CUDA backend takes at most {limit} {name}, not {value}: use KernelConfig(backend='reference')"
             )
+
+
+def check_nodes(spec: Spec, config: KernelConfig) -> None:
+    """Raises ValueError for what the kernels between nodes do not do."""
+    if not _nodes.several(spec.num_ranks, config):
+        return
+    given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
+    most = module.compiled().max_ranks_across
+    if spec.num_ranks > most:
+        raise ValueError(
+            f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
+            f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
+            "KernelConfig(backend='reference')"
+        )
 
 
 def call(

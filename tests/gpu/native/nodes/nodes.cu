@@ -60,8 +60,8 @@ class NodeWorld {
     world.Start(NeedsOfAll(pool));
     Part();
   }
-  // More memory, for all ranks at once, as the host does it: nothing runs. The next operation that ends goes over to it,
-  // or begins with it when it needs that.
+  // More memory, for all ranks at once, as the host does it: nothing runs. The next operation that ends goes over to
+  // it, or begins with it when it needs that.
   void Grow(const std::vector<std::vector<NodeOperation>>& pool) {
     Synchronize();
     const uint32_t generation = world.Allocate(NeedsOfAll(pool));
@@ -155,13 +155,16 @@ class NodeWorld {
   std::vector<PeerTable> known_;  // what is in them
 };
 
+// The kernels for few tokens, and those that may leave ranks out, are for so many ranks.
+bool TakesFew(const NodeOptions& o) { return o.ranks <= kNarrowRanks; }
+
 // `masks`: the ranks that take part, of one after the other; none: all, and nobody is told.
 std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s,
                                                  const std::vector<uint32_t>& masks = {}) {
   std::mt19937 rng(o.seed + static_cast<uint32_t>(masks.size()));
   std::vector<std::vector<NodeOperation>> pool;
   for (int i = 0; i < count; ++i) {
-    const bool few = i % 5 > 2;  // both kinds beside each other
+    const bool few = TakesFew(o) && i % 5 > 2;  // both kinds beside each other
     Problem p = NodeProblem(rng, o, few ? i / 5 * 2 + i % 5 - 3 : i / 5 * 3 + i % 5, few);
     if (!masks.empty()) p.members = masks[i % masks.size()], p.told = true;
     const int sizes[] = {few ? 3 : 1, 7, 16, 32};
@@ -269,6 +272,7 @@ std::string Graph(const NodeOptions& o) {
 
 // Ranks that are out: those that run the program all the same, and one that runs nothing, comes back, and dies.
 std::string Members(const NodeOptions& o) {
+  if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
   const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
   NodeWorld nodes(o);
   std::mt19937 rng(o.seed);
@@ -287,7 +291,7 @@ std::string Members(const NodeOptions& o) {
   nodes.Reset();  // it comes back
   RunNodes(nodes, o, whole, calls, "calls of all after reset");
   for (const RankState& state : nodes.world.states) {  // its process ends
-    NATIVE_CHECK(cudaMemcpy(&state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+    NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
   }
   RunNodes(nodes, o, rest, calls, "calls without a dead rank", absent);
   for (const size_t kind : {0, 3}) {  // with the kernels of many tokens, and of few
@@ -305,7 +309,7 @@ std::string Members(const NodeOptions& o) {
     Expect(Now() - start < o.patience, Text("it took %.2f s", Now() - start));
     nodes.Reset();
     for (const RankState& state : nodes.world.states) {
-      NATIVE_CHECK(cudaMemcpy(&state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+      NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
     }
   }
   return Text("%lld calls with changing members, as many without a rank that calls nothing, is back, is dead",
@@ -319,7 +323,7 @@ std::string Growth(const NodeOptions& o) {
   const auto pool = NodePool(nodes, o, 20, 20);
   std::mt19937 rng(o.seed);
   const std::vector<std::vector<NodeOperation>> hasty = {nodes.Add(NodeProblem(rng, o, 0), 16, 0.2),
-                                                         nodes.Add(NodeProblem(rng, o, 0, true), 16, 0.2)};
+                                                         nodes.Add(NodeProblem(rng, o, 0, TakesFew(o)), 16, 0.2)};
   std::vector<std::vector<NodeOperation>> known(hasty);
   known.push_back(pool[0]);
   nodes.Start(known);
@@ -342,7 +346,7 @@ std::string Growth(const NodeOptions& o) {
 
 // A rank never comes: every rank of every node names it, and no result looks like one that came about.
 std::string Absent(const NodeOptions& o) {
-  for (int kind = 0; kind < 4; ++kind) {
+  for (int kind = 0; kind < 4; kind += TakesFew(o) ? 1 : 2) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     const bool few = kind % 2;
@@ -373,7 +377,7 @@ std::string Absent(const NodeOptions& o) {
 
 // All ranks of the last node run another operation: only what the chunks say can show it.
 std::string Mismatch(const NodeOptions& o) {
-  for (const bool few : {false, true}) {
+  for (int few = 0; few <= TakesFew(o); ++few) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     Problem p = NodeProblem(rng, o, 0, few), other = p;
@@ -397,7 +401,7 @@ std::string Mismatch(const NodeOptions& o) {
 // other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
-  for (const bool few : {false, true}) {
+  for (int few = 0; few <= TakesFew(o); ++few) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0, few), 16, 0.4)};
@@ -415,8 +419,8 @@ std::string Dead(const NodeOptions& o) {
     ExpectRight(nodes.world, "results that are not poisoned");
     for (int r = 0; r < o.ranks; ++r) {
       const Failure f = UnpackFailure(nodes.world.FailureOf(r));
-      const bool end = few ? f.rank == dead || f.rank / o.per_node != dead / o.per_node
-                           : f.rank % o.per_node == dead % o.per_node;
+      const bool end =
+          few ? f.rank == dead || f.rank / o.per_node != dead / o.per_node : f.rank % o.per_node == dead % o.per_node;
       Expect(f.cause == Cause::kTimeout && end, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
     }
   }
@@ -428,9 +432,8 @@ struct NodeScenario {
   const char* name;
   std::string (*run)(const NodeOptions&);
 };
-const NodeScenario kScenarios[] = {{"normal", Normal}, {"random", Random},     {"graph", Graph},
-                                   {"absent", Absent}, {"mismatch", Mismatch}, {"members", Members},
-                                   {"growth", Growth},
+const NodeScenario kScenarios[] = {{"normal", Normal},     {"random", Random},   {"graph", Graph},   {"absent", Absent},
+                                   {"mismatch", Mismatch}, {"members", Members}, {"growth", Growth},
 #ifndef __CUDACC__
                                    {"dead", Dead}
 #endif
@@ -477,8 +480,7 @@ int main(int argc, char** argv) {
     }
   }
   if (argc % 2 == 0) return Refuse("options come as pairs");
-  if (o.ranks < 2 || o.ranks > kMaxRanks || o.per_node < 1 || o.ranks % o.per_node)
-    return Refuse("--ranks, --per-node");
+  if (o.ranks < 2 || o.ranks > kRanks || o.per_node < 1 || o.ranks % o.per_node) return Refuse("--ranks, --per-node");
 #ifdef __CUDACC__
   if (o.network) return Refuse("--link network: on the emulator alone");
 #endif

@@ -95,7 +95,7 @@ def test_a_signal_before_its_put_is_seen(nodes):
 FAULTS = {
     "crosses-twice": (
         "node_dispatch.cuh",
-        "(ranks >> (expert / r.local_experts) & 1)",
+        "Holds(ranks, expert / r.local_experts)",
         "true",
         " bytes instead of ",
         "normal",

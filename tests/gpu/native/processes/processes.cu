@@ -107,8 +107,7 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
       for (int t = 0; t < o.ranks; ++t) {
         if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
-        const uint64_t wanted =
-            BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
+        const uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
         Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", o.rank, t, static_cast<int>(went),
                                     static_cast<int>(wanted)) +
                                    Name(one.problem()));
@@ -468,7 +467,7 @@ int main(int argc, char** argv) {
       return Usage("unknown option " + name);
     }
   }
-  if (o.ranks < 2 || o.ranks > kMaxRanks || o.per_node < 1 || o.ranks % o.per_node || o.ranks == o.per_node) {
+  if (o.ranks < 2 || o.ranks > kRanks || o.per_node < 1 || o.ranks % o.per_node || o.ranks == o.per_node) {
     return Usage("--ranks, --per-node: two nodes of as many ranks at least");
   }
   if (o.gpus < o.per_node) return Usage("--gpus: the ranks of a node need a GPU each");
