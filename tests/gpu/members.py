@@ -78,7 +78,10 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
 
 
 class Comparison:
-    """`config` against plain JAX (`against`) with `active`, both in one program that is traced once; `traces` counts."""
+    """`config` against plain JAX with `active`, both in one program that is traced once; `traces` counts.
+
+    `against`: what plain JAX runs with.
+    """
 
     def __init__(self, setup: Setup, config: xm.KernelConfig, against: xm.KernelConfig = REFERENCE) -> None:
         self.setup, self.traces = setup, 0

@@ -36,9 +36,9 @@ CHUNKS = 64
 """Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
 MIN_CHUNK_TOKENS = 4
 HOP_BYTES = 128 << 10
-"""What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels there:
-about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out, not
-measured: docs/nodes.md."""
+"""What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
+there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
+not measured: docs/nodes_design.md."""
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank

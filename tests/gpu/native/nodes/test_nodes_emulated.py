@@ -131,8 +131,8 @@ FAULTS = {
     "direct-rounds-once": (
         "node_low_latency_combine.cuh",
         "for (int i = 0; i < kSumRounds; ++i) sum[i].Add(total[i].Round());",
-        "for (int i = 0; i < kSumRounds * Values<Y>::kCount; ++i) sum[i / Values<Y>::kCount].v[i % Values<Y>::kCount] += "
-        "total[i / Values<Y>::kCount].v[i % Values<Y>::kCount];",
+        "for (int i = 0; i < kSumRounds; ++i)\n"
+        "for (int j = 0; j < Values<Y>::kCount; ++j) sum[i].v[j] += total[i].v[j];",
         "wrong vectors",
         "normal",
     ),
