@@ -36,7 +36,8 @@ struct GatheredRows {
   bool belongs;
 };
 
-__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source, int token) {
+__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source,
+                                                   int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
