@@ -31,16 +31,17 @@ struct CombineShared {
 };
 
 // The rows of one (source, token) that this rank holds. `belongs`: the token names this rank at all.
-struct TokenRows {
+struct GatheredRows {
   int count;
   bool belongs;
 };
 
-__device__ __forceinline__ TokenRows GatherRows(const CombineParams& p, CombineShared& shared, int source, int token) {
+__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source,
+                                                   int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-  TokenRows out{0, false};
+  GatheredRows out{0, false};
   __syncwarp();
   if (!Holds(shared.run.active, source)) return out;
   for (int base = 0; base < r.slots; base += 32) {
@@ -122,6 +123,7 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
 struct Straight {
   __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
   __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }
+  __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
 // kGeneral: octet by octet on the wire, for any hidden size.
@@ -135,9 +137,10 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const int token = pair / (r.ranks - 1);
   int source = r.rank + 1 + pair % (r.ranks - 1);
   if (source >= r.ranks) source -= r.ranks;
-  const TokenRows rows = GatherRows(p, shared, source, token);
+  const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
+  if (!Way::Takes(shared.run, target)) return;
   char* wire =
       shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
@@ -350,7 +353,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
-    const TokenRows own = GatherRows(p, shared, r.rank, token);
+    const GatheredRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     EachOwnRank(lane, r.ranks, [&](int rank) {
       if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;

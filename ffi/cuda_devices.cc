@@ -104,6 +104,7 @@ class Cuda final : public Devices {
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
       Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
       Check(static_cast<cudaError_t>(PreloadPeerCombine()), "loading the kernels across nodes");
+      Check(static_cast<cudaError_t>(PreloadPeerLowLatency()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
     }
     for (int ordinal : ordinals) {

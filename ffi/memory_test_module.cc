@@ -37,7 +37,9 @@ void WriteWord(const Member& member, T* at, T word) {
 }
 
 // Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
-int ChunkSignal(const Workspace& workspace, int rank) { return rank / workspace.ranks_per_node() * kMaxChunks; }
+int ChunkSignal(const Workspace& workspace, int rank) {
+  return kChunkSignals + rank / workspace.ranks_per_node() * kMaxChunks;
+}
 bool OnRail(const Workspace& workspace, int a, int b) {
   const int per_node = workspace.ranks_per_node();
   return a % per_node == b % per_node && a != b;

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _nodes
@@ -35,6 +36,10 @@ SOLO_ENTRIES = 2048
 CHUNKS = 64
 """Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
 MIN_CHUNK_TOKENS = 4
+HOP_BYTES = 128 << 10
+"""What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
+there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
+not measured: docs/nodes_design.md."""
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
@@ -81,8 +86,10 @@ class Schedule:
     low_latency: bool = False
 
 
-def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
+def chunk_tokens(spec: Spec, config: KernelConfig, *, lines: bool = False) -> int:
     """Tokens that cross to another node together, by the kernels across nodes; 0: all ranks share NVLink.
+
+    `lines`: by the low-latency kernels, which send as few messages as they can.
 
     Raises:
       ValueError: there are more tokens than chunks can hold.
@@ -95,7 +102,7 @@ def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
             f"KernelConfig.ranks_per_node={config.ranks_per_node} with num_tokens={tokens}: between nodes the CUDA "
             f"backend takes at most {most * chunks} tokens a rank; split the batch"
         )
-    wanted = config.chunk_tokens or max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS))
+    wanted = config.chunk_tokens or (most if lines else max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS)))
     return min(most, max(wanted, -(-tokens // chunks)))
 
 
@@ -104,15 +111,16 @@ def takes_lines(
 ) -> bool:
     """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
 
-    They take what plan.cc's NoLowLatency does not refuse, and store at every rank by pointer: never between nodes. The
-    other kernels take every operation.
+    They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """
-    if _nodes.several(spec.num_ranks, config):
+    nodes = _nodes.several(spec.num_ranks, config)
+    if nodes and jax.process_count() > 1:  # those between nodes have no puts over NCCL: the rails take few tokens too
         return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
         few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
+        few &= not nodes or direct_extra_rows(spec, config) * hidden * jnp.dtype(dtype).itemsize <= HOP_BYTES
         wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
     names = module.compiled()
     return wanted and not names.no_low_latency(
@@ -126,14 +134,35 @@ def takes_lines(
         layout=names.layouts.index(spec.layout),
         dtype=names.dtypes.index(jnp.dtype(dtype).name),
         wire=names.wires.index(wire.dtype if wire else ""),
+        chunk_tokens=chunk_tokens(spec, config, lines=True),
     )
 
 
+def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
+    """Rows that a rank sends to other nodes with a row for each rank there, beyond one for each node.
+
+    As expected where experts are chosen uniformly: what the kernels do must not depend on the routing.
+    """
+    ranks, per_node = spec.num_ranks, _nodes.ranks_per_node(spec, config)
+
+    def reached(share: float) -> float:  # a rank, or a node, that has this share of the experts
+        return 1 - (1 - share) ** spec.top_k
+
+    by_rank = (ranks - per_node) * reached(1 / ranks)
+    by_node = (ranks // per_node - 1) * reached(per_node / ranks)
+    return spec.num_tokens * (by_rank - by_node)
+
+
 def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive."""
+    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive. Between nodes those that
+    send the routing send the chunks too, and up to half of them do."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
-    routing = 1 if combine else _within(_tuning.layout_blocks or min(4, count // 16), count)
+    routing = min(4, count // 16)
+    if cut := chunk_tokens(spec, config, lines=True):
+        far = spec.num_ranks - _nodes.ranks_per_node(spec, config)
+        routing = min(count // 2, max(routing, far * -(-spec.num_tokens // cut)))
+    routing = 1 if combine else _within(_tuning.layout_blocks or routing, count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
 
