@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.support import oracle
+from tests.support import oracle, quick_compiler
 from xen_moe_jax.benchmark import accounting, decode_step, options, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
@@ -35,7 +35,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": quick_compiler.flags(),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         },
     )

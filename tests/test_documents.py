@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import quick_compiler
 from xen_moe_jax import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -58,8 +59,7 @@ def run(program: str, tmp_path: pathlib.Path, environment: dict[str, str]) -> st
 @pytest.fixture
 def environment():
     """A user's: JAX finds its own devices, and the checkout can be imported."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.optimized

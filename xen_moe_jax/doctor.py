@@ -245,6 +245,18 @@ def nccl_puts() -> Finding:
     return Finding(name, True, f"puts from a kernel (NCCL {since} or later); which network there is shows at start")
 
 
+def nccl_kernels() -> Finding:
+    """Whether the compiled module has the kernels between processes of several nodes, and of which NCCL's headers."""
+    name = "kernels between nodes"
+    try:
+        headers = getattr(importlib.import_module("xen_moe_jax._cuda"), "nccl_headers", 0)
+    except ImportError:
+        return Finding(name, None, "no xen_moe_jax._cuda")
+    if not headers:
+        return Finding(name, None, "xen_moe_jax._cuda was built without NCCL's headers", nccl.BUILD)
+    return Finding(name, True, f"between processes, of NCCL {'.'.join(map(str, nccl.parts(headers)))}")
+
+
 JAX_RUNS_ON = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "cuda13")}
 """Platform -> the package that JAX needs for it, and the extra that installs it."""
 
@@ -318,7 +330,7 @@ def examine() -> dict[str, list[Finding]]:
         "Versions": versions(),
         "Devices that JAX uses": devices(),
         "Accelerators of this machine": accelerators(),
-        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library(), nccl_puts()],
+        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library(), nccl_puts(), nccl_kernels()],
         "Backend by platform": backends(),
         "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],
