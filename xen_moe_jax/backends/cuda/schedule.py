@@ -36,6 +36,8 @@ CHUNKS = 64
 """Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
 MIN_CHUNK_TOKENS = 4
 LOW_LATENCY_SMS = 96
+LOW_LATENCY_FLIGHT_SMS = 48
+"""Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
 on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
@@ -142,15 +144,17 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
-def of_flight(config: KernelConfig) -> KernelConfig:
-    """The configuration of an operation in flight."""
-    return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
+def of_flight(config: KernelConfig, *, lines: bool = False) -> KernelConfig:
+    """The configuration of an operation in flight. `lines`: by the low-latency kernels."""
+    if config.num_sms:
+        return config
+    return dataclasses.replace(config, num_sms=LOW_LATENCY_FLIGHT_SMS if lines else FLIGHT_SMS)
 
 
-def bulk(spec: Spec, wire: Any) -> bool:
+def bulk(spec: Spec, wire: Any, *, lines: bool = False) -> bool:
     """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None
+    return wanted and wire is None and not lines
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
