@@ -140,10 +140,10 @@ int main(int argc, char** argv) {
     };
     // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantised on the way.
     auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts,
-                        WireType wire = WireType::kNative) {
+                        WireType wire = WireType::kNative, bool bulk = false) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.bulk = flight;
+      s.bulk = bulk;
       // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
       s.solo_layout = ranks * tokens * top_k <= 2048;
       if (s.solo_layout) {
@@ -195,9 +195,15 @@ int main(int argc, char** argv) {
     if (flight) {
       for (int blocks : {6, 8, 10, 12, 16, 20, 24, 32}) {
         for (int push : {blocks / 3, blocks / 2, blocks - 2}) {
-          dispatch("fp8 dispatch", true, false, blocks, push, 1);
-          dispatch("bf16 dispatch", false, false, blocks, push, 1);
+          dispatch("fp8 bulk", true, false, blocks, push, 1, WireType::kNative, true);
+          dispatch("bf16 bulk", false, false, blocks, push, 1, WireType::kNative, true);
           combine("combine", blocks, push, 1);
+        }
+      }
+      for (int push : {12, 24, 40}) {
+        for (bool bulk : {false, true}) {
+          dispatch(bulk ? "fp8 bulk" : "fp8 copied", true, false, 64, push, 1, WireType::kNative, bulk);
+          dispatch(bulk ? "bf16 bulk" : "bf16 copied", false, false, 64, push, 1, WireType::kNative, bulk);
         }
       }
     } else if (tokens == 4096 && scan) {
