@@ -88,7 +88,7 @@ std::string Flying(const Options& o) {
                                              : rows;
     p.blocks = std::min(1 + kind % 6, MostBlocks(o)), p.push_blocks = (p.blocks + 1) / 2;
     p.slices = 1, p.segment_tokens = 16, p.bulk = true;
-    if (kind % 8 == 7) p.members = ~(1u << (rng() % o.ranks));
+    if (kind % 8 == 7 || kind == 4 || kind == 10) p.members = ~(1u << (rng() % o.ranks));
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
   world.Start(Largest(pool));
