@@ -61,7 +61,7 @@ struct Signaller {
     __syncwarp();
     if (direct) {
       if (ranks >> lane & 1) {
-        __threadfence_system();
+        FenceSystem();
         StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[lane] + row_flags) + index, epoch);
       }
       return;
@@ -89,7 +89,7 @@ struct Signaller {
       const bool last = __shfl_sync(0xFFFFFFFFu, LoadAcquireBlock(&box.finished), 0) == kSignalWarp;
       const uint32_t now = watches ? LoadAcquireBlock(&box.posted[lane]) : 0;
       if (__any_sync(0xFFFFFFFFu, now != sent)) {
-        __threadfence_system();
+        FenceSystem();
         for (; sent != now; ++sent) {
           const uint32_t index = box.index[lane][sent % kSignalRing];
           for (uint32_t ranks = box.ranks[lane][sent % kSignalRing]; ranks; ranks &= ranks - 1) {
