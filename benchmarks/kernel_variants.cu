@@ -194,17 +194,14 @@ int main(int argc, char** argv) {
     };
     if (flight) {
       for (int blocks : {6, 8, 10, 12, 16, 20, 24, 32}) {
-        for (int push : {blocks / 3, blocks / 2, blocks - 2}) {
-          dispatch("fp8 bulk", true, false, blocks, push, 1, WireType::kNative, true);
-          dispatch("bf16 bulk", false, false, blocks, push, 1, WireType::kNative, true);
-          combine("combine", blocks, push, 1);
+        for (int push : {blocks / 3, blocks / 2, blocks * 5 / 8, blocks * 3 / 4}) {
+          if (push <= blocks / 2) dispatch("fp8 bulk", true, false, blocks, push, 1, WireType::kNative, true);
+          if (push >= blocks / 2) combine("combine", blocks, push, 1);
         }
       }
-      for (int push : {12, 24, 40}) {
-        for (bool bulk : {false, true}) {
-          dispatch(bulk ? "fp8 bulk" : "fp8 copied", true, false, 64, push, 1, WireType::kNative, bulk);
-          dispatch(bulk ? "bf16 bulk" : "bf16 copied", false, false, 64, push, 1, WireType::kNative, bulk);
-        }
+      for (int push : {8, 12, 16, 24}) {
+        dispatch("fp8 copied", true, false, 64, push, 1);
+        dispatch("bf16 copied", false, false, 64, push, 1);
       }
     } else if (tokens == 4096 && scan) {
       for (int blocks : {32, 48, 64, 96, 132}) {

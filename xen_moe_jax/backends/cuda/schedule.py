@@ -36,7 +36,7 @@ CHUNKS = 64
 """Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
 MIN_CHUNK_TOKENS = 4
 LOW_LATENCY_SMS = 96
-LOW_LATENCY_FLIGHT_SMS = 48
+LOW_LATENCY_FLIGHT_SMS = 64
 """Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
@@ -198,8 +198,10 @@ def dispatch(
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
         push = count // 2
+    elif count >= 48:
+        push = min(24, count * 3 // 8) if quantizes else 12
     else:
-        push = min(24, count * 3 // 8) if count >= 48 else min(8, count // 2)
+        push = min(8, count // 2)
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(spec.num_tokens, push * module.compiled().warps // 2, hidden, config)
     solo = _solo_segment(spec)
@@ -220,7 +222,7 @@ def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, lines: b
     count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
-    push = count // 2 if small else max(count * 3 // 8, min(16, count // 2))
+    push = count // 2 if small else max(count * 3 // 8, min(16, count * 5 // 8))
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))
