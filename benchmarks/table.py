@@ -18,7 +18,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "tpu.md"]
+QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/performance*.md")), ROOT / "docs" / "tpu_checks.md"]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 

@@ -144,7 +144,7 @@ __device__ __forceinline__ bool PlaceGroups(BulkCodec*, const DispatchParams& p,
   for (int group = claims.First(); group < groups; group = claims.Next()) {
     const int pair = group * kBulkRows + lane / kGroupSlots;
     const Resolved found = ResolvePair(p, scratch, starts, data, min(pair, pairs - 1), pair < pairs);
-    const bool moves = shared.run.active >> found.source & 1;
+    const bool moves = Holds(shared.run.active, found.source);
     const bool staged = found.source != r.rank;
     bool arrived = true;
     if (slot == 0 && found.named && moves && staged) {  // dropped rows too: they are sent, and so awaited: workspace.h

@@ -20,13 +20,13 @@
 #include "signal.cuh"
 #include "wire_chunk.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 struct CombineShared {
   Running run;
-  int rows[kWarps][kMaxSlots];       // rows of y to add, in slot order
-  float weights[kWarps][kMaxSlots];  // their weights
-  int sources[kWarps][kMaxRanks];    // ranks that send a partial row of the token at hand, ascending
+  int rows[kWarps][kMaxSlots];        // rows of y to add, in slot order
+  float weights[kWarps][kMaxSlots];   // their weights
+  RankIndex sources[kWarps][kRanks];  // ranks that send a partial row of the token at hand, ascending
   SignalBox signals;
 };
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ TokenRows GatherRows(const CombineParams& p, CombineS
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
   TokenRows out{0, false};
   __syncwarp();
-  if (!(shared.run.active >> source & 1)) return out;
+  if (!Holds(shared.run.active, source)) return out;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
     const int position = slot < r.slots ? positions[slot] : -1;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
       store(base, acc);
     }
   }
-  signaller.Raise(1u << target, PartialFlagIndex(p, slot, token, part));
+  signaller.Raise(OneRank(target), PartialFlagIndex(p, slot, token, part));
 }
 
 // What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
@@ -238,12 +238,15 @@ __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* 
 // staged rows.
 template <class Y, int kSteps>
 __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineShared& shared, char* ring,
-                                               uint32_t ranks, int own, int token, int begin, int end, Y* out) {
+                                               const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const uint32_t below = ranks & ((1u << r.rank) - 1), above = ranks & ~((2u << r.rank) - 1);
-  const int first_own = __popc(below), first_above = first_own + own;  // entries: ranks below, own rows, ranks above
-  if ((below | above) >> lane & 1) shared.sources[warp][__popc((below | above) & ((1u << lane) - 1))] = lane;
+  const RankMask below = ranks & RanksBelow(r.rank), above = ranks & RanksAbove(r.rank), staged = below | above;
+  // Entries: ranks below, own rows, ranks above.
+  const int first_own = CountRanks(below), first_above = first_own + own;
+  EachOwnRank(lane, r.ranks, [&](int rank) {
+    if (Holds(staged, rank)) shared.sources[warp][CountRanks(staged & RanksBelow(rank))] = rank;
+  });
   __syncwarp();
   const Y* y = static_cast<const Y*>(p.y);
   auto row_of = [&](int i) {
@@ -277,14 +280,14 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
       StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, true, Narrow<Y>(total[s]));
     }
   };
-  RowStream<Y, kSteps>::Run(ring, first_above + __popc(above), begin, end, row_of, clear, add, after_row, store);
+  RowStream<Y, kSteps>::Run(ring, first_above + CountRanks(above), begin, end, row_of, clear, add, after_row, store);
 }
 
 // The same with a quantised wire: own rows through the ring, staged ones through registers, the first of them loaded
 // before the own rows are added up.
 template <class Y, WireType kWire, int kSteps>
-__device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring, uint32_t ranks,
-                                             int own, int token, int begin, int end, Y* out) {
+__device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring,
+                                             const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
   constexpr int kAhead = 2;
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -292,17 +295,17 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
   const char* const staged = shared.run.data[r.rank] + p.staging.rows;
   WireChunk<kWire, kSteps> ahead[kAhead];
   Octet partial[kSteps];
-  uint32_t to_load = 0;
+  RankMask to_load = NoRanks();
   auto load = [&](WireChunk<kWire, kSteps>& chunk, int base) {
-    if (to_load == 0) return;
-    const int rank = __ffs(to_load) - 1;
-    to_load &= to_load - 1;
+    if (!Any(to_load)) return;
+    const int rank = FirstRank(to_load);
+    DropFirst(to_load);
     chunk.Load(staged + (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes, p.staging.scale_offset,
                base, end);
   };
   auto begin_batch = [&](int base) {
     Clear(partial);
-    to_load = ranks & ~(1u << r.rank);
+    to_load = ranks & ~OneRank(r.rank);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(ahead[i], base);
   };
@@ -313,8 +316,8 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) Add(total[s], chunk.Rounded(s, chunk.Scale(s)));
     };
-    for (uint32_t m = ranks; m; m &= m - 1) {
-      if (__ffs(m) - 1 == r.rank) {
+    for (RankMask m = ranks; Any(m); DropFirst(m)) {
+      if (FirstRank(m) == r.rank) {
         add(ToChunk<kWire>(partial, p.ue8m0));
         continue;
       }
@@ -348,13 +351,14 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
                 items <= static_cast<int>(gridDim.x) * kWarps);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-    const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
+    const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
     const TokenRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
-    if ((ranks >> lane & 1) && lane != r.rank) {
+    EachOwnRank(lane, r.ranks, [&](int rank) {
+      if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;
       const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
-      arrived = WaitFlag(flags + PartialFlagIndex(p, lane, token, part), shared.run, epoch, Step::kRows, lane);
-    }
+      arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
+    });
     arrived = __all_sync(0xFFFFFFFFu, arrived);
     __syncwarp();  // what one lane has acquired, all lanes may read
     if (!arrived) return;
@@ -378,8 +382,8 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
             Clear(total);
           }
         };
-        for (uint32_t m = ranks; m; m &= m - 1) {
-          const int rank = __ffs(m) - 1;
+        for (RankMask m = ranks; Any(m); DropFirst(m)) {
+          const int rank = FirstRank(m);
           if constexpr (kGeneral) {
             if (nodes_apart && rank / r.ranks_per_node != node) {
               close_node();
@@ -436,7 +440,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 
 template <class Y, WireType kWire, bool kGeneral>
 int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
-  if (Unfit(p)) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
   CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, rings, stream>>>(p);
   return cudaGetLastError();
@@ -477,4 +481,4 @@ int PreloadCombineOf() {
   return PreloadCombineWire<Y, WireType::kInt8>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

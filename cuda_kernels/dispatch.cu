@@ -1,11 +1,13 @@
 // Dispatch of rows that travel as they are. The vector is as wide as the row's byte count allows.
 #include "dispatch.cuh"
+#include "wide_launch.h"
 
 namespace xen_moe {
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream);  // low_latency_dispatch.cu
 
 int LaunchDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (p.routing.ranks > kNarrowRanks) return wide::LaunchDispatch(p, stream);
   if (p.schedule.low_latency) return LaunchLowLatencyDispatch(p, stream);
   if (p.wire != WireType::kNative) return LaunchQuantizedDispatch(p, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);

@@ -19,7 +19,7 @@
 #include "row_codec.cuh"
 #include "signal.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 struct DispatchShared {
   Running run;
@@ -40,11 +40,11 @@ __device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchS
   const Routing& r = p.routing;
   const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
   const int token = item / p.schedule.parts, part = item % p.schedule.parts;
-  const uint32_t ranks = RanksOf(p.topk_idx, token, r, shared.run.meets) & ~(1u << r.rank);
-  if (ranks == 0) return;
-  const uint32_t rotated = (ranks >> first) | (ranks << (r.ranks - first) & ((1u << r.ranks) - 1));
+  const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.meets) & ~OneRank(r.rank);
+  if (!Any(ranks)) return;
   const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
-  Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), Targets{rotated, first, r.ranks, shared.run.data, row});
+  Codec::Push(p, token, PartOf(part, p.schedule, r.hidden),
+              Targets{TurnedRanks::Of(ranks, first, r.ranks), shared.run.data, row});
   signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
 }
 
@@ -57,11 +57,11 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
   for (int64_t i = slice * kThreads + static_cast<int>(threadIdx.x); i < words; i += slices * kThreads) {
     const int expert = p.topk_idx[i];
     const float weight = p.topk_weights[i];
-    const bool moves = expert >= 0 && expert < r.experts && (shared.run.active >> (expert / r.local_experts) & 1);
+    const bool moves = expert >= 0 && expert < r.experts && Holds(shared.run.active, expert / r.local_experts);
     if (p.clean_topk_idx) p.clean_topk_idx[i] = moves ? expert : -1;
     for (int n = 1; n < r.ranks; ++n) {
       const int peer = (r.rank + n) % r.ranks;
-      if (!(shared.run.meets >> peer & 1)) continue;
+      if (!Holds(shared.run.meets, peer)) continue;
       char* data = shared.run.data[peer];
       const int64_t at = static_cast<int64_t>(r.rank) * words + i;
       reinterpret_cast<int*>(data + p.staging.topk_idx)[at] = expert;
@@ -69,10 +69,12 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
     }
   }
   __syncthreads();
-  if (threadIdx.x < 32 && (shared.run.meets >> threadIdx.x & 1) && threadIdx.x != r.rank) {
+  if (threadIdx.x >= 32) return;
+  EachOwnRank(threadIdx.x, r.ranks, [&](int rank) {
+    if (!Holds(shared.run.meets, rank) || rank == r.rank) return;
     __threadfence_system();
-    StoreRelaxedSystem(MetadataFlag(shared.run.half[threadIdx.x], p.staging, r.rank, slice), epoch);
-  }
+    StoreRelaxedSystem(MetadataFlag(shared.run.half[rank], p.staging, r.rank, slice), epoch);
+  });
 }
 // All threads of the block call it. False: the group has failed.
 __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
@@ -81,7 +83,7 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
   bool arrived = true;
   for (int i = threadIdx.x; i < r.ranks * slices && arrived; i += kThreads) {
     const int source = i / slices;
-    if (source == r.rank || !(shared.run.meets >> source & 1)) continue;
+    if (source == r.rank || !Holds(shared.run.meets, source)) continue;
     const uint32_t* flag = MetadataFlag(shared.run.half[r.rank], p.staging, source, i % slices);
     arrived = WaitFlag(flag, shared.run, epoch, Step::kMetadata, source);
   }
@@ -205,7 +207,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
     const Rows rows{list, ResolveRows(p, scratch, starts, data, source, token, part == 0, list)};
     if (rows.count < (source == r.rank ? 1 : 0)) continue;
     const Range range = PartOf(part, p.schedule, r.hidden);
-    if (!(shared.run.active >> source & 1)) {
+    if (!Holds(shared.run.active, source)) {
       ZeroRows(p, range, rows);
     } else if (source == r.rank) {
       Codec::PlaceOwn(p, token, range, rows);
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
-    if (p.known_positions && shared.run.active && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
+    if (p.known_positions && Any(shared.run.active) && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
   }
   EndRows(static_cast<Codec*>(nullptr));
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
@@ -357,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
 
 template <class Codec>
 int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
-  if (Unfit(p)) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
@@ -372,4 +374,4 @@ int LaunchBulkDispatch(const DispatchParams& params, cudaStream_t stream);      
 int PreloadBulkDispatch();
 int PreloadQuantizedDispatch();
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

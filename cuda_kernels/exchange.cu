@@ -12,8 +12,9 @@
 // more is stored at a peer.
 #include "claims.cuh"
 #include "operation.cuh"
+#include "wide_launch.h"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 namespace {
 
 constexpr int kHalfThreads = kThreads;
@@ -213,7 +214,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
 }  // namespace
 
 int LaunchExchange(const ExchangeParams& p, cudaStream_t stream) {
-  if (Unfit(p)) return cudaErrorInvalidValue;
+  if (!kWide && p.ranks > kNarrowRanks) return wide::LaunchExchange(p, stream);
+  if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
   ExchangeKernel<<<ExchangeBlocks(p), kBlockThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
@@ -222,4 +224,4 @@ int PreloadExchange() {
   return cudaFuncGetAttributes(&attributes, ExchangeKernel);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -8,10 +8,10 @@
 // goes well: the slow half of WaitUntil runs after many polls.
 #pragma once
 
-#include "memory_order.cuh"
 #include "params.h"
+#include "rank_mask.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
 constexpr uint64_t kDescriptorGraceNs =
@@ -25,9 +25,9 @@ constexpr uint64_t kWentOnGraceNs = 5000000000;
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
-  char* half[kMaxRanks];  // the current half of each rank's staging area: its flags
-  char* data[kMaxRanks];  // and its data
-  uint64_t line_border;   // where lines begin in a half
+  char* half[kRanks];    // the current half of each rank's staging area: its flags
+  char* data[kRanks];    // and its data
+  uint64_t line_border;  // where lines begin in a half
   char* scratch;
   Control* control;
   Mailbox* mailbox;
@@ -35,10 +35,10 @@ struct Running {
   uint32_t epoch, signature;
   Operation operation;
   int ranks, rank;
-  uint32_t members;     // bit mask of the ranks that take part
-  uint32_t active;      // of those that this one exchanges anything with: none when it is out itself
-  uint32_t reachable;   // bit mask of the ranks whose memory this one has pointers to: those of its node
-  uint32_t meets;       // of those, the active ones: announcements go between them
+  RankMask members;     // bit mask of the ranks that take part
+  RankMask active;      // of those that this one exchanges anything with: none when it is out itself
+  RankMask reachable;   // bit mask of the ranks whose memory this one has pointers to: those of its node
+  RankMask meets;       // of those, the active ones: announcements go between them
   uint32_t generation;  // of the memory that it uses (low byte)
   uint32_t current;     // the one that Control::current had
   uint32_t reported;    // the one that the host knows of
@@ -50,37 +50,35 @@ struct Running {
 };
 
 // Whether the host has said that this rank's process has ended.
-__device__ __forceinline__ bool IsDead(const Running& run, int rank) {
-  return LoadRelaxedSystem(&run.mailbox->dead) >> rank & 1;
-}
+__device__ __forceinline__ bool IsDead(const Running& run, int rank) { return LoadIsDead(*run.mailbox, rank); }
 
 static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step step, int rank, int other,
                                          uint64_t waited_ns) {
   uint64_t word = PackFailure({cause, run.operation, step, rank, other, run.epoch});
   StoreRelaxedSystem(&run.mailbox->waited_ns, waited_ns);
   __threadfence_system();
-  const uint32_t alive = run.reachable & ~LoadRelaxedSystem(&run.mailbox->dead);
-  const uint32_t deciding = run.meets & alive ? run.meets & alive : 1u << run.rank;
-  const uint64_t first = ClaimWordSystem(&run.control->mailbox[__ffs(deciding) - 1]->failure, word);
+  const RankMask alive = run.reachable & ~LoadDead(*run.mailbox);
+  const RankMask deciding = Any(run.meets & alive) ? run.meets & alive : OneRank(run.rank);
+  const uint64_t first = ClaimWordSystem(&run.control->mailbox[FirstRank(deciding)]->failure, word);
   if (first) word = first;
   for (int r = 0; r < run.ranks; ++r) {
-    if (alive >> r & 1) ClaimWordSystem(&run.control->mailbox[r]->failure, word);
+    if (Holds(alive, r)) ClaimWordSystem(&run.control->mailbox[r]->failure, word);
   }
 }
 
 // A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody.
 static __device__ __noinline__ void FailTimeout(const Running& run, Step step, int rank, uint64_t waited_ns) {
-  uint32_t seen = 1u << run.rank;
-  while (!(seen >> rank & 1)) {
-    seen |= 1u << rank;
-    if (IsDead(run, rank) || !(run.reachable >> rank & 1)) break;
+  RankMask seen = OneRank(run.rank);
+  while (!Holds(seen, rank)) {
+    seen |= OneRank(rank);
+    if (IsDead(run, rank) || !Holds(run.reachable, rank)) break;
     const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
     if (!ProgressWaits(shown)) {
       if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
       break;
     }
     const int next = ProgressRank(shown);
-    if (next >= run.ranks || (seen >> next & 1)) break;
+    if (next >= run.ranks || Holds(seen, next)) break;
     step = ProgressStep(shown);
     rank = next;
   }
@@ -106,14 +104,14 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
   int with_me, with_them, arrived;
   do {
     with_me = with_them = arrived = 0;
-    for (uint32_t m = run.meets; m; m &= m - 1) {
-      const uint64_t word = said(__ffs(m) - 1);
+    for (RankMask m = run.meets; Any(m); DropFirst(m)) {
+      const uint64_t word = said(FirstRank(m));
       if (AnnouncedEpoch(word) != run.epoch) continue;
       ++arrived;
       with_me += AnnouncedSignature(word) == run.signature;
       with_them += AnnouncedSignature(word) == theirs;
     }
-  } while (arrived < __popc(run.meets) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
+  } while (arrived < CountRanks(run.meets) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
   const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
   Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
 }
@@ -121,7 +119,7 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
 // Whether `rank` has begun a later operation and never came to this one: it was told that this rank is out. One that
 // agrees about the members does not end an operation before it has seen the announcements of all of them.
 static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) {
-  if (!(run.reachable >> rank & 1)) return false;
+  if (!Holds(run.reachable, rank)) return false;
   const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
   if (shown == 0 || !EpochBefore(run.epoch, ProgressEpoch(shown))) return false;
   __threadfence_system();
@@ -165,7 +163,7 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time.
-  const uint64_t counts = rank == run.rank ? waited / 2 : run.reachable >> rank & 1 ? waited : waited / 3 * 2;
+  const uint64_t counts = rank == run.rank ? waited / 2 : Holds(run.reachable, rank) ? waited : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
@@ -205,4 +203,4 @@ __device__ __forceinline__ bool BlockAwait(const uint32_t* counter, uint32_t tar
   return __syncthreads_and(arrived);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

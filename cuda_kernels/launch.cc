@@ -1,5 +1,6 @@
 // Chooses the translation unit that holds a kernel, and loads them all.
 #include "params.h"
+#include "wide_launch.h"
 
 namespace xen_moe {
 
@@ -16,6 +17,7 @@ int PreloadLowLatencyCombine();
 int PreloadLowLatencyDispatch();
 
 int LaunchCombine(const CombineParams& p, cudaStream_t stream) {
+  if (p.routing.ranks > kNarrowRanks) return wide::LaunchCombine(p, stream);
   if (p.schedule.low_latency) return LaunchLowLatencyCombine(p, stream);
   switch (p.element) {
     case Element::kBf16:
@@ -37,6 +39,14 @@ int PreloadKernels() {
   if (int e = PreloadLowLatencyDispatch()) return e;
   if (int e = PreloadLowLatencyCombine()) return e;
   return PreloadExchange();
+}
+
+int PreloadWideKernels() {
+  if (int e = wide::PreloadDispatch()) return e;
+  if (int e = wide::PreloadCombine()) return e;
+  if (int e = wide::PreloadLowLatencyDispatch()) return e;
+  if (int e = wide::PreloadLowLatencyCombine()) return e;
+  return wide::PreloadExchange();
 }
 
 }  // namespace xen_moe

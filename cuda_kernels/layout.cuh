@@ -13,7 +13,7 @@
 #include "claims.cuh"
 #include "routing.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 constexpr int kLayoutSharedBytes = 40 * 1024;  // dynamic: counters while counting, starts afterwards
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ void CountSegment(const DispatchParams& p, const Runn
   const int lane = threadIdx.x & 31;
   const int source = segment / scratch.segments_per_source;
   const int* topk = OfSource(p.topk_idx, run.data[r.rank], p.staging.topk_idx, r, source);
-  const bool moves = run.active >> source & 1;
+  const bool moves = Holds(run.active, source);
   const int first = (segment % scratch.segments_per_source) * schedule.segment_tokens;
   const int tokens = min(schedule.segment_tokens, r.tokens - first);
   for (int l = lane; l < scratch.columns; l += 32) counters[l] = 0;
@@ -239,4 +239,4 @@ __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutS
   return position < r.capacity ? position : -2;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -59,8 +59,9 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
-// What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact.
-constexpr int kMostLineRows = 8192, kMostRounds = 512;
+// What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact. `Wide`: of more than
+// kNarrowRanks ranks.
+constexpr int kMostLineRows = 8192, kMostWideLineRows = 16383, kMostRounds = 512;
 
 // Division by a number that the host knows: of n, if n * by < 2^32.
 struct Divisor {

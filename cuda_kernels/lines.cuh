@@ -17,7 +17,7 @@
 #include "failure.cuh"
 #include "line_plan.h"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // This lane's 16 bytes of a line, past the L1 cache; zeros without `wanted`, which is the same for all lanes of a line.
 __device__ __forceinline__ uint4 LoadOfLine(const char* line, int part, bool wanted = true) {
@@ -108,4 +108,4 @@ __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of,
   }
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

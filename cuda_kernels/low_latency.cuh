@@ -13,7 +13,7 @@
 #include "lines.cuh"
 #include "operation.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
 
@@ -56,14 +56,18 @@ static __device__ __noinline__ void StartOnce(Running& run, int share) {
 __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
                                                 int rank) {
   const int lane = threadIdx.x & 31;
+  if constexpr (kWide) {  // a lane has not one rank to look after
+    if (lane == 0) run.repeats = false;
+    return BeginSlowly(run, call, operation, ranks, rank);
+  }
   Control* const control = call.control;
   const volatile MemoryTable* const tables = control->memory;
-  const OfTables<char*> staging([&](int i) { return tables[i].staging[lane % kMaxRanks]; });
+  const OfTables<char*> staging([&](int i) { return tables[i].staging[lane % kRanks]; });
   const OfTables<uint64_t> flag_bytes([&](int i) { return tables[i].flag_bytes; });
   const OfTables<uint64_t> data_bytes([&](int i) { return tables[i].data_bytes; });
   const OfTables<uint32_t> generation([&](int i) { return tables[i].generation; });
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
-  const uint32_t everybody = (1u << ranks) - 1;
+  const RankMask everybody = AllRanks(ranks);
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
   if (lane == 0) run.repeats = false;
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
@@ -79,7 +83,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t before = __shfl_sync(0xFFFFFFFFu, head.w, 0);
   char* const at = staging.At(current);
   const uint64_t flags = flag_bytes.At(current), data = data_bytes.At(current);
-  const bool good = owner == call.call_id && failure == 0 && takes_part && before == everybody &&
+  const bool good = owner == call.call_id && failure == 0 && takes_part && before == FirstWord(everybody) &&
                     epoch - cleared < kClearAfter && generation.At(current) == current &&
                     call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
   if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
@@ -126,7 +130,7 @@ __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
 }
 template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
-  if (run.refused || run.outside) return FinishRefused(run, poison);
+  if (kWide || run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
   const int lane = threadIdx.x & 31;
   uint64_t word = 0, failure = 0;
@@ -137,7 +141,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x < 32) {
-    if (!__all_sync(0xFFFFFFFFu, !(run.active >> lane & 1) || AnnouncedEpoch(word) == run.epoch)) look();
+    if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();
     uint32_t now = 0;
     if (lane == 0) {
       if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
@@ -146,15 +150,15 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
     }
     now = __shfl_sync(0xFFFFFFFFu, now, 0);
     const bool fits =
-        !(run.active >> lane & 1) || (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature &&
-                                      AnnouncedGeneration(word) == run.current);
+        !Holds(run.active, lane) || (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature &&
+                                     AnnouncedGeneration(word) == run.current);
     const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
     if (lane == 0) {
       last = (now & 0xFFFF) == gridDim.x;
-      plain = now == gridDim.x && all_fit && run.active && run.reported == run.generation;
+      plain = now == gridDim.x && all_fit && Any(run.active) && run.reported == run.generation;
       if (last && plain) {
         run.control->ticket = 0;
-        run.control->current.members = run.members;
+        StoreMembers(run.control->current, run.members);
         FenceGpu();  // acquires what the other blocks did before their tickets
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {
@@ -168,4 +172,4 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   if (last && !plain) EndOperation(run, poison);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -1,7 +1,7 @@
 // The element types of a low-latency combine.
 #include "low_latency_combine.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 int LaunchLowLatencyCombine(const CombineParams& p, cudaStream_t stream) {
   switch (p.element) {
@@ -22,10 +22,10 @@ int PreloadLowLatencyCombine() {
   return PreloadLowLatencyCombineOf<float>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS
 
 #ifdef XEN_MOE_PHASES
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 int ReadCombinePhases(uint64_t* to) { return ReadPhases(to); }
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS
 #endif

@@ -15,7 +15,7 @@
 #include "phases.cuh"
 #include "routing.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // A lane's 16 bytes of a row as floats; of a lane with flags only the first half counts.
 template <class Y>
@@ -169,7 +169,7 @@ struct LowLatencyCombine {
       Values<Y> sums[kPushRounds];
       SumRows<kRows>(p, rows, piece, base, end, sums);
       if (!begin()) return;
-      if (!rows.belongs || !(run.active >> source & 1)) continue;
+      if (!rows.belongs || !Holds(run.active, source)) continue;
 #pragma unroll
       for (int i = 0; i < kPushRounds; ++i) {
         if (base + i >= end) break;
@@ -195,29 +195,29 @@ struct LowLatencyCombine {
 
   // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come for
   // long; `awaited` and `round` say which one to wait for.
-  __device__ __forceinline__ bool AddRanks(uint32_t ranks, int token, int base, int end,
+  __device__ __forceinline__ bool AddRanks(const RankMask& ranks, int token, int base, int end,
                                            const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
                                            int* awaited, int* round) const {
     const int here = p.routing.rank;
     constexpr int kRanks = 3;  // whose lines are loaded together
 #pragma unroll
     for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
-    uint32_t left = ranks & ~(1u << here);
-    bool own = ranks >> here & 1;
+    RankMask left = ranks & ~OneRank(here);
+    bool own = Holds(ranks, here);
     auto add_own = [&] {
 #pragma unroll
       for (int i = 0; i < kSumRounds; ++i) total[i].Add(mine[i]);
       own = false;
     };
 #pragma unroll 1
-    while (left) {
+    while (Any(left)) {
       uint4 v[kRanks][kSumRounds];
       int rank[kRanks];
       uint32_t missing = 0;  // bit j * kSumRounds + i: round base + i of rank[j]; each is loaded until it is there
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
-        rank[j] = __ffs(left) - 1;  // -1: none
-        left &= left - 1;
+        rank[j] = FirstRank(left);  // -1: none
+        DropFirst(left);
 #pragma unroll
         for (int i = 0; i < kSumRounds; ++i) {
           if (rank[j] >= 0 && base + i < end) missing |= 1u << (j * kSumRounds + i);
@@ -267,7 +267,7 @@ struct LowLatencyCombine {
     const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
     const TokenRows own(p, TokenRows::Load(p, r.rank, token));
     const bool real = expert >= 0 && expert < r.experts;
-    const uint32_t named = __reduce_or_sync(0xFFFFFFFFu, real ? 1u << cut.by_local_experts(expert) : 0u);
+    const RankMask named = Union(real ? OneRank(cut.by_local_experts(expert)) : NoRanks(), r.ranks);
     uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
     {
       Values<Y> sums[kSumRounds];
@@ -354,10 +354,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   Phase(6);
 }
 
-// Two rows in flight for few tokens, three for many: measured (docs/performance.md).
+// Two rows in flight for few tokens, three for many: measured (docs/performance_small_batches.md).
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
-  if (Unfit(p)) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
   if (p.routing.tokens <= kFewTokens) {
     LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
@@ -373,4 +373,4 @@ int PreloadLowLatencyCombineOf() {
   return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRounds, 3>);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -13,7 +13,7 @@
 #include "dispatch.cuh"
 #include "low_latency_rows.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 namespace {
 
 // All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
-  if (Unfit(p)) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
   LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p, cut);
   return cudaGetLastError();
@@ -106,10 +106,10 @@ int PreloadLowLatencyDispatch() {
   return cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS
 
 #ifdef XEN_MOE_PHASES
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 int ReadDispatchPhases(uint64_t* to) { return ReadPhases(to); }
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS
 #endif

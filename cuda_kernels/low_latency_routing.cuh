@@ -10,7 +10,7 @@
 #include "low_latency.cuh"
 #include "phases.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // What a block knows of the operation. `shared`: its dynamic shared memory.
 struct Plan {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
     const int group = item / r.ranks;  // the counts of all ranks first: everything waits for those
     int to = r.rank + 1 + item - group * r.ranks;
     if (to >= r.ranks) to -= r.ranks;
-    if (!(plan.run.active >> to & 1)) continue;
+    if (!Holds(plan.run.active, to)) continue;
     const int first = group * kRoundLines, line = first + piece.line;
     const int token = line - plan.p.staging.count_lines;
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
 #pragma unroll 1
     for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
       const int expert = experts[i];
-      const bool moves = expert >= 0 && (plan.run.active >> plan.cut.by_local_experts(expert) & 1);
+      const bool moves = expert >= 0 && Holds(plan.run.active, plan.cut.by_local_experts(expert));
       plan.p.clean_topk_idx[i] = moves ? expert : -1;
     }
   }
@@ -192,7 +192,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
          first += kWarps * kRoundLines) {
       const int line = first + piece.line, source = static_cast<int>(plan.cut.by_count_lines(line)),
                 begin = line - source * per_source;
-      const bool active = line < lines && (plan.run.active >> source & 1);
+      const bool active = line < lines && Holds(plan.run.active, source);
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
       uint4 v;
       auto missing = [&] {
@@ -266,7 +266,7 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   uint4 slots = make_uint4(0, 0, 0, 0);
-  if (plan.run.active >> source & 1) {
+  if (Holds(plan.run.active, source)) {
     const char* line = plan.run.half[r.rank] + plan.MessageAt(source, p.staging.count_lines + token);
     const bool good = AwaitLines(
         [&] {
@@ -301,4 +301,4 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
   return true;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

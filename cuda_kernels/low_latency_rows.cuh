@@ -6,7 +6,7 @@
 
 #include "low_latency_routing.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // A row on its own: values, and behind them, as if they lay there, its scales.
 struct WireRow {
@@ -67,22 +67,18 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
     }
     if (!begin()) return;
     const int first = r.rank + 1 < r.ranks ? r.rank + 1 : 0;
-    const uint32_t others = plan.run.active & ~(1u << r.rank), all = (1u << r.ranks) - 1;
+    const RankMask others = plan.run.active & ~OneRank(r.rank);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int now = item + i * kWarps;
       if (now >= end) break;
       const bool real = expert[i] >= 0 && expert[i] < r.experts;
-      const uint32_t ranks =
-          __reduce_or_sync(0xFFFFFFFFu, real ? 1u << plan.cut.by_local_experts(expert[i]) : 0u) & others;
+      const RankMask ranks = Union(real ? OneRank(plan.cut.by_local_experts(expert[i])) : NoRanks(), r.ranks) & others;
       const int round = now - token[i] * rounds, lines = plan.Lines(round);
       const uint64_t to = plan.RowAt(r.rank, token[i], round);
-#pragma unroll 1
-      for (uint32_t m = (ranks >> first) | (ranks << (r.ranks - first) & all); m; m &= m - 1) {
-        int rank = __ffs(m) - 1 + first;
-        if (rank >= r.ranks) rank -= r.ranks;
+      TurnedRanks::Of(ranks, first, r.ranks).ForEachOnce([&](int rank) {
         StoreRound(plan.run.half[rank] + to, piece, v[i], lines, plan.run.epoch);
-      }
+      });
     }
   }
 }
@@ -170,4 +166,4 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
   return true;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

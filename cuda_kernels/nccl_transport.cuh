@@ -91,7 +91,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
   out.ginSignalCount = nodes * kMaxChunks;
-  out.ginCounterCount = kMaxRanks;
+  out.ginCounterCount = kRanks;
   return out;
 }
 

@@ -14,7 +14,7 @@
 #include "combine.cuh"
 #include "rail.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // A partial row goes to the rank of this node with the source's place, as this rank's for the source's node.
 struct ByNode {
@@ -57,17 +57,17 @@ __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineS
   }
 }
 
-// All lanes call it: awaits the part of a token's partial row from every rank of this node that `mask` names by its
-// place, staged in the slots from `slots` on. False: the group has failed.
+// All lanes call it: awaits the part of a token's partial row from the ranks of this node, named by their places,
+// staged in the slots from `slots` on. False: the group has failed.
 __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared, const RailPlan& plan,
-                                              int slots, uint32_t mask, int token, int part) {
-  const int lane = threadIdx.x & 31;
+                                              int slots, const RankMask& places, int token, int part) {
   bool arrived = true;
-  if (mask >> lane & 1) {
+  EachOwnRank(threadIdx.x & 31, plan.per_node, [&](int place) {
+    if (!arrived || !Holds(places, place)) return;
     const uint32_t* flags = reinterpret_cast<const uint32_t*>(shared.run.half[p.routing.rank] + p.staging.row_flags);
-    arrived = WaitFlag(flags + PartialFlagIndex(p, slots + lane, token, part), shared.run, shared.run.epoch,
-                       Step::kRows, plan.node * plan.per_node + lane);
-  }
+    arrived = WaitFlag(flags + PartialFlagIndex(p, slots + place, token, part), shared.run, shared.run.epoch,
+                       Step::kRows, plan.node * plan.per_node + place);
+  });
   arrived = __all_sync(0xFFFFFFFFu, arrived);
   __syncwarp();  // what one lane has acquired, all lanes may read
   return arrived;
@@ -88,19 +88,25 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, const CombineSh
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailReceive)], items, false);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int chunk = item / others, node = rail.NodeTo(item % others), slots = node * plan.per_node;
-    uint32_t mask = 0;
+    uint32_t mask = 0;  // of this lane's places together
     bool arrived = true;
-    if (lane < plan.per_node) {
-      arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + lane, chunk), shared.run, shared.run.epoch,
-                         Step::kMetadata, plan.node * plan.per_node + lane);
-      if (arrived) mask = LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + lane, chunk));
-    }
+    EachOwnRank(lane, plan.per_node, [&](int place) {
+      if (!arrived || place >= plan.per_node) return;
+      arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + place, chunk), shared.run, shared.run.epoch,
+                         Step::kMetadata, plan.node * plan.per_node + place);
+      if (arrived) mask |= LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk));
+    });
     if (!__all_sync(0xFFFFFFFFu, arrived)) return;
     const uint32_t tokens = __reduce_or_sync(0xFFFFFFFFu, mask);
     int record = 0;
     for (uint32_t m = tokens; m; m &= m - 1, ++record) {
       const int bit = __ffs(m) - 1, token = chunk * plan.chunk_tokens + bit;
-      const uint32_t adds = __ballot_sync(0xFFFFFFFFu, mask >> bit & 1);
+      const RankMask adds =
+          RankVotes(lane, plan.per_node, [&](int place) {
+            const uint32_t own =
+                kWide ? LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk)) : mask;
+            return own >> bit & 1;
+          }).Ballot();
       char* const wire = shared.run.data[r.rank] + rail.SentRecord(node, chunk, record);
       for (int part = 0; part < p.schedule.parts; ++part) {
         if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;
@@ -109,9 +115,9 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, const CombineSh
         for (int base = begin; base < end; base += kSteps * kWarpElements) {
           Octet total[kSteps];
           Clear(total);
-          for (uint32_t from = adds; from; from &= from - 1) {
+          for (RankMask from = adds; Any(from); DropFirst(from)) {
             Octet partial[kSteps];
-            const char* const staged = StagedPartial(p, shared, slots + __ffs(from) - 1, token);
+            const char* const staged = StagedPartial(p, shared, slots + FirstRank(from), token);
             LoadPartial<Y, kWire, kSteps>(p, staged, base, end, vector, partial);
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
@@ -150,11 +156,11 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
     const int count = TokensOf(plan, chunk, r.tokens);
     for (int bit = 0; bit < count; ++bit) {
       const int token = chunk * plan.chunk_tokens + bit;
-      const uint32_t near = RanksOf(p.topk_idx, token, r, shared.run.meets);
+      const RankMask near = RanksOf(p.topk_idx, token, r, shared.run.meets);
       const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
       const TokenRows own = GatherRows(p, shared, r.rank, token);
       for (int part = 0; part < p.schedule.parts; ++part) {
-        if (!AwaitPartials(p, shared, plan, first, (near & ~(1u << r.rank)) >> first, token, part)) return;
+        if (!AwaitPartials(p, shared, plan, first, Shifted(near & ~OneRank(r.rank), first), token, part)) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
         const int end = min(r.hidden, begin + p.schedule.part_elements);
         for (int base = begin; base < end; base += kSteps * kWarpElements) {
@@ -163,8 +169,8 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
           for (int node = 0; node < plan.nodes; ++node) {
             if (node == plan.node) {
               Clear(total);
-              for (uint32_t m = near; m; m &= m - 1) {
-                const int rank = __ffs(m) - 1;
+              for (RankMask m = near; Any(m); DropFirst(m)) {
+                const int rank = FirstRank(m);
                 if (rank == r.rank) {
                   ReduceRows<Y, kSteps>(p, shared, own.count, base, end, vector, partial);
 #pragma unroll
@@ -226,7 +232,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Y, WireType kWire, class Link>
 int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+    return cudaErrorInvalidValue;
+  }
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;
   NodeCombineKernel<Y, kWire, Link><<<p.schedule.blocks, kThreads, rings, stream>>>(p, rails, link);
   return cudaGetLastError();
@@ -240,4 +248,4 @@ int PreloadNodeCombine() {
   return cudaFuncSetAttribute(NodeCombineKernel<Y, kWire, Link>, cudaFuncAttributeMaxDynamicSharedMemorySize, rings);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -3,7 +3,7 @@
 
 #include "node_combine.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 template <class Y, class Link>
 int LaunchNodeCombineOf(const CombineParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
@@ -45,4 +45,4 @@ int PreloadAnyNodeCombine() {
   return PreloadNodeCombineOf<float, Link>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

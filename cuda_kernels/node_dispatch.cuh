@@ -14,7 +14,7 @@
 #include "dispatch.cuh"
 #include "rail.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Bit mask of the tokens of a chunk that have an expert on `node`, to all lanes.
 __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& plan, const int* topk_idx, int chunk,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void SendChunks(const DispatchParams& p, const Dispat
     for (uint32_t m = tokens; m; m &= m - 1, ++record) {
       const int token = chunk * rail.plan.chunk_tokens + __ffs(m) - 1;
       const uint64_t at = rail.SentRecord(node, chunk, record);
-      const Targets own{1u, r.rank, r.ranks, shared.run.data, at};
+      const Targets own{TurnedRanks::Only(r.rank, r.ranks), shared.run.data, at};
       for (int part = 0; part < p.schedule.parts; ++part)
         Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), own);
       int* const routing = reinterpret_cast<int*>(shared.run.data[r.rank] + at + rail.plan.routing_offset);
@@ -77,16 +77,18 @@ __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const Di
     const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
     const int expert = comes ? routing[k] : -1;
     const float weight = comes ? reinterpret_cast<const float*>(routing)[r.top_k + k] : 0.0f;
-    for (uint32_t m = shared.run.meets; m; m &= m - 1) {
-      char* const data = shared.run.data[__ffs(m) - 1];
+    for (RankMask m = shared.run.meets; Any(m); DropFirst(m)) {
+      char* const data = shared.run.data[FirstRank(m)];
       reinterpret_cast<int*>(data + p.staging.topk_idx)[first + i] = expert;
       reinterpret_cast<float*>(data + p.staging.topk_weights)[first + i] = weight;
     }
   }
   __threadfence_system();
   __syncwarp();
-  if (shared.run.meets >> lane & 1)
-    StoreRelaxedSystem(RoutingFlag(shared.run.half[lane], plan, source, chunk), shared.run.epoch);
+  EachOwnRank(lane, r.ranks, [&](int rank) {
+    if (!Holds(shared.run.meets, rank)) return;
+    StoreRelaxedSystem(RoutingFlag(shared.run.half[rank], plan, source, chunk), shared.run.epoch);
+  });
 }
 
 // Forwards what comes from the other nodes, chunk by chunk.
@@ -110,22 +112,23 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
       const int token = chunk * plan.chunk_tokens + __ffs(m) - 1;
       const char* const record = records + n * plan.record_bytes;
       const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
-      const uint32_t ranks = RanksOf(routing, 0, r, shared.run.meets);
+      const RankMask ranks = RanksOf(routing, 0, r, shared.run.meets);
       const uint64_t row = p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes;
       CopyCodec<int4>::Copy(reinterpret_cast<const int4*>(record), static_cast<int>(p.staging.row_bytes / 16),
                             [&](auto store) {
-                              for (uint32_t to = ranks; to; to &= to - 1) {
-                                store(reinterpret_cast<int4*>(shared.run.data[__ffs(to) - 1] + row));
+                              for (RankMask to = ranks; Any(to); DropFirst(to)) {
+                                store(reinterpret_cast<int4*>(shared.run.data[FirstRank(to)] + row));
                               }
                             });
       __threadfence_system();
       __syncwarp();
-      if (ranks >> lane & 1) {
-        uint32_t* const flags = reinterpret_cast<uint32_t*>(shared.run.half[lane] + p.staging.row_flags);
+      EachOwnRank(lane, r.ranks, [&](int rank) {
+        if (!Holds(ranks, rank)) return;
+        uint32_t* const flags = reinterpret_cast<uint32_t*>(shared.run.half[rank] + p.staging.row_flags);
         for (int part = 0; part < p.schedule.parts; ++part) {
           StoreRelaxedSystem(flags + RowFlagIndex(p, source, token, part), shared.run.epoch);
         }
-      }
+      });
     }
   }
 }
@@ -178,9 +181,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Codec, class Link>
 int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan)) return cudaErrorInvalidValue;
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+    return cudaErrorInvalidValue;
+  }
   NodeDispatchKernel<Codec, Link><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p, rails, link);
   return cudaGetLastError();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

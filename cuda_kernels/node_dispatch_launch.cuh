@@ -5,7 +5,7 @@
 #include "node_dispatch.cuh"
 #include "quantize_codec.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 template <WireType kWire, class Link>
 int LaunchNodeDispatchWire(const DispatchParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
@@ -51,4 +51,4 @@ int PreloadAnyNodeDispatch() {
   return PreloadNodeDispatchWire<WireType::kInt8, Link>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

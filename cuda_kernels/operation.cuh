@@ -15,7 +15,7 @@
 
 #include "failure.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Thread 0: waits until no other operation holds the channel. The claim and the load go to one word, one behind the
 // other; the load counts only if it shows this call as the owner, and then the epoch beside it cannot change before
@@ -43,64 +43,105 @@ __device__ __forceinline__ bool CheckIn(Running& run, uint32_t call_id) {
   return static_cast<uint32_t>(word) == call_id || AwaitOwner(run, call_id);
 }
 
-// Lane `rank` of a warp waits for that rank's announcement of this operation; returns it. All lanes call it.
-__device__ __forceinline__ uint64_t AwaitAnnouncement(const Running& run) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t epoch = run.epoch;
+// What a warp has seen of the announcements of this operation: lane `rank` keeps that rank's word, or, where a lane
+// looks after several ranks, all are read again.
+struct Announcements {
+  const Running& run;
   uint64_t word = 0;
-  if (run.meets >> lane & 1) {
-    const uint64_t* at = &run.mailbox->announcements[epoch & 1][lane];
-    if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, lane) &&
-        AnnouncedSignature(word) != run.signature) {
-      FailMismatch(run, lane);
+
+  __device__ __forceinline__ explicit Announcements(const Running& running) : run(running) {}
+  // Every lane waits for its own ranks. All lanes call it.
+  __device__ __forceinline__ void Await() {
+    const uint32_t epoch = run.epoch;
+    EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+      if (!Holds(run.meets, rank)) return;
+      const uint64_t* at = At(rank);
+      if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, rank) &&
+          AnnouncedSignature(word) != run.signature) {
+        FailMismatch(run, rank);
+      }
+    });
+    __syncwarp();
+  }
+  // Whether all of this lane's ranks that are met have come, and to this operation.
+  __device__ __forceinline__ bool Match() const {
+    bool match = true;
+    EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+      const uint64_t said = kWide ? LoadRelaxedSystem(At(rank)) : word;
+      match &=
+          !Holds(run.meets, rank) || (AnnouncedEpoch(said) == run.epoch && AnnouncedSignature(said) == run.signature);
+    });
+    return match;
+  }
+  // The oldest generation among `ranks`, a set that is not empty, to all lanes; `*rank`: one that has it. All lanes
+  // call it.
+  __device__ __forceinline__ uint32_t OldestGeneration(const RankMask& ranks, int* rank) const {
+    *rank = FirstRank(ranks);
+    uint32_t oldest = Generation(*rank);
+    RankMask others = ranks;
+    DropFirst(others);
+    for (; Any(others); DropFirst(others)) {
+      const int r = FirstRank(others);
+      const uint32_t generation = Generation(r);
+      if (OlderGeneration(generation, oldest)) oldest = generation, *rank = r;
+    }
+    return oldest;
+  }
+
+ private:
+  __device__ __forceinline__ const uint64_t* At(int rank) const {
+    return &run.mailbox->announcements[run.epoch & 1][rank];
+  }
+  // A lane's view for all: the loads of a warp need not take place together.
+  __device__ __forceinline__ uint32_t Generation(int rank) const {
+    if constexpr (kWide) {
+      return AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(At(rank)), 0));
+    } else {
+      return AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, rank));
     }
   }
-  __syncwarp();
-  return word;
-}
-// The oldest generation among the lanes of `ranks`, a bit mask that is not 0, to all lanes; `*rank`: a lane that has
-// it.
-__device__ __forceinline__ uint32_t OldestGeneration(uint64_t word, uint32_t ranks, int* rank) {
-  *rank = __ffs(ranks) - 1;
-  uint32_t oldest = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, *rank));
-  for (uint32_t m = ranks & (ranks - 1); m; m &= m - 1) {
-    const int r = __ffs(m) - 1;
-    const uint32_t generation = AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, word, r));
-    if (OlderGeneration(generation, oldest)) oldest = generation, *rank = r;
-  }
-  return oldest;
-}
+};
 
 // The ranks of this operation meet, because some of them were not in the one before (workspace.h). The first warp of
 // block 0, before it announces. False: the group has failed. A rank that is already beyond was here too.
 static __device__ __noinline__ bool Join(const Running& run) {
   const int lane = threadIdx.x & 31;
   bool joined = true;
-  uint64_t word = 0;
-  uint64_t* const at = &run.mailbox->joins[lane % kMaxRanks];
-  if (run.meets >> lane & 1) {
-    StoreRelaxedSystem(&run.control->mailbox[lane]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
+  EachOwnRank(lane, run.ranks, [&](int rank) {
+    if (!Holds(run.meets, rank)) return;
+    StoreRelaxedSystem(&run.control->mailbox[rank]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
+  });
+  EachOwnRank(lane, run.ranks, [&](int rank) {
+    if (!joined || !Holds(run.meets, rank)) return;
+    const uint64_t* const at = &run.mailbox->joins[rank];
+    uint64_t word = 0;
     joined = WaitUntil([&] { return (word = LoadAcquireSystem(at)) && !EpochBefore(AnnouncedEpoch(word), run.epoch); },
-                       run, Step::kArrival, lane);
+                       run, Step::kArrival, rank);
     if (joined && AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) != run.signature) {
-      FailMismatch(run, lane);
+      FailMismatch(run, rank);
       joined = false;
     }
-  }
+  });
   joined = __all_sync(0xFFFFFFFFu, joined);
-  if (joined && word && AnnouncedEpoch(word) == run.epoch) ClearWordSystem(at, word);
-  return joined;
+  if (!joined) return false;
+  EachOwnRank(lane, run.ranks, [&](int rank) {
+    if (!Holds(run.meets, rank)) return;
+    uint64_t* const at = &run.mailbox->joins[rank];
+    const uint64_t word = LoadRelaxedSystem(at);
+    if (word && AnnouncedEpoch(word) == run.epoch) ClearWordSystem(at, word);
+  });
+  return true;
 }
 
 // What a lane needs of a memory table that the host or another block may just have written. All loads are under way
 // together.
 struct LaneMemory {
-  char *staging, *scratch;  // of rank `lane`; of this rank
+  OwnStaging staging;
+  char* scratch;  // of this rank
   uint64_t flag_bytes, data_bytes, scratch_bytes;
   uint32_t generation;
-  __device__ __forceinline__ explicit LaneMemory(const MemoryTable* table) {
+  __device__ __forceinline__ explicit LaneMemory(const MemoryTable* table) : staging(*table) {
     const volatile MemoryTable& seen = *table;
-    staging = seen.staging[threadIdx.x % kMaxRanks];
     scratch = seen.scratch;
     flag_bytes = seen.flag_bytes;
     data_bytes = seen.data_bytes;
@@ -115,10 +156,11 @@ struct LaneMemory {
 // The first warp: memory for an operation that the current generation does not suffice for, or that some rank joins.
 // All ranks see the same words, hence take the same table or fail alike.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
-  const uint64_t word = AwaitAnnouncement(run);
+  Announcements announcements(run);
+  announcements.Await();
   if (__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0)) return nullptr;
   int rank;
-  const uint32_t oldest = OldestGeneration(word, run.meets, &rank);
+  const uint32_t oldest = announcements.OldestGeneration(run.meets, &rank);
   const MemoryTable* table = &run.control->memory[oldest % kGenerations];
   const LaneMemory memory(table);
   if (memory.generation == oldest && memory.Suffices(needs)) return table;
@@ -128,9 +170,9 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
 }
 
 // What an operation announces when some ranks are out.
-static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, uint32_t out) {
+static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, RankMask out) {
   Descriptor descriptor = all;
-  descriptor.flags |= out << kDescribedOutShift;
+  descriptor.flags |= DescribedOut(out);
   return Signature(descriptor);
 }
 
@@ -141,8 +183,7 @@ static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, 
 static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
   const int lane = threadIdx.x & 31;
   const uint32_t other = (run.epoch & 1) ^ 1;
-  char* const own =
-      reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(memory.staging), run.rank));
+  char* const own = memory.staging.OfAny(run.rank);
   if (own == nullptr) return;
   uint32_t* const flags = reinterpret_cast<uint32_t*>(own + other * (memory.flag_bytes + memory.data_bytes));
   for (uint64_t i = lane; i < memory.flag_bytes / 4; i += 32) flags[i] = 0;
@@ -157,28 +198,30 @@ static __device__ __noinline__ void ClearOldFlags(const Running& run, const Lane
 
 // The first warp of block 0 of an operation that is refused. Another block of it may have found the mismatch before
 // this one started: then the failure names this rank, and everybody wants to know what it runs. Nothing goes on by it.
-static __device__ __noinline__ void TellMismatch(const Running& run, const Call& call, uint64_t failure, uint32_t out) {
+static __device__ __noinline__ void TellMismatch(const Running& run, const Call& call, uint64_t failure, RankMask out) {
   const int lane = threadIdx.x;
   const Failure found = UnpackFailure(failure);
   if (found.cause != Cause::kMismatch || found.epoch != run.epoch) return;
   if (lane >= 16) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-    const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
+    const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedOut(out) : 0;
     StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
   }
-  const uint32_t dead = LoadRelaxedSystem(&call.mailbox->dead);
-  if ((run.meets & ~dead) >> lane & 1) {
+  const RankMask alive = run.meets & ~LoadDead(*call.mailbox);
+  EachOwnRank(lane, run.ranks, [&](int rank) {
+    if (!Holds(alive, rank)) return;
     const uint64_t word = PackAnnouncement(run.epoch, run.signature, LoadRelaxedSystem(&call.control->newest));
-    StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[run.epoch & 1][run.rank], word);
-  }
+    StoreRelaxedSystem(&call.control->mailbox[rank]->announcements[run.epoch & 1][run.rank], word);
+  });
 }
 
 // BeginOperation for the first warp.
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
-                                               uint32_t reachable = ~0u) {
+                                               RankMask reachable = EveryRank()) {
   const int lane = threadIdx.x;
-  const uint32_t everybody = (1u << ranks) - 1;
-  const bool takes_part = lane < ranks && (call.active == nullptr || call.active[lane]);
+  const RankMask everybody = AllRanks(ranks);
+  const RankVotes takes_part(lane, ranks,
+                             [&](int r) { return r < ranks && (call.active == nullptr || call.active[r]); });
   if (lane == 0) {
     run.control = call.control;
     run.mailbox = call.mailbox;
@@ -191,18 +234,19 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
     run.reachable = run.meets = everybody & reachable;
     run.outside = !CheckIn(run, call.call_id);
   }
-  const uint32_t members = __ballot_sync(0xFFFFFFFFu, takes_part), out = everybody & ~members;
+  const RankMask members = takes_part.Ballot(), out = everybody & ~members;
   if (lane == 0) {
     run.members = members;
-    run.active = members >> rank & 1 ? members : 0;
+    run.active = Holds(members, rank) ? members : NoRanks();
     run.meets = run.active & reachable;
-    if (out) run.signature = SignatureWithout(call.descriptor, out);
+    if (Any(out)) run.signature = SignatureWithout(call.descriptor, out);
   }
   __syncwarp();
-  const uint32_t epoch = run.epoch, meets = run.meets;
+  const uint32_t epoch = run.epoch;
+  const RankMask meets = run.meets;
   LaneMemory memory(&call.control->current);
   const uint32_t current = memory.generation;
-  const uint32_t before = LoadRelaxedSystem(&call.control->current.members);
+  const RankMask before = LoadMembers(call.control->current);
   const uint32_t newest = LoadRelaxedSystem(&call.control->newest);
   const uint32_t reported = LoadRelaxedSystem(&call.control->reported);
   const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
@@ -210,23 +254,24 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   bool refused = failure != 0 || run.outside;
   if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
   if (!refused) {
-    const bool joins = __shfl_sync(0xFFFFFFFFu, meets & ~before, 0) != 0;
+    const bool joins = AnyOfFirstLane(meets & ~before);
     if (blockIdx.x == 0) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-        const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? out << kDescribedOutShift : 0;
+        const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedOut(out) : 0;
         StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
       }
       if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
       if (joins) refused = !Join(run);
-      if (!refused && meets && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
+      if (!refused && Any(meets) && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-      if (!refused && (meets >> lane & 1)) {
-        StoreRelaxedSystem(&call.control->mailbox[lane]->announcements[epoch & 1][rank], word);
-      }
+      EachOwnRank(lane, ranks, [&](int r) {
+        if (refused || !Holds(meets, r)) return;
+        StoreRelaxedSystem(&call.control->mailbox[r]->announcements[epoch & 1][rank], word);
+      });
     }
-    if (!refused && (joins || (meets && !memory.Suffices(call.needs)))) {
+    if (!refused && (joins || (Any(meets) && !memory.Suffices(call.needs)))) {
       const MemoryTable* chosen = AwaitMemory(run, call.needs);
       refused = chosen == nullptr;
       if (chosen) memory = LaneMemory(chosen);
@@ -234,9 +279,11 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   }
   if (!refused && lane < ranks) {
     const uint64_t half_bytes = memory.flag_bytes + memory.data_bytes;
-    char* const half = memory.staging + (epoch & 1) * half_bytes;
-    run.half[lane] = half;
-    run.data[lane] = half + half_bytes - call.needs.data_bytes;
+    EachOwnRank(lane, ranks, [&](int r) {
+      char* const half = memory.staging.Of(r) + (epoch & 1) * half_bytes;
+      run.half[r] = half;
+      run.data[r] = half + half_bytes - call.needs.data_bytes;
+    });
     if (lane == 0) {
       run.line_border = LineBorder(memory.flag_bytes);
       run.scratch = memory.scratch;
@@ -249,9 +296,9 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
 }
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
-// `reachable`: bit mask of the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
+// `reachable`: the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,
-                                               uint32_t reachable = ~0u) {
+                                               RankMask reachable = EveryRank()) {
   if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank, reachable);
   __syncthreads();
 }
@@ -280,17 +327,16 @@ static __device__ __noinline__ void FillBytes(void* to, uint64_t bytes, uint8_t 
 static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t word) {
   Control* const control = run.control;
   if (atomicExch(&control->mirrored, 1u)) return;
-  const uint32_t dead = LoadRelaxedSystem(&run.mailbox->dead);
+  const RankMask alive = run.reachable & ~LoadDead(*run.mailbox);
   for (int r = 0; r < run.ranks; ++r) {
-    if ((run.reachable & ~dead) >> r & 1)
-      ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+    if (Holds(alive, r)) ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
   }
   ErrorRecord* const record = control->error;
   const Failure failure = UnpackFailure(word);
   const Mailbox* own = run.mailbox;
   auto copy = [&](int rank, Descriptor* to) {
     if (rank < 0 || rank >= run.ranks || failure.cause == Cause::kDead) rank = run.rank;
-    if (!((run.reachable & ~dead) >> rank & 1)) rank = run.rank;
+    if (!Holds(alive, rank)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
     // A descriptor is stored without a fence, and its announcement may not have come here yet. The signature in it says
@@ -310,8 +356,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
   };
   copy(failure.rank, &record->of_rank);
   copy(failure.other, &record->of_other);
-  const bool theirs =
-      failure.cause == Cause::kTimeout && failure.other < run.ranks && (run.reachable & ~dead) >> failure.other & 1;
+  const bool theirs = failure.cause == Cause::kTimeout && failure.other < run.ranks && Holds(alive, failure.other);
   const int told = theirs ? failure.other : run.rank;
   StoreRelaxedSystem(&record->waited_ns, LoadRelaxedSystem(&control->mailbox[told]->waited_ns));
   __threadfence_system();
@@ -324,7 +369,7 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   control->ticket = 0;
   for (uint32_t& claimed : control->claimed) claimed = 0;
   control->completed[0] = control->completed[1] = 0;
-  control->current.members = run.members;
+  StoreMembers(control->current, run.members);
   __threadfence();
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }
@@ -338,18 +383,17 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
     const bool all_refused = run.all_refused;
     // What made a block of this rank give up is in the mailbox by now; the announcements come in beside it.
     uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
-    const uint64_t word = all_refused ? 0 : AwaitAnnouncement(run);
-    const bool matches = !(run.meets >> threadIdx.x & 1) ||
-                         (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature);
-    if (!__all_sync(0xFFFFFFFFu, matches)) failure = LoadRelaxedSystem(&run.mailbox->failure);
+    Announcements announcements(run);
+    if (!all_refused) announcements.Await();
+    if (!__all_sync(0xFFFFFFFFu, announcements.Match())) failure = LoadRelaxedSystem(&run.mailbox->failure);
     failure = __shfl_sync(0xFFFFFFFFu, failure, 0);
     if (failure) {
       fill = !all_refused;
       if (threadIdx.x == 0) MirrorFailure(run, failure);
     } else {
       int rank;  // one that is out joins before it uses memory again: it need not hold on to an old generation
-      const uint32_t next =
-          run.meets ? OldestGeneration(word, run.meets, &rank) : LoadRelaxedSystem(&control->newest) & 0xFF;
+      const uint32_t next = Any(run.meets) ? announcements.OldestGeneration(run.meets, &rank)
+                                           : LoadRelaxedSystem(&control->newest) & 0xFF;
       if (run.current != next) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->memory[next % kGenerations]);
         uint32_t* const to = reinterpret_cast<uint32_t*>(&control->current);
@@ -387,4 +431,4 @@ __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
   if (run.last) EndOperation(run, poison);
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

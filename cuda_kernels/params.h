@@ -142,6 +142,7 @@ int LaunchExchange(const ExchangeParams& params, cudaStream_t stream);
 
 // Loads every kernel on the current device: a first launch could otherwise wait for a kernel that spins. cudaError_t.
 int PreloadKernels();
+int PreloadWideKernels();  // those for more than kNarrowRanks ranks, which the other one leaves out
 
 // Sizes and places, from the shapes: plan.cc. `scaled`: x comes with scales.
 Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled);

@@ -97,7 +97,8 @@ const char* NoLowLatency(const Routing& r, Operation operation, Element element,
   if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
   if (wire != WireType::kNative) return "the wire quantises";
   if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
-  if (static_cast<int64_t>(r.ranks) * r.tokens > kMostLineRows) return "ranks * tokens";
+  if (static_cast<int64_t>(r.ranks) * r.tokens > (r.ranks > kNarrowRanks ? kMostWideLineRows : kMostLineRows))
+    return "ranks * tokens";
   if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
   if (r.top_k > kLineSlots) return "top_k is more than a line holds";
   if (operation == Operation::kCombine) {
@@ -118,11 +119,11 @@ void PlanExchange(ExchangeParams* p, bool ragged) {
   p->max_chunks = (largest + stripe - 1) / stripe + 1;
   const uint64_t ways = static_cast<uint64_t>(p->ranks) * p->lanes;
   p->message_flags = 0;
-  p->chunk_flags = 128;
+  p->chunk_flags = AlignUp(static_cast<uint64_t>(p->ranks) * 4, 128);
   p->credit_flags = AlignUp(p->chunk_flags + ways * p->max_chunks * 4, 128);
   p->flag_bytes = FlagAndLineBytes(p->credit_flags + ways * p->max_chunks * 4, 0);
   p->offsets = 0;
-  p->ring = 256;
+  p->ring = AlignUp(static_cast<uint64_t>(p->ranks) * 8, 256);
   p->data_bytes = AlignUp(p->ring + ways * p->ring_chunks * p->chunk_bytes, 256);
 }
 

@@ -5,7 +5,7 @@
 #include "row_codec.cuh"
 #include "wire_chunk.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 template <class X, WireType kWire>
 struct QuantizeCodec {
@@ -101,4 +101,4 @@ struct QuantizeCodec {
   }
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

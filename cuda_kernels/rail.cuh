@@ -8,11 +8,11 @@
 #include "rail_plan.h"
 #include "transport.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Ranks of this rank's node.
-__device__ __forceinline__ uint32_t NodeMask(const RailPlan& plan, int node) {
-  return ((1u << plan.per_node) - 1) << (node * plan.per_node);
+__device__ __forceinline__ RankMask NodeMask(const RailPlan& plan, int node) {
+  return RanksFrom(node * plan.per_node, plan.per_node);
 }
 // Tokens of chunk `chunk`.
 __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tokens) {
@@ -70,7 +70,7 @@ class Rail {
     if (theirs != own) {
       const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
       if ((threadIdx.x & 31) == 0) {
-        xen_moe::Fail(run_, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run_.rank, 0);
+        XEN_MOE_KERNELS::Fail(run_, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run_.rank, 0);
       }
       __syncwarp();
       return false;
@@ -103,4 +103,4 @@ class Rail {
   const uint64_t data_bytes_;  // that the operation has asked for
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

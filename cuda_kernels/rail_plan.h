@@ -14,6 +14,7 @@
 namespace xen_moe {
 
 constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
+constexpr int kMaxNodes = 32;     // a lane for each (node_combine.cuh)
 
 struct alignas(16) ChunkHeader {
   uint64_t announcement;  // PackAnnouncement: what its sender runs
@@ -64,7 +65,9 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
 inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
   if (call.active != nullptr) return "ranks that are out, across nodes";
   if (s.low_latency) return "low latency, across nodes";
-  if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2) return "ranks_per_node";
+  if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
+    return "ranks_per_node";
+  }
   if (plan.chunk_tokens < 1 || plan.chunk_tokens > kChunkTokens || plan.chunks > kMaxChunks) return "chunk_tokens";
   return nullptr;
 }

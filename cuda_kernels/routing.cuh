@@ -2,19 +2,20 @@
 #pragma once
 
 #include "params.h"
+#include "rank_mask.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Bit mask of the ranks of `active` that own an expert of the token, to all lanes of the warp. Entries outside [0, E)
 // count for nothing.
-__device__ __forceinline__ uint32_t RanksOf(const int* topk_idx, int token, const Routing& r, uint32_t active) {
-  uint32_t ranks = 0;
+__device__ __forceinline__ RankMask RanksOf(const int* topk_idx, int token, const Routing& r, const RankMask& active) {
+  RankMask ranks = NoRanks();
 #pragma unroll 1
   for (int k = threadIdx.x & 31; k < r.top_k; k += 32) {
     const int expert = topk_idx[static_cast<int64_t>(token) * r.top_k + k];
-    if (expert >= 0 && expert < r.experts) ranks |= 1u << (expert / r.local_experts);
+    if (expert >= 0 && expert < r.experts) ranks |= OneRank(expert / r.local_experts);
   }
-  return __reduce_or_sync(0xFFFFFFFFu, ranks) & active;
+  return Union(ranks, r.ranks) & active;
 }
 
 // A [T, K] array of source `s`: this rank's own is the operand, the others' lie at `offset` in the staging area.
@@ -30,4 +31,4 @@ __device__ __forceinline__ int LocalExpert(int expert, const Routing& r) {
   return expert >= 0 && expert < r.experts && local >= 0 && local < r.local_experts ? local : -1;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

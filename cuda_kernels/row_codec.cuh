@@ -12,8 +12,9 @@
 
 #include "octet.cuh"
 #include "params.h"
+#include "rank_mask.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 struct Range {
   int begin, end;  // elements
@@ -22,20 +23,15 @@ __device__ __forceinline__ Range PartOf(int part, const Schedule& s, int hidden)
   return {min(hidden, part * s.part_elements), min(hidden, (part + 1) * s.part_elements)};
 }
 
-// Destinations of a pushed row: staging rows on the ranks of a bit mask, starting after this rank so that the peers are
-// not all written in the same order by everybody.
+// Destinations of a pushed row: staging rows on a set of ranks, starting after this rank so that the peers are not all
+// written in the same order by everybody.
 struct Targets {
-  uint32_t mask;      // ranks, rotated right by `first`
-  int first, ranks;   // rank = (bit + first) % ranks
+  TurnedRanks ranks;
   char* const* base;  // shared memory: each rank's data
   uint64_t offset;    // of the wire row in them
   template <class F>
   __device__ __forceinline__ void ForEach(F f) const {
-    for (uint32_t m = mask; m; m &= m - 1) {
-      int rank = __ffs(m) - 1 + first;
-      if (rank >= ranks) rank -= ranks;
-      f(base[rank] + offset);
-    }
+    ranks.ForEach([&](int rank) { f(base[rank] + offset); });
   }
 };
 // Destinations of a placed row: output rows, in shared memory.
@@ -134,4 +130,4 @@ struct CopyCodec {
   }
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

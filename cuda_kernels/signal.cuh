@@ -9,13 +9,13 @@
 
 #include "failure.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 constexpr int kSignalRing = 8;
 constexpr int kSignalWarp = kWarps - 1;
 
 struct SignalBox {
-  uint32_t ranks[kWarps][kSignalRing];  // bit mask of the ranks to tell
+  RankMask ranks[kWarps][kSignalRing];  // bit mask of the ranks to tell
   uint32_t index[kWarps][kSignalRing];  // of the flag word
   uint32_t posted[kWarps];              // rows posted by each warp
   uint32_t sent[kWarps];                // of them, flags stored
@@ -56,14 +56,15 @@ struct Signaller {
   uint32_t posted = 0;  // lane 0's
 
   // All lanes call it when they have stored their share of a row.
-  __device__ __forceinline__ void Raise(uint32_t ranks, uint32_t index) {
+  __device__ __forceinline__ void Raise(const RankMask& ranks, uint32_t index) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     __syncwarp();
     if (direct) {
-      if (ranks >> lane & 1) {
+      EachOwnRank(lane, run.ranks, [&](int rank) {
+        if (!Holds(ranks, rank)) return;
         FenceSystem();
-        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[lane] + row_flags) + index, epoch);
-      }
+        StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[rank] + row_flags) + index, epoch);
+      });
       return;
     }
     if (lane == 0 && (posted - LoadAcquireBlock(&box.sent[warp]) < kSignalRing || AwaitRoom(box, run, posted))) {
@@ -92,8 +93,8 @@ struct Signaller {
         FenceSystem();
         for (; sent != now; ++sent) {
           const uint32_t index = box.index[lane][sent % kSignalRing];
-          for (uint32_t ranks = box.ranks[lane][sent % kSignalRing]; ranks; ranks &= ranks - 1) {
-            StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[__ffs(ranks) - 1] + row_flags) + index, epoch);
+          for (RankMask ranks = box.ranks[lane][sent % kSignalRing]; Any(ranks); DropFirst(ranks)) {
+            StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[FirstRank(ranks)] + row_flags) + index, epoch);
           }
         }
         if (watches) StoreReleaseBlock(&box.sent[lane], sent);
@@ -107,4 +108,4 @@ struct Signaller {
   }
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -18,7 +18,7 @@
 
 #include "failure.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 template <class Link>
 class Transport {
@@ -61,13 +61,13 @@ class Transport {
     __syncwarp();
     return done;
   }
-  // Meets the ranks of the bit mask `ranks`, which all call it: their counters `first` + rank grow to `value`, one more
+  // Meets the ranks of `ranks`, which all call it: their counters `first` + rank grow to `value`, one more
   // than at the barrier before. Only for where ranks join. False: the group has failed.
-  __device__ __forceinline__ bool Barrier(uint32_t ranks, uint32_t first, uint64_t value) const {
-    for (uint32_t m = ranks; m; m &= m - 1) PutSignal(__ffs(m) - 1, 0, 0, 0, first + run_.rank);
+  __device__ __forceinline__ bool Barrier(const RankMask& ranks, uint32_t first, uint64_t value) const {
+    for (RankMask m = ranks; Any(m); DropFirst(m)) PutSignal(FirstRank(m), 0, 0, 0, first + run_.rank);
     bool met = true;
-    for (uint32_t m = ranks; met && m; m &= m - 1) {
-      const int rank = __ffs(m) - 1;
+    for (RankMask m = ranks; met && Any(m); DropFirst(m)) {
+      const int rank = FirstRank(m);
       met = Wait(first + rank, value, Step::kArrival, rank);
     }
     return met;
@@ -100,4 +100,4 @@ class Transport {
   const Running& run_;
 };
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -53,7 +53,9 @@
 
 namespace xen_moe {
 
-constexpr int kMaxRanks = 16;      // ranks of one NVLink domain
+constexpr int kMaxRanks = 256;    // of a group: the failure word has eight bits for one
+constexpr int kNarrowRanks = 16;  // groups of so many have kernels whose sets of ranks are one word (rank_mask.cuh)
+constexpr int kRankWords = kMaxRanks / 32;
 constexpr int kMaxSlots = 64;      // top-k
 constexpr int kMaxExperts = 4096;  // of all ranks
 constexpr int kMaxBlocks = 256;    // thread blocks of one operation
@@ -157,7 +159,8 @@ struct Descriptor {
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
                    kDescribedLowLatency = 16;
-constexpr int kDescribedOutShift = 16;  // from this bit on: the ranks that are out. The host leaves it 0
+// From this bit on: the ranks that are out, up to kNarrowRanks a bit each, above that a hash. The host leaves it 0.
+constexpr int kDescribedOutShift = 16;
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
 XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
@@ -180,7 +183,8 @@ struct alignas(128) Mailbox {
   uint64_t joins[kMaxRanks];             // [source rank], as an announcement; 0: none, or used
   // By whoever gives up first; 0: none. A line of its own: it is polled.
   alignas(128) uint64_t failure;
-  uint32_t dead;  // by the host: bit mask of the ranks whose process has ended. Nothing is read or stored there
+  // By the host: bit mask of the ranks whose process has ended. Nothing is read or stored there.
+  uint32_t dead[kRankWords];
   // Written by this rank alone, for the others to read when something is wrong.
   alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
   uint64_t progress;
@@ -196,6 +200,7 @@ struct MemoryTable {
   uint64_t flag_bytes;       // of a half: flags and lines
   uint64_t data_bytes;       // of a half; a half has flag_bytes + data_bytes
   uint64_t scratch_bytes;
+  uint32_t more_members[kRankWords - 1];  // `members` goes on
 };
 
 // Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says

@@ -9,6 +9,7 @@
 #include <future>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "cuda_kernels/node_launch.h"
@@ -88,7 +89,7 @@ void Check(CUresult e, const std::string& what) {
 
 class Cuda final : public Devices {
  public:
-  void Prepare(const std::vector<int>& ordinals) override {
+  void Prepare(const std::vector<int>& ordinals, int ranks) override {
     std::lock_guard<std::mutex> lock(mutex_);
     for (int ordinal : ordinals) {
       if (gpus_.count(ordinal)) continue;
@@ -104,6 +105,11 @@ class Cuda final : public Devices {
       Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
       Check(static_cast<cudaError_t>(PreloadPeerCombine()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
+    }
+    for (int ordinal : ordinals) {
+      if (ranks <= kNarrowRanks || !wide_.insert(ordinal).second) continue;
+      DeviceGuard guard(ordinal);
+      Check(static_cast<cudaError_t>(PreloadWideKernels()), "loading the kernels for many ranks");
     }
     if (page_left_ == 0) AddPage();
   }
@@ -325,6 +331,7 @@ class Cuda final : public Devices {
 
   std::mutex mutex_;
   std::map<int, Gpu> gpus_;
+  std::set<int> wide_;  // GPUs that have the kernels for many ranks
   std::map<char*, Block> blocks_;
   static constexpr uint64_t kPage = 256 * 1024;
   Pinned page_;  // what is left of the newest

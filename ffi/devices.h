@@ -27,8 +27,8 @@ struct Pinned {
 class Devices {
  public:
   virtual ~Devices() = default;
-  // Before the first use of these GPUs: contexts, streams, every kernel loaded.
-  virtual void Prepare(const std::vector<int>& ordinals) = 0;
+  // Before the first use of these GPUs by a group of `ranks`: contexts, streams, every kernel loaded that it may run.
+  virtual void Prepare(const std::vector<int>& ordinals, int ranks) = 0;
   // Makes it the GPU of the calling thread, and returns the one that was.
   virtual int Select(int ordinal) = 0;
   virtual int SmCount(int ordinal) = 0;

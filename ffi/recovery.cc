@@ -158,9 +158,11 @@ void Workspace::WriteDead() {
   std::lock_guard<std::mutex> lock(dead_mutex_);
   for (size_t i = 0; i < members_.size(); ++i) {
     const Group& group = groups_[group_of_[i]];
-    uint32_t dead = 0;
-    for (int rank = 0; rank < ranks_; ++rank) dead |= dead_.count(ProcessOf(group.devices[rank])) << rank;
-    job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->dead, &dead, sizeof(dead));
+    uint32_t dead[kRankWords] = {};
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (dead_.count(ProcessOf(group.devices[rank]))) dead[rank / 32] |= 1u << rank % 32;
+    }
+    job_.gpus->Write(members_[i].ordinal, members_[i].mailbox->dead, dead, sizeof(dead));
   }
 }
 

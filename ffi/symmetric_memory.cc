@@ -61,13 +61,18 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ran
     Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node) + ": must divide the " +
            std::to_string(ranks) + " ranks of the axis");
   }
+  if (SeveralNodes() && ranks > kNarrowRanks) {
+    Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node) + " on an axis of " + std::to_string(ranks) +
+           " ranks: the kernels between virtual nodes take at most " + std::to_string(kNarrowRanks) +
+           " ranks; leave ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')");
+  }
   MakeGroups();
   std::vector<int> ordinals;
   for (DeviceKey key : job_.devices) {
     if (ProcessOf(key) == job_.process) ordinals.push_back(OrdinalOf(key));
   }
   for (const Member& member : members_) ordinals.push_back(member.ordinal);
-  if (!members_.empty()) job_.gpus->Prepare(ordinals);
+  if (!members_.empty()) job_.gpus->Prepare(ordinals, ranks_);
   if (flights_of_ == nullptr) {
     flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, ranks_per_node_, channel_, this);
   }

@@ -319,7 +319,7 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
     with pytest.raises(SystemExit) as stopped:
         checked(argument, value)
     message = capsys.readouterr().err
-    assert stopped.value.code == 2 and argument in message and value in message
+    assert stopped.value.code == 2 and argument in message and value in message and "must be" in message
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_memory_goes_when_the_last_user_goes(memory):
     [
         ([0, 0], 2, "a device appears twice"),
         ([0, 1, 2], 2, "2 ranks over 3 devices"),
-        (list(range(17)), 17, "1 to 16 ranks"),
+        (list(range(257)), 257, "1 to 256 ranks"),
         ([-1, -9], 2, "more than the 4 devices of this job"),
         ([0, 4096, 4097], 3, "run one process with all GPUs of the group, or one process per GPU"),
         ([0, 4096], 2, "spans several processes and neither NVSHMEM nor NCCL has been started"),

@@ -165,8 +165,8 @@ def test_a_site_is_the_same_in_every_process_and_another_in_another_program():
 def test_too_many_ranks_are_refused_with_a_remedy():
     from xen_moe_jax.backends.cuda import call
 
-    with pytest.raises(ValueError, match=r"at most 16 ranks, not 32.*reference"):
-        call.check_limits(spec(8, ranks=32))
+    with pytest.raises(ValueError, match=r"at most 256 ranks, not 257.*reference"):
+        call.check_limits(spec(8, ranks=257))
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------

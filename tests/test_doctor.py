@@ -113,7 +113,7 @@ def test_a_wrong_command_is_refused_with_the_right_ones(arguments, capsys):
         cli.main(arguments)
     assert stopped.value.code == 2
     message = capsys.readouterr().err
-    assert "COMMAND" in message
+    assert "COMMAND" in message and all(command in message for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

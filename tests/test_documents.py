@@ -66,7 +66,7 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-RUNNABLE = [f"docs/{path.name}" for path in DOCUMENTS if path.parent.name == "docs" and python_blocks(path)]
+RUNNABLE = [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if python_blocks(path)]
 NOT_EVERYWHERE = "docs/transfer.md"
 no_transfer = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
@@ -105,6 +105,13 @@ def test_links_inside_the_repository_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_page_can_be_found_from_the_index_and_in_the_navigation_of_the_site():
+    index, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert pages <= {*re.findall(r"^ +- (?:[^\n]+: )?(\w+\.md)$", navigation, re.MULTILINE)}
+    assert pages - {"index.md"} <= {*re.findall(r"\]\((\w+\.md)\)", index)}
 
 
 def test_api_page_describes_every_public_name():

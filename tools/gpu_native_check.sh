@@ -21,7 +21,7 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 
 objects=()
 pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,harness,nodes/nodes}.cu; do
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,wide,harness,nodes/nodes}.cu; do
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac
   timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
@@ -32,7 +32,7 @@ failed=0
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 cat "$BUILD"/*.o.log >"$OUT/native_build.log"
 kernels=()
-for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness*) ;; *) kernels+=("$object") ;; esac; done
+for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness* | */wide.cu.o) ;; *) kernels+=("$object") ;; esac; done
 if [ $failed = 0 ]; then
   "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 &&
     "$NVCC" "$target" "${kernels[@]}" "$BUILD"/{world,nodes}.cu.o -o "$BUILD/nodes" >>"$OUT/native_build.log" 2>&1 || failed=1

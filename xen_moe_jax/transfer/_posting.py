@@ -238,6 +238,11 @@ def native() -> _Native | None:
     path = LIBRARY if chosen is None else pathlib.Path(chosen)
     if chosen == "python" or (chosen is None and not path.exists()):
         return None
+    if chosen is not None and not path.is_file():
+        raise ValueError(
+            f"XEN_MOE_TRANSFER_POSTING={chosen!r} in the environment: must be 'python' or a file, the loop as it was "
+            "built; unset it"
+        )
     return _Native(path)
 
 

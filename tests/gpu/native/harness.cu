@@ -80,12 +80,16 @@ int main(int argc, char** argv) {
   if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) return Fail("no GPU");
   if (options.gpus < 1 || options.gpus > gpus)
     return Fail(("--gpus: this machine has " + std::to_string(gpus)).c_str());
-  if (options.ranks < 2 || options.ranks > xen_moe::kMaxRanks) return Fail("--ranks: 2 to 16");
+  if (options.ranks < 2 || options.ranks > xen_moe::kMaxRanks) return Fail("--ranks: 2 to 256");
 
   bool passed = true, found = false;
   for (const native::Scenario& scenario : native::Scenarios()) {
     if (wanted != "all" && wanted != scenario.name) continue;
     found = true;
+    if (options.ranks > xen_moe::kNarrowRanks && scenario.run != native::Wide) {
+      if (wanted != "all") return Fail("more than 16 ranks: --scenario wide");
+      continue;
+    }
     const auto start = std::chrono::steady_clock::now();
     auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
     std::atomic<bool> done{false};

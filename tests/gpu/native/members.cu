@@ -57,7 +57,7 @@ std::string Members(const Options& o) {
   // Its process ends: nobody who leaves it out minds, and who needs it knows at once.
   for (const RankState& state : world.states) {
     NATIVE_CHECK(cudaSetDevice(state.device));
-    NATIVE_CHECK(cudaMemcpy(&state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+    NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
   }
   RunRandom(world, rest, o, 100, true, absent);
   ExpectNoFailure(world);
@@ -125,8 +125,8 @@ std::string Leaver(const Options& o) {
       before.push_back(world.Add(own, cases[r], r, 1000, 20 * o.patience));
     }
     Problem without = p;  // of such a size that the slow rank's place in the first lies in that of rank 0
-    without.members = ~(1u << slow), without.tokens = drops ? 60 : 30,
-    without.capacity = o.ranks * without.tokens * p.top_k;
+    without.members.reset(slow), without.tokens = drops ? 60 : 30,
+                                 without.capacity = o.ranks * without.tokens * p.top_k;
     const auto after = world.AddAll(without, 20 * o.patience);
     world.Start(Largest({before, after}));
     if (drops) {  // what has ended somewhere is not written there any more

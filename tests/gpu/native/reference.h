@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bitset>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -33,11 +34,11 @@ struct Problem {
   uint32_t site = 0;  // Descriptor::site
   xen_moe::WireType wire = xen_moe::WireType::kNative;
   bool ue8m0 = false;
-  uint32_t members = ~0u;  // bit mask of the ranks that take part
-  bool told = false;       // it is given that mask though all take part
+  std::bitset<xen_moe::kMaxRanks> members = ~std::bitset<xen_moe::kMaxRanks>();  // the ranks that take part
+  bool told = false;  // it is given that mask though all take part
 
   int per_node() const { return ranks_per_node ? ranks_per_node : ranks; }  // 0: one node
-  bool moves(int source, int target) const { return (members >> source & 1) && (members >> target & 1); }
+  bool moves(int source, int target) const { return members[source] && members[target]; }
   int slots() const { return layout == Layout::kRanked ? 1 : top_k; }
   int local_experts() const { return (experts + ranks - 1) / ranks; }
   int element_bytes() const { return xen_moe::ElementBytes(element); }

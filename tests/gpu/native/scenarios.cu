@@ -88,7 +88,7 @@ std::string Flying(const Options& o) {
                                              : rows;
     p.blocks = std::min(1 + kind % 6, MostBlocks(o)), p.push_blocks = (p.blocks + 1) / 2;
     p.slices = 1, p.segment_tokens = 16, p.bulk = true;
-    if (kind % 8 == 7 || kind == 4 || kind == 10) p.members = ~(1u << (rng() % o.ranks));
+    if (kind % 8 == 7 || kind == 4 || kind == 10) p.members.reset(rng() % o.ranks);
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
   world.Start(Largest(pool));
@@ -580,7 +580,8 @@ const std::vector<Scenario>& Scenarios() {
       {"indices", Indices, 60}, {"generations", Generations, 40},
       {"company", Company, 60}, {"concurrent", Concurrent, 60},
       {"graphs", Graphs, 60},   {"members", Members, 60},
-      {"leaver", Leaver, 60},   {"random", Random, 60},
+      {"wide", Wide, 60},       {"leaver", Leaver, 60},
+      {"random", Random, 60},
   };
   return all;
 }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <iterator>
@@ -140,9 +141,9 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
 
   Call call{};
   call.control = rank.control, call.mailbox = rank.mailbox, call.timeout_ns = timeout_ns, call.call_id = call_id;
-  if (p.told || ~p.members & ((1u << p.ranks) - 1)) {
-    Bytes active;
-    for (int i = 0; i < p.ranks; ++i) active.push_back(p.members >> i & 1);
+  Bytes active;
+  for (int i = 0; i < p.ranks; ++i) active.push_back(p.members[i]);
+  if (p.told || std::count(active.begin(), active.end(), 0)) {
     call.active = reinterpret_cast<const bool*>(Upload(active));
   }
   Routing r{};
@@ -234,6 +235,7 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
       cudaGetLastError();
     }
     NATIVE_CHECK(PreloadKernels());
+    if (ranks > kNarrowRanks) NATIVE_CHECK(PreloadWideKernels());
     // The harness's own kernels too: a first launch could wait for a kernel that spins.
     cudaFuncAttributes attributes;
     NATIVE_CHECK(cudaFuncGetAttributes(&attributes, SleepKernel));

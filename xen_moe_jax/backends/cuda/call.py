@@ -94,6 +94,13 @@ def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
     if not _nodes.several(spec.num_ranks, config):
         return
     given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
+    most = module.compiled().max_ranks_across
+    if spec.num_ranks > most:
+        raise ValueError(
+            f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
+            f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
+            "KernelConfig(backend='reference')"
+        )
     if config.mode == "low_latency":
         raise ValueError(
             f"KernelConfig.mode='low_latency' with {given}: the low-latency kernels store at every rank by pointer, "

@@ -21,9 +21,10 @@ from tests.gpu.native.emulator.translate import Untranslated, translate  # noqa:
 
 FOLDERS = ("cuda_kernels", "tests/gpu/native", "tests/gpu/native/nodes")
 PROGRAMS = {
-    "harness": ("harness.cu", "scenarios.cu", "members.cu"),
+    "harness": ("harness.cu", "scenarios.cu", "members.cu", "wide.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
+    "nodes_wide": ("nodes/nodes_wide.cu", "nodes/network.cc"),
 }
 """Program to its own files of tests/gpu/native; world.cu and the kernels are part of every one."""
 FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"
@@ -91,7 +92,8 @@ def build(
 
     def compile_one(source: pathlib.Path, original: pathlib.Path) -> pathlib.Path:
         target = folder / f"{source.name}.o"
-        if not target.exists() or target.stat().st_mtime < max(newest, original.stat().st_mtime):
+        changed = max(newest, *(p.stat().st_mtime for p in includes(original)))
+        if not target.exists() or target.stat().st_mtime < changed:
             subprocess.run([*compiler, *include, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
         return target
 

@@ -32,7 +32,7 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kBarriers = 16;
-constexpr int kGpus = 16;
+constexpr int kGpus = 256;
 
 int Setting(const char* name, int otherwise) {
   const char* value = std::getenv(name);

@@ -12,6 +12,8 @@
 
 namespace native {
 
+using namespace XEN_MOE_KERNELS;
+
 struct NodeOptions : Options {
   int per_node = 2;
   bool network = false;
@@ -85,7 +87,7 @@ inline Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i) {
   }
 }
 // What rank `s` has to send rank `t` in an operation: every token once for each other node that it has experts on, with
-// what is stated beside it (docs/nodes.md). `topk`: [R][T, K].
+// what is stated beside it (docs/nodes_design.md). `topk`: [R][T, K].
 inline uint64_t BytesBetween(const Problem& p, int chunk_tokens, const std::vector<std::vector<int>>& topk, int s,
                              int t) {
   const int per_node = p.per_node();

@@ -337,8 +337,7 @@ int main(int argc, char** argv) {
     }
   }
   if (argc % 2 == 0) return Refuse("options come as pairs");
-  if (o.ranks < 2 || o.ranks > kMaxRanks || o.per_node < 1 || o.ranks % o.per_node)
-    return Refuse("--ranks, --per-node");
+  if (o.ranks < 2 || o.ranks > kRanks || o.per_node < 1 || o.ranks % o.per_node) return Refuse("--ranks, --per-node");
 #ifdef __CUDACC__
   if (o.network) return Refuse("--link network: on the emulator alone");
 #endif

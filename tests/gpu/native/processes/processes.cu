@@ -468,7 +468,7 @@ int main(int argc, char** argv) {
       return Usage("unknown option " + name);
     }
   }
-  if (o.ranks < 2 || o.ranks > kMaxRanks || o.per_node < 1 || o.ranks % o.per_node || o.ranks == o.per_node) {
+  if (o.ranks < 2 || o.ranks > kRanks || o.per_node < 1 || o.ranks % o.per_node || o.ranks == o.per_node) {
     return Usage("--ranks, --per-node: two nodes of as many ranks at least");
   }
   if (o.gpus < o.per_node) return Usage("--gpus: the ranks of a node need a GPU each");
