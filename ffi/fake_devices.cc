@@ -101,7 +101,7 @@ bool FakeDevices::Idle(int, double seconds) {
 void* FakeDevices::Fork(int, void*, bool first) {
   std::lock_guard<std::mutex> lock(mutex_);
   Count("Fork");
-  held_ += first;
+  held_back_ += first;
   return this;
 }
 void* FakeDevices::Mark(int) {
@@ -118,9 +118,9 @@ int FakeDevices::marks() {
   std::lock_guard<std::mutex> lock(mutex_);
   return marks_;
 }
-int FakeDevices::held() {
+int FakeDevices::held_back() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return held_;
+  return held_back_;
 }
 
 void FakeDevices::FailAfter(int calls) {

@@ -233,7 +233,7 @@ NB_MODULE(_memory_test, m) {
   m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
   m.def("set_busy", [](bool busy) { FakeDevices::Get().SetBusy(busy); });
   m.def("calls", [] { return FakeDevices::Get().calls(); });
-  m.def("held", [] { return FakeDevices::Get().held(); });
+  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
   m.def("clear", [] {
     Registry::Get().Clear();
     Turns::Get().Clear();
@@ -326,7 +326,7 @@ NB_MODULE(_memory_test, m) {
         [](int ordinal, int64_t run) { Flights::Get().Abandon(&FakeDevices::Get(), ordinal, nullptr, run); });
   m.def("open_flights", [] { return Flights::Get().open(); });
   m.def("marks", [] { return FakeDevices::Get().marks(); });
-  m.def("held", [] { return FakeDevices::Get().held(); });
+  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });
