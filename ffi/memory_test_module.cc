@@ -233,7 +233,7 @@ NB_MODULE(_memory_test, m) {
   m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
   m.def("set_busy", [](bool busy) { FakeDevices::Get().SetBusy(busy); });
   m.def("calls", [] { return FakeDevices::Get().calls(); });
-  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
+  m.def("held", [] { return FakeDevices::Get().held(); });
   m.def("clear", [] {
     Registry::Get().Clear();
     Turns::Get().Clear();

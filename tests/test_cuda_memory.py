@@ -50,7 +50,7 @@ def test_an_operation_finds_memory(memory):
     assert run(memory, workspace, times=5)
     (listed,) = memory.workspaces()
     assert listed["staging_bytes"] == 2 * (SMALL[0] + SMALL[1]) and listed["scratch_bytes"] == SMALL[2]
-    assert staging(SMALL) < memory.held_back() < staging(SMALL) + HOME
+    assert staging(SMALL) < memory.held() < staging(SMALL) + HOME
 
 
 def fail_first_growths(memory, *group):
@@ -70,7 +70,7 @@ def fail_first_growths(memory, *group):
         memory.serve(workspace, *SMALL, 1.0)  # nothing is left over that stands in the way
         assert run(memory, workspace, times=3)
         del workspace
-        wait_until(lambda: memory.held_back() == 0)
+        wait_until(lambda: memory.held() == 0)
     memory.fail_after(-1)
     return failures, workspace
 
@@ -85,7 +85,7 @@ def test_a_later_growth_may_fail_at_any_call_and_leaves_everything_as_it_was(mem
     workspace = memory.workspace([0, 1], 2, 0)
     memory.serve(workspace, *SMALL, 1.0)
     assert run(memory, workspace)
-    before = memory.held_back()
+    before = memory.held()
     while True:
         memory.fail_after(failures)
         try:
@@ -94,7 +94,7 @@ def test_a_later_growth_may_fail_at_any_call_and_leaves_everything_as_it_was(mem
         except RuntimeError as error:
             assert "told to fail" in str(error)
             if "Allocate" in str(error):
-                assert memory.held_back() == before
+                assert memory.held() == before
         failures += 1
         memory.fail_after(-1)
         assert memory.serves(workspace, *SMALL) and not memory.serves(workspace, *LARGE)
@@ -104,24 +104,24 @@ def test_a_later_growth_may_fail_at_any_call_and_leaves_everything_as_it_was(mem
     assert failures > 5
     assert run(memory, workspace, LARGE, times=3)
     memory.reclaim(workspace)
-    assert memory.held_back() == before - staging(SMALL) + staging(LARGE)
+    assert memory.held() == before - staging(SMALL) + staging(LARGE)
 
 
 def test_old_memory_serves_until_every_rank_has_used_the_new(memory):
     workspace = memory.workspace([0, 1], 2, 0)
     memory.serve(workspace, *SMALL, 1.0)
     assert run(memory, workspace)
-    before = memory.held_back()
+    before = memory.held()
     memory.serve(workspace, *LARGE, 1.0)
-    assert memory.held_back() == before + staging(LARGE)
+    assert memory.held() == before + staging(LARGE)
     memory.reclaim(workspace)
-    assert memory.held_back() == before + staging(LARGE)  # an operation may still be in the old one
+    assert memory.held() == before + staging(LARGE)  # an operation may still be in the old one
     assert run(memory, workspace)  # in the old one: what all announced before
     memory.reclaim(workspace)
-    assert memory.held_back() == before + staging(LARGE)
+    assert memory.held() == before + staging(LARGE)
     assert run(memory, workspace)
     memory.reclaim(workspace)
-    assert memory.held_back() == before + staging(LARGE) - staging(SMALL)
+    assert memory.held() == before + staging(LARGE) - staging(SMALL)
 
 
 def test_a_large_operation_right_after_growth_uses_the_new_memory(memory):
@@ -191,13 +191,13 @@ def test_memory_goes_when_the_last_user_goes(memory):
     another = memory.workspace([0, 1], 2, 0)
     memory.serve(workspace, *SMALL, 1.0)
     del workspace
-    assert memory.held_back() > 0 and len(memory.workspaces()) == 1
+    assert memory.held() > 0 and len(memory.workspaces()) == 1
     memory.set_busy(True)  # its last operation may still run
     del another
     time.sleep(0.05)
-    assert memory.held_back() > 0
+    assert memory.held() > 0
     memory.set_busy(False)
-    wait_until(lambda: memory.held_back() == 0)
+    wait_until(lambda: memory.held() == 0)
     assert memory.workspaces() == []
 
 
@@ -227,11 +227,11 @@ def half(needs):
 def test_a_buffer_serves_what_fits_and_refuses_more_with_both_numbers(memory):
     workspace = memory.workspace([0, 1], 2, 3)
     workspace.reserve(2 * half(LARGE), 1.0)
-    before = memory.held_back()
+    before = memory.held()
     memory.serve(workspace, *SMALL, 1.0)
     assert run(memory, workspace, times=3)
     memory.reclaim(workspace)
-    assert memory.held_back() == before + RANKS * SMALL[2]  # divided where it is
+    assert memory.held() == before + RANKS * SMALL[2]  # divided where it is
     memory.serve(workspace, *LARGE, 1.0)
     assert run(memory, workspace, LARGE, times=3)
     with pytest.raises(RuntimeError, match=rf"Buffer on channel 3 has {2 * half(LARGE)} bytes .* needs 14\d+"):
@@ -248,7 +248,7 @@ def test_closing_frees_and_memory_is_made_again(memory):
     assert run(memory, workspace, times=2)
     workspace.release(1.0)
     workspace.release(1.0)
-    assert memory.held_back() < HOME and not memory.serves(workspace, *SMALL)
+    assert memory.held() < HOME and not memory.serves(workspace, *SMALL)
     memory.serve(workspace, *SMALL, 1.0)
     assert run(memory, workspace, times=3)
 
@@ -274,9 +274,9 @@ def test_closing_returns_when_the_gpu_is_busy_and_frees_later(memory):
     began = time.monotonic()
     workspace.release(0.2)
     assert time.monotonic() - began < 5
-    assert memory.held_back() > RANKS * 2 * half(LARGE)
+    assert memory.held() > RANKS * 2 * half(LARGE)
     memory.set_busy(False)
-    wait_until(lambda: memory.held_back() < HOME)
+    wait_until(lambda: memory.held() < HOME)
 
 
 # -- failure and reset -------------------------------------------------------------------------------------------------
@@ -326,14 +326,14 @@ def test_a_failure_outlives_the_program_that_failed(memory):
     assert "did not send its rows" in memory.failure()
     memory.set_busy(False)
     time.sleep(0.1)
-    assert "did not send its rows" in memory.failure() and memory.held_back() > 0
+    assert "did not send its rows" in memory.failure() and memory.held() > 0
     another = memory.workspace([0, 1], 2, 0)
     memory.serve(another, *SMALL, 1.0)
     assert run(memory, another, times=2) and "did not send its rows" in memory.failure()
     memory.reset(1.0)
     assert memory.failure() == ""
     del another
-    wait_until(lambda: memory.held_back() == 0)
+    wait_until(lambda: memory.held() == 0)
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 17, 0xFFFF0000, 0xFFFF0001, 0xFFFFFFFE])
@@ -598,26 +598,26 @@ def test_memory_between_nodes_changes_at_once_for_all(memory, nodes):
     """No operation of one node may use another generation than that of another: old memory goes with the change."""
     memory.serve(nodes, *SMALL, 1.0)
     assert run(memory, nodes, times=2)
-    before = memory.held_back()
+    before = memory.held()
     for factor in range(2, 8):  # more often than there are memory tables, with and without an operation between
         needs = (SMALL[0] * factor, *SMALL[1:])
         memory.serve(nodes, *needs, 1.0)
         assert factor % 2 or run(memory, nodes, needs, times=3)
         (listed,) = memory.workspaces()
         assert listed["generations_held"] == 1 and listed["generation"] == factor
-    assert memory.held_back() == before + staging(needs, 4) - staging(SMALL, 4)
+    assert memory.held() == before + staging(needs, 4) - staging(SMALL, 4)
     assert run(memory, nodes, times=3), "an older program finds it"
 
 
 def test_memory_between_nodes_does_not_change_under_a_running_operation(memory, nodes):
     memory.serve(nodes, *SMALL, 1.0)
     assert run(memory, nodes)
-    before = memory.held_back()
+    before = memory.held()
     memory.set_busy(True)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="not idle while the symmetric memory was to be replaced"):
         memory.serve(nodes, *LARGE, 1.0)
-    assert time.monotonic() - began < 10 and memory.held_back() == before
+    assert time.monotonic() - began < 10 and memory.held() == before
     assert run(memory, nodes, times=3) and not memory.serves(nodes, *LARGE)
     memory.set_busy(False)
     memory.serve(nodes, *LARGE, 1.0)
@@ -628,13 +628,13 @@ def test_a_growth_between_nodes_may_fail(memory):
     """The first at any call; a later one before it is published, and then everything is as it was."""
     failures, workspace = fail_first_growths(memory, [0, 1, 2, 3], 4, 0, 2)
     assert failures > 30 and run(memory, workspace)
-    before = memory.held_back()
+    before = memory.held()
     for calls in range(16):  # four ranks: scratch, staging, and the flags of two halves
         memory.fail_after(calls)
         with pytest.raises(RuntimeError, match="told to fail"):
             memory.serve(workspace, *LARGE, 1.0)
         memory.fail_after(-1)
-        assert memory.held_back() == before and run(memory, workspace, times=2)
+        assert memory.held() == before and run(memory, workspace, times=2)
 
 
 def test_a_reset_forgets_what_has_come_from_other_nodes(memory, nodes):
