@@ -24,9 +24,21 @@ struct alignas(128) PeerTable {
   Mailbox* mailbox[kMaxRanks];
 };
 
+// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters
+// are NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
+struct alignas(128) WindowTable {
+  void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
+  void* mailbox;
+  int ranks;
+  int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
+  uint32_t reserved[kMaxRanks];  // puts to each rank so far
+  uint64_t base[kRailSignals];   // what each own counter of NCCL's stood at at the last reset
+};
+
 struct alignas(128) RailMemory {
   uint64_t expected[kRailSignals];  // what each own counter has reached
-  PeerTable peers;
+  PeerTable peers;                  // one process
+  WindowTable windows;              // several
 };
 
 }  // namespace xen_moe

@@ -153,8 +153,9 @@ void* ProviderAllocate(uint64_t bytes) {
 void ProviderRelease(void* own) { FakeDevices::Get().Delete(static_cast<char*>(own)); }
 void* ProviderPeer(void* own, int) { return own; }
 const char* ProviderReason() { return "told to fail"; }
-const MemoryProvider provider{"a fake",       0,      ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
-                              ProviderReason, nullptr};
+const MemoryProvider provider{
+    "a fake",       0,       ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
+    ProviderReason, nullptr, nullptr,          nullptr};
 }  // namespace
 
 const MemoryProvider* FakeProvider() { return &provider; }
