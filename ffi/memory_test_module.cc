@@ -378,6 +378,7 @@ NB_MODULE(_memory_test, m) {
         [](int ordinal, int64_t run) { Flights::Get().Abandon(&FakeDevices::Get(), ordinal, nullptr, run); });
   m.def("open_flights", [] { return Flights::Get().open(); });
   m.def("marks", [] { return FakeDevices::Get().marks(); });
+  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });
