@@ -24,6 +24,8 @@ THOROUGH = (
     "tpu/test_tpu_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_many_ranks[18-3]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",
