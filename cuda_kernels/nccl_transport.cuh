@@ -100,7 +100,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount = NcclLink::kSettleSignals + nodes * kMaxChunks;
+  out.ginSignalCount = NcclLink::kSettleSignals + kChunkSignals + nodes * kMaxChunks;
   out.ginCounterCount = kRanks;
   return out;
 }

@@ -37,7 +37,9 @@ void WriteWord(const Member& member, T* at, T word) {
 }
 
 // Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
-int ChunkSignal(const Workspace& workspace, int rank) { return rank / workspace.ranks_per_node() * kMaxChunks; }
+int ChunkSignal(const Workspace& workspace, int rank) {
+  return kChunkSignals + rank / workspace.ranks_per_node() * kMaxChunks;
+}
 bool OnRail(const Workspace& workspace, int a, int b) {
   const int per_node = workspace.ranks_per_node();
   return a % per_node == b % per_node && a != b;
@@ -376,6 +378,7 @@ NB_MODULE(_memory_test, m) {
         [](int ordinal, int64_t run) { Flights::Get().Abandon(&FakeDevices::Get(), ordinal, nullptr, run); });
   m.def("open_flights", [] { return Flights::Get().open(); });
   m.def("marks", [] { return FakeDevices::Get().marks(); });
+  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });

@@ -36,13 +36,15 @@ int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member&
 #ifdef XEN_MOE_NCCL_KERNELS
   if (member.connection) return LaunchNcclDispatch(p, rails, NcclSiteOf(member), on);
 #endif
-  return LaunchPeerDispatch(p, rails, &member.rail->peers, on);
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyDispatch : LaunchPeerDispatch;
+  return launch(p, rails, &member.rail->peers, on);
 }
 int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
 #ifdef XEN_MOE_NCCL_KERNELS
   if (member.connection) return LaunchNcclCombine(p, rails, NcclSiteOf(member), on);
 #endif
-  return LaunchPeerCombine(p, rails, &member.rail->peers, on);
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyCombine : LaunchPeerCombine;
+  return launch(p, rails, &member.rail->peers, on);
 }
 
 // `plan` as it is for this rank.

@@ -501,6 +501,19 @@ def test_a_flight_is_found_by_its_result_and_once(memory):
     assert memory.open_flights() == memory.marks() == 0
 
 
+def test_a_flight_that_is_alone_comes_before_what_follows_its_start(memory):
+    before = memory.held_back()
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(1, 0x100, 1)  # another GPU
+    assert memory.held_back() == before + 2
+    memory.start_flight(0, 0x200, 1)  # behind the first: nothing may wait for that one's end
+    assert memory.held_back() == before + 2
+    assert memory.land_flight(0, 0x100) and memory.land_flight(0, 0x200)
+    memory.start_flight(0, 0x100, 1)
+    assert memory.held_back() == before + 3
+    assert memory.land_flight(0, 0x100) and memory.land_flight(1, 0x100)
+
+
 def test_flights_of_a_run_that_fails_are_waited_for_at_once(memory):
     """Their memory is given to others when the run has ended, and they still write to it."""
     memory.start_flight(0, 0x100, 7)

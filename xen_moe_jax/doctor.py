@@ -144,7 +144,11 @@ def devices() -> list[Finding]:
     try:
         local = jax.devices()
     except Exception as error:  # whatever a plugin raises, the report goes on
-        return [Finding("jax.devices()", False, _reason(error), "repair JAX's installation for this accelerator")]
+        asked = os.environ.get("JAX_PLATFORMS")
+        remedy = "repair JAX's installation for this accelerator"
+        if asked:
+            remedy = f"JAX_PLATFORMS={asked} is set: name a platform that is here, or unset it; or {remedy}"
+        return [Finding("jax.devices()", False, _reason(error) if str(error) else "JAX found no device", remedy)]
     kinds: dict[tuple[str, str], int] = {}
     for device in local:
         key = (device.platform, device.device_kind)
@@ -294,14 +298,23 @@ def _ready(name: str, backend: str) -> Finding:
 
 def grouped_matmul_of(name: str) -> Finding:
     """What the experts of the Flax layers multiply with on a platform."""
-    found = grouped_matmul.describe(name)
+    try:
+        found = grouped_matmul.describe(name)
+    except (RuntimeError, AssertionError):  # said under "Devices that JAX uses"; JAX asserts that there is a backend
+        return Finding(f"on {name}", None, "not looked into: JAX has no device here")
     return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
 def profiles() -> list[Finding]:
     """Profiles of tuned configs that the package holds, and which of them serve this machine's first device."""
+    import jax
+
+    try:
+        device = jax.devices()[0].device_kind
+    except Exception:  # said under "Devices that JAX uses"
+        return [Finding("profiles", None, "not compared with this machine: JAX has no device here")]
     found = []
-    for path, holds, reason in _profiles.survey():
+    for path, holds, reason in _profiles.survey(device):
         damaged = not holds
         remedy = "reinstall xen-moe-jax, or report this" if damaged else "xen-moe-jax autotune --output FILE makes one"
         detail = reason if damaged else f"not used: {reason}" if reason else f"in use: {holds}"

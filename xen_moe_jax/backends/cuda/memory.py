@@ -58,6 +58,7 @@ def buffer_size_hint(
     )
     cut = dataclasses.replace(schedule.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=lines)
     attrs = call.attributes(spec, hidden, dtype, cut, config, wire=wire, scaled=scaled)
+    attrs["chunk_tokens"] = schedule.chunk_tokens(spec, config)  # of the other kernels: they may run too
     return module.compiled().dispatch_staging_bytes(attrs)
 
 

@@ -25,6 +25,7 @@ PROGRAMS = {
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
     "nodes_wide": ("nodes/nodes_wide.cu", "nodes/network.cc"),
+    "paced": ("nodes/paced.cu",),
 }
 """Program to its own files of tests/gpu/native; world.cu and the kernels are part of every one."""
 FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"

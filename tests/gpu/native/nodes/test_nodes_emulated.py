@@ -1,6 +1,7 @@
 """Kernels across nodes, on the emulator: the network that they are tested over by itself, then the kernels over it."""
 
 import fcntl
+import json
 import os
 import pathlib
 import subprocess
@@ -30,6 +31,16 @@ def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed)
     assert done.stdout.count(" passed ") == 18 and done.stdout.count("a rule is broken") == 7, done.stdout
 
 
+@pytest.fixture(scope="session")
+def nodes_wide() -> pathlib.Path:
+    return built("nodes_wide")
+
+
+@pytest.fixture(scope="session")
+def paced() -> pathlib.Path:
+    return built("paced")
+
+
 def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, **options):
     command = [program, "--ranks", ranks, "--per-node", per_node, "--gpus", ranks, "--link", link]
     command += ["--scenario", scenario, "--patience", options.pop("patience", 20)]
@@ -55,18 +66,49 @@ CASES = [
     ("absent", 4, 2, "network", 64),
     ("mismatch", 6, 2, "network", 64),
     ("dead", 4, 2, "network", 64),
+    ("members", 4, 2, "network", 64),
+    ("growth", 4, 2, "network", 64),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("absent", 4, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("members", 6, 3, "network", 64, marks=pytest.mark.slow),
+    pytest.param("members", 6, 2, "network", 1, marks=pytest.mark.slow),
+    pytest.param("members", 4, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("growth", 6, 2, "network", 1, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("scenario, ranks, per_node, link, multiprocessors", CASES)
 def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
-    patience = 5 if scenario in ("absent", "dead") else 20
+    patience = 5 if scenario in ("absent", "dead", "growth") else 20
     done = run(nodes, scenario, ranks, per_node, link, multiprocessors, calls=150, patience=patience)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "ranks, per_node", [pytest.param(18, 6, marks=pytest.mark.slow), pytest.param(72, 24, marks=pytest.mark.slow)]
+)
+def test_many_ranks(nodes_wide, ranks, per_node):
+    """Three nodes of more ranks together than a word has bits."""
+    done = run(nodes_wide, "normal", ranks, per_node, multiprocessors=3)
+    assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_slow_link_is_as_slow_as_it_says(paced, tmp_path):
+    """Results over a paced link are those of one node, no operation is quicker than its bytes allow, and tokens that
+    choose their experts on one node alone send half as much. The emulator says nothing of how well the rest is hidden:
+    its own time is the larger part of everything, and the machine's."""
+    out = tmp_path / "out.json"
+    command = [paced, "--ranks", 4, "--per-node", 2, "--gpus", 4, "--tokens", 16, "--hidden", 64, "--chunk-tokens", 8]
+    command += ["--blocks", 4, "--repeats", 1, "--rate", 1e-5, "--json", out]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 6 and all(case["different"] == 0 for case in cases)
+    assert all(case["us"] > 0.95 * case["link_us"] > 10000 for case in cases), cases
+    free, limited = (sum(case["bytes"] for case in cases if case["groups"] == groups) for groups in (2, 1))
+    assert 0.3 * free < limited < 0.75 * free, cases
 
 
 def test_a_weak_signal_is_enough(nodes):
@@ -85,32 +127,96 @@ def test_a_signal_before_its_put_is_seen(nodes):
 
 
 # Each is compiled anew, 15 s: one runs always. Fault: file, what stands there, what is put there instead, what the test
-# must say.
+# must say, and of which scenario.
 FAULTS = {
-    "crosses-twice": ("node_dispatch.cuh", "/ plan.per_node == node", ">= 0", " bytes instead of "),
+    "crosses-twice": (
+        "node_dispatch.cuh",
+        "Holds(ranks, expert / r.local_experts)",
+        "true",
+        " bytes instead of ",
+        "normal",
+    ),
     "node-order": (
         "node_combine.cuh",
         "for (int node = 0; node < plan.nodes; ++node) {",
         "for (int node = plan.nodes - 1; node >= 0; --node) {",
         "wrong vectors",
+        "normal",
     ),
     "missing-wait": (
         "node_combine.cuh",
         "if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;",
         "",
         "wrong vectors",
+        "normal",
+    ),
+    "direct-crosses-twice": (
+        "node_low_latency_dispatch.cuh",
+        "goes |= local >= 0 && local < r.local_experts;",
+        "goes = true;",
+        " bytes instead of ",
+        "normal",
+    ),
+    "direct-node-order": (
+        "node_low_latency_combine.cuh",
+        "for (int node = 0; node < direct.plan.nodes; ++node) {",
+        "for (int node = direct.plan.nodes - 1; node >= 0; --node) {",
+        "wrong vectors",
+        "normal",
+    ),
+    "direct-rounds-once": (
+        "node_low_latency_combine.cuh",
+        "for (int i = 0; i < kSumRounds; ++i) sum[i].Add(total[i].Round());",
+        "for (int i = 0; i < kSumRounds; ++i)\n"
+        "for (int j = 0; j < Values<Y>::kCount; ++j) sum[i].v[j] += total[i].v[j];",
+        "wrong vectors",
+        "normal",
+    ),
+    "direct-missing-wait": (
+        "direct.cuh",
+        "if (!WaitUntil(there, run_, step, rank)) return false;",
+        "",
+        "FAILED",
+        "normal",
+    ),
+    "share-done-twice": (
+        "node_low_latency_combine.cuh",
+        "if (good && block < cut.push && !run.repeats) {",
+        "if (good && block < cut.push) {",
+        "FAILED",
+        "members",
+    ),
+    "not-past-the-rail": (
+        "rail.cuh",
+        "(forwards == to || !Takes(forwards));",
+        "forwards == to;",
+        "FAILED",
+        "members",
+    ),
+    "joins-without-meeting": (
+        "operation.cuh",
+        "refused = !far.Join(run, run.active & ~run.reachable);",
+        "",
+        "FAILED",
+        "members",
+    ),
+    "reset-forgets-nothing": (
+        "direct.cuh",
+        "const uint32_t value = static_cast<uint32_t>(seen) + 1;",
+        "const uint32_t value = static_cast<uint32_t>(seen);",
+        "FAILED",
+        "growth",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in ("node-order", "missing-wait"))]
-)
+@pytest.mark.parametrize("fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in [*FAULTS][1:])])
 def test_a_fault_in_a_kernel_is_seen(nodes, fault):
-    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came."""
-    file, before, after, says = FAULTS[fault]
+    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came, and what
+    else the names say."""
+    file, before, after, says, scenario = FAULTS[fault]
     with open(nodes.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = build.build(nodes.parent / fault, {f"cuda_kernels/{file}": (before, after)}, program="nodes")
-    done = run(program, "normal", 6, 2)
+    done = run(program, scenario, 6, 2, patience=2 if says == "FAILED" else 20)
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr

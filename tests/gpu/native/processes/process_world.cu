@@ -110,7 +110,8 @@ char* ProcessWorld::Window(uint64_t bytes) {
   return static_cast<char*>(own);
 }
 
-ProcessOperation ProcessWorld::Add(const Problem& problem, int chunk_tokens, double timeout_s) {
+ProcessOperation ProcessWorld::Add(Problem problem, int chunk_tokens, double timeout_s) {
+  problem.chunk_tokens = chunk_tokens;
   const std::vector<RankCase> cases = Reference(problem);
   ProcessOperation out;
   for (const RankCase& c : cases) {
@@ -121,7 +122,7 @@ ProcessOperation ProcessWorld::Add(const Problem& problem, int chunk_tokens, dou
   const uint64_t ns = static_cast<uint64_t>(timeout_s * options_.patience * 1e9);
   prepared_.push_back(std::make_unique<Prepared>(problem, cases[options_.rank], state, next_call_++, ns));
   out.operation.prepared = prepared_.back().get();
-  out.operation.Plan(chunk_tokens, expected_);
+  out.operation.Plan(expected_);
   const Needs& n = prepared_.back()->needs();
   needs_.flag_bytes = std::max(needs_.flag_bytes, n.flag_bytes);
   needs_.data_bytes = std::max(needs_.data_bytes, n.data_bytes);
