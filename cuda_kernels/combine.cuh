@@ -69,6 +69,12 @@ __device__ __forceinline__ void AddRow(Octet& acc, const RawOctet<Y>& raw, float
     acc.v[i] = __fadd_rn(acc.v[i], weighted ? __fmul_rn(weight, y.v[i]) : y.v[i]);
   }
 }
+// Without asking whether there are weights: GatherRows makes them one, and a product by one has the same bits.
+template <class Y, int kSteps>
+__device__ __forceinline__ void AddRows(Octet (&acc)[kSteps], const RawOctet<Y> (&raw)[kSteps], float weight) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) AddRow(acc[s], raw[s], weight, true);
+}
 __device__ __forceinline__ void Add(Octet& acc, const Octet& other) {
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) acc.v[i] = __fadd_rn(acc.v[i], other.v[i]);
@@ -165,10 +171,8 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
     RowStream<Y, kSteps>::Run(
         ring, rows.count, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
         [&](int) { Clear(acc); },
-        [&](int i, int s, const RawOctet<Y>& raw) {
-          AddRow(acc[s], raw, shared.weights[warp][i], p.weights != nullptr);
-        },
-        [&](int) {}, [&](int base) { store(base, acc); });
+        [&](int i, const RawOctet<Y>(&raw)[kSteps]) { AddRows(acc, raw, shared.weights[warp][i]); }, [&](int) {},
+        [&](int base) { store(base, acc); });
   } else {
     for (int base = begin; base < end; base += kSteps * kWarpElements) {
       Octet acc[kSteps];
@@ -259,11 +263,12 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
     Clear(total);
     Clear(partial);
   };
-  auto add = [&](int i, int s, const RawOctet<Y>& raw) {
+  auto add = [&](int i, const RawOctet<Y>(&raw)[kSteps]) {
     if (i >= first_own && i < first_above) {
-      AddRow(partial[s], raw, shared.weights[warp][i - first_own], p.weights != nullptr);
+      AddRows(partial, raw, shared.weights[warp][i - first_own]);
     } else {
-      Add(total[s], Widen(raw));
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], Widen(raw[s]));
     }
   };
   auto after_row = [&](int i) {
@@ -331,10 +336,7 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
   };
   RowStream<Y, kSteps>::Run(
       ring, own, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
-      begin_batch,
-      [&](int i, int s, const RawOctet<Y>& raw) {
-        AddRow(partial[s], raw, shared.weights[warp][i], p.weights != nullptr);
-      },
+      begin_batch, [&](int i, const RawOctet<Y>(&raw)[kSteps]) { AddRows(partial, raw, shared.weights[warp][i]); },
       [](int) {}, end_batch);
 }
 

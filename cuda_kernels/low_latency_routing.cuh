@@ -141,10 +141,11 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   const int warps = plan.cut.routing * kWarps;
 #pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
-    int to = r.rank + 1 + item / groups;
+    const int group = item / r.ranks;  // the counts of all ranks first: everything waits for those
+    int to = r.rank + 1 + item - group * r.ranks;
     if (to >= r.ranks) to -= r.ranks;
     if (!Holds(plan.run.active, to)) continue;
-    const int first = item % groups * kRoundLines, line = first + piece.line;
+    const int first = group * kRoundLines, line = first + piece.line;
     const int token = line - plan.p.staging.count_lines;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (line < lines && token < 0) {

@@ -11,6 +11,7 @@
 
 #include "ffi/handlers.h"
 #include "ffi/memory_bindings.h"
+#include "ffi/nccl_link.h"
 #include "ffi/nccl_memory.h"
 #include "ffi/operation.h"
 
@@ -140,6 +141,10 @@ NB_MODULE(_cuda, m) {
   m.def("no_low_latency", &NoLines, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
-  BindMemory(m, &CudaDevices());
+  BindMemory(m, &CudaDevices(), NcclLinkKernels());
+  // Between nodes: the version of the headers that the kernels were compiled with (0: there are none), and how many
+  // processes share NVLink, once NCCL has been started (0: not known).
+  m.attr("nccl_headers") = NcclLinkHeaders();
+  m.def("nccl_ranks_per_node", [] { return WithoutGil([] { return NcclRanksPerNode(); }); });
   BindNccl(m, &CudaDevices(), NcclProvider());
 }

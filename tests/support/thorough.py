@@ -24,6 +24,8 @@ THOROUGH = (
     "tpu/test_tpu_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_many_ranks[18-3]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",
@@ -49,6 +51,7 @@ THOROUGH = (
     "test_profiles.py::test_autotune_measures_saves_and_loads",
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
     "flax/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
+    "flax/test_layer_benchmark.py::test_the_pieces_of_a_layer_are_measured",
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
     "flax/test_weights_in_front.py::test_on_hopper[biases]",
     "flax/test_weights_in_front.py::test_on_hopper[chunks in a loop]",

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from xen_moe_jax.benchmark import jax_settings
@@ -166,6 +167,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--plot {options.plot}: --tune draws nothing; leave one of the two out")
     if options.num_processes > 1 and not options.coordinator:
         raise ValueError(f"--num-processes {options.num_processes}: needs --coordinator HOST:PORT")
+    if options.coordinator and not re.fullmatch(r".+:\d+", options.coordinator):
+        raise ValueError(f"--coordinator {options.coordinator}: must be HOST:PORT, the same in every process")
     if options.process_id >= options.num_processes:
         raise ValueError(
             f"--process-id {options.process_id}: must be less than --num-processes {options.num_processes}"

@@ -16,7 +16,8 @@ import numpy as np
 from xen_moe_jax._config import DEFAULT_CONFIG
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
-from xen_moe_jax.backends.cuda import call, devices, module, schedule
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import call, devices, module, processes, schedule
 
 SMALL_BATCH = 4096
 CHANGE_S = 600.0
@@ -83,6 +84,14 @@ def open_buffer(
     keys = devices.groups(mesh, axis_name)
     devices.prepare(keys)
     return Memory(keys, channel, size_bytes, ranks_per_node)
+
+
+def ranks_per_node(num_ranks: int) -> int | None:
+    """As `backends.ranks_per_node`, for this backend."""
+    try:
+        return processes.ranks_per_node(module.registered, num_ranks)
+    except BackendUnavailable:
+        return None  # plain JAX runs in its place, or says why not
 
 
 def failure() -> str:

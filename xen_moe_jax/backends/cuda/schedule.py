@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _nodes
@@ -40,6 +41,8 @@ HOP_BYTES = 128 << 10
 there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
 not measured: docs/nodes_design.md."""
 LOW_LATENCY_SMS = 96
+LOW_LATENCY_FLIGHT_SMS = 64
+"""Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
 on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
@@ -113,6 +116,8 @@ def takes_lines(
     They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """
     nodes = _nodes.several(spec.num_ranks, config)
+    if nodes and jax.process_count() > 1:  # those between nodes have no puts over NCCL: the rails take few tokens too
+        return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
@@ -168,15 +173,17 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
-def of_flight(config: KernelConfig) -> KernelConfig:
-    """The configuration of an operation in flight."""
-    return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
+def of_flight(config: KernelConfig, *, lines: bool = False) -> KernelConfig:
+    """The configuration of an operation in flight. `lines`: by the low-latency kernels."""
+    if config.num_sms:
+        return config
+    return dataclasses.replace(config, num_sms=LOW_LATENCY_FLIGHT_SMS if lines else FLIGHT_SMS)
 
 
-def bulk(spec: Spec, wire: Any) -> bool:
+def bulk(spec: Spec, wire: Any, *, lines: bool = False) -> bool:
     """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None
+    return wanted and wire is None and not lines
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
@@ -220,8 +227,10 @@ def dispatch(
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
         push = count // 2
+    elif count >= 48:
+        push = min(24, count * 3 // 8) if quantizes else 12
     else:
-        push = min(24, count * 3 // 8) if count >= 48 else min(8, count // 2)
+        push = min(8, count // 2)
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(spec.num_tokens, push * module.compiled().warps // 2, hidden, config)
     solo = _solo_segment(spec)
@@ -242,7 +251,7 @@ def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, lines: b
     count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
-    push = count // 2 if small else max(count * 3 // 8, min(16, count // 2))
+    push = count // 2 if small else max(count * 3 // 8, min(16, count * 5 // 8))
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))

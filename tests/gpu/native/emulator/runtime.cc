@@ -481,7 +481,7 @@ struct Stream {
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
-  uint64_t recorded = 0, done = 0;
+  uint64_t recorded = 0, done = 0, ns = 0;  // ns: when it was reached
   void Wait(uint64_t number) {
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [&] { return done >= number; });
@@ -619,6 +619,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = reinterpret_cast<cudaEvent_t>(new Event);
   return cudaSuccess;
 }
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  const uint64_t from = reinterpret_cast<Event*>(begin)->ns, to = reinterpret_cast<Event*>(end)->ns;
+  return *ms = static_cast<float>(to - from) * 1e-6f, cudaSuccess;
+}
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<Event*>(event), cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Stream* const s = Of(stream);
@@ -630,6 +635,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   s->Put([=] {
     std::lock_guard<std::mutex> lock(e->mutex);
     e->done = std::max(e->done, number);
+    e->ns = emulator::NowNs();
     e->changed.notify_all();
   });
   return cudaSuccess;

@@ -39,6 +39,7 @@ CASES = [
     ("members", 3, 3, 64, 0),
     ("members", 3, 3, 1, 0),
     ("leaver", 3, 3, 12, 0),
+    ("flying", 3, 3, 64, 50),
     ("graphs", 2, 2, 64, 15),
     ("random", 2, 2, 64, 1500),
     ("random", 4, 2, 64, 300),
@@ -61,6 +62,44 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
     assert done.returncode == 0, done.stdout + done.stderr
     (entry,) = json.loads(out.read_text())["scenarios"]
     assert entry["name"] == scenario and entry["verdict"] == "passed"
+
+
+@pytest.mark.parametrize("ranks, multiprocessors", [(18, 3), (33, 3), pytest.param(72, 2, marks=pytest.mark.slow)])
+def test_many_ranks(harness, ranks, multiprocessors):
+    """More ranks than a word has bits, in the kernels of wide_*.cu: one word and a bit, several words, a whole NVL72."""
+    done = wide(harness, ranks, multiprocessors)
+    assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+def wide(program, ranks, multiprocessors):
+    command = [program, "--ranks", ranks, "--gpus", ranks, "--scenario", "wide", "--patience", 4]
+    return subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
+    """Ranks of the second word are not counted: their partial rows are left out of sums."""
+    before = "for (int w = 0; w < kRankWords; ++w) count += __popc(ranks.word[w]);"
+    faults = {"cuda_kernels/wide_rank_mask.cuh": (before, before.replace("w < kRankWords", "w < 1"))}
+    with open(harness.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = build.build(harness.parent / "wide-fault", faults)
+    done = wide(program, 33, 3)
+    assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_scenario_of_few_ranks_is_refused_for_many(harness):
+    command = [harness, "--ranks", "17", "--gpus", "17", "--scenario", "normal"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2 and "--scenario wide" in done.stderr
+    command[2] = "257"
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2 and "2 to 256" in done.stderr
 
 
 FAULTS = {

@@ -193,7 +193,7 @@ void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<Nod
 
 std::string Normal(const NodeOptions& o) {
   NodeWorld nodes(o);
-  const auto pool = NodePool(nodes, o, 20, 10);
+  const auto pool = NodePool(nodes, o, o.ranks > 20 ? 4 : 20, 10);
   nodes.Start(pool);
   for (const auto& ranks : pool) {
     for (int repeat = 0; repeat < 2; ++repeat) {

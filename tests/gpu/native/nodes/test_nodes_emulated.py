@@ -1,6 +1,7 @@
 """Kernels across nodes, on the emulator: the network that they are tested over by itself, then the kernels over it."""
 
 import fcntl
+import json
 import os
 import pathlib
 import subprocess
@@ -28,6 +29,16 @@ def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed)
     done = subprocess.run([network_test, "all", str(seed)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed ") == 18 and done.stdout.count("a rule is broken") == 7, done.stdout
+
+
+@pytest.fixture(scope="session")
+def nodes_wide() -> pathlib.Path:
+    return built("nodes_wide")
+
+
+@pytest.fixture(scope="session")
+def paced() -> pathlib.Path:
+    return built("paced")
 
 
 def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, **options):
@@ -73,6 +84,31 @@ def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
     patience = 5 if scenario in ("absent", "dead", "growth") else 20
     done = run(nodes, scenario, ranks, per_node, link, multiprocessors, calls=150, patience=patience)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "ranks, per_node", [pytest.param(18, 6, marks=pytest.mark.slow), pytest.param(72, 24, marks=pytest.mark.slow)]
+)
+def test_many_ranks(nodes_wide, ranks, per_node):
+    """Three nodes of more ranks together than a word has bits."""
+    done = run(nodes_wide, "normal", ranks, per_node, multiprocessors=3)
+    assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_slow_link_is_as_slow_as_it_says(paced, tmp_path):
+    """Results over a paced link are those of one node, no operation is quicker than its bytes allow, and tokens that
+    choose their experts on one node alone send half as much. The emulator says nothing of how well the rest is hidden:
+    its own time is the larger part of everything, and the machine's."""
+    out = tmp_path / "out.json"
+    command = [paced, "--ranks", 4, "--per-node", 2, "--gpus", 4, "--tokens", 16, "--hidden", 64, "--chunk-tokens", 8]
+    command += ["--blocks", 4, "--repeats", 1, "--rate", 1e-5, "--json", out]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 6 and all(case["different"] == 0 for case in cases)
+    assert all(case["us"] > 0.95 * case["link_us"] > 10000 for case in cases), cases
+    free, limited = (sum(case["bytes"] for case in cases if case["groups"] == groups) for groups in (2, 1))
+    assert 0.3 * free < limited < 0.75 * free, cases
 
 
 def test_a_weak_signal_is_enough(nodes):
