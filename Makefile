@@ -40,7 +40,7 @@ versions:  ## the oldest and the newest jax that are supported
 LIBTPU = import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))
 
 # What every platform without a wheel of its own takes.
-PURE_WHEEL = XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps dist/*.tar.gz
+PURE_WHEEL = XEN_MOE_CUDA=OFF $(BIN)/python -m pip wheel --no-deps --no-build-isolation dist/*.tar.gz
 
 # Most modules of these packages are never imported: each is compiled when it is.
 $(READY): pyproject.toml
@@ -56,13 +56,13 @@ demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
 test: $(READY)  ## the test suite, but for the tests marked slow or thorough: minutes
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python "not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "thorough and not slow" $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python "thorough and not slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what both leave out: an hour or more
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+	tools/run_tests.sh $(BIN)/python slow -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
@@ -101,7 +101,7 @@ bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 
 wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dist/, checked (nvcc comes from PyPI; minutes)
 	rm -rf dist
-	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 	XEN_MOE_CUDA=ON XEN_MOE_NVSHMEM=ON $(BIN)/python -m pip wheel --no-deps --wheel-dir dist/built dist/*.tar.gz
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libnvshmem_host.so.*' --wheel-dir dist dist/built/*.whl
 	$(BIN)/check-wheel-contents dist/*.whl
@@ -113,7 +113,7 @@ wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dis
 
 release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
 	rm -rf dist
-	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 	$(PURE_WHEEL) --wheel-dir dist
 	$(BIN)/python -m cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
 	$(BIN)/check-wheel-contents dist/*.whl

@@ -5,11 +5,11 @@
 
 The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
 random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
-may take the process with it. `--jobs` of them compile side by side and measure one after the other. A time is that of
-N calls queued at once, divided by N. Before it is timed a candidate is checked against float32 products of some rows of
-every group, with NaN in the rows past the last group where `--capacity` leaves any. What cannot run here is in the file
-with its reason. Kernels that JAX cannot call are measured from PyTorch, one matmul at a time
-(`grouped_matmul_torch.py`).
+may take the process with it. `--jobs` of them compile side by side and then measure in turns, one repeat each: how fast
+a GPU is depends on what it did just before. A time is that of N calls queued at once, divided by N. Before it is timed
+a candidate is checked against float32 products of some rows of every group, with NaN in the rows past the last group
+where `--capacity` leaves any. What cannot run here is in the file with its reason. Kernels that JAX cannot call are
+measured from PyTorch, one matmul at a time (`grouped_matmul_torch.py`).
 """
 
 from __future__ import annotations
@@ -268,10 +268,14 @@ def operands(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 
 def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
-    """SwiGLU, as the layer has it."""
+    """SwiGLU, as the layer has it: this library's kernels multiply both projections and apply it in one."""
     import jax
 
+    from xen_moe_jax.flax import hopper
+
     gate, up, down = weights
+    if matmul is hopper.grouped_matmul:
+        return matmul(hopper.swiglu(rows, gate, up, sizes), down, sizes)
     return matmul(jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes), down, sizes)
 
 
@@ -525,19 +529,21 @@ def timed(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     compiled = {
         name: jax.jit(program).lower(rows, *others).compile() for name, (program, _, others) in programs.items()
     }
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in timing.turns(options.lock, options.repeats):
+        for name, (_, _, others) in programs.items():
+            taken[name] += timing.queued(compiled[name], (rows, *others), options.inner, 1)
     times = {}
-    with timing.alone(options.lock):
-        for name, (_, work, others) in programs.items():
-            taken = timing.queued(compiled[name], (rows, *others), options.inner, options.repeats)
-            median = statistics.median(taken)
-            analysis = compiled[name].memory_analysis()
-            times[name] = {
-                "median_us": median,
-                "min_us": min(taken),
-                "max_us": max(taken),
-                "tflops": work / median / 1e6,
-                "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
-            }
+    for name, (_, work, _) in programs.items():
+        median = statistics.median(taken[name])
+        analysis = compiled[name].memory_analysis()
+        times[name] = {
+            "median_us": median,
+            "min_us": min(taken[name]),
+            "max_us": max(taken[name]),
+            "tflops": work / median / 1e6,
+            "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+        }
     return times
 
 

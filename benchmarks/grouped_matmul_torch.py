@@ -211,16 +211,13 @@ def measure(kind: str, options: argparse.Namespace, group_sizes: Any) -> dict[st
     if wrong:
         raise ValueError(f"wrong results, relative errors {wrong}: it must not be used")
     flops, times = 2 * options.rows * options.hidden * options.width, {}
-    with timing.alone(options.lock):
+    taken: dict[str, list[float]] = {what: [] for what in programs}
+    for _ in timing.turns(options.lock, options.repeats):
         for what, run in programs.items():
-            taken = queued(run, options.inner, options.repeats)
-            median = statistics.median(taken)
-            times[what] = {
-                "median_us": median,
-                "min_us": min(taken),
-                "max_us": max(taken),
-                "tflops": flops / median / 1e6,
-            }
+            taken[what] += queued(run, options.inner, 1)
+    for what, us in taken.items():
+        median = statistics.median(us)
+        times[what] = {"median_us": median, "min_us": min(us), "max_us": max(us), "tflops": flops / median / 1e6}
     return {"errors": errors, "times": times, "versions": versions()}
 
 

@@ -2,8 +2,9 @@
 // To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/kernel_variants.cu cuda_kernels/*.cu \
 //     cuda_kernels/*.cc -o variants
-//   ./variants NAME [quick|scan]
-// quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules.
+//   ./variants NAME [quick|scan|flight]
+// quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules. flight:
+// 4096 tokens on few thread blocks, as operations in flight run.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -32,7 +33,7 @@ struct Rank {
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "base";
   const std::string how = argc > 2 ? argv[2] : "";
-  const bool quick = how == "quick", scan = how == "scan";
+  const bool quick = how == "quick", scan = how == "scan", flight = how == "flight", large = scan || flight;
   const int hidden = 7168, experts = 256, top_k = 8;
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
@@ -42,7 +43,9 @@ int main(int argc, char** argv) {
     CHECK(PreloadKernels());
   }
   const uint64_t half = 320ull << 20;
-  for (int tokens : quick ? std::vector<int>{128, 1} : scan ? std::vector<int>{4096} : std::vector<int>{4096, 128, 1}) {
+  for (int tokens : quick   ? std::vector<int>{128, 1}
+                    : large ? std::vector<int>{4096}
+                            : std::vector<int>{4096, 128, 1}) {
     const int capacity = ranks * tokens * top_k;
     std::vector<Rank> all(ranks);
     std::mt19937 rng(1);
@@ -137,9 +140,10 @@ int main(int argc, char** argv) {
     };
     // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantised on the way.
     auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts,
-                        WireType wire = WireType::kNative) {
+                        WireType wire = WireType::kNative, bool bulk = false) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
+      s.bulk = bulk;
       // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
       s.solo_layout = ranks * tokens * top_k <= 2048;
       if (s.solo_layout) {
@@ -188,7 +192,18 @@ int main(int argc, char** argv) {
           },
           blocks, push, parts);
     };
-    if (tokens == 4096 && scan) {
+    if (flight) {
+      for (int blocks : {6, 8, 10, 12, 16, 20, 24, 32}) {
+        for (int push : {blocks / 3, blocks / 2, blocks * 5 / 8, blocks * 3 / 4}) {
+          if (push <= blocks / 2) dispatch("fp8 bulk", true, false, blocks, push, 1, WireType::kNative, true);
+          if (push >= blocks / 2) combine("combine", blocks, push, 1);
+        }
+      }
+      for (int push : {8, 12, 16, 24}) {
+        dispatch("fp8 copied", true, false, 64, push, 1);
+        dispatch("bf16 copied", false, false, 64, push, 1);
+      }
+    } else if (tokens == 4096 && scan) {
       for (int blocks : {32, 48, 64, 96, 132}) {
         for (int push : {8, 12, 16, 24, 32, 48, 64}) {
           if (push * 4 > blocks * 3) continue;

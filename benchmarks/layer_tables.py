@@ -148,6 +148,45 @@ def experts(content: dict[str, Any]) -> list[str]:
     return [sizes, "", *table(["", *EXPERTS.values()], rows), *(["", "No times:", "", *left_out] if left_out else [])]
 
 
+def least_layers(content: dict[str, Any]) -> list[str]:
+    """Of `benchmarks/layer_bound.py`: the pieces, and what the least layer comes to with each of them."""
+
+    def us(piece: str, chunks: int, blocks: int | None, operation: str | None = None) -> str:
+        wanted = {"piece": piece, "chunks": chunks, "blocks": blocks, "operation": operation}
+        for row in content["pieces"]:
+            if all(row.get(key) == value for key, value in wanted.items()) and not row.get("matmul_blocks"):
+                return f"{row['us']:,.0f}" if "us" in row else "-"
+        return "-"
+
+    least = {(row["operation"], row["chunks"], row["blocks"]): row for row in content["bounds"] if "chunks" in row}
+    rows = []
+    for chunks, blocks in dict.fromkeys((chunks, blocks) for _, chunks, blocks in least):
+        cells = [str(chunks), "-" if blocks is None else str(blocks)]
+        cells += [us(piece, chunks, blocks) for piece in ("dispatch", "combine")]
+        for operation in (FORWARD, BOTH):
+            row = least[operation, chunks, blocks]
+            cells += [us("experts", chunks, None, operation), f"{row['us']:,.0f}", f"{row['ratio']:.2f}"]
+        rows.append(cells)
+    columns = ["chunks", "blocks", "dispatch of one", "combine of one"]
+    columns += ["experts forward", "least", "over the experts", "experts with backward", "least", "over the experts"]
+    lines = table(columns, rows) + [""]
+    for row in content["bounds"]:
+        if row["bound"] == "fused":
+            lines.append(
+                f"- {row['operation']}: rest {row['rest_us']:,.0f} us; a multiprocessor is {row['price']:.2%} of the "
+                f"experts' speed; with every transfer hidden from its first row to its last, {row['us']:,.0f} us, "
+                f"{row['ratio']:.3f} of the experts."
+            )
+    layers = [row for row in content["pieces"] if row["piece"] == "layer"]
+    measured_rows = []
+    for row in layers:
+        name = f"{row['chunks']} chunks, flights on {row['blocks']} blocks" if row["blocks"] else "as it is"
+        name += f", matmuls of {row['matmul_blocks']} blocks" if row.get("matmul_blocks") else ""
+        said = f"{row['us']:,.0f}" if "us" in row else reason(row["error"])
+        measured_rows.append([name, row["operation"], said])
+    return [*lines, "", "Layers that were measured in the same job:", "", *table(["layer", "", "us"], measured_rows)]
+
+
 def absent(what: str) -> str:
     return f"**Not measured on GPUs yet** (`{what}`)."
 
@@ -157,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stacks of layers": lambda: files("model_*.json", layers, absent("benchmark --mode model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("benchmarks/nnx_layer.py")),
     "training": lambda: files("train_*.json", training, absent("benchmarks/train.py")),
+    "least layer": lambda: files("least_layer_*.json", least_layers, absent("benchmarks/layer_bound.py")),
     "experts": lambda: files("grouped_matmul_*.json", experts, absent("benchmarks/grouped_matmul.py")),
 }
 """By the name that a document gives."""

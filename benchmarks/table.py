@@ -18,13 +18,13 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTING = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "tpu.md"]
+QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/performance*.md")), ROOT / "docs" / "tpu_checks.md"]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import layer_tables  # noqa: E402
 from tools import perf_curves  # noqa: E402
-from xen_moe_jax.benchmark import jax_best, tpu_budget, tpu_layer  # noqa: E402
+from xen_moe_jax.benchmark import jax_best, jax_settings, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
 
@@ -134,7 +134,7 @@ def jax_table(path: pathlib.Path) -> str:
     machine = content["machine"]
     lines = [
         f"{machine['devices']} x {machine['device_kind']}, jax {content['versions']['jax']}; {content['time'][:10]}.\n",
-        f"`{content['command']}`\n",
+        *commands(content),
         jax_best.goal_line(content) + "\n",
         "| " + " | ".join(jax_best.COLUMNS) + " |",
         "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
@@ -154,9 +154,19 @@ def jax_table(path: pathlib.Path) -> str:
         for peer in dict.fromkeys(row["name"] for row in trips):
             cells = [one_trip(trips, peer, n, dtype) for dtype in ("bfloat16", "float8_e4m3fn") for n in (4096, 128)]
             lines.append(f"| {name} | {flags} | {ended} | {peer} | " + " | ".join(cells) + " |")
-    if content["left_out"]:
-        lines.append(f"\nNot run, no time was left: {', '.join(content['left_out'])}.")
+    if left := [name for name in jax_settings.SETTINGS if name not in content["settings"]]:
+        lines.append(f"\nNot run, no time was left: {'; '.join(left)}.")
     return "\n".join(lines)
+
+
+def commands(content: dict[str, Any]) -> list[str]:
+    """Every command of the file. Where there are several, each with the settings that it measured last."""
+    measured: dict[str, list[str]] = {}
+    for name, entry in content["settings"].items():
+        measured.setdefault(entry.get("command", content["command"]), []).append(name)
+    if len(measured) == 1:
+        return [f"`{command}`\n" for command in measured]
+    return [f"{'; '.join(names)}:\n`{command}`\n" for command, names in measured.items()]
 
 
 def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) -> str:
@@ -167,7 +177,7 @@ def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) ->
 def ended_in_words(ended: str) -> str:
     """Without the pipes of a log that would cut the table, and not too long for a cell."""
     text = ended.replace("|", " ").replace("<", "(").replace(">", ")").replace("\n", " ")
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def page() -> str:

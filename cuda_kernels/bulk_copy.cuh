@@ -15,11 +15,16 @@ namespace xen_moe {
 
 constexpr int kBulkChunk = 3584;  // bytes; a multiple of 128
 constexpr int kBulkStages = 3;    // chunks of a warp in shared memory
+constexpr int kBulkRows = 4;      // rows that a warp looks up together (bulk_place.cuh)
 
 struct alignas(128) BulkRing {
   char chunk[kBulkStages][kBulkChunk];
   alignas(128) uint64_t arrived[kBulkStages];
   uint32_t loads;  // chunks asked for so far
+  // The rows at hand: where they and their scales lie, and which entries of the warp's list are their places.
+  const char* from[kBulkRows];
+  const float* scales[kBulkRows];
+  int first[kBulkRows], count[kBulkRows];
 };
 constexpr int kBulkSharedBytes = kWarps * static_cast<int>(sizeof(BulkRing));  // behind those of the layout
 

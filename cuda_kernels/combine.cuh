@@ -31,16 +31,17 @@ struct CombineShared {
 };
 
 // The rows of one (source, token) that this rank holds. `belongs`: the token names this rank at all.
-struct TokenRows {
+struct GatheredRows {
   int count;
   bool belongs;
 };
 
-__device__ __forceinline__ TokenRows GatherRows(const CombineParams& p, CombineShared& shared, int source, int token) {
+__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source,
+                                                   int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-  TokenRows out{0, false};
+  GatheredRows out{0, false};
   __syncwarp();
   if (!Holds(shared.run.active, source)) return out;
   for (int base = 0; base < r.slots; base += 32) {
@@ -67,6 +68,12 @@ __device__ __forceinline__ void AddRow(Octet& acc, const RawOctet<Y>& raw, float
   for (int i = 0; i < kOctet; ++i) {
     acc.v[i] = __fadd_rn(acc.v[i], weighted ? __fmul_rn(weight, y.v[i]) : y.v[i]);
   }
+}
+// Without asking whether there are weights: GatherRows makes them one, and a product by one has the same bits.
+template <class Y, int kSteps>
+__device__ __forceinline__ void AddRows(Octet (&acc)[kSteps], const RawOctet<Y> (&raw)[kSteps], float weight) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) AddRow(acc[s], raw[s], weight, true);
 }
 __device__ __forceinline__ void Add(Octet& acc, const Octet& other) {
 #pragma unroll
@@ -122,6 +129,7 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
 struct Straight {
   __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
   __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }
+  __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
 // kGeneral: octet by octet on the wire, for any hidden size.
@@ -135,9 +143,10 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const int token = pair / (r.ranks - 1);
   int source = r.rank + 1 + pair % (r.ranks - 1);
   if (source >= r.ranks) source -= r.ranks;
-  const TokenRows rows = GatherRows(p, shared, source, token);
+  const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
+  if (!Way::Takes(shared.run, target)) return;
   char* wire =
       shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
@@ -162,10 +171,8 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
     RowStream<Y, kSteps>::Run(
         ring, rows.count, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
         [&](int) { Clear(acc); },
-        [&](int i, int s, const RawOctet<Y>& raw) {
-          AddRow(acc[s], raw, shared.weights[warp][i], p.weights != nullptr);
-        },
-        [&](int) {}, [&](int base) { store(base, acc); });
+        [&](int i, const RawOctet<Y>(&raw)[kSteps]) { AddRows(acc, raw, shared.weights[warp][i]); }, [&](int) {},
+        [&](int base) { store(base, acc); });
   } else {
     for (int base = begin; base < end; base += kSteps * kWarpElements) {
       Octet acc[kSteps];
@@ -256,11 +263,12 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
     Clear(total);
     Clear(partial);
   };
-  auto add = [&](int i, int s, const RawOctet<Y>& raw) {
+  auto add = [&](int i, const RawOctet<Y>(&raw)[kSteps]) {
     if (i >= first_own && i < first_above) {
-      AddRow(partial[s], raw, shared.weights[warp][i - first_own], p.weights != nullptr);
+      AddRows(partial, raw, shared.weights[warp][i - first_own]);
     } else {
-      Add(total[s], Widen(raw));
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], Widen(raw[s]));
     }
   };
   auto after_row = [&](int i) {
@@ -328,10 +336,7 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
   };
   RowStream<Y, kSteps>::Run(
       ring, own, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
-      begin_batch,
-      [&](int i, int s, const RawOctet<Y>& raw) {
-        AddRow(partial[s], raw, shared.weights[warp][i], p.weights != nullptr);
-      },
+      begin_batch, [&](int i, const RawOctet<Y>(&raw)[kSteps]) { AddRows(partial, raw, shared.weights[warp][i]); },
       [](int) {}, end_batch);
 }
 
@@ -350,7 +355,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
-    const TokenRows own = GatherRows(p, shared, r.rank, token);
+    const GatheredRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     EachOwnRank(lane, r.ranks, [&](int rank) {
       if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;

@@ -228,6 +228,13 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   }
 }
 
+// A codec's own way to place all rows, where it has one (bulk_place.cuh). False: nothing is done.
+template <class Codec>
+__device__ __forceinline__ bool PlaceGroups(Codec*, const DispatchParams&, DispatchShared&, const LayoutScratch&,
+                                            const int*, uint32_t) {
+  return false;
+}
+
 // Rows that round a group up to the alignment are zero, with weight and scale zero.
 // Block `index` of `count` does its share.
 __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
@@ -338,7 +345,9 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, scratch, &starts, [&] { return AwaitMetadata(p, shared, epoch); })) {
-      PlaceRows<Codec>(p, shared, scratch, starts, epoch);
+      if (!PlaceGroups(static_cast<Codec*>(nullptr), p, shared, scratch, starts, epoch)) {
+        PlaceRows<Codec>(p, shared, scratch, starts, epoch);
+      }
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }

@@ -1,6 +1,5 @@
 // Dispatch of rows that travel as they are and are placed by bulk copies: in flight, on few SMs.
-#include "bulk_copy.cuh"
-#include "dispatch.cuh"
+#include "bulk_place.cuh"
 
 namespace xen_moe {
 namespace {

@@ -66,14 +66,25 @@ static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step s
   }
 }
 
-// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody.
+// The rank of this node through which everything of `rank`, of another node, comes: that of its place (rail_plan.h).
+__device__ __forceinline__ int ComesThrough(const Running& run, int rank) {
+  return FirstRank(run.reachable) + rank % CountRanks(run.reachable);
+}
+
+// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. Of a rank of
+// another node nothing is shown here: either it owes, or the one that hands on what it sends, which shows whether it
+// waits for it.
 static __device__ __noinline__ void FailTimeout(const Running& run, Step step, int rank, uint64_t waited_ns) {
   RankMask seen = OneRank(run.rank);
   while (!Holds(seen, rank)) {
     seen |= OneRank(rank);
-    if (IsDead(run, rank) || !Holds(run.reachable, rank)) break;
-    const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
-    if (!ProgressWaits(shown)) {
+    if (IsDead(run, rank)) break;
+    const int asked = Holds(run.reachable, rank) ? rank : ComesThrough(run, rank);
+    if (asked == run.rank) break;
+    const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[asked]->progress);
+    if (IsDead(run, asked) || !ProgressWaits(shown)) {
+      if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
+      rank = asked;
       if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
       break;
     }

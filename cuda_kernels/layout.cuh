@@ -177,8 +177,11 @@ __device__ __forceinline__ void CountAlone(const DispatchParams& p, const Runnin
 __device__ __forceinline__ int AddSaturated(int x, int y) {
   return static_cast<int>(min(static_cast<uint32_t>(x) + static_cast<uint32_t>(y), 0x7FFFFFFFu));
 }
+// Neither is negative, so no sum leaves 32 bits; a division of 64 would be a call.
 __device__ __forceinline__ int RoundUp(int x, int multiple) {
-  return static_cast<int>(min((static_cast<int64_t>(x) + multiple - 1) / multiple * multiple, int64_t{0x7FFFFFFF}));
+  if (multiple == 1) return x;
+  const uint32_t most = static_cast<uint32_t>(x) + static_cast<uint32_t>(multiple - 1);
+  return static_cast<int>(min(most - most % static_cast<uint32_t>(multiple), 0x7FFFFFFFu));
 }
 
 // Rows of local expert `l`, before dropping. Not negative.

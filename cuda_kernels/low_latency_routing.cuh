@@ -141,10 +141,11 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   const int warps = plan.cut.routing * kWarps;
 #pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
-    int to = r.rank + 1 + item / groups;
+    const int group = item / r.ranks;  // the counts of all ranks first: everything waits for those
+    int to = r.rank + 1 + item - group * r.ranks;
     if (to >= r.ranks) to -= r.ranks;
     if (!Holds(plan.run.active, to)) continue;
-    const int first = item % groups * kRoundLines, line = first + piece.line;
+    const int first = group * kRoundLines, line = first + piece.line;
     const int token = line - plan.p.staging.count_lines;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (line < lines && token < 0) {
@@ -177,9 +178,11 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
 }
 
 // Receiving. All threads of the block: counts of all sources. `adopt()` does what no block has started, before the
-// first long wait. False: the group has failed.
-template <class Adopt>
-__device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& piece, Adopt adopt) {
+// first long wait. `far`: has the counts of ranks of other nodes (node_low_latency_dispatch.cuh). False: the group has
+// failed.
+template <class Adopt, class Far = NobodyFar>
+__device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& piece, Adopt adopt,
+                                              const Far& far = Far()) {
   const Routing& r = plan.p.routing;
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7, local = plan.at.local;
   const int per_source = plan.p.staging.count_lines, lines = r.ranks * per_source, most = r.tokens * r.top_k;
@@ -217,6 +220,9 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
     if (!__syncthreads_or(patient ? !good : idle || !good)) break;
     if (patient) return false;
     adopt();
+  }
+  if constexpr (Far::kAny) {
+    if (!far.ReceiveCounts()) return false;
   }
   // Rows of the sources before, and of all.
   const bool writes = plan.receiver == 0;
@@ -257,8 +263,33 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
-// Positions of a (source, token): lane k's is slot k's row (ranked: lane 0 has the only one), or negative. `write`:
-// also into the results. False: the group has failed. All lanes call it.
+// Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0
+// has the only one), or negative. `write`: also into the results. All lanes call it.
+__device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int token, uint32_t word, float weight,
+                                            bool write) {
+  const DispatchParams& p = plan.p;
+  const Routing& r = p.routing;
+  const int lane = threadIdx.x & 31;
+  int own = Position(plan, source, word);
+  const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
+  if (r.layout == Layout::kRanked) {  // one row, whichever slots want it
+    const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
+    const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
+    if (write && lane == 0) p.positions[pair] = row;
+    if (write && row >= 0 && lane < r.top_k) {
+      const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
+      p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
+      p.weights[at] = word ? weight : 0.0f;
+    }
+    own = lane == 0 ? row : -1;
+  } else if (write && lane < r.top_k) {
+    p.positions[pair * r.slots + lane] = own;
+    if (own >= 0) p.weights[own] = weight;
+  }
+  return own;
+}
+
+// The same by the token's line, once that has come. False: the group has failed.
 __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece, int source, int token, bool write,
                                             int* position) {
   const DispatchParams& p = plan.p;
@@ -280,23 +311,7 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
   const uint32_t high_weight = __shfl_sync(0xFFFFFFFFu, slots.w, lane / 2);
   const uint32_t word = lane >= r.top_k ? 0 : lane & 1 ? high : low;
   const float weight = __uint_as_float(lane & 1 ? high_weight : low_weight);
-  int own = Position(plan, source, word);
-  const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  if (r.layout == Layout::kRanked) {  // one row, whichever slots want it
-    const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
-    const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
-    if (write && lane == 0) p.positions[pair] = row;
-    if (write && row >= 0 && lane < r.top_k) {
-      const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
-      p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
-      p.weights[at] = word ? weight : 0.0f;
-    }
-    own = lane == 0 ? row : -1;
-  } else if (write && lane < r.top_k) {
-    p.positions[pair * r.slots + lane] = own;
-    if (own >= 0) p.weights[own] = weight;
-  }
-  *position = own;
+  *position = ResolveSlots(plan, source, token, word, weight, write);
   return true;
 }
 

@@ -83,8 +83,10 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-// Every warp places parts of (source, token)s. False: the group has failed.
-__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) {
+// Every warp places parts of (source, token)s. `far`: has those of other nodes (node_low_latency_dispatch.cuh). False:
+// the group has failed.
+template <class Far = NobodyFar>
+__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, const Far& far = Far()) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
@@ -105,6 +107,12 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece) 
     const bool own = source == r.rank;
     const int first = static_cast<int>(item - pair * parts) * plan.cut.rounds;
     const int end = min(p.staging.row_rounds, first + plan.cut.rounds);
+    if constexpr (Far::kAny) {
+      if (far.HasFrom(source)) {
+        if (!far.Place(source, token, first, end)) return false;
+        continue;
+      }
+    }
     const char* const row = half + plan.RowAt(source, token, 0);
     const WireRow mine(p, p.x, p.scales, token);
     bool resolved = false;

@@ -54,6 +54,8 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint64_t* p, uint64_t v) {
 }
 // Both an acquire and a release on this GPU. __threadfence() also orders stores before later loads, which takes longer.
 __device__ __forceinline__ void FenceGpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// The same for all GPUs: what a flag needs. __threadfence_system() orders stores before later loads too.
+__device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void StoreRelaxedSystem(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

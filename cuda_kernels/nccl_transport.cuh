@@ -6,6 +6,8 @@
 // all earlier ones of this context to that rank. There is one context, so that this holds for every warp. A signal is
 // read with acquire semantics at system scope.
 //
+// What NCCL inlines has code for each kind of network, so it stands once in a kernel, behind a call.
+//
 // What waits: nothing here. NCCL makes a put wait, without a limit, where the queue to its rank is full. So puts that
 // have not completed are counted for each rank, and a place is reserved first (Transport), in a wait that has a limit.
 #pragma once
@@ -13,7 +15,9 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
-#include "rail_plan.h"
+#include <cstring>
+
+#include "nccl_launch.h"
 #include "transport.cuh"
 
 namespace xen_moe {
@@ -21,19 +25,16 @@ namespace xen_moe {
 // Puts under way to one rank. NCCL's queues have room for 32 at least.
 constexpr uint32_t kMostPuts = 32;
 
-// In device memory, written before the first operation; `reserved` is the kernels'. Rank r is NCCL's rank r.
-struct NcclTable {
-  ncclWindow_t staging[kGenerations];  // generation g: entry g % kGenerations
-  uint64_t staging_at[kGenerations];   // where the staging area lies in its window
-  ncclWindow_t mailbox;
-  uint64_t mailbox_at;
-  uint32_t reserved[kMaxRanks];  // puts to each rank so far
-};
-
 struct NcclLink {
   ncclDevComm comm;
-  NcclTable* table;
+  WindowTable* table;  // in device memory
 
+  static NcclLink Of(const NcclSite& site) {
+    NcclLink link{};
+    std::memcpy(static_cast<void*>(&link.comm), site.device_comm, sizeof(link.comm));
+    link.table = site.windows;
+    return link;
+  }
   static constexpr bool kReserves = true;
   __device__ __forceinline__ bool Reserve(int target) const {
     const uint32_t place = atomicAdd(&table->reserved[target], 1u);
@@ -47,39 +48,48 @@ struct NcclLink {
   }
   __device__ __forceinline__ void PutSignal(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes,
                                             uint32_t signal) const {
-    Issue(generation, target, to, from, bytes, ncclGin_StrongSignalInc{signal});
+    Issue(generation, target, to, from, bytes, ncclGin_StrongSignalInc{kSettleSignals + signal});
   }
-  __device__ __forceinline__ uint64_t Count(uint32_t signal) const { return ncclGin(comm, 0).readSignal(signal); }
+  __device__ __forceinline__ uint64_t Count(uint32_t signal) const {
+    return Read(kSettleSignals + signal) - table->base[signal];
+  }
   __device__ __forceinline__ int Pending() const {
-    for (int rank = 0; rank < comm.nRanks; ++rank) {
+    for (int rank = 0; rank < table->ranks; ++rank) {
       if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank)) return rank;
     }
     return -1;
   }
+  // For LaunchNcclSettle. Counters of NCCL's: first one for each rank, which settling raises, then those of the
+  // kernels.
+  static constexpr uint32_t kSettleSignals = kRanks;
+  __device__ __noinline__ uint64_t Read(uint32_t raw) const { return ncclGin(comm, 0).readSignal(raw); }
+  // With no payload, and not counted: for when nothing else is under way. One lane calls it.
+  __device__ __forceinline__ void Raise(int target, uint32_t raw) const {
+    ncclGin(comm, 0).signal(ncclTeamWorld(comm), table->process[target], ncclGin_StrongSignalInc{raw});
+  }
   // What goes is the word in the own mailbox, which is `word` or a later one. NCCL has no compare and swap: a word that
   // is there gives way to it.
   __device__ __forceinline__ void Fail(int target, uint64_t) const {
-    const uint64_t at = table->mailbox_at + offsetof(Mailbox, failure);
-    PutInto(target, table->mailbox, at, at, sizeof(Mailbox::failure), ncclGin_None{});
+    constexpr uint64_t kAt = offsetof(Mailbox, failure);
+    PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::failure), ncclGin_None{});
   }
 
  private:
   // A counter for each rank: puts whose source has been read.
-  __device__ __forceinline__ uint32_t Completed(int target) const {
+  __device__ __noinline__ uint32_t Completed(int target) const {
     return static_cast<uint32_t>(ncclGin(comm, 0).readCounter(target));
   }
-  template <class Signal>
+  template <class Action>
   __device__ __forceinline__ void Issue(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes,
-                                        Signal signal) const {
+                                        Action action) const {
     if ((threadIdx.x & 31) != 0) return;
-    const uint32_t entry = generation % kGenerations;
-    const uint64_t at = table->staging_at[entry];
-    PutInto(target, table->staging[entry], at + to, at + from, bytes, signal);
+    PutInto(target, table->staging[generation % kGenerations], to, from, bytes, action);
   }
-  template <class Signal>
-  __device__ __forceinline__ void PutInto(int target, ncclWindow_t window, uint64_t to, uint64_t from, uint64_t bytes,
-                                          Signal signal) const {
-    ncclGin(comm, 0).put(ncclTeamWorld(comm), target, window, to, window, from, bytes, signal,
+  template <class Action>
+  __device__ __noinline__ void PutInto(int target, void* opaque, uint64_t to, uint64_t from, uint64_t bytes,
+                                       Action action) const {
+    const ncclWindow_t window = static_cast<ncclWindow_t>(opaque);
+    ncclGin(comm, 0).put(ncclTeamWorld(comm), table->process[target], window, to, window, from, bytes, action,
                          ncclGin_WeakCounterInc{static_cast<ncclGinCounter_t>(target)}, ncclCoopThread{},
                          ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
   }
@@ -90,7 +100,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount = nodes * kMaxChunks;
+  out.ginSignalCount = NcclLink::kSettleSignals + kChunkSignals + nodes * kMaxChunks;
   out.ginCounterCount = kRanks;
   return out;
 }

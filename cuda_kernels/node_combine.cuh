@@ -12,7 +12,7 @@
 #pragma once
 
 #include "combine.cuh"
-#include "rail.cuh"
+#include "direct.cuh"
 
 namespace XEN_MOE_KERNELS {
 
@@ -24,6 +24,8 @@ struct ByNode {
   __device__ __forceinline__ static int Slot(const Routing& r, int source) {
     return source / r.ranks_per_node * r.ranks_per_node + r.rank % r.ranks_per_node;
   }
+  // One that is out adds nothing: this rank's rows go past it (SendOwn).
+  __device__ __forceinline__ static bool Takes(const Running& run, int target) { return Holds(run.meets, target); }
 };
 
 __device__ __forceinline__ uint32_t* MaskFlag(char* half, const RailPlan& plan, int slot, int chunk) {
@@ -31,6 +33,19 @@ __device__ __forceinline__ uint32_t* MaskFlag(char* half, const RailPlan& plan, 
 }
 __device__ __forceinline__ uint32_t* MaskOf(char* data, const RailPlan& plan, int slot, int chunk) {
   return reinterpret_cast<uint32_t*>(data + plan.masks) + slot * plan.chunks + chunk;
+}
+
+// Bit mask of the tokens of a chunk of `source` that have rows here, to all lanes.
+__device__ __forceinline__ uint32_t TokensOfSource(const CombineParams& p, const RailPlan& plan, int source,
+                                                   int chunk) {
+  const Routing& r = p.routing;
+  const int lane = threadIdx.x & 31, token = chunk * plan.chunk_tokens + lane;
+  bool belongs = false;
+  if (lane < TokensOf(plan, chunk, r.tokens)) {
+    const int* const positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
+    for (int slot = 0; slot < r.slots; ++slot) belongs |= positions[slot] != -1;
+  }
+  return __ballot_sync(0xFFFFFFFFu, belongs);
 }
 
 // Tells the rank of this node that adds for a source which of its tokens have rows here.
@@ -41,15 +56,10 @@ __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineS
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int chunk = item / others, n = item % others;
     const int source = n < plan.node * plan.per_node ? n : n + plan.per_node;
-    const int token = chunk * plan.chunk_tokens + lane;
-    bool belongs = false;
-    if (lane < TokensOf(plan, chunk, r.tokens)) {
-      const int* const positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-      for (int slot = 0; slot < r.slots; ++slot) belongs |= positions[slot] != -1;
-    }
-    const uint32_t mask = __ballot_sync(0xFFFFFFFFu, belongs);
+    const int target = ByNode::Target(r, source), slot = ByNode::Slot(r, source);
+    if (!Holds(shared.run.active, source) || !ByNode::Takes(shared.run, target)) continue;
+    const uint32_t mask = TokensOfSource(p, plan, source, chunk);
     if (lane == 0) {
-      const int target = ByNode::Target(r, source), slot = ByNode::Slot(r, source);
       *MaskOf(shared.run.data[target], plan, slot, chunk) = mask;
       __threadfence_system();
       StoreRelaxedSystem(MaskFlag(shared.run.half[target], plan, slot, chunk), shared.run.epoch);
@@ -78,20 +88,58 @@ __device__ __forceinline__ const char* StagedPartial(const CombineParams& p, con
          (static_cast<uint64_t>(slot) * p.routing.tokens + token) * p.staging.row_bytes;
 }
 
+// Stores steps of a row as it goes over the wire.
+template <class Y, WireType kWire, int kSteps>
+__device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, int base, int end, bool vector,
+                                          const Octet (&values)[kSteps]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const int e = base + s * kWarpElements + static_cast<int>(threadIdx.x & 31) * kOctet;
+    if constexpr (kWire == WireType::kNative) {
+      StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(values[s]));
+    } else {
+      StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(values[s], p.ue8m0));
+    }
+  }
+}
+
+// Sends this rank's own partial rows for a chunk of `to`, past the rank of this node that would add them and is out.
+template <class Y, WireType kWire, int kSteps, class Link>
+__device__ __noinline__ void SendOwn(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail, bool vector,
+                                     int to, int chunk) {
+  const uint32_t tokens = TokensOfSource(p, rail.plan, to, chunk);
+  int record = 0;
+  for (uint32_t m = tokens; m; m &= m - 1, ++record) {
+    const GatheredRows rows = GatherRows(p, shared, to, chunk * rail.plan.chunk_tokens + __ffs(m) - 1);
+    char* const wire = shared.run.data[p.routing.rank] + rail.SentRecord(to, chunk, record);
+    for (int base = 0; base < p.routing.hidden; base += kSteps * kWarpElements) {
+      Octet partial[kSteps];
+      ReduceRows<Y, kSteps>(p, shared, rows.count, base, p.routing.hidden, vector, partial);
+      StoreWire<Y, kWire, kSteps>(p, wire, base, p.routing.hidden, vector, partial);
+    }
+  }
+  rail.Send(to, chunk, tokens);
+}
+
 // Adds the partial rows of this node for the tokens of ranks on other nodes, and sends them.
 template <class Y, WireType kWire, int kSteps, class Link>
-__device__ __forceinline__ void SendSums(const CombineParams& p, const CombineShared& shared, const Rail<Link>& rail,
+__device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail,
                                          bool vector) {
   const Routing& r = p.routing;
   const RailPlan& plan = rail.plan;
-  const int lane = threadIdx.x & 31, others = plan.nodes - 1, items = others * plan.chunks;
+  const int lane = threadIdx.x & 31, turns = rail.Turns(), items = turns * plan.chunks;
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailReceive)], items, false);
   for (int item = claims.First(); item < items; item = claims.Next()) {
-    const int chunk = item / others, node = rail.NodeTo(item % others), slots = node * plan.per_node;
+    const int chunk = item / turns, to = rail.RankTo(item % turns), slots = to / plan.per_node * plan.per_node;
+    if (!rail.Goes(to, r.rank)) continue;
+    if (!rail.OnRail(to)) {
+      SendOwn<Y, kWire, kSteps>(p, shared, rail, vector, to, chunk);
+      continue;
+    }
     uint32_t mask = 0;  // of this lane's places together
     bool arrived = true;
     EachOwnRank(lane, plan.per_node, [&](int place) {
-      if (!arrived || place >= plan.per_node) return;
+      if (!arrived || place >= plan.per_node || !rail.Takes(plan.node * plan.per_node + place)) return;
       arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + place, chunk), shared.run, shared.run.epoch,
                          Step::kMetadata, plan.node * plan.per_node + place);
       if (arrived) mask |= LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk));
@@ -107,7 +155,7 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, const CombineSh
                 kWide ? LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk)) : mask;
             return own >> bit & 1;
           }).Ballot();
-      char* const wire = shared.run.data[r.rank] + rail.SentRecord(node, chunk, record);
+      char* const wire = shared.run.data[r.rank] + rail.SentRecord(to, chunk, record);
       for (int part = 0; part < p.schedule.parts; ++part) {
         if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
@@ -122,20 +170,33 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, const CombineSh
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
           }
-#pragma unroll
-          for (int s = 0; s < kSteps; ++s) {
-            const int e = base + s * kWarpElements + lane * kOctet;
-            if constexpr (kWire == WireType::kNative) {
-              StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(total[s]));
-            } else {
-              StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(total[s], p.ue8m0));
-            }
-          }
+          StoreWire<Y, kWire, kSteps>(p, wire, base, end, vector, total);
         }
       }
     }
-    rail.Send(node, chunk, tokens);
+    rail.Send(to, chunk, tokens);
   }
+}
+
+// partial = the rows of node `node`, whose rank on the rail is out, as its ranks have sent them themselves: added up
+// and rounded as that one would have. `came`: lane `r`'s are the tokens that rank r has sent a row for.
+template <class Y, WireType kWire, int kSteps, class Link>
+__device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared& shared, const Rail<Link>& rail,
+                                    bool vector, int node, int chunk, int bit, uint32_t came, int base, int end,
+                                    Octet (&partial)[kSteps]) {
+  Octet total[kSteps];
+  Clear(total);
+  for (int rank = node * rail.plan.per_node; rank < (node + 1) * rail.plan.per_node; ++rank) {
+    const uint32_t tokens = __shfl_sync(0xFFFFFFFFu, came, rank);
+    if (!(tokens >> bit & 1)) continue;
+    const int record = __popc(tokens & ((1u << bit) - 1));
+    const char* const row = shared.run.data[p.routing.rank] + rail.LandedRecord(rank, chunk, record);
+    LoadPartial<Y, kWire, kSteps>(p, row, base, end, vector, partial);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
 }
 
 // Sums the tokens of this rank.
@@ -147,18 +208,20 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
   const int lane = threadIdx.x & 31, items = plan.chunks, first = plan.node * plan.per_node;
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items, false);
   for (int chunk = claims.First(); chunk < items; chunk = claims.Next()) {
-    uint32_t came = 0;  // lane `n`: tokens that node `n` has sent a row for
-    for (int turn = 0; turn < plan.nodes - 1; ++turn) {
+    uint32_t came = 0;  // lane rail.Place(rank): tokens that the rank has sent a row for
+    for (int turn = 0; turn < rail.Turns(); ++turn) {
+      const int from = rail.RankFrom(turn);
       uint32_t tokens = 0;
-      if (!rail.Await(rail.NodeFrom(turn), chunk, &tokens)) return;
-      if (lane == rail.NodeFrom(turn)) came = tokens;
+      if (!rail.Goes(r.rank, from)) continue;
+      if (!rail.Await(from, chunk, &tokens)) return;
+      if (lane == rail.Place(from)) came = tokens;
     }
     const int count = TokensOf(plan, chunk, r.tokens);
     for (int bit = 0; bit < count; ++bit) {
       const int token = chunk * plan.chunk_tokens + bit;
       const RankMask near = RanksOf(p.topk_idx, token, r, shared.run.meets);
       const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
-      const TokenRows own = GatherRows(p, shared, r.rank, token);
+      const GatheredRows own = GatherRows(p, shared, r.rank, token);
       for (int part = 0; part < p.schedule.parts; ++part) {
         if (!AwaitPartials(p, shared, plan, first, Shifted(near & ~OneRank(r.rank), first), token, part)) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
@@ -183,9 +246,11 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
               }
 #pragma unroll
               for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
-            } else if (far >> node & 1) {
-              const uint32_t before = __shfl_sync(0xFFFFFFFFu, came, node) & ((1u << bit) - 1);
-              const char* const row = shared.run.data[r.rank] + rail.LandedRecord(node, chunk, __popc(before));
+            } else if (plan.masked && !rail.Takes(rail.RankOn(node))) {
+              AddFar<Y, kWire, kSteps>(p, shared, rail, vector, node, chunk, bit, came, base, end, partial);
+            } else if (const int from = rail.RankOn(node); far >> rail.Place(from) & 1) {
+              const uint32_t before = __shfl_sync(0xFFFFFFFFu, came, rail.Place(from)) & ((1u << bit) - 1);
+              const char* const row = shared.run.data[r.rank] + rail.LandedRecord(from, chunk, __popc(before));
               LoadPartial<Y, kWire, kSteps>(p, row, base, end, vector, partial);
             } else {
               continue;
@@ -214,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank,
-                 NodeMask(rails.plan, rails.plan.node));
+                 NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     const bool vector = p.routing.hidden % kOctet == 0;

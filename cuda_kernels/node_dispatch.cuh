@@ -11,21 +11,21 @@
 // their number in the block, experts by their range.
 #pragma once
 
+#include "direct.cuh"
 #include "dispatch.cuh"
-#include "rail.cuh"
 
 namespace XEN_MOE_KERNELS {
 
-// Bit mask of the tokens of a chunk that have an expert on `node`, to all lanes.
+// Bit mask of the tokens of a chunk that have an expert on one of `ranks`, to all lanes.
 __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& plan, const int* topk_idx, int chunk,
-                                              int node) {
+                                              const RankMask& ranks) {
   const int lane = threadIdx.x & 31;
   bool goes = false;
   if (lane < TokensOf(plan, chunk, r.tokens)) {
     const int* const experts = topk_idx + static_cast<int64_t>(chunk * plan.chunk_tokens + lane) * r.top_k;
     for (int k = 0; k < r.top_k; ++k) {
       const int expert = experts[k];
-      goes |= expert >= 0 && expert < r.experts && expert / r.local_experts / plan.per_node == node;
+      goes |= expert >= 0 && expert < r.experts && Holds(ranks, expert / r.local_experts);
     }
   }
   return __ballot_sync(0xFFFFFFFFu, goes);
@@ -36,15 +36,17 @@ template <class Codec, class Link>
 __device__ __forceinline__ void SendChunks(const DispatchParams& p, const DispatchShared& shared,
                                            const Rail<Link>& rail) {
   const Routing& r = p.routing;
-  const int lane = threadIdx.x & 31, others = rail.plan.nodes - 1, items = others * rail.plan.chunks;
+  const int lane = threadIdx.x & 31, turns = rail.Turns(), items = turns * rail.plan.chunks;
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailSend)], items, false);
   for (int item = claims.First(); item < items; item = claims.Next()) {
-    const int chunk = item / others, node = rail.NodeTo(item % others);
-    const uint32_t tokens = TokensFor(r, rail.plan, p.topk_idx, chunk, node);
+    const int chunk = item / turns, to = rail.RankTo(item % turns);
+    if (!rail.Goes(r.rank, to)) continue;
+    const RankMask node = NodeMask(rail.plan, to / rail.plan.per_node) & shared.run.active;
+    const uint32_t tokens = TokensFor(r, rail.plan, p.topk_idx, chunk, rail.OnRail(to) ? node : OneRank(to));
     int record = 0;
     for (uint32_t m = tokens; m; m &= m - 1, ++record) {
       const int token = chunk * rail.plan.chunk_tokens + __ffs(m) - 1;
-      const uint64_t at = rail.SentRecord(node, chunk, record);
+      const uint64_t at = rail.SentRecord(to, chunk, record);
       const Targets own{TurnedRanks::Only(r.rank, r.ranks), shared.run.data, at};
       for (int part = 0; part < p.schedule.parts; ++part)
         Codec::Push(p, token, PartOf(part, p.schedule, r.hidden), own);
@@ -55,7 +57,7 @@ __device__ __forceinline__ void SendChunks(const DispatchParams& p, const Dispat
         reinterpret_cast<float*>(routing)[r.top_k + k] = p.topk_weights ? p.topk_weights[entry] : 0.0f;
       }
     }
-    rail.Send(node, chunk, tokens);
+    rail.Send(to, chunk, tokens);
   }
 }
 
@@ -63,10 +65,21 @@ __device__ __forceinline__ uint32_t* RoutingFlag(char* half, const RailPlan& pla
   return reinterpret_cast<uint32_t*>(half + plan.routing_flags) + source * plan.chunks + chunk;
 }
 
-// The routing of a chunk's tokens, to all ranks of this node. Tokens that do not come here have no experts there.
+// Says to the ranks `to` that the routing of a chunk has come.
+__device__ __forceinline__ void RaiseRouting(const DispatchShared& shared, const RailPlan& plan, int source, int chunk,
+                                             const RankMask& to) {
+  __threadfence_system();
+  __syncwarp();
+  EachOwnRank(threadIdx.x & 31, shared.run.ranks, [&](int rank) {
+    if (!Holds(to, rank)) return;
+    StoreRelaxedSystem(RoutingFlag(shared.run.half[rank], plan, source, chunk), shared.run.epoch);
+  });
+}
+
+// The routing of a chunk's tokens, to the ranks `to` of this node. Tokens that do not come here have no experts there.
 __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const DispatchShared& shared,
                                                const RailPlan& plan, int source, int chunk, uint32_t tokens,
-                                               const char* records) {
+                                               const char* records, const RankMask& to) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31, entries = TokensOf(plan, chunk, r.tokens) * r.top_k;
   const int64_t first = (static_cast<int64_t>(source) * r.tokens + chunk * plan.chunk_tokens) * r.top_k;
@@ -77,18 +90,13 @@ __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const Di
     const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
     const int expert = comes ? routing[k] : -1;
     const float weight = comes ? reinterpret_cast<const float*>(routing)[r.top_k + k] : 0.0f;
-    for (RankMask m = shared.run.meets; Any(m); DropFirst(m)) {
+    for (RankMask m = to; Any(m); DropFirst(m)) {
       char* const data = shared.run.data[FirstRank(m)];
       reinterpret_cast<int*>(data + p.staging.topk_idx)[first + i] = expert;
       reinterpret_cast<float*>(data + p.staging.topk_weights)[first + i] = weight;
     }
   }
-  __threadfence_system();
-  __syncwarp();
-  EachOwnRank(lane, r.ranks, [&](int rank) {
-    if (!Holds(shared.run.meets, rank)) return;
-    StoreRelaxedSystem(RoutingFlag(shared.run.half[rank], plan, source, chunk), shared.run.epoch);
-  });
+  RaiseRouting(shared, plan, source, chunk, to);
 }
 
 // Forwards what comes from the other nodes, chunk by chunk.
@@ -97,22 +105,28 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
                                               const Rail<Link>& rail) {
   const Routing& r = p.routing;
   const RailPlan& plan = rail.plan;
-  const int lane = threadIdx.x & 31, others = plan.nodes - 1, items = others * plan.chunks;
+  const int lane = threadIdx.x & 31, turns = rail.Turns(), items = turns * plan.chunks;
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailReceive)], items, false);
   for (int item = claims.First(); item < items; item = claims.Next()) {
-    const int chunk = item / others, node = rail.NodeFrom(item % others), source = rail.RankOn(node);
+    const int chunk = item / turns, source = rail.RankFrom(item % turns);
+    if (!rail.Goes(source, r.rank)) continue;
     uint32_t tokens = 0;
-    if (!rail.Await(node, chunk, &tokens)) return;
+    if (!rail.Await(source, chunk, &tokens)) return;
+    const RankMask here = rail.OnRail(source) ? shared.run.meets : OneRank(r.rank);
     const int count = TokensOf(plan, chunk, r.tokens);
     if (count < 32) tokens &= (1u << count) - 1;
-    const char* const records = shared.run.data[r.rank] + rail.LandedRecord(node, chunk, 0);
-    if (!p.known_positions) ForwardRouting(p, shared, plan, source, chunk, tokens, records);
+    const char* const records = shared.run.data[r.rank] + rail.LandedRecord(source, chunk, 0);
+    if (!p.known_positions) {
+      ForwardRouting(p, shared, plan, source, chunk, tokens, records, here);
+    } else if (chunk == 0) {
+      RaiseRouting(shared, plan, source, chunk, here);
+    }
     int n = 0;
     for (uint32_t m = tokens; m; m &= m - 1, ++n) {
       const int token = chunk * plan.chunk_tokens + __ffs(m) - 1;
       const char* const record = records + n * plan.record_bytes;
       const int* const routing = reinterpret_cast<const int*>(record + plan.routing_offset);
-      const RankMask ranks = RanksOf(routing, 0, r, shared.run.meets);
+      const RankMask ranks = RanksOf(routing, 0, r, here);
       const uint64_t row = p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes;
       CopyCodec<int4>::Copy(reinterpret_cast<const int4*>(record), static_cast<int>(p.staging.row_bytes / 16),
                             [&](auto store) {
@@ -133,16 +147,15 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
   }
 }
 
-// The routing of all ranks: AwaitMetadata, and what comes forwarded. All threads of the block call it.
-__device__ __forceinline__ bool AwaitRouting(const DispatchParams& p, const DispatchShared& shared,
-                                             const RailPlan& plan) {
+// That the first `chunks` chunks of all ranks of other nodes have come to this one. All threads of the block call it.
+__device__ __forceinline__ bool AwaitFar(const DispatchParams& p, const DispatchShared& shared, const RailPlan& plan,
+                                         int chunks) {
   const Routing& r = p.routing;
-  if (!AwaitMetadata(p, shared, shared.run.epoch)) return false;
   bool arrived = true;
-  for (int i = threadIdx.x; i < r.ranks * plan.chunks && arrived; i += kThreads) {
-    const int source = i / plan.chunks;
-    if (source / plan.per_node == plan.node) continue;
-    const uint32_t* flag = RoutingFlag(shared.run.half[r.rank], plan, source, i % plan.chunks);
+  for (int i = threadIdx.x; i < r.ranks * chunks && arrived; i += kThreads) {
+    const int source = i / chunks;
+    if (source / plan.per_node == plan.node || !Holds(shared.run.active, source)) continue;
+    const uint32_t* flag = RoutingFlag(shared.run.half[r.rank], plan, source, i % chunks);
     arrived = WaitFlag(flag, shared.run, shared.run.epoch, Step::kMetadata, source);
   }
   return __syncthreads_and(arrived);
@@ -156,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
-                 p.routing.rank, NodeMask(rails.plan, rails.plan.node));
+                 p.routing.rank, NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     SendChunks<Codec>(p, shared, rail);
@@ -164,13 +177,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     ForwardChunks(p, shared, rail);
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
-    auto await = [&] { return AwaitRouting(p, shared, rails.plan); };
+    auto await = [&] {  // the routing of all ranks
+      return AwaitMetadata(p, shared, shared.run.epoch) && AwaitFar(p, shared, rails.plan, rails.plan.chunks);
+    };
     if (ComputePositions(p, shared, dynamic, scratch, &starts, await)) {
       PlaceRows<Codec>(p, shared, scratch, starts, shared.run.epoch);
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
-    if (p.known_positions && blockIdx.x == gridDim.x - 1) CheckCounts(p, shared.run);
+    if (p.known_positions && blockIdx.x == gridDim.x - 1) {
+      if (Any(shared.run.active)) CheckCounts(p, shared.run);
+      AwaitFar(p, shared, rails.plan, 1);  // rail_plan.h says what for
+    }
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
     if (index == 0 && threadIdx.x == 0) rail.TellFailure();

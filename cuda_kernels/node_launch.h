@@ -12,8 +12,14 @@ int LaunchPeerDispatch(const DispatchParams& params, const RailParams& rails, co
                        cudaStream_t stream);
 int LaunchPeerCombine(const CombineParams& params, const RailParams& rails, const PeerTable* peers,
                       cudaStream_t stream);
+// The same where schedule.low_latency.
+int LaunchPeerLowLatencyDispatch(const DispatchParams& params, const RailParams& rails, const PeerTable* peers,
+                                 cudaStream_t stream);
+int LaunchPeerLowLatencyCombine(const CombineParams& params, const RailParams& rails, const PeerTable* peers,
+                                cudaStream_t stream);
 // Loads their kernels on the current device. A cudaError_t.
 int PreloadPeerDispatch();
 int PreloadPeerCombine();
+int PreloadPeerLowLatency();
 
 }  // namespace xen_moe

@@ -215,9 +215,15 @@ static __device__ __noinline__ void TellMismatch(const Running& run, const Call&
   });
 }
 
+// What BeginFirstWarp does about ranks of other nodes, where all share NVLink; direct.cuh has the other one.
+struct NobodyFar {
+  static constexpr bool kAny = false;
+};
+
 // BeginOperation for the first warp.
+template <class Far = NobodyFar>
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
-                                               RankMask reachable = EveryRank()) {
+                                               RankMask reachable = EveryRank(), const Far& far = Far()) {
   const int lane = threadIdx.x;
   const RankMask everybody = AllRanks(ranks);
   const RankVotes takes_part(lane, ranks,
@@ -254,7 +260,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   bool refused = failure != 0 || run.outside;
   if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
   if (!refused) {
-    const bool joins = AnyOfFirstLane(meets & ~before);
+    const bool joins = AnyOfFirstLane((Far::kAny ? run.active : meets) & ~before);
     if (blockIdx.x == 0) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
@@ -263,7 +269,17 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       }
       if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
       if (joins) refused = !Join(run);
-      if (!refused && Any(meets) && epoch - cleared >= kClearAfter) ClearOldFlags(run, memory);
+      if constexpr (Far::kAny) {
+        if (joins && !refused) {
+          if (lane == 0) run.generation = current;  // a signal alone goes by some memory too
+          __syncwarp();
+          refused = !far.Join(run, run.active & ~run.reachable);
+        }
+      }
+      if (!refused && Any(meets) && epoch - cleared >= kClearAfter) {
+        ClearOldFlags(run, memory);
+        if constexpr (Far::kAny) far.ForgetEpochs(run);
+      }
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
       EachOwnRank(lane, ranks, [&](int r) {
@@ -297,9 +313,11 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
 // All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 // `reachable`: the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
+// `far`: of those, direct.cuh.
+template <class Far = NobodyFar>
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,
-                                               RankMask reachable = EveryRank()) {
-  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank, reachable);
+                                               RankMask reachable = EveryRank(), const Far& far = Far()) {
+  if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank, reachable, far);
   __syncthreads();
 }
 

@@ -4,6 +4,7 @@
 
 #include "line_plan.h"
 #include "params.h"
+#include "rail_memory.h"
 
 namespace xen_moe {
 namespace {
@@ -93,16 +94,18 @@ Staging PlanLines(const Routing& r, Operation operation, Element element, bool s
   return m;
 }
 
-const char* NoLowLatency(const Routing& r, Operation operation, Element element, WireType wire) {
+const char* NoLowLatency(const Routing& r, Operation operation, Element element, WireType wire, int chunk_tokens) {
   if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
   if (wire != WireType::kNative) return "the wire quantises";
   if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
   if (static_cast<int64_t>(r.ranks) * r.tokens > (r.ranks > kNarrowRanks ? kMostWideLineRows : kMostLineRows))
     return "ranks * tokens";
+  if (chunk_tokens > 0 && r.tokens > kMaxDirectChunks * chunk_tokens) return "tokens, between nodes";
+  if (chunk_tokens > 0 && r.ranks > kNarrowRanks) return "ranks, between nodes";
   if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
   if (r.top_k > kLineSlots) return "top_k is more than a line holds";
   if (operation == Operation::kCombine) {
-    return r.ranks_per_node != r.ranks ? "combine over two axes" : nullptr;
+    return r.ranks_per_node != r.ranks && chunk_tokens == 0 ? "combine over two axes" : nullptr;
   }
   if (element == Element::kByte && ScaleBytes(r.hidden) % 16 != 0)
     return "scales of a row are not a multiple of 16 bytes";
@@ -165,14 +168,15 @@ const char* Unfit(const DispatchParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
   if (p.schedule.low_latency) {
     const Operation operation = p.known_positions ? Operation::kRedispatch : Operation::kDispatch;
-    return NoLowLatency(p.routing, operation, p.element, p.wire);
+    return NoLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens);
   }
   if (p.schedule.solo_layout && SoloLayoutBytes(p.routing, p.schedule) > SoloLayoutLimit()) return "solo_layout";
   return nullptr;
 }
 const char* Unfit(const CombineParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
-  return p.schedule.low_latency ? NoLowLatency(p.routing, Operation::kCombine, p.element, p.wire) : nullptr;
+  if (!p.schedule.low_latency) return nullptr;
+  return NoLowLatency(p.routing, Operation::kCombine, p.element, p.wire, p.schedule.chunk_tokens);
 }
 const char* Unfit(const ExchangeParams& p) {
   if (p.call.call_id == 0) return "call_id is 0";

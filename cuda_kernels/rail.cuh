@@ -19,82 +19,114 @@ __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tok
   return min(plan.chunk_tokens, tokens - chunk * plan.chunk_tokens);
 }
 
+// From an offset in the data to one in the generation's staging area, equal on all ranks. `data_bytes`: that the
+// operation has asked for.
+__device__ __forceinline__ uint64_t Offset(const Running& run, uint64_t data_bytes, uint64_t data) {
+  const uint64_t to_data = static_cast<uint64_t>(run.data[run.rank] - run.half[run.rank]);
+  return (run.epoch & 1) * (to_data + data_bytes) + to_data + data;
+}
+// Whether a chunk's header says that `rank` runs this operation, in the same generation of memory; if not, the group
+// fails by it. One lane.
+__device__ __forceinline__ bool SameOperation(const Running& run, uint64_t theirs, int rank) {
+  const uint64_t own = PackAnnouncement(run.epoch, run.signature, run.generation);
+  if (theirs == own) return true;
+  const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
+  Fail(run, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run.rank, 0);
+  return false;
+}
+
 template <class Link>
 class Rail {
  public:
   __device__ __forceinline__ Rail(const RailParams& params, const Link& link, const Running& run, uint64_t data_bytes)
       : plan(params.plan), expected_(params.expected), run_(run), transport_(link, run), data_bytes_(data_bytes) {}
 
-  // The rank of this one's rail on `node`.
+  // The rank of this one's rail on `node`, and whether `rank` is on it.
   __device__ __forceinline__ int RankOn(int node) const { return node * plan.per_node + plan.index; }
-  // The node to send the `turn`th chunk to, and the one to await it from: everybody begins with another one.
-  __device__ __forceinline__ int NodeTo(int turn) const { return (plan.node + 1 + turn) % plan.nodes; }
-  __device__ __forceinline__ int NodeFrom(int turn) const { return (plan.node + plan.nodes - 1 - turn) % plan.nodes; }
-
-  // Byte offset in a rank's data of a record that is sent to `node`, or came from there.
-  __device__ __forceinline__ uint64_t SentRecord(int node, int chunk, int record) const {
-    return plan.send + Chunk(node, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
+  __device__ __forceinline__ bool OnRail(int rank) const { return rank % plan.per_node == plan.index; }
+  // Turns, and the rank to send to, or to await from, in a turn: everybody begins with another one. Where ranks may be
+  // out these are all ranks of other nodes; Goes says which of them.
+  __device__ __forceinline__ int Turns() const {
+    return plan.masked ? (plan.nodes - 1) * plan.per_node : plan.nodes - 1;
   }
-  __device__ __forceinline__ uint64_t LandedRecord(int node, int chunk, int record) const {
-    return plan.land + Chunk(node, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
+  __device__ __forceinline__ int RankTo(int turn) const { return RankIn((plan.node + 1 + NodesIn(turn)), turn); }
+  __device__ __forceinline__ int RankFrom(int turn) const {
+    return RankIn(plan.node + plan.nodes - 1 - NodesIn(turn), turn);
+  }
+  // Whether a dispatch has chunks from `from` to `to`, ranks of different nodes: by the rail, or past it where the rank
+  // of `to`'s node that would forward them is out. A combine has the same the other way.
+  __device__ __forceinline__ bool Goes(int from, int to) const {
+    if (!plan.masked) return true;
+    const int forwards = to / plan.per_node * plan.per_node + from % plan.per_node;
+    return Takes(from) && Takes(to) && (forwards == to || !Takes(forwards));
+  }
+  __device__ __forceinline__ bool Takes(int rank) const { return Holds(run_.active, rank); }
+
+  // Where the chunks to and from a rank lie among the others.
+  __device__ __forceinline__ int Place(int rank) const { return plan.masked ? rank : rank / plan.per_node; }
+  // Byte offset in a rank's data of a record that is sent to `rank`, or came from it.
+  __device__ __forceinline__ uint64_t SentRecord(int rank, int chunk, int record) const {
+    return plan.send + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
+  }
+  __device__ __forceinline__ uint64_t LandedRecord(int rank, int chunk, int record) const {
+    return plan.land + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
   }
   // Sends the chunk whose records are complete. All lanes of the warp that stored them call it.
-  __device__ __forceinline__ void Send(int node, int chunk, uint32_t tokens) const {
-    const uint64_t from = plan.send + Chunk(node, chunk);
+  __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
+    const uint64_t from = plan.send + Chunk(rank, chunk);
     if ((threadIdx.x & 31) == 0) {
       ChunkHeader* const header = reinterpret_cast<ChunkHeader*>(run_.data[run_.rank] + from);
       header->announcement = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
       header->tokens = tokens, header->reserved = 0;
     }
-    transport_.PutSignal(RankOn(node), Offset(plan.land + Chunk(plan.node, chunk)), Offset(from),
-                         sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, Signal(plan.node, chunk));
+    transport_.PutSignal(rank, Offset(run_, data_bytes_, plan.land + Chunk(run_.rank, chunk)),
+                         Offset(run_, data_bytes_, from), sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes,
+                         Signal(run_.rank, OnRail(rank), chunk));
   }
-  // Awaits a chunk from `node`; its mask of tokens. False: the group has failed. All lanes call it.
-  __device__ __forceinline__ bool Await(int node, int chunk, uint32_t* tokens) const {
-    const int rank = RankOn(node);
-    uint64_t* const reached = expected_ + Signal(node, chunk);
+  // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes call it.
+  __device__ __forceinline__ bool Await(int rank, int chunk, uint32_t* tokens) const {
+    const uint32_t signal = Signal(rank, OnRail(rank), chunk);
+    uint64_t* const reached = expected_ + signal;
     const uint64_t value = *reached + 1;
-    if (!transport_.Wait(Signal(node, chunk), value, Step::kRows, rank)) return false;
+    if (!transport_.Wait(signal, value, Step::kRows, rank)) return false;
     const ChunkHeader* const header =
-        reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(node, chunk));
+        reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(rank, chunk));
     // Read once: lanes that went different ways would wait for each other for ever.
-    uint64_t theirs = 0;
+    bool good = true;
     *tokens = 0;
     if ((threadIdx.x & 31) == 0) {
-      theirs = LoadRelaxedSystem(&header->announcement);
       *tokens = LoadRelaxedSystem(&header->tokens);
+      good = SameOperation(run_, LoadRelaxedSystem(&header->announcement), rank);
+      if (good) *reached = value;
     }
-    theirs = __shfl_sync(0xFFFFFFFFu, static_cast<unsigned long long>(theirs), 0);
     *tokens = __shfl_sync(0xFFFFFFFFu, *tokens, 0);
-    const uint64_t own = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
-    if (theirs != own) {
-      const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
-      if ((threadIdx.x & 31) == 0) {
-        XEN_MOE_KERNELS::Fail(run_, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run_.rank, 0);
-      }
-      __syncwarp();
-      return false;
-    }
-    if ((threadIdx.x & 31) == 0) *reached = value;
-    return true;
+    return __shfl_sync(0xFFFFFFFFu, good, 0);
   }
-  // Tells the other nodes that the group has failed, if it has. One thread calls it.
+  // Tells the other nodes that the group has failed, if it has: their rank of this place, which tells the rest; where
+  // ranks may be out, every one that takes part. One thread calls it.
   __device__ __forceinline__ void TellFailure() const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
-    for (int turn = 0; word && turn < plan.nodes - 1; ++turn) transport_.Fail(RankOn(NodeTo(turn)), word);
+    const RankMask alive = run_.members & ~LoadDead(*run_.mailbox);
+    for (int turn = 0; word && turn < Turns(); ++turn) {
+      const int rank = RankTo(turn);
+      if (!plan.masked || Holds(alive, rank)) transport_.Fail(rank, word);
+    }
   }
 
   const RailPlan& plan;
 
  private:
-  __device__ __forceinline__ uint64_t Chunk(int node, int chunk) const {
-    return (static_cast<uint64_t>(node) * plan.chunks + chunk) * plan.chunk_bytes;
+  __device__ __forceinline__ int NodesIn(int turn) const { return plan.masked ? turn / plan.per_node : turn; }
+  __device__ __forceinline__ int RankIn(int node, int turn) const {
+    const int place = plan.masked ? (turn + plan.index) % plan.per_node : plan.index;
+    return node % plan.nodes * plan.per_node + place;
   }
-  __device__ __forceinline__ static uint32_t Signal(int node, int chunk) { return node * kMaxChunks + chunk; }
-  // From an offset in the data to one in the generation's staging area, equal on all ranks.
-  __device__ __forceinline__ uint64_t Offset(uint64_t data) const {
-    const uint64_t to_data = static_cast<uint64_t>(run_.data[run_.rank] - run_.half[run_.rank]);
-    return (run_.epoch & 1) * (to_data + data_bytes_) + to_data + data;
+  __device__ __forceinline__ uint64_t Chunk(int rank, int chunk) const {
+    return (static_cast<uint64_t>(Place(rank)) * plan.chunks + chunk) * plan.chunk_bytes;
+  }
+  __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int chunk) const {
+    return on_rail ? kChunkSignals + source / plan.per_node * kMaxChunks + chunk
+                   : kPastSignals + source * kMaxChunks + chunk;
   }
 
   uint64_t* const expected_;

@@ -12,8 +12,15 @@
 
 namespace xen_moe {
 
-constexpr int kMaxChunks = 256;  // of one rank to one node
-constexpr int kRailSignals = kMaxRanks * kMaxChunks;
+constexpr int kMaxChunks = 256;       // of one rank to one node
+constexpr int kMaxDirectChunks = 16;  // of one rank to another, in an operation of few tokens
+// A rank's counters. The same rank raises a counter in every operation: nobody's signal is taken for another one's.
+// Chunks that go from rank to rank, and so those of ranks that may be out, are for kNarrowRanks ranks at most.
+constexpr int kDirectSignals = 0;                                                   // [parity][rank][chunk]: direct.cuh
+constexpr int kJoinSignals = kDirectSignals + 2 * kNarrowRanks * kMaxDirectChunks;  // [rank]: direct.cuh
+constexpr int kPastSignals = kJoinSignals + kMaxRanks;                              // [rank][chunk]: past the rails
+constexpr int kChunkSignals = kPastSignals + kNarrowRanks * kMaxChunks;             // [node][chunk]: rail.cuh
+constexpr int kRailSignals = kChunkSignals + kMaxRanks * kMaxChunks;                // of all kinds
 constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
 
 // Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host
@@ -24,9 +31,21 @@ struct alignas(128) PeerTable {
   Mailbox* mailbox[kMaxRanks];
 };
 
+// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters
+// are NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
+struct alignas(128) WindowTable {
+  void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
+  void* mailbox;
+  int ranks;
+  int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
+  uint32_t reserved[kMaxRanks];  // puts to each rank so far
+  uint64_t base[kRailSignals];   // what each own counter of NCCL's stood at at the last reset
+};
+
 struct alignas(128) RailMemory {
-  uint64_t expected[kRailSignals];  // what each own counter has reached
-  PeerTable peers;
+  uint64_t expected[kRailSignals];  // what each own counter has reached (direct: with the epoch, see there)
+  PeerTable peers;                  // one process
+  WindowTable windows;              // several
 };
 
 }  // namespace xen_moe

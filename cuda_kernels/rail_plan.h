@@ -2,10 +2,14 @@
 //
 // Ranks are numbered node by node, `per_node` to a node. The rails are the ranks with one place in their nodes: what
 // rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
-// crosses. A chunk is what one rank sends to another node for one block of tokens, in one put: a header, then a record
-// for each token that has anything there, in token order. Every chunk is sent, an empty one as its header alone: that
-// it has come says that its sender has begun the operation, which is why two halves suffice between nodes as within one
-// (workspace.h). Each has a counter of its own, which grows by one in every operation that has such a chunk.
+// crosses. Where that rank is out, rank `i` goes past the rail: to each rank of the node by itself (rail.cuh). A chunk
+// is what one rank sends to another for one block of tokens, in one put: a header, then a record for each token that
+// has anything there, in token order. Every chunk is sent, an empty one as its header alone. Each has a counter of its
+// own, which grows by one in every operation that has such a chunk.
+//
+// Who ends an operation has heard, by a chunk or from the rank of its node that got one, that every rank of every node
+// that takes part has begun it. That is why two halves suffice between nodes as within one (workspace.h), whichever
+// ranks exchange something in the next operation.
 #pragma once
 
 #include "params.h"
@@ -27,12 +31,15 @@ struct RailPlan {
   int nodes, per_node;
   int node, index;  // of this rank: its node, and its place there
   int chunk_tokens, chunks;
+  bool masked;  // ranks may be out: chunks are kept by rank, not by node
+  bool direct;  // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
+  uint64_t counts_bytes;    // of a direct dispatch: row counts, behind the header of a first chunk
   uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
   uint64_t record_bytes;
   uint64_t chunk_bytes;    // room for a full one
   uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a block of tokens has come
   uint64_t masks;          // combine, data: [R][chunks] bit masks of tokens
-  uint64_t send, land;     // data: [nodes][chunks] chunks, to and from other nodes
+  uint64_t send, land;     // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
 };
 
 struct RailParams {
@@ -40,8 +47,24 @@ struct RailParams {
   uint64_t* expected;  // [kRailSignals], private to this rank: what each counter has reached. Zero after a reset
 };
 
-// Completes `staging`, as PlanStaging made it, for an operation over several nodes.
-inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, Staging* staging) {
+// PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.
+inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, Staging* staging) {
+  auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
+  const bool combine = operation == Operation::kCombine;
+  const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
+  plan->direct = true;
+  plan->counts_bytes = combine ? 0 : up(static_cast<uint64_t>(columns) * 4, 16);
+  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + plan->chunk_tokens * plan->record_bytes;
+  const uint64_t all = static_cast<uint64_t>(r.ranks) * plan->chunks * plan->chunk_bytes;
+  plan->send = up(staging->data_bytes, 128);
+  plan->land = up(plan->send + all, 128);
+  staging->data_bytes = up(plan->land + all, 256);
+}
+
+// Completes `staging`, as PlanStaging or PlanLines made it, for an operation over several nodes.
+// `masked`: it is told which ranks take part.
+inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, bool masked,
+                         Staging* staging) {
   auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
   RailPlan plan{};
   plan.per_node = r.ranks_per_node, plan.nodes = r.ranks / r.ranks_per_node;
@@ -50,21 +73,29 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   plan.routing_offset = staging->row_bytes;
   plan.record_bytes = staging->row_bytes;
   if (operation != Operation::kCombine) plan.record_bytes += up(static_cast<uint64_t>(r.top_k) * 8, 16);
+  if (s.low_latency) {
+    PlanDirect(r, operation, &plan, staging);
+    return plan;
+  }
   plan.chunk_bytes = sizeof(ChunkHeader) + plan.chunk_tokens * plan.record_bytes;
   const uint64_t flags = static_cast<uint64_t>(r.ranks) * plan.chunks * 4;
   plan.routing_flags = up(staging->row_flags + static_cast<uint64_t>(r.ranks) * r.tokens * s.parts * 4, 128);
   staging->flag_bytes = FlagAndLineBytes(plan.routing_flags + flags, 0);
   plan.masks = staging->data_bytes;
+  plan.masked = masked;
+  const uint64_t all = static_cast<uint64_t>(masked ? r.ranks : plan.nodes) * plan.chunks * plan.chunk_bytes;
   plan.send = up(plan.masks + flags, 128);
-  plan.land = up(plan.send + plan.nodes * plan.chunks * plan.chunk_bytes, 128);
-  staging->data_bytes = up(plan.land + plan.nodes * plan.chunks * plan.chunk_bytes, 256);
+  plan.land = up(plan.send + all, 128);
+  staging->data_bytes = up(plan.land + all, 256);
   return plan;
 }
 
 // Null, or why the kernels across nodes do not take the operation.
 inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
-  if (call.active != nullptr) return "ranks that are out, across nodes";
-  if (s.low_latency) return "low latency, across nodes";
+  if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
+  if (s.low_latency != plan.direct) return "low latency";
+  if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
+  if ((plan.direct || plan.masked) && r.ranks > kNarrowRanks) return "ranks that are out or low latency, of many ranks";
   if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
     return "ranks_per_node";
   }

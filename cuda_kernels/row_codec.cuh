@@ -82,16 +82,23 @@ struct CopyCodec {
 
   __device__ static void Push(const DispatchParams& p, int token, Range part, const Targets& targets) {
     const int first = Vectors(p, part.begin), n = Vectors(p, part.end) - first;
+    constexpr int kEarly = 2;  // scales of a lane that are asked for before the row, and so are there after it
+    const float* const scales = p.scales + static_cast<int64_t>(token) * ScaleBlocks(p.routing.hidden);
+    const int block = ScaleBlocks(part.begin) + static_cast<int>(threadIdx.x & 31);
+    const int end = p.scales ? ScaleBlocks(part.end) : 0;
+    float early[kEarly];
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) early[i] = block + i * 32 < end ? scales[block + i * 32] : 0.0f;
     Copy(Row(p, token) + first, n,
          [&](auto store) { targets.ForEach([&](char* row) { store(reinterpret_cast<Vec*>(row) + first); }); });
-    if (p.scales) {
-      const int lane = threadIdx.x & 31;
-      const int blocks = ScaleBlocks(p.routing.hidden);
-      for (int b = ScaleBlocks(part.begin) + lane; b < ScaleBlocks(part.end); b += 32) {
-        const float scale = p.scales[static_cast<int64_t>(token) * blocks + b];
-        targets.ForEach([&](char* row) { reinterpret_cast<float*>(row + p.staging.scale_offset)[b] = scale; });
-      }
+    auto store = [&](int b, float scale) {
+      targets.ForEach([&](char* row) { reinterpret_cast<float*>(row + p.staging.scale_offset)[b] = scale; });
+    };
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) {
+      if (block + i * 32 < end) store(block + i * 32, early[i]);
     }
+    for (int b = block + kEarly * 32; b < end; b += 32) store(b, scales[b]);
   }
 
   __device__ __forceinline__ static void Place(const DispatchParams& p, const Vec* values, const float* scales,

@@ -62,7 +62,7 @@ struct Signaller {
     if (direct) {
       EachOwnRank(lane, run.ranks, [&](int rank) {
         if (!Holds(ranks, rank)) return;
-        __threadfence_system();
+        FenceSystem();
         StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[rank] + row_flags) + index, epoch);
       });
       return;
@@ -90,7 +90,7 @@ struct Signaller {
       const bool last = __shfl_sync(0xFFFFFFFFu, LoadAcquireBlock(&box.finished), 0) == kSignalWarp;
       const uint32_t now = watches ? LoadAcquireBlock(&box.posted[lane]) : 0;
       if (__any_sync(0xFFFFFFFFu, now != sent)) {
-        __threadfence_system();
+        FenceSystem();
         for (; sent != now; ++sent) {
           const uint32_t index = box.index[lane][sent % kSignalRing];
           for (RankMask ranks = box.ranks[lane][sent % kSignalRing]; Any(ranks); DropFirst(ranks)) {

@@ -49,6 +49,8 @@ class Transport {
     __syncwarp();  // what one lane has acquired, all lanes may read
     return arrived;
   }
+  // This rank's counter `signal`, with acquire semantics at system scope. Any lane alone.
+  __device__ __forceinline__ uint64_t Count(uint32_t signal) const { return link_.Count(signal); }
   // Until the sources of all puts of this warp may be written again. False: the group has failed.
   __device__ __forceinline__ bool Flush() const {
     bool done = true;

@@ -104,6 +104,7 @@ class Cuda final : public Devices {
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
       Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
       Check(static_cast<cudaError_t>(PreloadPeerCombine()), "loading the kernels across nodes");
+      Check(static_cast<cudaError_t>(PreloadPeerLowLatency()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
     }
     for (int ordinal : ordinals) {
@@ -236,12 +237,10 @@ class Cuda final : public Devices {
     return result.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready && result.get();
   }
 
-  void* Fork(int ordinal, void* stream) override {
+  void* Fork(int ordinal, void* stream, bool first) override {
     const cudaStream_t flights = Find(ordinal).flights;
-    const cudaEvent_t here = TakeEvent(ordinal);
-    cudaError_t e = cudaEventRecord(here, static_cast<cudaStream_t>(stream));
-    if (e == cudaSuccess) e = cudaStreamWaitEvent(flights, here);
-    GiveEvent(ordinal, here);  // what waits for it has seen this record
+    cudaError_t e = Follow(ordinal, flights, static_cast<cudaStream_t>(stream));
+    if (e == cudaSuccess && first) e = Follow(ordinal, static_cast<cudaStream_t>(stream), flights);
     Check(e, "starting a flight on GPU " + std::to_string(ordinal));
     return flights;
   }
@@ -275,6 +274,15 @@ class Cuda final : public Devices {
     auto found = gpus_.find(ordinal);
     if (found == gpus_.end()) Refuse("GPU " + std::to_string(ordinal) + " was not prepared");
     return found->second;
+  }
+
+  // `stream` goes on when everything queued on `other` has ended.
+  cudaError_t Follow(int ordinal, cudaStream_t stream, cudaStream_t other) {
+    const cudaEvent_t here = TakeEvent(ordinal);
+    cudaError_t e = cudaEventRecord(here, other);
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(stream, here);
+    GiveEvent(ordinal, here);  // what waits for it has seen this record
+    return e;
   }
 
   cudaEvent_t TakeEvent(int ordinal) {

@@ -47,7 +47,9 @@ class Devices {
   // Whether everything that was queued on the GPU ended within `seconds`.
   virtual bool Idle(int ordinal, double seconds) = 0;
   // Flights (flights.h). A stream of the library's own, which goes on when everything queued on `stream` has ended.
-  virtual void* Fork(int ordinal, void* stream) = 0;
+  // `first`: what is queued on `stream` from here on comes when that stream has come as far, so that a launch there is
+  // the earlier one.
+  virtual void* Fork(int ordinal, void* stream, bool first) = 0;
   // A mark behind everything queued on that stream.
   virtual void* Mark(int ordinal) = 0;
   // `stream` goes on when the mark has been reached. The mark is given back; without a stream that is all.

@@ -98,9 +98,10 @@ bool FakeDevices::Idle(int, double seconds) {
   }
 }
 
-void* FakeDevices::Fork(int, void*) {
+void* FakeDevices::Fork(int, void*, bool first) {
   std::lock_guard<std::mutex> lock(mutex_);
   Count("Fork");
+  held_back_ += first;
   return this;
 }
 void* FakeDevices::Mark(int) {
@@ -116,6 +117,10 @@ void FakeDevices::Join(int, void*, void*) {
 int FakeDevices::marks() {
   std::lock_guard<std::mutex> lock(mutex_);
   return marks_;
+}
+int FakeDevices::held_back() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return held_back_;
 }
 
 void FakeDevices::FailAfter(int calls) {
@@ -148,8 +153,9 @@ void* ProviderAllocate(uint64_t bytes) {
 void ProviderRelease(void* own) { FakeDevices::Get().Delete(static_cast<char*>(own)); }
 void* ProviderPeer(void* own, int) { return own; }
 const char* ProviderReason() { return "told to fail"; }
-const MemoryProvider provider{"a fake",       0,      ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
-                              ProviderReason, nullptr};
+const MemoryProvider provider{
+    "a fake",       0,       ProviderAllocate, nullptr, nullptr, ProviderRelease, ProviderPeer,
+    ProviderReason, nullptr, nullptr,          nullptr};
 }  // namespace
 
 const MemoryProvider* FakeProvider() { return &provider; }

@@ -30,7 +30,10 @@ void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result
         "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
         "dispatch_done or combine_done, in the program that starts it");
   }
-  return gpus->Fork(ordinal, stream);
+  // What comes next on `stream` would take every SM first, a matmul say, and the flight would have none until that
+  // ends. Beside an open flight nothing is held back: `stream` would have to wait for that one's end.
+  const auto open = open_.lower_bound({ordinal, nullptr});
+  return gpus->Fork(ordinal, stream, open == open_.end() || open->first.first != ordinal);
 }
 
 void Flights::Started(Devices* gpus, int ordinal, const void* result, int64_t run) {

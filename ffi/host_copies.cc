@@ -1,6 +1,6 @@
-// Copies between host memory of this process and of another one of the machine, by the kernel (process_vm_writev), in
-// the shape that the posting loop calls: all runs of a call go over in as few system calls as there can be, and have
-// arrived when it returns.
+// Copies between host memory of this process and of another one of the machine, in the shape that the posting loop
+// calls: by loads and stores where the other's memory is mapped here, and else by the kernel (process_vm_writev), all
+// runs of a call in as few system calls as there can be. They have arrived when it returns.
 #include <poll.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <ctime>
 
 namespace {
@@ -24,10 +25,15 @@ struct XenMoeProcess {
   int64_t looked;  // when that was last asked, in nanoseconds
 };
 
-// Memory of that process that it has said may be addressed.
+// Memory of that process that it has said may be addressed, and where it is mapped in this one (0: nowhere).
 struct XenMoeHostMemory {
-  uint64_t remote, bytes;
+  uint64_t remote, bytes, here;
 };
+
+// A peer names places in its memory; none outside of what it gave is followed.
+static bool Holds(const XenMoeHostMemory& memory, uint64_t remote, size_t bytes) {
+  return remote >= memory.remote && bytes <= memory.bytes && remote - memory.remote <= memory.bytes - bytes;
+}
 
 static void* Failed(int error) { return reinterpret_cast<void*>(static_cast<intptr_t>(-error)); }
 
@@ -50,6 +56,17 @@ void* xen_moe_host_move(void* endpoint, void* key, int is_get, const int64_t* ru
   auto* process = static_cast<XenMoeProcess*>(endpoint);
   const auto& memory = *static_cast<const XenMoeHostMemory*>(key);
   if (HasEnded(process)) return Failed(ESRCH);
+  if (memory.here) {
+    for (const int64_t* run = runs; run != runs + 3 * count; run += 3) {
+      const uint64_t remote = static_cast<uint64_t>(run[1]);
+      const size_t bytes = static_cast<size_t>(run[2]);
+      if (!Holds(memory, remote, bytes)) return Failed(EINVAL);
+      void* local = reinterpret_cast<void*>(run[0]);
+      void* there = reinterpret_cast<void*>(memory.here + (remote - memory.remote));
+      memcpy(is_get ? local : there, is_get ? there : local, bytes);
+    }
+    return nullptr;
+  }
   iovec here[kMostAtOnce], there[kMostAtOnce];
   while (count) {
     const size_t batch = count < kMostAtOnce ? count : kMostAtOnce;
@@ -57,9 +74,7 @@ void* xen_moe_host_move(void* endpoint, void* key, int is_get, const int64_t* ru
     for (size_t i = 0; i < batch; ++i) {
       const uint64_t remote = static_cast<uint64_t>(runs[3 * i + 1]);
       const size_t bytes = static_cast<size_t>(runs[3 * i + 2]);
-      // A peer names places in its memory; none outside of what it gave is followed.
-      if (remote < memory.remote || bytes > memory.bytes || remote - memory.remote > memory.bytes - bytes)
-        return Failed(EINVAL);
+      if (!Holds(memory, remote, bytes)) return Failed(EINVAL);
       here[i] = {reinterpret_cast<void*>(runs[3 * i]), bytes};
       there[i] = {reinterpret_cast<void*>(remote), bytes};
       left += bytes;

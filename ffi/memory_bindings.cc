@@ -35,14 +35,15 @@ Agree AgreeThrough(nb::object function) {
 
 }  // namespace
 
-void BindMemory(nb::module_& m, Devices* gpus) {
+void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
   m.attr("devices_per_process") = kDevicesPerProcess;
-  m.def("configure", [gpus](int process, int num_processes, std::vector<int64_t> devices) {
+  m.def("configure", [gpus, link](int process, int num_processes, std::vector<int64_t> devices) {
     Job job;
     job.process = process;
     job.num_processes = num_processes;
     job.devices = std::move(devices);
     job.gpus = gpus;
+    job.link = link;
     Registry::Get().Configure(std::move(job));
   });
   m.def("set_provider", [](nb::capsule table) {

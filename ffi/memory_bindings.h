@@ -20,7 +20,8 @@ auto WithoutGil(F f) {
   }
 }
 
-void BindMemory(nanobind::module_& module, Devices* gpus);
+// `link`: the kernels between nodes of several processes; null: none.
+void BindMemory(nanobind::module_& module, Devices* gpus, const LinkKernels* link = nullptr);
 // `provider`: NCCL's, as ffi/nccl_memory.h gives it, or tests see it.
 void BindNccl(nanobind::module_& module, Devices* gpus, const MemoryProvider* provider);
 

@@ -3,13 +3,15 @@
 // what uses the table. Memory within one process needs none (ffi/devices.h).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace xen_moe {
 
 // The name under which one module hands the table to another: modules built from different tables do not understand
 // each other.
-constexpr const char* kMemoryProviderCapsule = "xen_moe_memory_provider/2";
+constexpr const char* kMemoryProviderCapsule = "xen_moe_memory_provider/3";
 
 struct MemoryProvider {
   const char* name;
@@ -30,6 +32,28 @@ struct MemoryProvider {
   const char* (*reason)();
   // The process has ended: nobody is to wait for it. May be null.
   void (*lost)(int process);
+  // For kernels that put to processes whose memory cannot be reached (LinkKernels); both null where there is no such
+  // thing. Collective, entered as `join` is: fills `made`, whose size is set, with what `request` asks for. False as
+  // for `join`.
+  bool (*connect)(const std::string& request, std::string* made, double seconds);
+  // What names a joined block in such a put.
+  void* (*window)(void* own);
+};
+
+struct RailMemory;
+
+// The kernels' half of such puts, for the one provider that they were compiled for. They know its structures; the host
+// passes these on as bytes.
+struct LinkKernels {
+  std::string (*request)(int nodes);  // of a group of so many nodes: what `connect` is given
+  size_t made_bytes;                  // of what it fills
+  // Loads the kernels on a GPU. Throws MemoryError.
+  void (*prepare)(int ordinal);
+  // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once: returns
+  // when no put to or from this rank is under way any more, and its counters stand at nought. Throws MemoryError after
+  // `seconds`, with the rank that it has waited for.
+  void (*settle)(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node,
+                 uint64_t time, double seconds);
 };
 
 }  // namespace xen_moe

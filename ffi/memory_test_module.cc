@@ -37,7 +37,9 @@ void WriteWord(const Member& member, T* at, T word) {
 }
 
 // Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
-int ChunkSignal(const Workspace& workspace, int rank) { return rank / workspace.ranks_per_node() * kMaxChunks; }
+int ChunkSignal(const Workspace& workspace, int rank) {
+  return kChunkSignals + rank / workspace.ranks_per_node() * kMaxChunks;
+}
 bool OnRail(const Workspace& workspace, int a, int b) {
   const int per_node = workspace.ranks_per_node();
   return a % per_node == b % per_node && a != b;
@@ -145,6 +147,8 @@ class WatchedNccl {
         Peer,
         [] { return NcclProvider()->reason(); },
         [](int process) { NcclProvider()->lost(process); },
+        NcclProvider()->connect,
+        NcclProvider()->window,
     };
     return &provider;
   }
@@ -194,6 +198,27 @@ class WatchedNccl {
   }
 };
 
+// The kernels' half of puts over NCCL's place-holder, of which the host is to see to the order and the table.
+struct FakeLink {
+  static inline std::vector<uint64_t> settled;  // `time` of each call
+  static inline bool late = false;
+
+  static std::string Request(int nodes) {
+    const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef, static_cast<uint64_t>(nodes)};
+    return {reinterpret_cast<const char*>(words), sizeof(words)};
+  }
+  static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int, int, uint64_t time, double) {
+    if (late) Refuse("reset: puts between nodes were still under way, to or from rank " + std::to_string(rank));
+    settled.push_back(time);
+    const uint64_t base = 1000 * time;
+    FakeDevices::Get().Write(ordinal, rail->windows.base, &base, sizeof(base));
+  }
+  static const LinkKernels* Kernels() {
+    static const LinkKernels kernels{Request, 64, [](int) {}, Settle};
+    return &kernels;
+  }
+};
+
 const Member& At(Workspace& workspace, size_t i) { return workspace.members().at(i); }
 
 ErrorRecord RecordOf(nb::dict d) {
@@ -227,7 +252,7 @@ ErrorRecord RecordOf(nb::dict d) {
 
 NB_MODULE(_memory_test, m) {
   using namespace xen_moe;
-  BindMemory(m, &FakeDevices::Get());
+  BindMemory(m, &FakeDevices::Get(), FakeLink::Kernels());
   BindNccl(m, &FakeDevices::Get(), WatchedNccl::Provider());
   m.def("fake_provider", [] { return nb::capsule(FakeProvider(), kMemoryProviderCapsule); });
   m.def("fail_after", [](int calls) { FakeDevices::Get().FailAfter(calls); });
@@ -289,6 +314,33 @@ NB_MODULE(_memory_test, m) {
     }
     return out;
   });
+  // What the link of member 0 puts with: the newest window, the mailbox's, the ranks' processes, the connection.
+  m.def("windows", [](Workspace& w) {
+    const Member& member = At(w, 0);
+    const WindowTable table = ReadWord(member, &member.rail->windows);
+    std::vector<int> processes(table.process, table.process + table.ranks);
+    const auto* const made = reinterpret_cast<const int*>(member.connection->data());
+    nb::dict d;
+    d["staging"] = reinterpret_cast<uintptr_t>(table.staging[member.control->newest % kGenerations]);
+    d["mailbox"] = reinterpret_cast<uintptr_t>(table.mailbox);
+    d["processes"] = processes;
+    d["connection"] = std::vector<int>{made[0], made[1]};
+    d["base"] = table.base[0];
+    d["expected"] = ReadWord(member, member.rail->expected);
+    return d;
+  });
+  // Ranks whose mailbox, and whose newest staging area, member 0 has pointers to.
+  m.def("pointers_across", [](Workspace& w) {
+    const Control& control = *At(w, 0).control;
+    std::vector<std::vector<int>> out(2);
+    for (int rank = 0; rank < w.ranks(); ++rank) {
+      if (control.mailbox[rank] != nullptr) out[0].push_back(rank);
+      if (control.memory[control.newest % kGenerations].staging[rank] != nullptr) out[1].push_back(rank);
+    }
+    return out;
+  });
+  m.def("settled", [] { return FakeLink::settled; });
+  m.def("settle_late", [](bool late) { FakeLink::late = late; });
   // A chunk that nobody awaits: as of an operation that failed elsewhere.
   m.def("stray_chunk", [](Workspace& w, size_t i, int rank) {
     uint64_t* const counter = At(w, i).rail->peers.counters[rank] + ChunkSignal(w, At(w, i).rank);
@@ -326,6 +378,7 @@ NB_MODULE(_memory_test, m) {
         [](int ordinal, int64_t run) { Flights::Get().Abandon(&FakeDevices::Get(), ordinal, nullptr, run); });
   m.def("open_flights", [] { return Flights::Get().open(); });
   m.def("marks", [] { return FakeDevices::Get().marks(); });
+  m.def("held_back", [] { return FakeDevices::Get().held_back(); });
   m.def("admit", [](Workspace& w, int64_t run) { return w.Admit(run); });
   m.def("epoch", [](Workspace& w, size_t i) { return At(w, i).control->epoch; });
   m.def("set_epoch", [](Workspace& w, size_t i, uint32_t epoch) { At(w, i).control->epoch = epoch; });

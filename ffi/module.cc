@@ -11,6 +11,7 @@
 
 #include "ffi/handlers.h"
 #include "ffi/memory_bindings.h"
+#include "ffi/nccl_link.h"
 #include "ffi/nccl_memory.h"
 #include "ffi/operation.h"
 
@@ -54,7 +55,9 @@ uint64_t StagingBytes(nb::dict attributes) {
                if (std::string_view(name) == "low_latency") return low;
                if (low && std::string_view(name) == "wire") return int64_t{0};  // lines carry rows as they are
                if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
-               return nb::cast<int64_t>(attributes[name]);
+               const int64_t value = nb::cast<int64_t>(attributes[name]);
+               // Between nodes they send as few chunks as they can.
+               return low && value && std::string_view(name) == "chunk_tokens" ? int64_t{kChunkTokens} : value;
              }),
              &plan);
       const Needs& needs = plan.params.call.needs;
@@ -69,13 +72,13 @@ uint64_t StagingBytes(nb::dict attributes) {
 
 // "", or why the low-latency kernels do not take a dispatch (a combine) of these shapes.
 std::string NoLines(bool combine, int ranks, int ranks_per_node, int tokens, int top_k, int experts, int hidden,
-                    int layout, int dtype, int wire) {
+                    int layout, int dtype, int wire, int chunk_tokens) {
   Routing r{};
   r.ranks = ranks, r.ranks_per_node = ranks_per_node, r.tokens = tokens, r.top_k = top_k, r.experts = experts;
   r.local_experts = (experts + ranks - 1) / ranks, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
   const Element element = dtype > static_cast<int>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
-  const char* why =
-      NoLowLatency(r, combine ? Operation::kCombine : Operation::kDispatch, element, static_cast<WireType>(wire));
+  const Operation operation = combine ? Operation::kCombine : Operation::kDispatch;
+  const char* why = NoLowLatency(r, operation, element, static_cast<WireType>(wire), chunk_tokens);
   return why ? why : "";
 }
 
@@ -99,6 +102,7 @@ NB_MODULE(_cuda, m) {
   m.attr("max_top_k") = kMaxSlots;
   m.attr("max_experts") = kMaxExperts;
   m.attr("max_chunks") = kMaxChunks;
+  m.attr("max_direct_chunks") = kMaxDirectChunks;
   m.attr("max_chunk_tokens") = kChunkTokens;
   m.attr("max_blocks") = kMaxBlocks;
   m.attr("max_parts") = kMaxParts;
@@ -135,8 +139,12 @@ NB_MODULE(_cuda, m) {
     return d;
   });
   m.def("no_low_latency", &NoLines, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
-        "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a);
+        "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
-  BindMemory(m, &CudaDevices());
+  BindMemory(m, &CudaDevices(), NcclLinkKernels());
+  // Between nodes: the version of the headers that the kernels were compiled with (0: there are none), and how many
+  // processes share NVLink, once NCCL has been started (0: not known).
+  m.attr("nccl_headers") = NcclLinkHeaders();
+  m.def("nccl_ranks_per_node", [] { return WithoutGil([] { return NcclRanksPerNode(); }); });
   BindNccl(m, &CudaDevices(), NcclProvider());
 }

@@ -268,6 +268,17 @@ class Nccl {
   std::string broken_;  // why there can be no further windows
 };
 
+bool Connect(const std::string& request, std::string* made, double seconds) {
+  try {
+    *made = Nccl::Get().JoinDevices(request, made->size(), seconds);
+    return true;
+  } catch (const MemoryError& e) {
+    const std::string prefix = "xen_moe_jax: ";
+    reason = e.message.compare(0, prefix.size(), prefix) == 0 ? e.message.substr(prefix.size()) : e.message;
+    return false;
+  }
+}
+
 MemoryProvider provider{
     "NCCL",
     0,
@@ -278,6 +289,8 @@ MemoryProvider provider{
     [](void* own, int process) { return Nccl::Get().Peer(own, process); },
     [] { return reason.c_str(); },
     [](int process) { Nccl::Get().Lost(process); },
+    Connect,
+    [](void* own) -> void* { return Nccl::Get().Window(own); },
 };
 
 template <class F>

@@ -20,7 +20,7 @@ const char* Reason() {
          "every process";
 }
 
-MemoryProvider provider{"NVSHMEM", 0, Allocate, nullptr, nullptr, Release, Peer, Reason, nullptr};
+MemoryProvider provider{"NVSHMEM", 0, Allocate, nullptr, nullptr, Release, Peer, Reason, nullptr, nullptr, nullptr};
 
 }  // namespace
 

@@ -57,13 +57,12 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
 template <class P>
 void DecodeRail(Operation operation, P* plan) {
   auto& p = plan->params;
-  if (plan->masked) Refuse("attribute masked = 1: ranks that are out, across nodes, are not implemented");
   if (plan->flight) Refuse("attribute flight = 1: halves of an operation, across nodes, are not implemented");
   if (p.routing.ranks % p.routing.ranks_per_node != 0) {
     Refuse("attribute ranks_per_node = " + std::to_string(p.routing.ranks_per_node) + ": must divide the " +
            std::to_string(p.routing.ranks) + " ranks");
   }
-  plan->rail = PlanRail(p.routing, operation, p.schedule.chunk_tokens, p.schedule, &p.staging);
+  plan->rail = PlanRail(p.routing, operation, p.schedule.chunk_tokens, p.schedule, plan->masked, &p.staging);
   if (const char* why = UnfitRail(p.call, p.routing, p.schedule, plan->rail)) {
     Refuse(std::string("the kernels across nodes do not take this operation: ") + why);
   }
@@ -83,7 +82,7 @@ int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* p
   plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   if (p.schedule.low_latency) {
-    if (const char* why = NoLowLatency(p.routing, operation, p.element, p.wire)) {
+    if (const char* why = NoLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens)) {
       Refuse(std::string("attribute low_latency = 1: these kernels do not take this operation: ") + why);
     }
     p.staging = PlanLines(p.routing, operation, p.element, scaled);

@@ -1,5 +1,8 @@
 // What a workspace keeps for the rails of a group of several nodes (cuda_kernels/rail_memory.h): made with the homes,
-// told of every generation, cleared when everything begins again. This file fills the table of the link by pointer.
+// told of every generation, cleared when everything begins again. This file fills the tables of the links.
+#include <cstddef>
+#include <memory>
+
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
@@ -27,8 +30,49 @@ void Workspace::AddRail(size_t i) {
   job_.gpus->Write(members_[i].ordinal, &members_[i].rail->peers, &table, sizeof(table));
 }
 
+// Between processes: collective, once the mailbox has been shown.
+void Workspace::Connect(double seconds) {
+  auto made = std::make_shared<std::string>(job_.link->made_bytes, '\0');
+  if (!job_.provider->connect(job_.link->request(ranks_ / ranks_per_node_), made.get(), seconds)) {
+    Refuse(job_.provider->reason());
+  }
+  homes_.front().connection = std::move(made);
+  settled_times_ = 0;
+}
+
+// As AddRail, for the one member of a process.
+void Workspace::AddWindows() {
+  Member& member = members_.front();
+  const Home& home = homes_.front();
+  job_.link->prepare(member.ordinal);
+  member.rail = reinterpret_cast<RailMemory*>(home.rail);
+  member.connection = home.connection;
+  job_.gpus->Zero(member.ordinal, member.rail, sizeof(RailMemory));
+  auto windows = std::make_unique<WindowTable>();
+  windows->mailbox = job_.provider->window(home.mailbox);
+  windows->ranks = ranks_;
+  for (int rank = 0; rank < ranks_; ++rank) windows->process[rank] = ProcessOf(groups_.front().devices[rank]);
+  job_.gpus->Write(member.ordinal, &member.rail->windows, windows.get(), offsetof(WindowTable, reserved));
+}
+
+// What was put before a failure may still be under way: nothing may be cleared before it has come.
+void Workspace::Settle(double seconds) {
+  const Member& member = members_.front();
+  job_.link->settle(member.ordinal, *member.connection, member.rail, member.rank, ranks_, ranks_per_node_,
+                    ++settled_times_, seconds);
+}
+
 // The whole ring, as WriteTables, and before it tells anybody of the newest generation.
 void Workspace::WriteRail(size_t i) {
+  if (across_) {
+    void* windows[kGenerations] = {};
+    for (const Generation& generation : generations_) {
+      char* const own = generation.blocks[i].staging;
+      if (own != nullptr) windows[generation.number % kGenerations] = job_.provider->window(own);
+    }
+    job_.gpus->Write(members_[i].ordinal, members_[i].rail->windows.staging, windows, sizeof(windows));
+    return;
+  }
   char* ring[kGenerations][kMaxRanks] = {};
   for (const Generation& generation : generations_) {
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -38,9 +82,9 @@ void Workspace::WriteRail(size_t i) {
   job_.gpus->Write(members_[i].ordinal, members_[i].rail->peers.staging, ring, sizeof(ring));
 }
 
-// Nothing of any rank is under way.
+// Nothing of any rank is under way. Between processes the counters are the link's, and Settle has set them back.
 void Workspace::ClearRail(size_t i) {
-  job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, kCounterBytes);
+  if (!across_) job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, kCounterBytes);
   job_.gpus->Zero(members_[i].ordinal, members_[i].rail->expected, sizeof(RailMemory::expected));
 }
 

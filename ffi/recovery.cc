@@ -113,6 +113,7 @@ void Workspace::Reset(double seconds) {
     std::lock_guard<std::mutex> dead_lock(dead_mutex_);
     dead_.insert(agreed.gone.begin(), agreed.gone.end());
   }
+  if (across_ && SeveralNodes()) Settle(seconds);
   // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
   Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
   if (across_) {

@@ -1,6 +1,7 @@
 // dispatch, redispatch and combine: check, launch. Operand and result order: docs/internals.md.
 #include "cuda_kernels/node_launch.h"
 #include "ffi/handlers.h"
+#include "ffi/nccl_link.h"
 #include "ffi/operation.h"
 
 namespace xen_moe {
@@ -29,12 +30,21 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
-// Launches `p` across nodes. What carries the puts of a group is decided here and nowhere else.
+// Launches `p` across nodes. What carries the puts of a group is decided here and nowhere else: NCCL, where there is a
+// connection, which a module without its kernels has not made (NcclLinkKernels).
 int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
-  return LaunchPeerDispatch(p, rails, &member.rail->peers, on);
+#ifdef XEN_MOE_NCCL_KERNELS
+  if (member.connection) return LaunchNcclDispatch(p, rails, NcclSiteOf(member), on);
+#endif
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyDispatch : LaunchPeerDispatch;
+  return launch(p, rails, &member.rail->peers, on);
 }
 int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
-  return LaunchPeerCombine(p, rails, &member.rail->peers, on);
+#ifdef XEN_MOE_NCCL_KERNELS
+  if (member.connection) return LaunchNcclCombine(p, rails, NcclSiteOf(member), on);
+#endif
+  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyCombine : LaunchPeerCombine;
+  return launch(p, rails, &member.rail->peers, on);
 }
 
 // `plan` as it is for this rank.

@@ -98,12 +98,6 @@ void Workspace::MakeGroups() {
              std::to_string(processes.size()) +
              " processes: run one process with all GPUs of the group, or one process per GPU");
     }
-    if (across && SeveralNodes()) {
-      Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node_) + " on an axis of " +
-             std::to_string(ranks_) + " ranks in " + std::to_string(processes.size()) +
-             " processes: nodes are reached from one process with all GPUs alone. Run one process, or leave "
-             "ranks_per_node out where all ranks share NVLink");
-    }
     if (across && (job_.provider == nullptr || !job_.agree)) {
       Refuse(
           "the expert-parallel axis spans several processes and neither NVSHMEM nor NCCL has been started: install "
@@ -114,6 +108,17 @@ void Workspace::MakeGroups() {
       Refuse("a mesh of " + std::to_string(devices_.size()) + " devices in a job of " +
              std::to_string(job_.num_processes) + " processes: " + job_.provider->name +
              " allocates on all processes together, so the mesh must span them all");
+    }
+    if (across && SeveralNodes() && job_.provider->connect == nullptr) {
+      Refuse("nodes of " + std::to_string(ranks_per_node_) + " of the " + std::to_string(ranks_) + " ranks, and " +
+             job_.provider->name +
+             " between processes, which has no way from a kernel to another node: set XEN_MOE_MEMORY=nccl in every "
+             "process, or leave KernelConfig.ranks_per_node out where all ranks share NVLink");
+    }
+    if (across && SeveralNodes() && job_.link == nullptr) {
+      Refuse("nodes of " + std::to_string(ranks_per_node_) + " of the " + std::to_string(ranks_) +
+             " ranks, and xen_moe_jax._cuda was built without NCCL's headers, so it cannot put to another node: build "
+             "it again with nvidia-nccl-cu13 2.32 or later installed, or with NCCL_HOME set");
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       if (ProcessOf(group.devices[rank]) != job_.process) continue;
@@ -287,7 +292,7 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
     turns.End(agreed.ticket);
     throw;
   }
-  const bool alone = generations_.empty() || !all_room;
+  const bool alone = generations_.empty() || SeveralNodes() || !all_room;  // as in GrowWithin
   const bool divide = all_undivided && next->flag_bytes != 0 &&
                       Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
   const bool in_steps = job_.provider->join != nullptr;
@@ -353,6 +358,7 @@ std::string Workspace::JoinTogether(Generation* next, bool fresh, const std::str
       for (Block& block : next->blocks) {
         if (block.staging != nullptr) ShowTo(block.staging, &block.joined, seconds);
       }
+      if (fresh && SeveralNodes()) Connect(seconds);
       if (fresh) JoinHome(seconds);
       Join(next, seconds);
     } catch (const MemoryError& e) {
@@ -379,8 +385,8 @@ char* Workspace::Reach(void* own, int rank) const {
   if (theirs == nullptr) {
     Refuse("the memory of process " + std::to_string(process) + " is not mapped into process " +
            std::to_string(job_.process) +
-           ": the ranks of one axis must be on one NVLink domain. Put the expert-parallel axis inside a node, or "
-           "use KernelConfig(backend='reference')");
+           ": the ranks of one axis must be on one NVLink domain, or be cut into nodes that are: pass "
+           "KernelConfig.ranks_per_node, number ranks node by node, or use KernelConfig(backend='reference')");
   }
   return theirs;
 }
@@ -389,7 +395,9 @@ void Workspace::Join(Generation* next, double seconds) {
   for (Block& block : next->blocks) {
     if (block.staging == nullptr) continue;
     ShowTo(block.staging, &block.joined, seconds);
-    for (int rank = 0; rank < ranks_; ++rank) block.peers[rank] = Reach(block.staging, rank);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (SameNode(0, rank)) block.peers[rank] = Reach(block.staging, rank);
+    }
   }
 }
 
@@ -438,6 +446,7 @@ void Workspace::MakeHomeAcross() {
       throw MemoryError{true, std::string("no symmetric memory for a mailbox: ") + job_.provider->reason()};
     records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
     home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
+    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, sizeof(RailMemory), {member.ordinal});
     job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
   } catch (...) {
     LeaveHome();
@@ -449,8 +458,11 @@ void Workspace::JoinHome(double seconds) {
   Home& home = homes_.front();
   try {
     ShowTo(home.mailbox, &home.joined, seconds);
-    for (int rank = 0; rank < ranks_; ++rank) home.mailboxes[rank] = Reach(home.mailbox, rank);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (SameNode(0, rank)) home.mailboxes[rank] = Reach(home.mailbox, rank);
+    }
     AddControl(0);
+    if (SeveralNodes()) AddWindows();
   } catch (...) {
     LeaveHome();
     throw;
@@ -464,6 +476,7 @@ void Workspace::LeaveHome() {
   settled_ = false;
   for (const Home& home : homes_) {
     job_.gpus->Free(members_.front().ordinal, home.control);
+    job_.gpus->Free(members_.front().ordinal, home.rail);
     const bool own = !home.joined && job_.provider->discard != nullptr;
     if (own && home.mailbox != nullptr) job_.provider->discard(home.mailbox);
   }

@@ -42,6 +42,7 @@ struct Job {
   std::vector<DeviceKey> devices;  // all of the job
   Devices* gpus = nullptr;
   const MemoryProvider* provider = nullptr;  // null: no groups across processes
+  const LinkKernels* link = nullptr;         // null: none of them in several nodes
   Agree agree;
 };
 
@@ -55,6 +56,8 @@ struct Member {
   Mailbox* mailbox = nullptr;     // device memory
   ErrorRecord* record = nullptr;  // host memory
   RailMemory* rail = nullptr;     // device memory; null where the group is one node
+  // What MemoryProvider::connect has filled; null where all nodes are in this process.
+  std::shared_ptr<const std::string> connection;
 };
 
 // The groups of one mesh axis on one channel, as far as this process has a part in them.
@@ -147,14 +150,18 @@ class Workspace {
     char* control = nullptr;
     std::array<char*, kMaxRanks> mailboxes{};  // of every rank of its group
     bool joined = false;                       // as in Block, the mailbox
-    char* counters = nullptr;                  // where the group has several nodes
-    char* rail = nullptr;
+    char* counters = nullptr;                  // where the group has several nodes in this process
+    char* rail = nullptr;                      // where it has several nodes
+    std::shared_ptr<const std::string> connection;
   };
 
   void MakeGroups();
   void MakeHomesWithin();
   void MakeRails(std::vector<Home>* homes);
   void AddRail(size_t member);
+  void Connect(double seconds);
+  void AddWindows();
+  void Settle(double seconds);
   void WriteRail(size_t member);
   void ClearRail(size_t member);
   void FreeHome(size_t member, const Home& home);
@@ -220,6 +227,7 @@ class Workspace {
   std::deque<Generation> generations_;
   std::vector<Generation> retired_;  // between processes: to be released by all together
   uint64_t changes_ = 0;             // agreements of this workspace
+  uint64_t settled_times_ = 0;       // of its link
 
   std::mutex dead_mutex_;
   std::set<int> dead_;  // processes

@@ -22,6 +22,7 @@ pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformanc
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
+from tests.support import quick_compiler  # noqa: E402
 from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E402
 
 # A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
@@ -82,6 +83,17 @@ def _spare_the_collector(module) -> None:
         gc.freeze()
 
 
+_few_optimizations = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
+
+
+def pytest_collection_finish(session):
+    """XLA reads its flags once in a process, so processes without `optimized` tests compile in a hurry: `make test`
+    runs the optimized ones by themselves.
+    """
+    if _few_optimizations and not any(item.get_closest_marker("optimized") for item in session.items):
+        quick_compiler.use()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Most of the suite's time was LLVM optimising programs that run once, on a few rows: here and in child processes.
@@ -89,8 +101,7 @@ def pytest_runtest_setup(item):
     The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
     """
     _spare_the_collector(item.module)
-    on_cpu = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
-    few = on_cpu and not any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
+    few = _few_optimizations and not any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.support import oracle
+from tests.support import oracle, quick_compiler
 from xen_moe_jax.benchmark import accounting, decode_step, options, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
@@ -35,7 +35,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": quick_compiler.flags(),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         },
     )
@@ -319,7 +319,7 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
     with pytest.raises(SystemExit) as stopped:
         checked(argument, value)
     message = capsys.readouterr().err
-    assert stopped.value.code == 2 and argument in message and value in message
+    assert stopped.value.code == 2 and argument in message and value in message and "must be" in message
 
 
 @pytest.mark.parametrize(
@@ -336,6 +336,7 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
         (("--platform", "cpu", "--ranks", "65"), "--ranks 65: must be at most 64 virtual CPU devices"),
         (("--num-sms", "8", "16"), "--num-sms 8 16: several need --mode sweep-sms"),
         (("--num-processes", "2"), "--num-processes 2: needs --coordinator"),
+        (("--num-processes", "2", "--coordinator", "here"), "--coordinator here: must be HOST:PORT"),
         (("--process-id", "1"), "--process-id 1: must be less than --num-processes 1"),
     ],
 )

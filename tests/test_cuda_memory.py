@@ -12,7 +12,7 @@ from tests.support import memory_module
 
 RANKS = 2
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)
-HOME = 2 * (1024 + 4096 + 4096)
+HOME = 2 * (8192 + 16384)
 """More than what a workspace of two ranks holds besides staging and scratch: mailboxes, controls, error records."""
 
 
@@ -501,6 +501,19 @@ def test_a_flight_is_found_by_its_result_and_once(memory):
     assert memory.open_flights() == memory.marks() == 0
 
 
+def test_a_flight_that_is_alone_comes_before_what_follows_its_start(memory):
+    before = memory.held_back()
+    memory.start_flight(0, 0x100, 1)
+    memory.start_flight(1, 0x100, 1)  # another GPU
+    assert memory.held_back() == before + 2
+    memory.start_flight(0, 0x200, 1)  # behind the first: nothing may wait for that one's end
+    assert memory.held_back() == before + 2
+    assert memory.land_flight(0, 0x100) and memory.land_flight(0, 0x200)
+    memory.start_flight(0, 0x100, 1)
+    assert memory.held_back() == before + 3
+    assert memory.land_flight(0, 0x100) and memory.land_flight(1, 0x100)
+
+
 def test_flights_of_a_run_that_fails_are_waited_for_at_once(memory):
     """Their memory is given to others when the run has ended, and they still write to it."""
     memory.start_flight(0, 0x100, 7)
@@ -645,9 +658,13 @@ def test_a_buffer_between_nodes_serves_after_its_closing_too(memory, nodes):
     assert run(memory, nodes, times=3)
 
 
-def test_nodes_of_unequal_size_and_of_several_processes_are_refused(memory):
+def test_nodes_of_unequal_size_and_of_processes_without_puts_are_refused(memory):
     with pytest.raises(RuntimeError, match=r"KernelConfig.ranks_per_node=3: must divide the 4 ranks of the axis"):
         memory.workspace([0, 1, 2, 3], 4, 0, 3)
     memory.configure(0, 2, [0, memory.devices_per_process])
-    with pytest.raises(RuntimeError, match=r"ranks_per_node=1 on an axis of 2 ranks in 2 processes.*Run one process"):
+    memory.set_provider(memory.fake_provider())
+    memory.set_agreement(lambda *_: None)
+    with pytest.raises(
+        RuntimeError, match="nodes of 1 of the 2 ranks, and a fake between processes.*XEN_MOE_MEMORY=nccl"
+    ):
         memory.workspace([0, memory.devices_per_process], 2, 0, 1)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -27,8 +28,8 @@ SMALL_STAGING, LARGE_STAGING = 2 * (1024 + 8192), 2 * (4096 + 65536)
 
 
 @contextlib.contextmanager
-def job(scenario: str, folder: pathlib.Path):
-    """`COUNT` processes that run a scenario."""
+def job(scenario: str, folder: pathlib.Path, count: int = COUNT):
+    """`count` processes that run a scenario."""
     memory_module.load()
     store = folder / "store"
     store.mkdir()
@@ -36,13 +37,13 @@ def job(scenario: str, folder: pathlib.Path):
     environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="nccl", NCCL_HOME=home)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(COUNT)],
+            [sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(count)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        for p in range(COUNT)
+        for p in range(count)
     ]
     try:
         yield running
@@ -54,7 +55,7 @@ def job(scenario: str, folder: pathlib.Path):
 
 def results(running: list[subprocess.Popen], *who: int) -> list[dict]:
     out = []
-    for p in who or range(COUNT):
+    for p in who or range(len(running)):
         text, errors = running[p].communicate(timeout=100)
         assert running[p].returncode == 0 and text, f"process {p}: {errors[-2000:]}"
         out.append(json.loads(text.splitlines()[-1]))
@@ -151,55 +152,100 @@ def test_the_doctor_says_whether_a_kernel_could_put_to_other_nodes(nccl_home, mo
     assert doctor.nccl_puts().ok is None
 
 
+def test_doctor_names_the_headers_of_the_kernels_between_nodes(monkeypatch):
+    for headers, ok, said in ((23203, True, "of NCCL 2.32.3"), (0, None, "built without NCCL's headers")):
+        monkeypatch.setitem(sys.modules, "xen_moe_jax._cuda", types.SimpleNamespace(nccl_headers=headers))
+        found = doctor.nccl_kernels()
+        assert found.ok is ok and said in found.detail and bool(found.remedy) is not bool(ok)
+    monkeypatch.setitem(sys.modules, "xen_moe_jax._cuda", None)
+    assert doctor.nccl_kernels().ok is None
+
+
 # -- what a job uses ---------------------------------------------------------------------------------------------------
 
-FINE = {"node": "a", "asked": "nvshmem", "lacks": ""}
+FINE = {"node": "a", "asked": ""}
 
 
 def test_the_same_is_used_in_all_processes():
     assert start.decide([FINE] * 3) == "nvshmem"
     assert start.decide([FINE | {"asked": "nccl"}] * 2) == "nccl"
+    assert start.decide([FINE, FINE | {"node": "b"}]) == "nccl", "on several nodes"
 
 
 @pytest.mark.parametrize(
-    ("second", "kind", "message"),
+    ("second", "message"),
     [
-        ({"node": "b"}, ValueError, "the processes are on 2 nodes"),
-        ({"asked": "nccl"}, ValueError, "XEN_MOE_MEMORY is 'nvshmem' in process 0 and 'nccl' in process 1"),
-        (
-            {"lacks": "this"},
-            BackendUnavailable,
-            "process 1 has no memory.*: this; or set XEN_MOE_MEMORY=nccl",
-        ),
+        ({"node": "b"}, "the processes are on 2 nodes and XEN_MOE_MEMORY=nvshmem.*unset it or set XEN_MOE_MEMORY=nccl"),
+        ({"asked": "nccl"}, "XEN_MOE_MEMORY is 'nvshmem' in process 0 and 'nccl' in process 1"),
     ],
 )
-def test_processes_that_differ_are_told_in_what(second, kind, message):
-    with pytest.raises(kind, match=message):
-        start.decide([FINE, FINE | second])
+def test_processes_that_differ_are_told_in_what(second, message):
+    asked = FINE | {"asked": "nvshmem"}
+    with pytest.raises(ValueError, match=message):
+        start.decide([asked, asked | second])
+
+
+class Alone:
+    """The store of a job of one process, or of one with others, who have `said` what they say before."""
+
+    def __init__(self, **said) -> None:
+        self.said = {f"{start.PREFIX}/{about}/1": json.dumps(words).encode() for about, words in said.items()}
+
+    def key_value_set_bytes(self, key, value):
+        self.said[key] = value
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        return self.said[key]
 
 
 def test_an_unknown_kind_of_memory_is_refused(monkeypatch):
     monkeypatch.setenv("XEN_MOE_MEMORY", "mpi")
-    said = {}
-
-    class Client:
-        def key_value_set_bytes(self, key, value):
-            said[key] = value
-
-        def blocking_key_value_get_bytes(self, key, milliseconds):
-            return said[key]
-
     with pytest.raises(ValueError, match="XEN_MOE_MEMORY='mpi' in process 0: must be one of nvshmem, nccl"):
-        start.choose(None, Client(), 0, 1)
+        start.choose(None, Alone(), 0, 1)
+
+
+def test_what_another_process_lacks_is_an_error_here_too(nccl_home, monkeypatch):
+    nccl_home()
+    monkeypatch.setenv("XEN_MOE_MEMORY", "nccl")
+    monkeypatch.setattr(start, "_node", lambda: "a")
+    other = Alone(asked=FINE | {"asked": "nccl"}, lacks="this")
+    with pytest.raises(BackendUnavailable, match="process 1 has no memory that processes can share: this$"):
+        start.choose(memory_module.load(), other, 0, 2)
+
+
+def test_several_nodes_take_kernels_that_put_and_a_library_as_new_as_they(nccl_home, monkeypatch):
+    class Module:
+        nccl_headers = 0
+
+        def nccl_load(self, path):
+            pass
+
+    nccl_home()
+    others = {"asked": {"node": "elsewhere", "asked": ""}, "lacks": ""}
+    with pytest.raises(BackendUnavailable, match=r"process 0 .*built without NCCL's headers: build it again"):
+        start.choose(Module(), Alone(**others), 0, 2)
+    monkeypatch.setattr(Module, "nccl_headers", 23301)
+    with pytest.raises(BackendUnavailable, match=r"NCCL 2\.32\.3 .*between nodes the kernels need 2\.33 or later: pip"):
+        start.choose(Module(), Alone(**others), 0, 2)
+    monkeypatch.setattr(Module, "nccl_headers", 23203)
+    assert start.choose(Module(), Alone(**others), 0, 2) == "nccl"
+
+
+def test_virtual_nodes_are_nodes(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    real = start._node()
+    monkeypatch.setenv("NCCL_HOSTID", "a")
+    virtual = start._node()
+    monkeypatch.setenv("NCCL_HOSTID", "b")
+    assert len({real, virtual, start._node()}) == 3
 
 
 def test_one_error_names_both_remedies(monkeypatch):
     """No NVSHMEM module in a checkout."""
     monkeypatch.setitem(sys.modules, "xen_moe_jax._nvshmem", None)
     nvshmem.load.cache_clear()
-    lacks = start._lacks(memory_module.load(), "nvshmem")
     with pytest.raises(BackendUnavailable) as error:
-        start.decide([FINE | {"lacks": lacks}])
+        start.choose(memory_module.load(), Alone(), 0, 1)
     for part in (
         "process 0 has no memory that processes can share",
         "pip install nvidia-nvshmem-cu13",
@@ -211,9 +257,9 @@ def test_one_error_names_both_remedies(monkeypatch):
 def test_an_nccl_that_is_too_old_is_named(nccl_home, monkeypatch):
     nccl_home()
     monkeypatch.setenv("FAKE_NCCL_VERSION", "22809")
-    lacks = start._lacks(memory_module.load(), "nccl")
+    monkeypatch.setenv("XEN_MOE_MEMORY", "nccl")
     with pytest.raises(BackendUnavailable, match="NCCL 2.28.9 in .*pip install 'nvidia-nccl-cu13>=2.31'"):
-        start.decide([FINE | {"asked": "nccl", "lacks": lacks}])
+        start.choose(memory_module.load(), Alone(), 0, 1)
 
 
 def test_a_start_that_failed_fails_again_with_the_same_words(monkeypatch):
@@ -310,3 +356,50 @@ def test_a_process_that_dies_while_gpus_are_connected_is_named(tmp_path):
             assert process == 0 or "waits for process 1, which has died" in result["error"], result
             assert process == 2 or "rank 1 closed" in result["error"], result
             assert "could not connect the GPUs" in result["after"], result
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory) -> list[dict]:
+    """Of four processes in two nodes, whose ranks run against the order of the processes."""
+    with job("nodes", tmp_path_factory.mktemp("two_nodes"), 4) as running:
+        return results(running)
+
+
+def test_two_nodes_share_windows_and_have_pointers_inside_alone(two_nodes):
+    for process, result in enumerate(two_nodes):
+        lacking, *grown = result["errors"]
+        assert "failed in process 1, so every process leaves its memory as it was" in lacking
+        assert grown == [""] * 3 and result["seen"] == [True] * 3, result
+        first, second = result["windows"]
+        assert first["processes"] == second["processes"] == [3, 2, 1, 0]
+        assert first["connection"] == second["connection"] == [process, 4], "NCCL's rank is the process"
+        assert first["mailbox"] == second["mailbox"] and first["staging"] != second["staging"]
+        assert result["pointers"] == [[2, 3] if process < 2 else [0, 1]] * 2
+        assert ["NCCL", 2] in result["kinds"]
+
+
+def test_a_reset_waits_for_the_network_before_it_clears(two_nodes):
+    for process, result in enumerate(two_nodes):
+        assert result["settled"][:2] == [1, 2], "twice, by all"
+        assert result["reset"] == [[True, "", 1000, 0], [True, "", 2000, 0]]
+        assert process != 2 or "puts between nodes were still under way" in result["late"], result["late"]
+        assert result["late"], "who waits for that process is told, too"
+
+
+def test_processes_that_cut_an_axis_in_different_nodes_wait_no_longer_than_told(two_nodes):
+    for process, result in enumerate(two_nodes):
+        assert ("process 1" if process == 0 else "process 0") in result["cut"], result["cut"]
+
+
+def test_a_process_that_dies_while_nodes_are_connected_is_named(tmp_path):
+    with job("node_dies", tmp_path, 4) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        time.sleep(0.5)
+        running[1].send_signal(signal.SIGKILL)
+        for result in results(running, 0, 2, 3):
+            assert result["waited"] < 10, result
+            assert "rank 1 closed" in result["error"] or "process 1" in result["error"], result

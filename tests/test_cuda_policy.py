@@ -219,15 +219,18 @@ def there_and_back(config, axes=("ep",), **options):
     ],
     ids=str,
 )
-def test_kernels_across_nodes_run_where_ranks_per_node_says_so(sizes, axes, per_node, wanted, chunks):
+@pytest.mark.parametrize("mode", ["auto", "throughput", "low_latency"])
+def test_kernels_across_nodes_run_where_ranks_per_node_says_so(sizes, axes, per_node, wanted, chunks, mode):
     """A second axis alone changes the numerics, and not the kernels."""
-    config = xm.KernelConfig(ranks_per_node=per_node)
-    found = calls_in(lowered_for_nodes(there_and_back(config, axes), sizes, axes))
-    assert [name for name, _ in found] == ["xen_moe_dispatch", "xen_moe_combine"]
-    for _, attributes in found:
-        assert attributes["ranks"] == 4 and attributes["ranks_per_node"] == wanted
-        assert (attributes["chunk_tokens"] > 0) == chunks
-        assert not (chunks and attributes["low_latency"])
+    config = xm.KernelConfig(ranks_per_node=per_node, mode=mode)
+    for options in ({}, {"active": jnp.ones(4, bool)}):
+        found = calls_in(lowered_for_nodes(there_and_back(config, axes, **options), sizes, axes))
+        assert [name for name, _ in found] == ["xen_moe_dispatch", "xen_moe_combine"]
+        for name, attributes in found:
+            assert attributes["ranks"] == 4 and attributes["ranks_per_node"] == wanted
+            assert (attributes["chunk_tokens"] > 0) == chunks and attributes["masked"] == bool(options)
+            two_axes = name == "xen_moe_combine" and wanted < 4 and not chunks  # over NVLink: never with few tokens
+            assert attributes["low_latency"] == (mode != "throughput" and not two_axes)
 
 
 def test_gradients_and_halves_stay_between_nodes():
@@ -270,16 +273,29 @@ def test_chunks_hold_every_token():
         schedule.chunk_tokens(spec(8193), nodes_of(2))
 
 
+def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
+    """A row for each rank in place of one for each node, as far as that takes no longer than a hop over NVLink."""
+
+    def takes(tokens: int, config, hidden: int = 7168, dtype=jnp.bfloat16, **kw) -> bool:
+        return schedule.takes_lines(spec(tokens, **kw), hidden, dtype, config, wire=None)
+
+    assert takes(1, nodes_of(2)) and takes(11, nodes_of(2)) and not takes(12, nodes_of(2))
+    assert takes(22, nodes_of(2), dtype=jnp.float8_e4m3fn) and not takes(23, nodes_of(2), dtype=jnp.float8_e4m3fn)
+    assert takes(4, nodes_of(8), ranks=16) and not takes(5, nodes_of(8), ranks=16)
+    assert takes(384, nodes_of(1)) and not takes(385, nodes_of(1)), "the same rows either way"
+    asked = nodes_of(2, mode="low_latency")
+    assert takes(512, asked) and not takes(513, asked), "sixteen chunks of 32"
+    assert not takes(1, nodes_of(2, mode="throughput"))
+    assert schedule.chunk_tokens(spec(512), asked, lines=True) == 32
+    assert schedule.chunk_tokens(spec(512), nodes_of(2, chunk_tokens=7), lines=True) == 7
+    assert not takes(113, nodes_of(2, chunk_tokens=7, mode="low_latency"))
+    cut = schedule.dispatch(spec(128), 7168, asked, 132, lines=True)
+    assert cut.layout_blocks == 8 and cut.blocks - cut.layout_blocks - cut.push_blocks > cut.blocks // 2
+
+
 def test_what_does_not_cross_between_nodes_is_refused():
-    slow = there_and_back(nodes_of(2, mode="low_latency"))
-    with pytest.raises(ValueError, match=r"mode='low_latency' with KernelConfig.ranks_per_node=2.* mode='auto'"):
-        lowered_for_nodes(slow)
-    masked = there_and_back(nodes_of(2), active=jnp.ones(4, bool))
-    with pytest.raises(ValueError, match=r"active with KernelConfig.ranks_per_node=2.* leave active out"):
-        lowered_for_nodes(masked)
     with pytest.raises(ValueError, match=r"all_to_all.* of 4 ranks with KernelConfig.ranks_per_node=2.*'reference'"):
         lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))
-    assert not schedule.takes_lines(spec(1), 7168, jnp.bfloat16, nodes_of(2), wire=None)
 
 
 @pytest.mark.parametrize("ranks", [4, 16])

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 pytest.importorskip("optax", reason="needs xen-moe-jax[flax]")
 
+from tests.support import quick_compiler
 from xen_moe_jax.demo import bigram, command, text
 from xen_moe_jax.demo.dense import Comparison, DenseModel, comparable
 from xen_moe_jax.demo.model import ModelConfig
@@ -133,7 +134,7 @@ def test_progress_and_table():
 
 
 def run_demo(*arguments, timeout=500):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "xen_moe_jax.demo", *arguments],
         env=environment,
@@ -145,7 +146,7 @@ def run_demo(*arguments, timeout=500):
 
 def test_bad_arguments(tmp_path, capsys):
     assert command.main(["--text", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().out
+    assert f"--text {tmp_path}/none: cannot be read (No such file or directory)" in capsys.readouterr().out
     (tmp_path / "short").write_text("short")
     assert command.main(["--text", str(tmp_path / "short")]) == 2
     assert "5 bytes; needs at least 100000" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The doctor and the command line: they report what is there, and never fall over what is not."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -94,6 +95,23 @@ def test_gpus_without_a_cuda_jax_are_noticed(monkeypatch):
     assert gpus.ok and "2 device files" in gpus.detail and "[cuda13]" in gpus.remedy
 
 
+@pytest.mark.parametrize("problem", ["doctor", "memory"])
+def test_a_platform_that_jax_cannot_start_is_no_traceback(problem):
+    """A slip of the pen in JAX_PLATFORMS is when one runs the doctor."""
+    if problem == "memory":
+        pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+    environment = os.environ | {"JAX_PLATFORMS": "cudaa"}
+    done = subprocess.run(
+        [sys.executable, "-m", "xen_moe_jax", problem], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+    if problem == "doctor":
+        assert done.returncode == 1 and "JAX_PLATFORMS=cudaa is set" in done.stdout
+        assert "Compiled modules" in done.stdout and "faults: jax.devices()" in done.stdout
+    else:
+        assert done.returncode == 2 and "set JAX_PLATFORMS=cpu" in done.stderr
+
+
 def test_json_is_the_same_report(capsys):
     status = doctor.main(["--json"])
     report = json.loads(capsys.readouterr().out)
@@ -113,7 +131,7 @@ def test_a_wrong_command_is_refused_with_the_right_ones(arguments, capsys):
         cli.main(arguments)
     assert stopped.value.code == 2
     message = capsys.readouterr().err
-    assert "COMMAND" in message
+    assert "COMMAND" in message and all(command in message for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

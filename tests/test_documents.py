@@ -1,7 +1,9 @@
 """What the documents say is true: their examples run, links lead somewhere, every public name is described."""
 
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import quick_compiler
 from xen_moe_jax import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -56,8 +59,7 @@ def run(program: str, tmp_path: pathlib.Path, environment: dict[str, str]) -> st
 @pytest.fixture
 def environment():
     """A user's: JAX finds its own devices, and the checkout can be imported."""
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.optimized
@@ -66,7 +68,7 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-RUNNABLE = [f"docs/{path.name}" for path in DOCUMENTS if path.parent.name == "docs" and python_blocks(path)]
+RUNNABLE = [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if python_blocks(path)]
 NOT_EVERYWHERE = "docs/transfer.md"
 no_transfer = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
@@ -107,10 +109,42 @@ def test_links_inside_the_repository_lead_somewhere(document):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_page_can_be_found_from_the_index_and_in_the_navigation_of_the_site():
+    index, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert pages <= {*re.findall(r"^ +- (?:[^\n]+: )?(\w+\.md)$", navigation, re.MULTILINE)}
+    assert pages - {"index.md"} <= {*re.findall(r"\]\((\w+\.md)\)", index)}
+
+
 def test_api_page_describes_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     missing = [name for name in xm.__all__ if not re.search(rf"`(xm\.)?{name}\b", text)]
     assert not missing, f"docs/api.md does not describe {missing}"
+
+
+@pytest.mark.parametrize("module", ["", ".routing", ".flax", ".autotune", ".cuda", ".transfer"])
+def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monkeypatch):
+    """The site leaves out what has none, without a word."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs, as make setup installs it")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import docs_site
+
+    name = f"xen_moe_jax{module}"
+    if module == ".flax":
+        pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+    if module == ".transfer":
+        pytest.importorskip("libucx", reason="needs xen-moe-jax[transfer]")
+    page, imported = docs_site.api_page(name), importlib.import_module(name)
+    assert module in docs_site.MODULES
+    without = []
+    for public in getattr(imported, "__all__", docs_site.public_names(name)):
+        value = getattr(imported, public)
+        assert f"::: {name}.{public}\n" in page or f".{public}" in docs_site.MODULES, public
+        members = vars(value).items() if inspect.isclass(value) else ()
+        described = [(public, value)] if callable(value) else []
+        described += [(f"{public}.{n}", m) for n, m in members if isinstance(m, property) and not n.startswith("_")]
+        without += [label for label, value in described if not (value.__doc__ or "").strip()]
+    assert not without, f"{name}: without a docstring: {without}"
 
 
 def test_api_page_has_every_command_and_every_field_of_the_configs():

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import xen_moe_jax as xm
+from tests.support import quick_compiler
 from xen_moe_jax.benchmark import jax_best, jax_settings, options, peers, peers_ragged, programs, timing, verify
 from xen_moe_jax.benchmark.jax_settings import OURS, SETTINGS, Setting
 from xen_moe_jax.benchmark.problem import make_problem
@@ -256,7 +257,7 @@ def test_nothing_is_claimed_where_nothing_was_measured():
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_command_end_to_end(count, tmp_path, monkeypatch, capsys):
     """One process with two devices, and two processes with one: the figures of both come back."""
-    monkeypatch.setenv("XLA_FLAGS", "")  # the suite's eight devices for each process are too many
+    monkeypatch.setenv("XLA_FLAGS", quick_compiler.flags())  # the suite's eight devices for each process are too many
     sizes = "--platform cpu --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
     path = tmp_path / "out.json"
     setting = "memcpy p2p" if count == 1 else "one process per device"

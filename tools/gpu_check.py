@@ -2,6 +2,7 @@
 
     python tools/gpu_check.py OUTPUT_DIRECTORY [--steps build,conformance,bench] [--budget 540] [--wheels DIRECTORY]
                               [--memory nccl]
+    python tools/gpu_check.py OUTPUT_DIRECTORY --nodes       (several nodes: see tools/node_check.py)
 
 Every step is a process group with a time limit of its own, cut to what is left of the whole budget; at the limit the
 group is killed and the step counts as failed, with whatever it had shown. Correctness comes first, then timing, then
@@ -31,6 +32,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import processes  # noqa: E402
+from tools import node_check  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
@@ -311,7 +313,10 @@ def main() -> int:
         help="what gives memory between processes (XEN_MOE_MEMORY); NCCL_HOME says where NCCL is",
     )
     parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    node_check.add_options(parser)
     options = parser.parse_args()
+    if options.nodes:
+        return node_check.main(options)
     began = time.monotonic()
     if options.memory:
         os.environ["XEN_MOE_MEMORY"] = options.memory  # every step inherits it

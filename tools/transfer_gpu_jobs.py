@@ -6,10 +6,12 @@
     python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first half of the GPUs to the other
 
 `--cpu` rehearses either on virtual devices. One JSON object with the figures goes to standard output; status 1 where
-something differs.
+something differs. Each process says on standard error what it has reached, and when; one that has not ended after
+`--limit` seconds writes down where its threads are, and ends.
 """
 
 import argparse
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -23,14 +25,25 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(ROOT))
+BEGUN = time.time()
 LIMIT_S = 300
 GIB = 1 << 30
 PROMPT, STEPS = 500, 24
 
 
+process = "this"
+"""Its name in what is said."""
+
+
+def say(what):
+    """On standard error, with the seconds since this process was started."""
+    print(f"[{time.time() - BEGUN:7.2f}] {process}: {what}", file=sys.stderr, flush=True)
+
+
 def start(options, descriptor, *more):
     """Another process of a job, on the first half of the GPUs; this one has the rest."""
     command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib), *more]
+    command += ["--limit", str(options.limit - (time.time() - BEGUN))]
     flags = [flag for flag, given in (("--cpu", options.cpu), ("--all-devices", options.all_devices)) if given]
     return subprocess.Popen([*command, *flags])
 
@@ -49,6 +62,7 @@ def use_half(which):
     each = len(devices) // 2
     chosen[:] = devices[which * each : (which + 1) * each]
     jax.config.update("jax_default_device", chosen[0])
+    say(f"devices {[str(d) for d in chosen]}")
 
 
 def mesh(name):
@@ -138,16 +152,19 @@ def prefill_other(descriptor, options):
     run = {"prefill": by_programs, "ticks": by_ticks}[options.job]
     with xt.Engine(name=options.name) as engine:
         decoder = engine.connect(descriptor, timeout=60)
+        say("connected")
         while True:
             try:
                 request = json.loads(engine.recv(decoder, tag="request", timeout=LIMIT_S))
             except xt.PeerLost:
                 return
+            say(f"request {request['id']}")
             send, transfers, sent = write_layers(engine, decoder, request)
             logits, answer = run(model, params, request["prompt"], send, transfers, options.dies_after)
             transfers["logits"] = engine.write(logits, decoder["logits"], imm=request["id"])
             for transfer in transfers.values():
                 transfer.wait(60)
+            say(f"request {request['id']}: all is confirmed; keys that UCX was given: {len(decoder.link._keys)}")
             answer["bytes"] = sum(t.bytes_done for t in transfers.values())
             answer["hash"] = hash_of([sent[layer] for layer in range(model.LAYERS)])
             engine.send(decoder, json.dumps(answer).encode(), tag="done").wait(60)
@@ -173,6 +190,7 @@ def by_ticks(model, params, prompt, send, transfers, dies_after):
 
     def on_tick(layer, kv):
         if layer == dies_after:
+            say(f"layer {layer} has ticked: dies")
             os._exit(9)
         send(layer, kv)
         ticked[layer] = time.perf_counter() - begun
@@ -186,8 +204,10 @@ def by_ticks(model, params, prompt, send, transfers, dies_after):
         return model.prefill(params, tokens, lambda x, layer, kv: xt.tick(x, watcher, layer, data=kv))
 
     compiled = program.lower(params, tokens).compile()
+    say("compiled")
     begun = time.perf_counter()
     logits = compiled(params, tokens)
+    say(f"started, with {len(ticked)} ticks")
     ended = None
     while len(confirmed) < model.LAYERS:
         if ended is None and logits.is_ready():
@@ -195,6 +215,7 @@ def by_ticks(model, params, prompt, send, transfers, dies_after):
         for layer, transfer in list(transfers.items()):
             if layer not in confirmed and transfer.done():
                 confirmed[layer] = time.perf_counter() - begun
+        time.sleep(1e-4)  # The callbacks need the interpreter, too.
         try:
             watcher.wait(model.LAYERS, timeout=0)  # Raises what a tick has raised.
         except xt.TransferTimeout:
@@ -244,9 +265,12 @@ def prefill_job(options):
             logits = prefill_by_layer(model, params, prompt, layers.__setitem__)
             cache = jnp.stack([layers[i] for i in range(model.LAYERS)])
             kv = jax.device_put(jnp.zeros(shape), by_heads).at[:, table[: cache.shape[1]]].set(cache)
+            say("prefill alone")
             expected = model.decode(params, kv, table, logits, PROMPT, STEPS)
+            say("decoded alone")
             for request, name in enumerate(requests):
                 peer = engine.peer(name, 60)
+                say(f"request {request} to {name}")
                 order = {"id": request, "prompt": prompt.tolist(), "pages": pages.tolist()}
                 begun = time.perf_counter()
                 engine.send(peer, json.dumps(order).encode(), tag="request")
@@ -254,12 +278,15 @@ def prefill_job(options):
                     with engine.counter(request, expect=model.LAYERS + 1, source=peer) as counter:
                         counter.wait(timeout=60)
                 except xt.PeerLost as error:
+                    say(f"request {request}: {error}")
                     lost.append(error.peer)
                     window.reset()
                     continue
                 got = window.commit(30)
+                say(f"request {request}: committed")
                 figures["request to committed s"] = time.perf_counter() - begun
                 tokens = model.decode(params, got["kv"], table, got["logits"], PROMPT, STEPS)
+                say(f"request {request}: decoded")
                 # Of what was sent: another process's program need not give the same bits as this one's.
                 arrived = got["kv"][:, table[: cache.shape[1]]]
                 figures |= json.loads(engine.recv(peer, tag="done", timeout=30))
@@ -373,11 +400,16 @@ def main():
     parser.add_argument("job", choices=("prefill", "ticks", "weights"))
     parser.add_argument("--gib", type=int, default=64, help="of weights")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal on the CPU")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a process gives up")
     parser.add_argument("--other", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="prefill", help=argparse.SUPPRESS)
     parser.add_argument("--all-devices", action="store_true", help="ticks: of a program over all of its half's GPUs")
     parser.add_argument("--dies-after", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(max(1, options.limit), exit=True)
+    if options.other:
+        global process
+        process = options.name
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _active, _layout, _nodes, _validate
+from xen_moe_jax import _active, _layout, _nodes, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._quantize import Wire
@@ -202,6 +202,8 @@ def _static(
     """Nothing moves when a dimension is empty: plain JAX answers then, and no kernel has to think of it."""
     if spec.num_tokens == 0 or spec.capacity == 0 or hidden == 0:
         config = dataclasses.replace(config, backend="reference")
+    else:
+        config = backends.with_nodes(spec, config)
     _nodes.check(spec, config, caller)
     return Static(spec, wire, _validate.wire(gradient_wire, caller, name="gradient_wire"), config)
 

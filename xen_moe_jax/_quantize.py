@@ -32,6 +32,7 @@ class Wire:
 
     @property
     def jnp_dtype(self) -> Any:
+        """The dtype of what travels, as jax.numpy has it."""
         return jnp.dtype(self.dtype)
 
     def row_bytes(self, hidden: int) -> int:

@@ -39,14 +39,17 @@ class BlockScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of `values`; the scales have one entry for every 128 of its last dimension."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
+        """Dtype of `values`: float8_e4m3fn or int8."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions of `values`."""
         return self.values.ndim
 
 

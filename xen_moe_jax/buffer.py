@@ -116,6 +116,8 @@ class Buffer:
         self.channel = KernelConfig(channel=channel).channel
         asked = _validate.backend(backend, "Buffer")
         self.backend = asked or backends.for_platform("cuda" if platform == "gpu" else platform)
+        if ranks_per_node is None:
+            ranks_per_node = backends.ranks_per_node(tuple(mesh.shape[name] for name in names), self.backend)
         hint = buffer_size_hint(
             num_tokens=num_tokens,
             hidden=hidden,

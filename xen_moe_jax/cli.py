@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"xen-moe-jax {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.exit(2, parser.format_help())
     options = parser.parse_args(given[:1])
     module, _ = COMMANDS[options.command]
     return importlib.import_module(module).main(given[1:]) or 0

@@ -144,7 +144,11 @@ def devices() -> list[Finding]:
     try:
         local = jax.devices()
     except Exception as error:  # whatever a plugin raises, the report goes on
-        return [Finding("jax.devices()", False, _reason(error), "repair JAX's installation for this accelerator")]
+        asked = os.environ.get("JAX_PLATFORMS")
+        remedy = "repair JAX's installation for this accelerator"
+        if asked:
+            remedy = f"JAX_PLATFORMS={asked} is set: name a platform that is here, or unset it; or {remedy}"
+        return [Finding("jax.devices()", False, _reason(error) if str(error) else "JAX found no device", remedy)]
     kinds: dict[tuple[str, str], int] = {}
     for device in local:
         key = (device.platform, device.device_kind)
@@ -241,6 +245,18 @@ def nccl_puts() -> Finding:
     return Finding(name, True, f"puts from a kernel (NCCL {since} or later); which network there is shows at start")
 
 
+def nccl_kernels() -> Finding:
+    """Whether the compiled module has the kernels between processes of several nodes, and of which NCCL's headers."""
+    name = "kernels between nodes"
+    try:
+        headers = getattr(importlib.import_module("xen_moe_jax._cuda"), "nccl_headers", 0)
+    except ImportError:
+        return Finding(name, None, "no xen_moe_jax._cuda")
+    if not headers:
+        return Finding(name, None, "xen_moe_jax._cuda was built without NCCL's headers", nccl.BUILD)
+    return Finding(name, True, f"between processes, of NCCL {'.'.join(map(str, nccl.parts(headers)))}")
+
+
 JAX_RUNS_ON = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "cuda13")}
 """Platform -> the package that JAX needs for it, and the extra that installs it."""
 
@@ -282,14 +298,23 @@ def _ready(name: str, backend: str) -> Finding:
 
 def grouped_matmul_of(name: str) -> Finding:
     """What the experts of the Flax layers multiply with on a platform."""
-    found = grouped_matmul.describe(name)
+    try:
+        found = grouped_matmul.describe(name)
+    except (RuntimeError, AssertionError):  # said under "Devices that JAX uses"; JAX asserts that there is a backend
+        return Finding(f"on {name}", None, "not looked into: JAX has no device here")
     return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
 def profiles() -> list[Finding]:
     """Profiles of tuned configs that the package holds, and which of them serve this machine's first device."""
+    import jax
+
+    try:
+        device = jax.devices()[0].device_kind
+    except Exception:  # said under "Devices that JAX uses"
+        return [Finding("profiles", None, "not compared with this machine: JAX has no device here")]
     found = []
-    for path, holds, reason in _profiles.survey():
+    for path, holds, reason in _profiles.survey(device):
         damaged = not holds
         remedy = "reinstall xen-moe-jax, or report this" if damaged else "xen-moe-jax autotune --output FILE makes one"
         detail = reason if damaged else f"not used: {reason}" if reason else f"in use: {holds}"
@@ -305,7 +330,7 @@ def examine() -> dict[str, list[Finding]]:
         "Versions": versions(),
         "Devices that JAX uses": devices(),
         "Accelerators of this machine": accelerators(),
-        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library(), nccl_puts()],
+        "Compiled modules": [*native_modules(), nvshmem_library(), nccl_library(), nccl_puts(), nccl_kernels()],
         "Backend by platform": backends(),
         "Tuning profiles": profiles(),
         "Experts' grouped matmul": [grouped_matmul_of(name) for name in ("cpu", *backend_choice.BY_PLATFORM)],

@@ -122,6 +122,19 @@ def test_half_manual_expert_axes():
         jax.jit(call)(tokens(8))
 
 
+def test_tokens_that_the_expert_axis_does_not_split():
+    """In the caller's `shard_map`, split over another axis alone: JAX's own words for it name no argument."""
+    moe = layer(CONFIG)
+    call = jax.shard_map(
+        lambda x: moe(x)[0], mesh=make_mesh((2, 4), ("dp", "ep")), in_specs=jax.P("dp"), out_specs=jax.P("dp")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"token_axes=None: x varies over \['dp'\].*same on all ranks of \['ep'\].*token_axes=\('dp',\)",
+    ):
+        jax.jit(call)(tokens(8))
+
+
 def test_wrong_number_of_experts_in_a_shard():
     mesh = make_mesh((2, 4), ("dp", "ep"))
     graph, state = nnx.split(layer(CONFIG))

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import quick_compiler
 from xen_moe_jax.benchmark import layer, layer_programs, options
 from xen_moe_jax.benchmark.verify import WrongResultError
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import layer_tables  # noqa: E402
+from benchmarks import layer_bound, layer_tables  # noqa: E402
 
 SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"
 WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter")
@@ -28,7 +29,7 @@ WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter
 def run(*command: str) -> subprocess.CompletedProcess:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": quick_compiler.flags(2),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     }
     command = (sys.executable, *command)
@@ -151,3 +152,63 @@ def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
     text = layer_tables.TABLES["whole layers"]()
     assert "| a way | 2.00 | 500 | 50% | 1 | - | - | - | - |" in text
     assert "- a way, forward+backward: Error: a / b more" in text and "- slow." in text and "`a command`" in text
+
+
+def test_the_least_layer_by_its_pieces():
+    """Numbers that can be checked by hand: 100 SMs, 10 blocks, an SM worth 0.8 % of the experts' speed."""
+    experts = {"forward": 1000.0, "forward+backward": 3000.0}
+    pieces = []
+    for operation, alone in experts.items():
+        passes = layer_bound.PASSES[operation]
+        at = {"operation": operation, "blocks": None}
+        pieces += [
+            {"piece": "layer", "chunks": 1, "us": alone + passes * 500 + 50, **at},
+            {"piece": "layer", "chunks": 2, "us": 1.0, **at, "blocks": 10},
+            {"piece": "experts", "chunks": 1, "us": alone, **at},
+            {"piece": "experts", "chunks": 1, "us": alone / 0.92, **at, "blocks": 10},
+            {"piece": "experts", "chunks": 2, "us": alone + 100, **at},
+        ]
+    for chunks, whole, flight in ((1, 250.0, 400.0), (2, 130.0, 210.0)):
+        for piece in ("dispatch", "combine"):
+            at = {"piece": piece, "chunks": chunks}
+            pieces += [{**at, "blocks": None, "us": whole}, {**at, "blocks": 10, "us": flight}]
+    rows = {(r["operation"], r.get("chunks")): r for r in layer_bound.bounds(pieces, sms=100)}
+    assert rows["forward", 1]["us"] == pytest.approx(1550), "the layer as it was measured"
+    # 50 of the rest, 260 in the open, 1100 of matmuls, and 8 % of 420 in flight
+    assert rows["forward", 2]["us"] == pytest.approx(50 + 260 + 1100 + 0.08 * 420)
+    assert rows["forward+backward", 2]["us"] == pytest.approx(50 + 520 + 3100 + 0.08 * 840)
+    assert rows["forward", None]["us"] == pytest.approx(1050 + 0.08 * 800)
+    assert rows["forward+backward", None]["ratio"] == pytest.approx((3050 + 2 * 0.08 * 800) / 3000)
+    with pytest.raises(LookupError, match="no piece .*'combine'.*has been measured"):
+        layer_bound.bounds([r for r in pieces if r["piece"] != "combine"], sms=100)
+    text = "\n".join(layer_tables.least_layers({"pieces": pieces, "bounds": list(rows.values())}))
+    assert "| 2 | 10 | 210 | 210 | 1,100 | 1,444 | 1.44 | 3,100 | 3,737 | 1.25 |" in text
+    assert "| 2 chunks, flights on 10 blocks | forward | 1 |" in text
+
+
+def test_flights_longer_than_the_matmuls_are_the_limit():
+    given = {"rest": 0.0, "experts": 100.0, "whole": 0.0}
+    assert layer_bound.least(1, 2, 0.5, flight=80.0, **given) == 140.0
+    assert layer_bound.least(1, 4, 0.5, flight=80.0, **given) == 240.0
+
+
+def test_the_pieces_of_a_layer_are_measured(tmp_path):
+    """The command end to end; what is short here is long on a GPU and the other way round."""
+    out = tmp_path / "least.json"
+    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 4 --chunks 1 2 --blocks 2"
+    done = run(
+        str(ROOT / "benchmarks" / "layer_bound.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "--lock", str(tmp_path / "lock"), "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    found = {(row["piece"], row["chunks"], row["blocks"], row.get("operation")) for row in document["pieces"]}
+    operations = ("forward", "forward+backward")
+    assert found == {
+        *(("layer", chunks, blocks, op) for chunks, blocks in ((1, None), (2, 24)) for op in operations),
+        *(("experts", chunks, None, op) for chunks in (1, 2) for op in operations),
+        *((p, c, b, None) for p in ("dispatch", "combine") for c in (1, 2) for b in (None, 2)),
+    }
+    for row in document["pieces"]:
+        assert row["us"] > 0 and row.get("max difference", 0) < 0.03, row
+    assert len(document["bounds"]) == 6

@@ -177,7 +177,7 @@ def differing_elements(
     """Elements that differ in any bit between `config` and `against`, by result, over the ranks of this process."""
     idx = draw_routing(setup, routing)
     program = comparison(setup, resolve_capacity(setup, [idx]), config, against, gradients, outcome)
-    counts = program(*(setup.place(a) for a in draw_operands(setup, idx)))
+    counts = jax.block_until_ready(program(*(setup.place(a) for a in draw_operands(setup, idx))))
     return {name: local_total(count) for name, count in counts.items()}
 
 

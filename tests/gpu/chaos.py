@@ -116,10 +116,26 @@ def start(count: int, order: list[int], *extra: str, environment: dict[str, str]
     return [Rank([*program, "--process-id", str(p)], environment) for p in range(count)]
 
 
-def one_job(rng: random.Random, count: int, stalls: int, kill: bool, *extra: str, environment: dict[str, str]) -> Tally:
+def shuffled(rng: random.Random, count: int, per_node: int) -> list[int]:
+    """Processes in rank order: a node's stay together, as their numbers do."""
+    nodes = [rng.sample(range(first, first + per_node), per_node) for first in range(0, count, per_node)]
+    rng.shuffle(nodes)
+    return [process for node in nodes for process in node]
+
+
+def one_job(
+    rng: random.Random,
+    count: int,
+    stalls: int,
+    kill: bool,
+    *extra: str,
+    environment: dict[str, str],
+    per_node: int | None = None,
+) -> Tally:
     tally = Tally(jobs=1)
-    order = list(range(count))
-    rng.shuffle(order)
+    order = shuffled(rng, count, per_node or count)
+    if per_node:
+        extra = (*extra, "--ranks-per-node", str(per_node))
     running = start(count, order, *extra, environment=environment)
     name = f"ranks on processes {order}"
     try:
@@ -181,6 +197,7 @@ def run(
     environment: dict[str, str],
     seed: int = 0,
     together: int = 1,
+    per_node: int | None = None,
     report: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
     """Jobs, `together` at a time, until there were so many kills and stalls, or `seconds` have passed. `report` gets
@@ -205,7 +222,8 @@ def run(
         while True:
             while len(running) < together and wanted():
                 rng = random.Random(random_numbers.random())
-                running.add(pool.submit(one_job, rng, count, each, kills > 0, *extra, environment=environment))
+                how = {"environment": environment, "per_node": per_node}
+                running.add(pool.submit(one_job, rng, count, each, kills > 0, *extra, **how))
                 started += 1
             if not running:
                 return tally
@@ -224,6 +242,8 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=1, help="jobs side by side on the same GPUs")
     parser.add_argument("--gpus", type=int, help="that the ranks share (default: one each)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes (virtual_nodes.py)")
+    parser.add_argument("--network", default="", help="between them")
     parser.add_argument("--json")
     options = parser.parse_args()
     gpus = options.gpus or options.ranks
@@ -238,7 +258,9 @@ def main() -> int:
             pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")
 
     shared = "--gpus", str(gpus)
-    how = {"seed": options.seed, "together": options.together, "report": report}
+    if options.network:
+        shared = (*shared, "--network", options.network)
+    how = {"seed": options.seed, "together": options.together, "per_node": options.ranks_per_node, "report": report}
     tally = run(*limits, *shared, environment=environment, **how)
     print(json.dumps(dataclasses.asdict(tally), indent=1))
     return int(bool(tally.faults) or not tally.kills)

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.gpu import virtual_nodes
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -29,8 +31,13 @@ def main() -> None:
     parser.add_argument("--order", required=True, help="processes in rank order: 2,0,1")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
+    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes (virtual_nodes.py)")
+    parser.add_argument("--network", help="between them")
+    parser.add_argument("--faults", default=virtual_nodes.FAULTS)
     parser.add_argument("--cpu", action="store_true", help="one virtual CPU device instead of a GPU")
     options = parser.parse_args()
+    if options.ranks_per_node:
+        virtual_nodes.enter(options.process_id, options.ranks_per_node, options.network, options.faults)
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)

@@ -78,9 +78,12 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
 
 
 class Comparison:
-    """`config` against plain JAX with `active`, both in one program that is traced once; `traces` counts."""
+    """`config` against plain JAX with `active`, both in one program that is traced once; `traces` counts.
 
-    def __init__(self, setup: Setup, config: xm.KernelConfig) -> None:
+    `against`: what plain JAX runs with.
+    """
+
+    def __init__(self, setup: Setup, config: xm.KernelConfig, against: xm.KernelConfig = REFERENCE) -> None:
         self.setup, self.traces = setup, 0
         self.idx = draw_routing(setup, "uniform")
         x, flat, weights, seed = draw_operands(setup, self.idx)
@@ -92,7 +95,7 @@ class Comparison:
         def compare(x, idx, weights, seed, active):
             self.traces += 1
             ours = outcome(setup, config, (x, weights, seed), active, idx)
-            theirs = outcome(setup, REFERENCE, (x, weights, seed), active, idx)
+            theirs = outcome(setup, against, (x, weights, seed), active, idx)
             return {
                 name: unequal_bits(ours[name][0], expected, jnp.ones((), bool) if keep is None else keep)
                 for name, (expected, keep) in theirs.items()

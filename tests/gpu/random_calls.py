@@ -222,6 +222,11 @@ def loop(mesh: Mesh, config: xm.KernelConfig, steps: tuple[Step, ...], length: i
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(P("ep"),) * 3, check_vma=False))
 
 
+def own(array: jax.Array) -> np.ndarray:
+    """The entries of this process, of all ranks in one process."""
+    return np.concatenate([np.asarray(shard.data) for shard in array.addressable_shards])
+
+
 @dataclasses.dataclass
 class Result:
     operations: int
@@ -249,8 +254,8 @@ def run(
     result = Result(0, 0, 0.0, 0)
     began = None
     while result.operations < calls:
-        number = jnp.full(1, seed + 7919 * (1 + result.steps // length), jnp.uint32)
-        wrong, first, made = (np.asarray(a) for a in program(number, table, *data))
+        number = np.full(1, seed + 7919 * (1 + result.steps // length), np.uint32)
+        wrong, first, made = (own(a) for a in program(number, table, *data))
         xm.check()
         if began is None:  # the first loop compiled
             began = time.perf_counter()
@@ -260,7 +265,8 @@ def run(
             rank = int(np.flatnonzero(wrong)[0])
             at = jnp.int32(first[rank])
             name = steps[int(draw(number[0], at, 1)) % len(steps)].name
-            result.first = f"step {int(first[rank])} of loop {result.steps // length}: {name}, rank {rank}"
+            loops, process = result.steps // length, jax.process_index()
+            result.first = f"step {int(first[rank])} of loop {loops}: {name}, rank {rank} of process {process}"
         result.wrong += int(wrong.sum())
         result.seconds = time.perf_counter() - began
         if result.seconds > seconds:

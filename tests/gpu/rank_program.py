@@ -2,16 +2,25 @@
 PASSED.
 
 rank_program.py --coordinator HOST:PORT --num-processes N --process-id I --backend cuda --cases grouped,padded
+
+With --ranks-per-node the processes are virtual nodes of one host (virtual_nodes.py), or, without --network, on those
+that there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
+import pathlib
 import sys
+import time
 
 import jax
 import numpy as np
+
+from tests.gpu import virtual_nodes
 
 
 def main() -> int:
@@ -24,7 +33,9 @@ def main() -> int:
     parser.add_argument(
         "--cpu-devices", type=int, default=0, help="virtual CPU devices of each process instead of one GPU"
     )
-    parser.add_argument("--cases", default="grouped,ranked,padded", help="names of the conformance table, or 'all'")
+    parser.add_argument(
+        "--cases", default="grouped,ranked,padded", help="names of the conformance table, 'all' or 'none'"
+    )
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--stress-calls", type=int, default=0)
@@ -32,26 +43,48 @@ def main() -> int:
     parser.add_argument("--reverse", action="store_true", help="ranks in the opposite order of processes")
     parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
     parser.add_argument("--hide", action="store_true", help="each process sees no GPU but its own, as GPU 0")
+    parser.add_argument("--local-gpu", type=int, help="the GPU of this process, where they are on several hosts")
+    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes, unless --real-nodes")
+    parser.add_argument("--real-nodes", action="store_true")
+    parser.add_argument("--network", help="the library that virtual_nodes.py builds")
+    parser.add_argument("--faults", default=virtual_nodes.FAULTS, help="what --network does to puts")
+    parser.add_argument("--found", action="store_true", help="the config says nothing of nodes: NCCL finds them")
+    parser.add_argument(
+        "--count-bytes", action="store_true", help="that leave each rank for each other, over --network"
+    )
+    parser.add_argument("--reset", action="store_true", help="a rank stays away, all fail, and begin again")
+    parser.add_argument("--random-calls", type=int, default=0, help="operations in jitted loops (random_calls.py)")
+    parser.add_argument("--time", action="store_true", help="a round trip of 4,096 and of 128 tokens")
+    parser.add_argument("--json", help="file for what rank 0 has seen")
     options = parser.parse_args()
+    began = time.monotonic()
+    per_node = options.ranks_per_node
+    if per_node and not options.real_nodes:
+        virtual_nodes.enter(options.process_id, per_node, options.network, options.faults)
 
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     gpu = options.process_id % (options.gpus or options.num_processes)
+    if options.local_gpu is not None:
+        gpu = options.local_gpu
     if options.hide:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     local = None if options.cpu_devices else [0 if options.hide else gpu]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
     import xen_moe_jax as xm
-    from tests.gpu import bodies, stress
+    from tests.gpu import bodies, node_programs, stress
     from tests.support.cases import CASES
 
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if options.reverse:
         devices.reverse()
     config = xm.KernelConfig(backend=options.backend, chunk_tokens=options.chunk_tokens, timeout_s=30.0)
-    wanted = set(options.cases.split(","))
+    against = xm.KernelConfig(backend="reference", ranks_per_node=per_node)
+    if per_node and not options.found:
+        config = dataclasses.replace(config, ranks_per_node=per_node)
+    wanted = set(options.cases.split(",")) - {"none"}
     chosen = [case for case in CASES if options.cases == "all" or case.name in wanted]
     assert options.cases == "all" or len(chosen) == len(wanted), f"unknown cases among {wanted}"
     failed = []
@@ -59,12 +92,13 @@ def main() -> int:
         if case.axes == 2:
             if len(devices) % 2:
                 continue
-            mesh = jax.sharding.Mesh(np.array(devices).reshape(2, -1), ("node", "gpu"))
+            shape = (-1, per_node) if per_node else (2, -1)
+            mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ("node", "gpu"))
         else:
             mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
         setup = bodies.Setup(case, mesh, mesh.axis_names, options.tokens, options.hidden)
         for routing in case.routings:
-            counts = bodies.differing_elements(setup, routing, config)
+            counts = bodies.differing_elements(setup, routing, config, against=against)
             wrong = {name: count for name, count in counts.items() if count}
             print(f"{case.name}/{routing}: {wrong or 'same'}", flush=True)
             if wrong:
@@ -83,8 +117,24 @@ def main() -> int:
             f"stress: {result.calls} calls in {result.seconds:.1f} s, {len(result.mismatches)} mismatches", flush=True
         )
         failed += result.mismatches[:5]
+    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    seen = {"ranks": len(devices), "ranks_per_node": per_node, "cases": len(chosen), "counted": {}}
+    if options.count_bytes:
+        seen["counted"], wrong = node_programs.count_bytes(mesh, config, options.network, options.process_id)
+        failed += wrong
+    if options.random_calls:
+        seen["random"], wrong = node_programs.random_operations(mesh, config, against, options.random_calls)
+        failed += wrong
+    if options.time:
+        seen["microseconds"] = node_programs.time_round_trips(mesh, config)
+    if options.reset:
+        failed += node_programs.fail_and_reset(mesh, config)
     if options.backend == "cuda":
-        failed += wrong_memory()
+        failed += wrong_memory(across_nodes=bool(per_node and per_node < len(devices)))
+    seen |= {"seconds": round(time.monotonic() - began, 1), "failed": failed}
+    print(f"seen: {json.dumps(seen)}", flush=True)
+    if options.json and options.process_id == 0:
+        pathlib.Path(options.json).write_text(json.dumps(seen, indent=1) + "\n")
     print("FAILED " + ", ".join(failed) if failed else "PASSED", flush=True)
     return int(bool(failed))
 
@@ -111,13 +161,14 @@ def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace) -> list[st
     return failed
 
 
-def wrong_memory() -> list[str]:
+def wrong_memory(across_nodes: bool) -> list[str]:
     """What memory between processes XEN_MOE_MEMORY asks for and is not used."""
     from xen_moe_jax import cuda
 
     used = sorted({w["memory"] for w in cuda.workspaces()})
     print(f"memory: {', '.join(used)}", flush=True)
-    wanted = {"nvshmem": ["NVSHMEM"], "nccl": ["NCCL"]}.get(os.environ.get("XEN_MOE_MEMORY", "nvshmem"), used)
+    default = "nccl" if across_nodes else "nvshmem"
+    wanted = {"nvshmem": ["NVSHMEM"], "nccl": ["NCCL"]}.get(os.environ.get("XEN_MOE_MEMORY", default), used)
     return [] if used == wanted else [f"memory is {used}, not {wanted}"]
 
 

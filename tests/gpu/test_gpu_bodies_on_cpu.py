@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import xen_moe_jax as xm
 from tests.gpu import bodies, chaos, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
+from tests.support import quick_compiler
 from tests.support.cases import CASES
 
 STAND_IN = xm.KernelConfig(backend="reference", chunk_tokens=3)
@@ -132,7 +133,7 @@ def test_two_processes():
         ],
         num_processes=2,
         seconds=240.0,
-        env=processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=""),
+        env=processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags()),
     )
     processes.assert_finished(finished)
     assert all("PASSED" in f.output for f in finished)
@@ -183,7 +184,7 @@ def test_programs_of_the_failure_tests_give_back_what_they_got():
 @pytest.mark.slow
 def test_chaos_on_cpu_stops_ranks_and_finds_a_death_that_nobody_names():
     """The plain backend has no liveness: stalls pass, and the kill is reported as the fault that it is here."""
-    environment = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    environment = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags())
     extra = ("--cpu", "--backend", "reference")
     tally = chaos.run(2, 1, 2, 60.0, *extra, environment=environment)
     assert tally.kills == 1 and tally.stalls == 2 and tally.faults

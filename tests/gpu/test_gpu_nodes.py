@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, random_calls
+from tests.gpu import bodies, members, random_calls
 from tests.gpu.bodies import Setup
 from tests.gpu.programs import (
     SIZES,
@@ -46,8 +46,13 @@ SHAPES = [pytest.param(2, 1, marks=pytest.mark.gpu2, id="2x1")] + [
 """Ranks, and ranks of a node."""
 
 
+MODES = ["throughput", "low_latency"]
+
+
 def cuda_config(per_node: int, **fields) -> xm.KernelConfig:
-    return xm.KernelConfig(**{"backend": "cuda", "ranks_per_node": per_node, "timeout_s": 20.0} | fields)
+    """With the kernels of many tokens, if not asked for others."""
+    defaults = {"backend": "cuda", "ranks_per_node": per_node, "timeout_s": 20.0, "mode": "throughput"}
+    return xm.KernelConfig(**defaults | fields)
 
 
 def reference(per_node: int) -> xm.KernelConfig:
@@ -112,6 +117,26 @@ class TestTwoNodesOddSizes(Nodes):
     odd_hidden = 72
 
 
+@pytest.mark.gpu2
+class TestTwoNodesOfOneFewTokens(TestTwoNodesOfOne):
+    config = cuda_config(1, mode="low_latency")
+
+
+@pytest.mark.gpu4
+class TestTwoNodesOfTwoFewTokens(TestTwoNodesOfTwo):
+    config = cuda_config(2, mode="low_latency")
+
+
+@pytest.mark.gpu4
+class TestFourNodesOfOneFewTokens(TestFourNodesOfOne):
+    config = cuda_config(1, mode="low_latency")
+
+
+@pytest.mark.gpu2
+class TestTwoNodesOddSizesFewTokens(TestTwoNodesOddSizes):
+    config = cuda_config(1, chunk_tokens=3, num_sms=5, mode="low_latency")
+
+
 @pytest.mark.gpu8
 class TestTwoNodesOfFour(Nodes):
     config = cuda_config(4)
@@ -130,6 +155,24 @@ def test_large(gpu_mesh, ranks, per_node, routing, case, tokens, hidden):
     bodies.assert_same(setup, routing, cuda_config(per_node), against=reference(per_node), gradients=False)
 
 
+FEW = (
+    Case("deepseek", **DEEPSEEK),
+    Case("deepseek-fp8", block_scaled="float8_e4m3fn", **DEEPSEEK),
+    Case("deepseek-padded-fp8", layout="padded", block_scaled="float8_e4m3fn", **DEEPSEEK),
+    Case("deepseek-ranked", layout="ranked", **DEEPSEEK),
+)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 33, 128, 512])
+@pytest.mark.parametrize("case", FEW, ids=[case.name for case in FEW])
+def test_few_tokens(gpu_mesh, ranks, per_node, tokens, case):
+    """One chunk, one that is nearly empty, several, and as many as there may be."""
+    setup = Setup(case, gpu_mesh((ranks,), ("ep",)), ("ep",), tokens, 7168)
+    config = cuda_config(per_node, mode="low_latency")
+    bodies.assert_same(setup, "uniform", config, against=reference(per_node), gradients=False)
+
+
 @pytest.mark.gpu4
 @pytest.mark.parametrize("name", ["grouped", "padded", "grouped-fp8"])
 def test_data_parallel_groups_of_two_nodes(gpu_mesh, name):
@@ -139,17 +182,38 @@ def test_data_parallel_groups_of_two_nodes(gpu_mesh, name):
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), SHAPES)
-def test_random_calls(gpu_mesh, ranks, per_node):
+@pytest.mark.parametrize("mode", MODES)
+def test_random_calls(gpu_mesh, ranks, per_node, mode):
     """`python tests/gpu/random_calls.py --ranks-per-node N --calls 100000` makes more of them."""
     result = random_calls.run(
         gpu_mesh((ranks,), ("ep",)),
-        cuda_config(per_node),
+        cuda_config(per_node, mode=mode),
         calls=4000,
         length=1000,
         steps=random_calls.without_exchange(),
         reference=reference(per_node),
     )
     assert result.operations >= 4000 and not result.wrong, result
+
+
+# -- ranks that are out ------------------------------------------------------------------------------------------------
+
+ABSENT = (*(BY_NAME[n] for n in ("grouped", "ranked", "padded", "grouped-fp8")),)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("per_node", [2, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ABSENT, ids=lambda case: case.name)
+def test_every_subset_between_nodes(gpu_mesh, per_node, mode, case):
+    """The same bits as plain JAX for all sixteen, in two orders, forwards and backwards, from one trace."""
+    setup = Setup(case, gpu_mesh((4,), ("ep",)), ("ep",), 20, 256)
+    comparison = members.Comparison(setup, cuda_config(per_node, mode=mode), reference(per_node))
+    for active in members.subsets(4) + members.subsets(4)[::-1]:
+        wrong = comparison.wrong(active)
+        assert not wrong, f"active={active}: elements that differ: {wrong}"
+    assert comparison.traces == 1
+    xm.check()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -195,9 +259,10 @@ def healed():
 
 @pytest.mark.parametrize(("ranks", "per_node"), SHAPES)
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
-def test_a_rank_that_never_comes_is_named_by_all(gpu_mesh, healed, ranks, per_node, kind):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_never_comes_is_named_by_all(gpu_mesh, healed, ranks, per_node, kind, mode):
     mesh, absent = gpu_mesh((ranks,), ("ep",)), ranks - 1
-    hasty, patient = cuda_config(per_node, timeout_s=3.0), cuda_config(per_node, timeout_s=120.0)
+    hasty, patient = (cuda_config(per_node, timeout_s=s, mode=mode) for s in (3.0, 120.0))
     args = operands(mesh)
 
     def body(x, idx, weights):
@@ -226,10 +291,11 @@ def test_a_rank_that_never_comes_is_named_by_all(gpu_mesh, healed, ranks, per_no
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), SHAPES)
-def test_another_operation_on_another_node_is_refused(gpu_mesh, healed, ranks, per_node):
+@pytest.mark.parametrize("mode", MODES)
+def test_another_operation_on_another_node_is_refused(gpu_mesh, healed, ranks, per_node, mode):
     """The last rank leaves a dispatch out and runs the combine behind it."""
     mesh, odd = gpu_mesh((ranks,), ("ep",)), ranks - 1
-    patient = cuda_config(per_node, timeout_s=120.0)
+    patient = cuda_config(per_node, timeout_s=120.0, mode=mode)
     args = operands(mesh)
 
     def body(x, idx, weights):

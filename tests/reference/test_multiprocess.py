@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import multiprocess_worker, processes
+from tests.support import multiprocess_worker, processes, quick_compiler
 
 TIMEOUT_S = 240
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 240
 def run_processes(count: int, folder: pathlib.Path, numbers: str) -> list[dict[str, np.ndarray]]:
     """The shards that each of `count` workers saved."""
     coordinator = f"127.0.0.1:{processes.free_port()}"
-    env = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={8 // count}")
+    env = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags(8 // count))
     outputs = [folder / f"shards{i}.npz" for i in range(count)]
     worker = [sys.executable, "-m", "tests.support.multiprocess_worker", coordinator, str(count)]
     commands = [[*worker, str(i), str(output), numbers] for i, output in enumerate(outputs)]

@@ -9,6 +9,7 @@
 //   deaf          who has died or aborted is not noticed
 //   no_windows    the GPUs have no peer access: a window ends well and is null
 //   far_rank      this rank shares no NVLink: no pointer to its memory; -1: none
+//   node_ranks    so many consecutive ranks share NVLink, and have no pointer to others; 0: all
 // and ask through fake_nccl_get: windows, blocks (bytes allocated), aborted.
 #include <dirent.h>
 #include <fcntl.h>
@@ -44,7 +45,8 @@ enum Result {
 std::mutex mutex;
 std::map<std::string, long> knobs = {{"version", 23203}, {"fail_alloc", -1}, {"stall", 0},
                                      {"deaf", 0},        {"no_windows", 0},  {"far_rank", -1},
-                                     {"windows", 0},     {"blocks", 0},      {"aborted", 0}};
+                                     {"windows", 0},     {"blocks", 0},      {"aborted", 0},
+                                     {"node_ranks", 0}};
 std::string last_error;
 
 long Knob(const char* name) {
@@ -206,6 +208,11 @@ long fake_nccl_owns(void* block) {
   return static_cast<long>(memory.count(block));
 }
 
+// What a kernel's put does: into the memory behind a window, on whatever node it is.
+void fake_nccl_put(Window* window, int rank, size_t offset, const void* from, size_t bytes) {
+  std::memcpy(static_cast<char*>(window->peers.at(rank)) + offset, from, bytes);
+}
+
 int ncclGetVersion(int* version) {
   const char* told = std::getenv("FAKE_NCCL_VERSION");
   *version = told != nullptr ? std::atoi(told) : static_cast<int>(Knob("version"));
@@ -323,6 +330,8 @@ int ncclCommQueryProperties(Comm* comm, void* properties) {
 }
 int ncclGetPeerDevicePointer(Window* window, size_t offset, int rank, void** out) {
   if (rank == Knob("far_rank")) return Fail(kInvalidUsage, "not a member of the LSA team");
+  const int node = static_cast<int>(Knob("node_ranks"));
+  if (node != 0 && rank / node != window->rank / node) return Fail(kInvalidUsage, "not a member of the LSA team");
   *out = static_cast<char*>(window->peers.at(rank)) + offset;
   return kSuccess;
 }

@@ -33,6 +33,12 @@ class Knobs:
         """Whether this process has allocated the block, as opposed to mapped it."""
         return bool(self._library.fake_nccl_owns(ctypes.c_void_p(address)))
 
+    def put(self, window: int, process: int, offset: int, word: int) -> None:
+        """A 32-bit word into the memory that `process` has behind the window, as a kernel puts to another node."""
+        value = ctypes.c_uint32(word)
+        place = ctypes.c_size_t(offset), ctypes.byref(value), ctypes.c_size_t(4)
+        self._library.fake_nccl_put(ctypes.c_void_p(window), ctypes.c_int(process), *place)
+
     def set(self, name: str, value: int) -> None:
         self._library.fake_nccl_set(name.encode(), ctypes.c_long(value))
 

@@ -46,9 +46,9 @@ class Rank(cuda_memory_worker.Rank):
         self.nccl = fake_nccl.Knobs(os.environ["NCCL_HOME"])
         self.rank = count - 1 - process
 
-    def workspace(self, channel: int = 0):
+    def workspace(self, channel: int = 0, ranks_per_node: int = 0):
         devices = [p * self.memory.devices_per_process for p in reversed(range(self.count))]
-        return self.memory.workspace(devices, self.count, channel)
+        return self.memory.workspace(devices, self.count, channel, ranks_per_node)
 
     def see_each_other(self, workspace, name: str) -> bool:
         """Every rank writes a word into the memory of every other, and finds those of all in its own, which it has
@@ -206,6 +206,84 @@ def one_dies_connecting(rank: Rank) -> dict:
     began = time.monotonic()
     error = join_devices(rank, 0, 300.0)
     return {"error": error, "waited": time.monotonic() - began, "after": join_devices(rank)}
+
+
+def put_and_look(rank: Rank, workspace, name: str) -> bool:
+    """A word to the rank of this place on each other node of two, through the window of the newest memory, and theirs
+    in the own."""
+    table = rank.memory.windows(workspace)
+    offset = SMALL[0]
+    others = [r for r in range(rank.rank % 2, rank.count, 2) if r != rank.rank]
+    for other in others:
+        place = offset + 4 * rank.rank
+        rank.nccl.put(table["staging"], table["processes"][other], place, 100 * rank.rank + other)
+    rank.meet(f"put {name}")
+    found = [rank.memory.get(workspace, rank.rank, offset + 4 * other) for other in others]
+    rank.meet(f"looked {name}")
+    return found == [100 * other + rank.rank for other in others]
+
+
+def nodes(rank: Rank) -> dict:
+    """Two nodes of two: growth, growth that one cannot make, puts in each memory, resets."""
+    rank.nccl.set("node_ranks", 2)
+    workspace = rank.workspace(0, 2)
+    rank.meet("start")
+    if rank.process == 1:
+        rank.nccl.set("fail_alloc", 1)  # the staging area, behind a mailbox
+    errors = [rank.serve(workspace, SMALL)]
+    rank.nccl.set("fail_alloc", -1)
+    errors.append(rank.serve(workspace, SMALL))
+    seen = [put_and_look(rank, workspace, "small")]
+    first = rank.memory.windows(workspace)
+    needs = tuple(n * (3 if rank.process == 3 else 2) for n in SMALL)
+    errors.append(rank.serve(workspace, needs))
+    seen.append(put_and_look(rank, workspace, "larger"))
+    second = rank.memory.windows(workspace)
+    pointers = rank.memory.pointers_across(workspace)
+    reset = []
+    for _ in range(2):
+        rank.memory.fail(workspace, 0, {"cause": 1, "rank": 0, "other": 1})
+        failed = bool(rank.memory.failure())
+        rank.memory.reset(WAIT_S)
+        table = rank.memory.windows(workspace)
+        reset.append([failed, rank.memory.failure(), table["base"], table["expected"]])
+    errors.append(rank.serve(workspace, LARGE))
+    seen.append(put_and_look(rank, workspace, "after resets"))
+    # Cut in another way by one process: the others wait for it in vain.
+    other = rank.serve(rank.workspace(1, 1 if rank.process == 0 else 2), SMALL, 3.0)
+    rank.meet("cut")
+    late = ""
+    rank.memory.settle_late(rank.process == 2)
+    try:
+        rank.memory.reset(4.0)
+    except RuntimeError as error:
+        late = str(error)
+    return {
+        "errors": errors,
+        "seen": seen,
+        "windows": [first, second],
+        "pointers": pointers,
+        "settled": rank.memory.settled(),
+        "reset": reset,
+        "cut": other,
+        "late": late,
+        "kinds": [[w["memory"], w["ranks_per_node"]] for w in rank.memory.workspaces()],
+    }
+
+
+def node_dies(rank: Rank) -> dict:
+    """Process 1 is killed by the test while the others wait for it inside NCCL, for the connection of a group of two
+    nodes."""
+    rank.nccl.set("node_ranks", 2)
+    workspace = rank.workspace(0, 2)
+    rank.meet("up")
+    if rank.process == 1:
+        rank.nccl.set("stall", 1)
+        print("ready", flush=True)
+        rank.serve(workspace, SMALL, 300.0)
+    print("ready", flush=True)
+    began = time.monotonic()
+    return {"error": rank.serve(workspace, SMALL, 300.0), "waited": time.monotonic() - began}
 
 
 def main() -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import sys
 
+from tests.support import quick_compiler
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = quick_compiler.flags(2)
 
 import jax
 import jax.numpy as jnp

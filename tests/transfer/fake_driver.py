@@ -196,6 +196,7 @@ def between_two_processes():
     with xt.Engine(name="receiver") as receiver:
         window = receiver.window(window_of, name="w")
         receiver.publish("published", jnp.asarray(content(99)))
+        receiver.publish("on the host", content(98))
         command = [sys.executable, __file__, receiver.descriptor.hex()]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
             peer = receiver.peer("sender", 60)
@@ -222,7 +223,9 @@ def between_two_processes():
             assert answer["opened"] == (2 if by_driver else 0), answer
             assert answer["batches"] == (2 if by_driver else 0), answer
             # Nobody waits for it at the sender: its thread has to look. And by a driver without batches.
-            for number, change in enumerate(({"patience": 3000}, {"without_batches": True}, {"from_host": True})):
+            for number, change in enumerate(
+                ({"patience": 3000}, {"without_batches": True}, {"from_host": True, "in_callback": True})
+            ):
                 before = answer["copies"]
                 ask(do="post", seed=20 + number, imm=f"post{number}", pages=order, **change)
                 with receiver.counter(f"post{number}", expect=1) as counter:
@@ -234,6 +237,8 @@ def between_two_processes():
                 assert answer["copies"] - before == (len(order) if by_driver else 0), (change, answer)
             assert answer["batches"] == (3 if by_driver else 0) and answer["from_host"] == by_driver, answer
             assert ask(do="read", seed=99)["equal"]
+            answer = ask(do="read", seed=98, name="on the host")
+            assert answer["equal"] and (answer["by UCX"] == 0 or not by_driver), answer
             answer = ask(do="fail", error=700)
             assert not by_driver or "CUDA error 700" in answer["error"], answer
             driver.hidden = 4096  # A window that says it is shorter than it is: what lies behind is not written.
@@ -283,7 +288,7 @@ def sender(descriptor, backend="auto"):
             driver.error = order.get("error", 0)
             try:
                 if order["do"] == "read":
-                    got = engine.read(peer["published"])
+                    got = engine.read(peer[order.get("name", "published")])
                     answer["equal"] = bool((np.asarray(got) == content(order["seed"])).all())
                 elif order["do"] == "write":
                     pages = order["pages"] and (range(len(order["pages"])), order["pages"])
@@ -295,6 +300,8 @@ def sender(descriptor, backend="auto"):
                     driver.without_batches = order.get("without_batches", False)
                     pages = range(len(order["pages"])), order["pages"]
                     given = np.asarray(source) if order.get("from_host") else source
+                    if order.get("in_callback"):  # JAX's default device is the CPU there.
+                        _device.default_ordinal = lambda: None
                     posted.append(engine.write(given, peer["w"], pages=pages, imm=order["imm"]))
                     assert "patience" not in order or driver.waiting or not _posting.native(), "it was waited for"
                 elif order["do"] == "report":
@@ -312,6 +319,7 @@ def sender(descriptor, backend="auto"):
                     transfer.wait(20)
             except xt.TransferError as error:
                 answer["error"] = str(error)
+            answer["by UCX"] = len(peer.link._keys)
             answer |= {"copies": driver.copies, "opened": driver.opened, "batches": driver.batches}
             engine.send(peer, json.dumps(answer).encode()).wait(20)
 

@@ -1,9 +1,12 @@
-"""Writes between host memory of two processes by the kernel's copies. Run as a program, in a process of its own."""
+"""Writes between host memory of two processes, by stores into mapped memory and by the kernel's copies. Run as a
+program, in a process of its own.
+"""
 
 import ctypes
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xen_moe_jax.transfer as xt
-from xen_moe_jax.transfer import _posting, _process
+from xen_moe_jax.transfer import _posting, _process, _shared_memory
 
 PAGES = (700, 48)
 LONG = 40 << 20  # More than the loop hands over at once.
@@ -27,7 +30,12 @@ def copies_of(peer):
     return peer.link._host_copies._copies
 
 
-def receiver():
+def mapped():
+    """How many pieces of another process's file are mapped here; a sender has none of its own."""
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:xen_moe_jax.transfer")
+
+
+def receiver(by):
     with xt.Engine(name="receiver") as engine:
         window = engine.window(
             {"pages": jax.ShapeDtypeStruct(PAGES, np.uint8), "long": jax.ShapeDtypeStruct((LONG,), np.uint8)}
@@ -44,6 +52,7 @@ def receiver():
             expected[order] = content(generation, PAGES)[:600]
             np.testing.assert_array_equal(np.asarray(got["pages"]), expected)
             np.testing.assert_array_equal(np.asarray(got["long"]), content(10 + generation, (LONG,)))
+        engine.publish("committed", got["pages"])
         # A stopped sender of large writes: nothing lands after the commit.
         engine.send(peer, b"flood").wait(30)
         assert engine.recv(peer, timeout=30) == b"flooding"
@@ -53,28 +62,50 @@ def receiver():
         time.sleep(0.2)
         np.testing.assert_array_equal(np.asarray(long), seen)
         report = json.loads(engine.recv(peer, timeout=30))
-        assert report == {"kernel": True, "stale": True, "read": True, "outside": True, "bounds": errno.EINVAL}, report
+        expected = {
+            "copies": True,
+            "committed": True,
+            "kept": 0,
+            "stale": True,
+            "read": True,
+            "outside": True,
+            "bounds": errno.EINVAL,
+        }
+        # In an open generation both arrays; at last the one that has been written: what was committed is not mapped.
+        expected["mapped"] = [2, 2, 1] if by == "mapped" else [0, 0, 0]
+        assert report == expected, report
         engine.send(peer, b"die").wait(30)
         time.sleep(30)  # The sender kills this process.
 
 
-def sender(descriptor):
+def sender(descriptor, by):
+    if by == "kernel":
+        _shared_memory.open_file = lambda process, place: None
     with xt.Engine(name="sender") as engine:
         peer = engine.connect(bytes.fromhex(descriptor))
+        pieces = []
         for generation in range(2):
             while peer["pages"].generation != generation + 1:
                 time.sleep(0.001)
             pages, long = peer["pages"], peer["long"]
             order = np.random.default_rng(generation).permutation(PAGES[0])[:600]
             source = jnp.asarray(content(generation, PAGES))
-            for _ in range(2):
+            for repeat in range(2):
                 transfer = engine.write(source, pages, pages=(range(600), order), imm=generation)
                 transfer.wait(30)
                 assert transfer.bytes_done == transfer.nbytes == 600 * PAGES[1]
                 engine.write(jnp.asarray(content(10 + generation, (LONG,))), long, imm=generation).wait(30)
-        report = {"kernel": copies_of(peer) is not None}
+                if not repeat:
+                    pieces.append(mapped())
+        report = {"copies": copies_of(peer) is not None, "mapped": pieces}
         report["read"] = bool((engine.read(peer["published"]) == content(9, PAGES)).all())
         assert engine.recv(peer, timeout=30) == b"flood"
+        while peer["long"].generation != 3:  # By then what was written to is not mapped any more.
+            time.sleep(0.001)
+        expected = np.zeros(PAGES, np.uint8)
+        expected[order] = content(1, PAGES)[:600]
+        report["committed"] = bool((engine.read(peer["committed"]) == expected).all())
+        report["kept"] = mapped()
         while (long := peer["long"]).generation != 3:
             time.sleep(0.001)
         sources = [jnp.full((LONG,), fill, np.uint8) for fill in range(4)]
@@ -89,6 +120,7 @@ def sender(descriptor):
         pages = peer["pages"]
         engine.write(source := jnp.asarray(content(3, PAGES)), pages).wait(30)
         report["outside"], report["bounds"] = outside(peer, pages, source)
+        pieces.append(mapped())
         engine.send(peer, json.dumps(report).encode()).wait(30)
         assert engine.recv(peer, timeout=30) == b"die"
         os.kill(peer.process["id"], 9)
@@ -126,10 +158,22 @@ def marks():
     assert len(ctypes.string_at(place, 16)) == 16
 
 
-def both():
-    with subprocess.Popen([sys.executable, __file__, "receiver"], stdout=subprocess.PIPE, text=True) as receiving:
+def children():
+    """What a child has of its parent's memory is not the child's to give back."""
+    memory = _shared_memory.SharedMemory(1 << 20)
+    ctypes.memset(memory.pointer, 7, 1 << 20)
+    child = os.fork()
+    if not child:
+        del memory
+        os._exit(0 if _shared_memory.place_of(0) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ctypes.string_at(memory.pointer, 1 << 20) == bytes([7]) * (1 << 20), "a child gave it back"
+
+
+def both(by):
+    with subprocess.Popen([sys.executable, __file__, "receiver", by], stdout=subprocess.PIPE, text=True) as receiving:
         descriptor = receiving.stdout.readline().strip()
-        done = subprocess.run([sys.executable, __file__, descriptor], timeout=90)
+        done = subprocess.run([sys.executable, __file__, descriptor, by], timeout=90)
         assert done.returncode == 0, "the sender did not see what it should"
         assert receiving.wait(30) == -9, "the receiver ended before it was killed"
 
@@ -137,7 +181,9 @@ def both():
 if __name__ == "__main__":
     assert _posting.native() is not None
     if sys.argv[1:]:
-        receiver() if sys.argv[1] == "receiver" else sender(sys.argv[1])
+        receiver(sys.argv[2]) if sys.argv[1] == "receiver" else sender(*sys.argv[1:])
     else:
         marks()
-        both()
+        children()
+        both("mapped")
+        both("kernel")

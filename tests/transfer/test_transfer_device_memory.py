@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
-from xen_moe_jax.transfer import _cuda_memory, _device
+from xen_moe_jax.transfer import _device, _dlpack
 
 pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
 ON_CPU = (1, 0)  # DLPack's device
@@ -37,7 +37,7 @@ def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
     memory = Memory(values.nbytes)
     memory.view[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     pointer, owner = memory.view.ctypes.data, weakref.ref(memory)
-    array = _cuda_memory.as_array(memory, pointer, shape, dtype, ON_CPU)
+    array = _dlpack.as_array(memory, pointer, shape, dtype, ON_CPU)
     del memory
     assert (array.shape, array.dtype, array.device) == (shape, dtype, jax.local_devices(backend="cpu")[0])
     np.testing.assert_array_equal(np.asarray(array), values)
@@ -46,7 +46,7 @@ def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
     assert dtype.name in COPIED or owner() is not None, "the memory of a living array was given back"
     del array
     gc.collect()
-    assert owner() is None and not _cuda_memory._imported
+    assert owner() is None and not _dlpack._imported
 
 
 def test_a_context_is_set_again_after_somebody_else_has_set_another(monkeypatch):

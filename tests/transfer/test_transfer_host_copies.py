@@ -1,4 +1,6 @@
-"""Between two processes of one machine the kernel copies: with the loop in C++, which the other tests may not have."""
+"""Between two processes of one machine: stores into mapped memory and the kernel's copies, with the loop in C++, which
+the other tests may not have.
+"""
 
 import os
 import pathlib
@@ -19,7 +21,7 @@ def run(command, posting_library):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_kernel_copies(posting_library):
+def test_stores_into_mapped_memory_and_the_kernels_copies(posting_library):
     run([str(ROOT / "tests" / "transfer" / "host_copies.py")], posting_library)
 
 

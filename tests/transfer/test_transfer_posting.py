@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
 
+from xen_moe_jax.transfer import _posting
+
 PROGRAM = """
 import sys
 import jax.numpy as jnp
@@ -62,6 +64,12 @@ def test_both_loops_write_the_same(loop, posting_library):
         [sys.executable, "-c", PROGRAM, loop], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr
+
+
+def test_a_loop_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("XEN_MOE_TRANSFER_POSTING", "pyhton")
+    with pytest.raises(ValueError, match="XEN_MOE_TRANSFER_POSTING='pyhton' .*: must be 'python' or a file.*unset it"):
+        _posting.native.__wrapped__()
 
 
 def test_the_thread_looks_after_copies_once_and_in_time(engine):

@@ -157,6 +157,17 @@ def test_tick_returns_its_value_and_ticks_in_loops():
     assert watcher.ticks == 5 and int(got["n"]) == 5
 
 
+def test_a_tick_without_a_cpu_device_is_an_error_when_the_program_is_made(monkeypatch):
+    """As with JAX_PLATFORMS=cuda: in the middle of its run, the error would leave the other devices waiting."""
+
+    def local_devices(backend=None):
+        raise RuntimeError(f"Unknown backend: {backend!r} requested")
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    with pytest.raises(xt.TransferRefused, match="JAX_PLATFORMS=.*,cpu"):
+        jax.jit(lambda x: xt.tick(x, xt.Watcher())).lower(1.0)
+
+
 def test_an_error_in_a_watcher_is_raised_where_one_waits():
     def fail(index, data):
         raise ZeroDivisionError("in the callback")

@@ -18,15 +18,21 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
                                    numbers of a token's slots to its rows, and back; elsewhere an all-to-all of all
                                    slots for all ranks
   open_buffer, buffer_size_hint    symmetric memory
+  ranks_per_node(num_ranks)        consecutive ranks of an axis that share a fast link, where not all do
   failure()                        why an operation of this process gave up; "" when none did
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 import warnings
 from types import ModuleType
 
+import jax
+
+from xen_moe_jax import _jax_internals
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -75,6 +81,25 @@ def load(name: str) -> ModuleType:
     if check is not None:
         check()
     return module
+
+
+def with_nodes(spec: Spec, config: KernelConfig) -> KernelConfig:
+    """`config` with the nodes that the backend has found where its user has named none."""
+    if config.ranks_per_node is not None:
+        return config
+    found = ranks_per_node(spec.axis_sizes, config.backend)
+    return config if found is None else dataclasses.replace(config, ranks_per_node=found)
+
+
+def ranks_per_node(axis_sizes: tuple[int, ...], backend: str | None) -> int | None:
+    """Consecutive ranks of these axes (one, or slow and fast) that share a fast link where not all do: as the backend
+    of this job has found between its processes, and on two axes the fast one. None where all do."""
+    if backend not in (None, "cuda") or _jax_internals.key_value_client() is None:
+        return None  # processes that do not know of each other have no axis in common
+    if backend is None and jax.default_backend() != "gpu":
+        return None
+    found = _module("cuda").ranks_per_node(math.prod(axis_sizes))
+    return found if found is None or len(axis_sizes) == 1 else math.prod(axis_sizes[1:])
 
 
 def failure() -> str:

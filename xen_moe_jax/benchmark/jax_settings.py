@@ -40,6 +40,7 @@ NCCL_RAGGED = (
     "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
 )
 SYMMETRIC_RAGGED = "--xla_gpu_ragged_all_to_all_mode=symmetric"
+GRAPHS = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 ALONE = "--xla_gpu_shard_autotuning=false"
 """Of settings with a process for each device: these compile side by side, each in an order of its own, and would wait
 for one another where they share out the search for the fastest kernels."""
@@ -52,17 +53,17 @@ SETTINGS: dict[str, Setting] = {
     "symmetric buffers": Setting((*ALL_TO_ALL, *GATHER, RAGGED[3]), SYMMETRIC),
     "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),
     "user buffers": Setting((*ALL_TO_ALL, GATHER[1]), "--xla_gpu_enable_nccl_user_buffers=true"),
-    "ragged by NCCL send/recv": Setting((RAGGED[3], RAGGED[0]), NCCL_RAGGED),
+    "ragged by NCCL send/recv": Setting(RAGGED[:1], NCCL_RAGGED),
+    "ragged in segments by NCCL send/recv": Setting(RAGGED[3:4], NCCL_RAGGED),
     "symmetric buffers, one process per device": Setting(
         (*ALL_TO_ALL, *GATHER), f"{SYMMETRIC} {ALONE}", process_per_device=True
     ),
-    "collectives in CUDA graphs": Setting(
-        (*ALL_TO_ALL, GATHER[1], RAGGED[5]), "--xla_gpu_enable_command_buffer=+COLLECTIVES"
-    ),
+    "collectives in CUDA graphs": Setting((*ALL_TO_ALL, GATHER[1]), GRAPHS),
+    "ragged in CUDA graphs": Setting(RAGGED[5:], GRAPHS),  # by itself: a kernel that fails there ends its process
     "ragged in symmetric memory": Setting(RAGGED[3::2], SYMMETRIC_RAGGED),
     "ragged in peer memory": Setting(RAGGED[3::2], "--xla_gpu_ragged_all_to_all_mode=peer"),
     "ragged by NCCL send/recv, one process per device": Setting(
-        (RAGGED[0], RAGGED[3]), f"{NCCL_RAGGED} {ALONE}", process_per_device=True
+        RAGGED[:1], f"{NCCL_RAGGED} {ALONE}", process_per_device=True
     ),
     "ragged in symmetric memory, one process per device": Setting(
         RAGGED[3::2],

@@ -115,8 +115,8 @@ def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float
     return difference
 
 
-def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
-    """The executable, or why there is none."""
+def lowered(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
+    """The program of an operation on the mesh, not compiled yet."""
     program = OPERATIONS[operation](layer_programs.stacked(layer, given.layers))
     mapped = jax.shard_map(
         program,
@@ -125,8 +125,13 @@ def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands
         out_specs=layer_programs.result_specs(given, operation),
         check_vma=False,
     )
+    return jax.jit(mapped).lower(*operands)
+
+
+def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
+    """The executable, or why there is none."""
     try:
-        return jax.jit(mapped).lower(*operands).compile()
+        return lowered(given, operation, layer, operands).compile()
     except Exception as error:  # whatever XLA or a kernel cannot do here is a result
         return f"{type(error).__name__}: {error}"[:300]
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from xen_moe_jax.benchmark import jax_settings
@@ -37,27 +38,33 @@ MOST_VIRTUAL_DEVICES = 64
 
 def positive(text: str) -> int:
     """An argument that counts something; 0 is a mistake and not a default."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
+    return _at_least(1, text)
 
 
 def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {least}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
     return value
 
 
 def factor(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number") from None
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be positive and finite")
     return value
 
 
-positive.__name__, not_negative.__name__ = "int", "int"  # argparse names the type in its own message
 factor.__name__ = "float"
 
 
@@ -160,6 +167,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--plot {options.plot}: --tune draws nothing; leave one of the two out")
     if options.num_processes > 1 and not options.coordinator:
         raise ValueError(f"--num-processes {options.num_processes}: needs --coordinator HOST:PORT")
+    if options.coordinator and not re.fullmatch(r".+:\d+", options.coordinator):
+        raise ValueError(f"--coordinator {options.coordinator}: must be HOST:PORT, the same in every process")
     if options.process_id >= options.num_processes:
         raise ValueError(
             f"--process-id {options.process_id}: must be less than --num-processes {options.num_processes}"

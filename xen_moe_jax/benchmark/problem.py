@@ -57,6 +57,7 @@ class Problem:
 
     @property
     def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu": of the devices that the problem runs on."""
         return self.mesh.devices.flat[0].platform
 
 

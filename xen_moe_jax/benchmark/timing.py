@@ -22,6 +22,9 @@ from jax.sharding import Mesh
 from xen_moe_jax.benchmark.problem import RANK_SPEC, SPECS, Problem
 from xen_moe_jax.benchmark.programs import Program
 
+TURN_SECONDS = 0.1
+"""Between two turns of a process, so that one which waits for the lock gets it."""
+
 
 @dataclasses.dataclass
 class Timed:
@@ -187,6 +190,16 @@ def alone(path: str | None) -> Iterator[None]:
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def turns(path: str | None, repeats: int) -> Iterator[int]:
+    """Numbers of repeats, each with the lock of `alone` held and then let go for a moment: processes that measure side
+    by side take turns."""
+    for repeat in range(repeats):
+        with alone(path):
+            yield repeat
+        if path is not None:
+            time.sleep(TURN_SECONDS)
 
 
 def slowest_process(microseconds: float) -> float:

@@ -125,12 +125,15 @@ Check = Callable[[], None]
 """Raises where what has arrived is not what was sent."""
 
 
-def engine_operations(target: TargetProcess, table: list[Cell]) -> Iterator[tuple[dict[str, Operation], Check]]:
-    """For each cell: this package, and beside it the library below with nothing around it; and the check."""
+def engine_operations(
+    target: TargetProcess, table: list[Cell], not_measured: dict[str, str]
+) -> Iterator[tuple[dict[str, Operation], Check]]:
+    """For each cell: this package, and beside it raw UCX and raw NIXL, where they are measured; and the check."""
     import jax
 
     import xen_moe_jax.transfer as xt
 
+    nixl: Any = None
     with xt.Engine(name="source") as engine:
         peer = engine.connect(bytes.fromhex(target("describe")["descriptor"]), timeout=60)
         rng = np.random.default_rng(0)
@@ -151,8 +154,14 @@ def engine_operations(target: TargetProcess, table: list[Cell]) -> Iterator[tupl
 
             ours(1)
             operations: dict[str, Operation] = {OURS: ours}
-            if not transfer_peers.raw_ucx_missing():
+            if RAW_UCX not in not_measured:
                 operations[RAW_UCX] = transfer_peers.raw_ucx(engine, place, piece, pages)
+            if RAW_NIXL not in not_measured:
+                try:
+                    nixl = nixl or transfer_peers.RawNixl(target)
+                    operations[RAW_NIXL] = nixl.operation(name, piece, table[number])
+                except Exception as error:  # A peer that breaks does not take what is measured beside it.
+                    not_measured[RAW_NIXL] = f"{type(error).__name__}: {error}"
 
             def check(name=name, piece=piece, place=place, pages=pages, host=host, even=even, cell=(kind, size, batch)):
                 engine.write(piece, place, pages=pages, imm=name).wait(60)
@@ -168,17 +177,7 @@ def measure_by_turns(
     target: TargetProcess, table: list[Cell], not_measured: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Rows of this package, of raw UCX and of raw NIXL, which are timed by turns."""
-    nixl = None if RAW_NIXL in not_measured else transfer_peers.nixl(target, table)
-    for cell, (operations, check) in zip(table, engine_operations(target, table), strict=True):
-        if RAW_UCX in not_measured:
-            operations.pop(RAW_UCX, None)
-        if nixl is not None:
-            try:
-                operations[RAW_NIXL] = next(nixl)[1]  # type: ignore[assignment]
-                operations[RAW_NIXL](1)
-            except Exception as error:  # A peer that breaks does not take what is measured beside it.
-                not_measured[RAW_NIXL] = f"{type(error).__name__}: {error}"
-                nixl = operations.pop(RAW_NIXL, None) and None
+    for cell, (operations, check) in zip(table, engine_operations(target, table, not_measured), strict=True):
         for peer, seconds in time_in_turns(operations, cell[-1]).items():
             yield row(peer, *cell, seconds)
         check()

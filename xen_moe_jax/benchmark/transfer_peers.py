@@ -102,29 +102,47 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
     return operation
 
 
-def nixl(target: Any, table: list[Cell]) -> Measured:
-    """NIXL's Python interface: a prepared request for each operation in flight, posted again and again."""
-    from nixl._api import nixl_agent, nixl_agent_config
+class RawNixl:
+    """NIXL's Python interface: a prepared request for each operation in flight, posted again and again.
 
-    from xen_moe_jax.transfer import _device, _memory
+    On the CPU between the very memory that this package writes from and into: what a page costs the kernel differs from
+    memory to memory by more than the libraries do. On GPUs between memory of the driver's own on both sides, which
+    suits UCX inside it better than XLA's.
+    """
 
-    agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
-    most = max(2 * size * batch for _, size, batch, _ in table)
-    there = target("nixl", nbytes=most)
-    source = _memory.Block((most,), np.dtype(np.uint8), None)
-    pointer, device = source.shards[0].pointer, _device.default_ordinal() or 0
-    agent.register_memory([(pointer, most, device, "")], there["memory"])
-    remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
-    for cell in table:
-        _, size, batch, concurrency = cell
+    def __init__(self, target: Any):
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self._target = target
+        self._agent = nixl_agent("source", nixl_agent_config(backends=["UCX"]))
+        self._remote: str | None = None
+        self._end: Callable[[], None] = lambda: None
+
+    def operation(self, window: str, piece: Any, cell: Cell) -> Operation:
+        """Writes of `piece`, or of its even rows, to the target's memory of a cell: that of `window` on the CPU."""
+        from xen_moe_jax.transfer import _device, _memory
+
+        self._end()
+        agent, (_, size, batch, concurrency) = self._agent, cell
+        there = self._target("nixl", window=window, nbytes=2 * batch * size)
+        source, device = piece, 0
+        if there["memory"] == "VRAM":
+            source, device = (
+                _memory.Block((2 * batch * size,), np.dtype(np.uint8), None),
+                _device.default_ordinal() or 0,
+            )
+        pointer = piece.unsafe_buffer_pointer() if source is piece else source.shards[0].pointer
+        registered = agent.register_memory([(pointer, source.nbytes, device, "")], there["memory"])
+        self._remote = agent.add_remote_agent(base64.b64decode(there["metadata"]))
         pieces = range(0, 2 * batch * size, 2 * size)
-        local_list = agent.get_xfer_descs([(pointer + o, size, device) for o in pieces], there["memory"])
-        remote_list = agent.get_xfer_descs(
-            [(there["pointer"] + o, size, there["device"]) for o in pieces], there["memory"]
+        lists = (
+            agent.get_xfer_descs([(base + offset, size, number) for offset in pieces], there["memory"])
+            for base, number in ((pointer, device), (there["pointer"], there["device"]))
         )
-        handles = [agent.initialize_xfer("WRITE", local_list, remote_list, remote) for _ in range(concurrency)]
+        local, remote = lists
+        handles = [agent.initialize_xfer("WRITE", local, remote, self._remote) for _ in range(concurrency)]
 
-        def operation(count: int, handles: list[Any] = handles) -> None:
+        def operation(count: int, kept: Any = source) -> None:
             waiting = [handle for handle in handles[:count] if agent.transfer(handle) == "PROC"]
             while waiting:
                 states = [(handle, agent.check_xfer_state(handle)) for handle in waiting]
@@ -132,9 +150,16 @@ def nixl(target: Any, table: list[Cell]) -> Measured:
                     raise RuntimeError("NIXL reports an error")
                 waiting = [handle for handle, state in states if state == "PROC"]
 
-        yield cell, operation
-        for handle in handles:
-            agent.release_xfer_handle(handle)
+        def end() -> None:
+            for handle in handles:
+                agent.release_xfer_handle(handle)
+            agent.remove_remote_agent(self._remote)
+            agent.deregister_memory(registered)
+            self._target("nixl_end")
+
+        self._end = end
+        operation(1)
+        return operation
 
 
 def dlslime(target: Any, table: list[Cell]) -> Measured:

@@ -29,6 +29,8 @@ class Target:
         self.windows: dict[str, Any] = {}
         self.kept: list[Any] = []
         self.server: Any = None
+        self.agent: Any = None
+        self.registered: tuple = ()
         self.endpoint: Any = None
 
     def describe(self) -> dict:
@@ -46,20 +48,27 @@ class Target:
         array = self.windows.pop(name).commit(60, last=True)
         return {"hash": hashlib.blake2b(self.np.asarray(array).tobytes()).hexdigest()}
 
-    def nixl(self, nbytes: int) -> dict:
+    def nixl(self, window: str, nbytes: int) -> dict:
+        """Memory for NIXL to write into: on the CPU that of a window, on a GPU the driver's own, as a window's is."""
         from nixl._api import nixl_agent, nixl_agent_config
 
         from xen_moe_jax.transfer import _device, _memory
 
-        agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
-        block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)  # As a window's: it can be mapped.
-        pointer, place = block.shards[0].pointer, self.device
-        memory = "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
-        device = _device.ordinal(place) if memory == "VRAM" else 0
-        agent.register_memory([(pointer, nbytes, device, "")], memory)
-        self.kept += [agent, block]
-        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
+        if self.agent is None:
+            self.agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
+        (block,) = self.windows[window]._open.blocks  # noqa: SLF001
+        if block.shards[0].memory == "cuda":
+            block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)
+        pointer, memory = block.shards[0].pointer, "VRAM" if block.shards[0].memory == "cuda" else "DRAM"
+        device = _device.ordinal(self.device) if memory == "VRAM" else 0
+        self.registered = self.agent.register_memory([(pointer, nbytes, device, "")], memory), block
+        metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
         return {"metadata": metadata, "pointer": pointer, "device": device, "memory": memory}
+
+    def nixl_end(self) -> dict:
+        self.agent.deregister_memory(self.registered[0])
+        self.registered = ()
+        return {}
 
     def dlslime_info(self) -> dict:
         """A TCP endpoint that is waiting for its peer."""

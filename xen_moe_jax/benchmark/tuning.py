@@ -47,6 +47,7 @@ class Tuned:
 
     @property
     def best(self) -> KernelConfig:
+        """The config to keep: of those within a hundredth of the fastest, the one with the fewest thread blocks."""
         return choose(self.measured)
 
 

@@ -76,6 +76,7 @@ class Workload:
 
     @property
     def block_scaled(self) -> bool:
+        """Whether the tokens are quantised before the dispatch."""
         return self.dtype in BLOCK_SCALED_DTYPES
 
     @property
@@ -85,14 +86,17 @@ class Workload:
 
     @property
     def dispatch_wire(self) -> str:
+        """Name of the dtype that a dispatch sends."""
         return self.wire or self.dtype
 
     @property
     def return_wire(self) -> str:
+        """Name of the dtype that a combine sends."""
         return self.combine_wire or self.compute_dtype.name
 
     @property
     def local_experts(self) -> int:
+        """Experts of a rank; the last ranks may own fewer."""
         return -(-self.experts // self.ranks)
 
 

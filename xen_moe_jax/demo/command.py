@@ -72,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         split = text.load(options.text)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"xen-moe-jax demo: --text {options.text}: cannot be read ({error.strerror}); name another file")
+        return 2
+    except ValueError as error:
         print(f"xen-moe-jax demo: {error}")
         return 2
     mesh = virtual_mesh()

@@ -114,7 +114,10 @@ def _check_capacity(config: Any) -> None:
     rows, factor = config.capacity, config.capacity_factor
     _require(rows is None or (_is_int(rows) and rows >= 0), "capacity", rows, "must be None or an int >= 0")
     _require(
-        factor is None or (_is_number(factor) and factor > 0), "capacity_factor", factor, "must be None or a number > 0"
+        factor is None or (_is_number(factor) and factor > 0),
+        "capacity_factor",
+        factor,
+        "must be None or a finite number > 0",
     )
     _require(rows is None or factor is None, "capacity", rows, "give capacity or capacity_factor, not both")
     for name in ("capacity", "capacity_factor"):

@@ -143,6 +143,13 @@ def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
     tracked = jax.typeof(x).manual_axis_type
     varying = tracked.varying if tracked is not None else frozenset()
     if config.token_axes is None:
+        same = [axis for axis in config.expert_axes if axis not in varying]
+        if varying and same:  # without any, the types say nothing: check_vma=False
+            raise ValueError(
+                f"MoEConfig.token_axes=None: x varies over {sorted(varying)}, and is the same on all ranks of {same}; "
+                f"split it over {same} too in the in_specs, or say with token_axes={tuple(sorted(varying))} that these "
+                "ranks share their tokens"
+            )
         return tuple((varying | set(config.expert_axes)) - {config.tensor_axis})
     if config.replicated_tokens and varying & set(config.layer_axes):
         raise ValueError(

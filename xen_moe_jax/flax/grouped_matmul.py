@@ -3,7 +3,7 @@
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
 peak. This library has kernels of its own for Hopper GPUs (`hopper.py`). tokamax (the extra "tokamax") has kernels for
-NVIDIA GPUs and TPUs behind the same call. docs/performance.md says what each of them reaches.
+NVIDIA GPUs and TPUs behind the same call. docs/performance_layers.md says what each of them reaches.
 """
 
 from __future__ import annotations

@@ -173,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+    try:
+        jax.devices()  # what is traced is traced for a platform
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a backend
+        parser.error(f"JAX starts no platform here ({error}): set JAX_PLATFORMS=cpu, nothing is run on it")
     print(render(config, options.tokens, options.ranks, options.dtype))
     return 0
 

@@ -127,10 +127,12 @@ class Copies:
 
 
 class LinkCopies:
-    """The copies into one peer's GPU memory, from whichever GPU of this process, or from the host."""
+    """The copies into one peer's GPU memory, from whichever GPU of this process, or from the host, then through the GPU
+    `through` (None: it has none).
+    """
 
-    def __init__(self, link: UcxLink):
-        self._link, self._by_device = link, dict[int | None, Copies]()
+    def __init__(self, link: UcxLink, through: int | None):
+        self._link, self._through, self._by_device = link, through, dict[int | None, Copies]()
 
     def way(self, exported: bytes, local: int | None) -> tuple[_posting.NativeStarter, Mapping] | None:
         """What starts a posting from the GPU that has `local`, or from the host (None), and its key; None where the
@@ -142,7 +144,7 @@ class LinkCopies:
         device = None if local is None else _device.ordinal_of(local)
         copies = self._by_device.get(device)
         if copies is None:
-            through = _device.default_ordinal() if device is None else device
+            through = self._through if device is None else device
             if through is None:
                 return None
             copies = self._by_device[device] = Copies(loop, self._link, through, device is None)

@@ -82,4 +82,4 @@ def _reachable(engine: Engine, array: Any, grant: Grant, target: RemoteArray) ->
     with engine._lock:
         if all(target.peer.link.takes_host_memory(shard.key) for shard in shards):
             return array
-    return _memory.on_gpu(array)
+    return _memory.on_gpu(array, engine._default_device)

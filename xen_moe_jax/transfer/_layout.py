@@ -47,6 +47,10 @@ class Leaf:
         """A leaf of which only the boxes are known."""
         return cls(path, shape, dtype, tuple(Shard(box, 0, "host") for box in boxes))
 
+    @property
+    def on_host(self) -> bool:
+        return all(shard.memory == "host" for shard in self.shards)
+
     def to_json(self) -> dict:
         shards = [{"b": s.box, "a": s.pointer, "m": s.memory, "k": s.key.hex()} for s in self.shards]
         return {"p": self.path, "s": self.shape, "d": self.dtype.name, "h": shards}

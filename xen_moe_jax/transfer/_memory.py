@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax.transfer import _cuda_memory, _device
+from xen_moe_jax.transfer import _cuda_memory, _device, _dlpack, _shared_memory
 from xen_moe_jax.transfer._layout import Box, Shard, box_of
 from xen_moe_jax.transfer.errors import TransferRefused
 
@@ -57,9 +57,8 @@ def is_on_gpu(array: Any) -> bool:
     return all(_IN_PLACE.get(device.platform) == "cuda" for device in devices)
 
 
-def on_gpu(array: Any) -> Any:
-    """A copy on this process's GPU, where there is one."""
-    device = _device.default()
+def on_gpu(array: Any, device: Any) -> Any:
+    """A copy on the device, where that is a GPU."""
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
 
 
@@ -105,8 +104,10 @@ class Block:
     """Writable memory of one array that does not exist for JAX yet.
 
     `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable. Host memory
-    is JAX's own and needs no copy; what lies on a GPU is copied there into JAX's memory, but with `in_place`: programs
-    that run as CUDA graphs do not take both kinds of memory.
+    needs no copy: it is JAX's own, or, `shared` with other processes, this package's. What lies on a GPU is copied
+    there into JAX's memory, but with `in_place`: programs that run as CUDA graphs do not take both kinds of memory.
+    With `on_host` it lies on the host until `array()`: for what is read from a peer's host memory. UCX would bring that
+    to a GPU by answers of the peer, and abort the peer where this process dies before it has them.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Block:
         dtype: np.dtype,
         sharding: jax.sharding.Sharding | None,
         in_place: bool = False,
+        shared: bool = False,
+        on_host: bool = False,
     ):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # Half as long as what is written to it.
@@ -128,20 +131,17 @@ class Block:
         devices: Any = self.sharding.addressable_devices
         memories = {_IN_PLACE.get(device.platform) for device in devices}
         self.shards: list[Shard] = []
-        if memories == {"host"}:
+        if memories == {"host"} and not (shared and self._share()):
             self._array = _zeros(self.shape, self.dtype, self.sharding)().block_until_ready()
             self.shards = [
                 Shard(box_of(s.index, self.shape), s.data.unsafe_buffer_pointer(), "host")
                 for s in self._array.addressable_shards
                 if s.data.size
             ]
+        if memories == {"host"}:
             return
-        places: Any = self.sharding.addressable_devices_indices_map(self.shape)
-        for device, index in places.items():
-            box = box_of(index or (), self.shape)
-            extents = tuple(stop - start for start, stop in box)
-            nbytes = math.prod(extents) * self.dtype.itemsize
-            if memories == {"cuda"} and nbytes:
+        for device, box, extents, nbytes in self._places():
+            if memories == {"cuda"} and nbytes and not on_host:
                 memory = _cuda_memory.DeviceMemory(_device.ordinal(device), nbytes)
                 self.shards.append(Shard(box, memory.pointer, "cuda"))
                 self._parts.append((device, memory, extents))
@@ -151,23 +151,45 @@ class Block:
                 if nbytes:
                     self.shards.append(Shard(box, host.ctypes.data, "host"))
 
+    def _places(self) -> Iterator[tuple[Any, Box, tuple[int, ...], int]]:
+        """Of every addressable shard: device, box, extents, bytes."""
+        places: Any = self.sharding.addressable_devices_indices_map(self.shape)
+        for device, index in places.items():
+            box = box_of(index or (), self.shape)
+            extents = tuple(stop - start for start, stop in box)
+            yield device, box, extents, math.prod(extents) * self.dtype.itemsize
+
+    def _share(self) -> bool:
+        """Takes host memory that other processes can map; False where there is none, or JAX would have to copy it."""
+        if not _dlpack.is_imported(self.dtype):
+            return False
+        places = list(self._places())
+        if not all(nbytes for *_, nbytes in places):
+            return False
+        try:
+            parts = [(device, _shared_memory.SharedMemory(nbytes), extents) for device, _, extents, nbytes in places]
+        except MemoryError:
+            return False
+        self._parts += parts
+        self.shards = [Shard(box, part.pointer, "host") for (_, part, _), (_, box, _, _) in zip(parts, places)]
+        return True
+
     @property
     def nbytes(self) -> int:
         return sum(shard.size for shard in self.shards) * self.dtype.itemsize
 
     def array(self) -> jax.Array:
         if self._array is None:
-            parts = [
-                self._on_gpu(part, extents, device)
-                if isinstance(part, _cuda_memory.DeviceMemory)
-                else jax.device_put(part, device)
-                for device, part, extents in self._parts
-            ]
+            parts = [self._part(device, part, extents) for device, part, extents in self._parts]
             self._array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts).block_until_ready()
             self._parts = []
         return self._array
 
-    def _on_gpu(self, part: _cuda_memory.DeviceMemory, extents: tuple[int, ...], device: Any) -> jax.Array:
+    def _part(self, device: Any, part: Any, extents: tuple[int, ...]) -> jax.Array:
+        if isinstance(part, _shared_memory.SharedMemory):
+            return part.array(extents, self.dtype, device)
+        if not isinstance(part, _cuda_memory.DeviceMemory):
+            return jax.device_put(part, device)
         array = part.array(extents, self.dtype, device)
         if self._in_place or array.unsafe_buffer_pointer() != part.pointer:  # Dtypes that JAX does not import.
             return array

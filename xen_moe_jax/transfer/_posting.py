@@ -238,6 +238,11 @@ def native() -> _Native | None:
     path = LIBRARY if chosen is None else pathlib.Path(chosen)
     if chosen == "python" or (chosen is None and not path.exists()):
         return None
+    if chosen is not None and not path.is_file():
+        raise ValueError(
+            f"XEN_MOE_TRANSFER_POSTING={chosen!r} in the environment: must be 'python' or a file, the loop as it was "
+            "built; unset it"
+        )
     return _Native(path)
 
 
@@ -302,14 +307,21 @@ class NativePosting:
 
 class Repeated:
     """Runs of a write that is started again and again, whose local addresses count from the source's first byte.
-    `prepared` is what the link has made of them: one that is `lasting` may be started without the link, until it fails.
+    `prepared` is what the link has made of them; `lasting` is the same where it may be started without the link, until
+    that fails.
     """
 
-    __slots__ = ("key", "memory", "nbytes", "prepared", "template")
+    __slots__ = ("key", "lasting", "memory", "nbytes", "prepared", "template")
 
     def __init__(self, key: bytes, memory: str, nbytes: int, template: np.ndarray):
         self.key, self.memory, self.nbytes, self.template = key, memory, nbytes, template
         self.prepared: Prepared | None = None
+        self.lasting: LastingPrepared | None = None
+
+    def prepare(self, starter: Starter, key: Key) -> Prepared:
+        self.prepared = starter.prepare(key, self)
+        self.lasting = self.prepared if isinstance(self.prepared, LastingPrepared) else None
+        return self.prepared
 
 
 def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
@@ -320,17 +332,11 @@ def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
 
 
 class Prepared(Protocol):
-    """What a starter has made of repeated runs and one key."""
-
-    key: Key
-    lasting: bool
-    """Whether it holds for as long as the link does: UCX gives handles of keys back, and mappings are closed. It has
-    `call`, which starts the runs from a source at an address and gives 0 or what `posting` takes.
+    """What a starter has made of repeated runs and one key. It holds while the key is not forgotten: the link asks for
+    it anew then.
     """
 
-    def call(self, pointer: int) -> int: ...
-
-    def posting(self, handle: int) -> NativePosting: ...
+    key: Key
 
     def start(self, pointer: int) -> PythonPosting | NativePosting | None:
         """Puts them from a source that begins there; None where all has ended well."""
@@ -348,14 +354,6 @@ class Starter(Protocol):
 
 
 class PythonPrepared:
-    lasting = False
-
-    def call(self, pointer: int) -> int:
-        raise NotImplementedError("the link starts it")
-
-    def posting(self, handle: int) -> NativePosting:
-        raise NotImplementedError("the link starts it")
-
     def __init__(self, starter: PythonStarter, key: Key, runs: Repeated):
         self._starter, self.key, self._runs = starter, key, runs
 
@@ -380,10 +378,13 @@ class PythonStarter:
 
 
 class NativePrepared:
-    __slots__ = ("_handle", "_loop", "_starter", "call", "key", "lasting", "nbytes")
+    """`call` starts the runs from a source at an address, and gives 0 where all has ended well, or what `posting`
+    takes.
+    """
+
+    __slots__ = ("_handle", "_loop", "_starter", "call", "key", "nbytes")
 
     def __init__(self, loop: _Native, starter: NativeStarter, key: Key, nbytes: int, handle: int, is_short: bool):
-        self.lasting = starter.moves
         self._loop, self._starter, self.key, self.nbytes, self._handle = loop, starter, key, nbytes, handle
         self.call = loop.prepared_call(handle) if is_short else functools.partial(loop.prepared_start, handle)
 
@@ -395,6 +396,14 @@ class NativePrepared:
 
     def __del__(self) -> None:
         self._loop.prepared_free_short(self._handle)
+
+
+class LastingPrepared(NativePrepared):
+    """One that holds for as long as the link does, and may be started without asking it: what it moves has arrived when
+    `call` returns. Others do not last: UCX gives handles of keys back, and mappings of a GPU's memory are closed.
+    """
+
+    __slots__ = ()
 
 
 class NativeStarter:
@@ -414,7 +423,7 @@ class NativeStarter:
         move: int = 0,
         start: int = 0,
     ):
-        self._loop, self._link, self.moves = loop, link, bool(move)
+        self._loop, self._link, self._moves = loop, link, bool(move)
         self._fields = _LinkFields(
             *calls,
             worker,
@@ -442,7 +451,8 @@ class NativeStarter:
         template = np.ascontiguousarray(runs.template, np.int64)
         place = template.ctypes.data, len(template), self._polls(runs.memory, runs.nbytes)
         handle = self._loop.prepared_new_short(self._address, key.handle, runs.memory == "cuda", *place)
-        return NativePrepared(self._loop, self, key, runs.nbytes, handle, self._is_short(runs.memory, runs.nbytes))
+        kind = LastingPrepared if self._moves else NativePrepared
+        return kind(self._loop, self, key, runs.nbytes, handle, self._is_short(runs.memory, runs.nbytes))
 
     @staticmethod
     def _is_short(memory: str, nbytes: int) -> bool:

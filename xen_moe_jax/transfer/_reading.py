@@ -40,7 +40,7 @@ def read(
                 raise TransferRefused(
                     f"{request}: {array!r} is not what the peer has now; take peer[...] again", peer=peer.name
                 )
-            blocks[path] = _memory.Block(array.shape, array.dtype, sharding)
+            blocks[path] = _memory.Block(array.shape, array.dtype, sharding, on_host=there.on_host)
 
         def plan():
             runs: list[Runs] = []
@@ -55,6 +55,11 @@ def read(
             transfer.cancel(5.0)
             raise
     finally:
+        with engine._lock:
+            for leaf in leaves.values():
+                for shard in leaf.shards:
+                    if not peer.lost:
+                        peer.link.forget(shard.key)
         verdict = None if peer.lost else engine._call(peer, give_back, max(1.0, deadline - time.monotonic()), request)
     if verdict is not None and not verdict["intact"]:
         raise TransferRefused(

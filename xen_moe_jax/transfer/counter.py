@@ -98,6 +98,7 @@ class ImmCounter:
             return self._engine._arrivals.value(self.imm, self._source)
 
     def done(self) -> bool:
+        """Whether as many have arrived as are expected; never waits."""
         return self.value >= self.expect
 
     def wait(self, timeout: float | None = None) -> None:

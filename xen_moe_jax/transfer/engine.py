@@ -93,7 +93,7 @@ class Engine:
         self._spinning = 0  # Callers that drive the engine at this moment.
         self._failure: BaseException | None = None
         # UCX looks for GPUs with the context that is current; it pushes another one where the memory is another GPU's.
-        self._device = _device.default_ordinal()
+        self._default_device, self._device = _device.default(), _device.default_ordinal()
         self._adopt_device()
         self._wire = wire if wire is not None else UcxWire(host, dict(settings or {}), backend == "auto")
         self._active: list[Transfer] = []
@@ -369,6 +369,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def close(self, timeout: float = 10.0) -> None:

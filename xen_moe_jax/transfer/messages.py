@@ -183,7 +183,9 @@ class Mailbox:
         engine = self._engine
         leaves = {record["p"]: Leaf.from_json(record) for record in head["leaves"]}
         blocks = {
-            path: _memory.Block(leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding)
+            path: _memory.Block(
+                leaf.shape, leaf.dtype, None if head["kind"] == "bytes" else sharding, on_host=leaf.on_host
+            )
             for path, leaf in leaves.items()
         }
         target = RemoteWindow(sender, "message", 0, 0, False, leaves)

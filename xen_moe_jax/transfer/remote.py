@@ -196,10 +196,12 @@ class RemoteTree:
 
     @property
     def generation(self) -> int:
+        """Number of the generation of the peer's window that this addresses."""
         return self.target.generation
 
     @property
     def peer(self) -> Peer:
+        """Whose memory this is."""
         return self.target.peer
 
     def __repr__(self) -> str:
@@ -227,10 +229,12 @@ class RemoteArray:
 
     @property
     def generation(self) -> int:
+        """Number of the generation of the peer's window that this addresses."""
         return self.target.generation
 
     @property
     def peer(self) -> Peer:
+        """Whose memory this is."""
         return self.target.peer
 
     def __repr__(self) -> str:

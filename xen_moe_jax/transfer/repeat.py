@@ -47,10 +47,10 @@ class Repeat:
             if engine._device is not None:
                 engine._adopt_device()
             runs, pointer = self._runs, source.unsafe_buffer_pointer()
-            prepared = runs.prepared
+            lasting = runs.lasting
             posting: Posting | None
-            if prepared is not None and prepared.lasting and not peer.link.failed:
-                posting = prepared.posting(handle) if (handle := prepared.call(pointer)) else None
+            if lasting is not None and not peer.link.failed:
+                posting = lasting.posting(handle) if (handle := lasting.call(pointer)) else None
             else:
                 posting = peer.link.post_again(runs, pointer)
             if posting is None and imm is None and not source.is_deleted():

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 from xen_moe_jax.transfer import _device
 from xen_moe_jax.transfer._waiting import deadline_of
-from xen_moe_jax.transfer.errors import TransferTimeout
+from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
 
 
 class Watcher:
@@ -70,9 +70,26 @@ def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
         index: passed to the callback: a layer's number, may be traced.
         data: pytree of arrays that the callback gets as NumPy arrays (one copy to the host), computed by then, too.
 
-    Inside `shard_map` every device ticks. No gradient passes through `index` and `data`.
+    Inside `shard_map` every device ticks. No gradient passes through `index` and `data`. Raises `TransferRefused` where
+    JAX has no CPU device: it hands `data` over on one, also on GPUs.
     """
+    _check_callbacks()
     y, data = jax.lax.optimization_barrier((y, data))
     done = [jnp.ravel(leaf)[:1] for leaf in jax.tree.leaves(y)]
     io_callback(watcher._tick, None, jnp.asarray(index), jax.lax.stop_gradient(data), done, ordered=False)
     return y
+
+
+def _check_callbacks() -> None:
+    """While the program is being made: in the middle of its run the error would stop one of several devices, and leave
+    the others waiting.
+    """
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as cause:
+        chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
+        raise TransferRefused(
+            f"tick: JAX has no CPU device for what it hands to the host, with JAX_PLATFORMS={chosen!r}: name the CPU "
+            f"behind it, JAX_PLATFORMS={chosen},cpu, or do not set it",
+            request="tick",
+        ) from cause

@@ -92,7 +92,8 @@ class _Generation:
     def __init__(self, engine: Engine, window: Window, number: int):
         self.number = number
         self.blocks = [
-            _memory.Block(a.shape, a.dtype, s, window._in_place) for a, s in zip(window._avals, window._shardings)
+            _memory.Block(a.shape, a.dtype, s, window._in_place, shared=True)
+            for a, s in zip(window._avals, window._shardings)
         ]
         self.region = Region(
             engine, [(path, b.shape, b.dtype, b.shards) for path, b in zip(window._paths, self.blocks)]
@@ -158,6 +159,7 @@ class Window:
 
     @property
     def generation(self) -> int:
+        """Number of the open generation."""
         return self._open.number
 
     @property

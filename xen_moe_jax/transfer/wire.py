@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xen_moe_jax.transfer import _cuda_copies, _host_copies, _posting, _ucp
+from xen_moe_jax.transfer import _cuda_copies, _device, _host_copies, _posting, _ucp
 
 _SPLIT = struct.Struct("<I")
 """In front of a key: the length of UCX's part; the rest is what the driver's copies or the kernel's need."""
@@ -88,7 +88,7 @@ class Wire(Protocol):
 
 
 class UcxLink:
-    def __init__(self, worker: int, address: bytes, copies: bool):
+    def __init__(self, worker: int, address: bytes, copies: bool, device: int | None):
         self.failed: str | None = None
         self.open = True
         self._keys: dict[bytes, _posting.Key] = {}
@@ -96,7 +96,7 @@ class UcxLink:
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
         self._starter = _posting.UcxStarter(self, worker)
-        self._copies = _cuda_copies.LinkCopies(self) if copies else None
+        self._copies = _cuda_copies.LinkCopies(self, device) if copies else None
         self._host_copies = _host_copies.LinkCopies(self)
         self._ways: dict[bytes, tuple[_posting.Starter, _posting.Key]] = {}
         """Of the keys of host memory that the kernel copies to."""
@@ -117,7 +117,7 @@ class UcxLink:
         prepared = runs.prepared
         starter, known = self._way("put", runs.key, runs.memory, pointer)
         if prepared is None or prepared.key is not known:  # The key was forgotten and given again.
-            prepared = runs.prepared = starter.prepare(known, runs)
+            prepared = runs.prepare(starter, known)
         return prepared.start(pointer)
 
     def _way(self, kind: str, key: bytes, memory: str, local: int) -> tuple[_posting.Starter, _posting.Key]:
@@ -125,7 +125,7 @@ class UcxLink:
         found: tuple[_posting.Starter, _posting.Key] | None = self._ways.get(key) if memory == "host" else None
         if found is None and self._copies is not None and (exported := _exported(key)):
             if memory == "host":
-                if found := self._host_copies.way(exported):
+                if not self.failed and (found := self._host_copies.way(exported)):
                     self._ways[key] = found
                 elif kind == "put":
                     found = self._copies.way(exported, None)
@@ -149,10 +149,11 @@ class UcxLink:
         return (self._keys.get(key) or self._unpack(key)).handle
 
     def forget(self, key: bytes) -> None:
-        self._ways.pop(key, None)
-        if known := self._keys.pop(key, None):
-            known.forgotten = True
-            known.release()
+        way = self._ways.pop(key, None)
+        for known in (way and way[1], self._keys.pop(key, None)):
+            if known:
+                known.forgotten = True
+                known.release()
 
     def close(self, force: bool) -> None:
         if not self.open:
@@ -178,7 +179,10 @@ class UcxLink:
             if not self._copies.idle():
                 return False
         self.finish_copies()
-        for key in list(self._keys):  # Not before: what was in flight when the link broke may still name them.
+        for key in [
+            *self._keys,
+            *self._ways,
+        ]:  # Not before: what was in flight when the link broke may still name them.
             self.forget(key)
         return True
 
@@ -215,6 +219,8 @@ class UcxWire:
 
     def __init__(self, host: str, settings: dict[str, str], copies: bool = True):
         self._copies = copies
+        # Not asked for again: in a callback of XLA JAX's default device is the CPU.
+        self._device = _device.default_ordinal()
         chosen = {
             "RNDV_THRESH": "inf"
         }  # With its own threshold UCX sees no use in a lane into another process's memory.
@@ -230,7 +236,7 @@ class UcxWire:
         return UcxMemory(self._context, pointer, nbytes, memory, self._copies)
 
     def connect(self, address: bytes) -> UcxLink:
-        link = UcxLink(self._worker, address, self._copies)
+        link = UcxLink(self._worker, address, self._copies, self._device)
         self._links.append(link)
         return link
 

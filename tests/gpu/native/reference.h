@@ -29,6 +29,7 @@ struct Problem {
   bool solo = false;
   bool low_latency = false;  // if the kernels take it
   bool bulk = false;         // rows placed by bulk copies
+  int chunk_tokens = 0;      // tokens that cross to another node together; 0: one node
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site
@@ -266,6 +267,7 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
   for (int r = 0; r < p.ranks; ++r) {
     y.push_back(RandomRows(rng, static_cast<int64_t>(p.capacity) * H, p.element));
     weights.push_back(RandomRows(rng, p.capacity, Element::kF32));
+    for (float& w : weights.back()) w /= 3;  // so that no sum is exact: its order shows
   }
   std::vector<RankCase> out;
   for (int r = 0; r < p.ranks; ++r) {

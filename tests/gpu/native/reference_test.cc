@@ -108,14 +108,14 @@ static void Plans() {
         EXPECT(LineBorder(flag_bytes) % kLineBytes == 0 && LineBorder(flag_bytes) + lines * kLineBytes <= flag_bytes);
         if (flag_bytes >= m.flag_bytes) EXPECT(m.row_flags + 4 * pairs * p.parts <= LineBorder(flag_bytes));
       }
-      const char* why = NoLowLatency(r, operation, p.element, WireType::kNative);
+      const char* why = NoLowLatency(r, operation, p.element, WireType::kNative, 0);
       const bool whole_scales =
           operation == Operation::kCombine || p.element != Element::kByte || p.scale_blocks() * 4 % 16 == 0;
       EXPECT((why == nullptr) == (p.hidden * p.element_bytes() % 16 == 0 && whole_scales));
       EXPECT(static_cast<uint64_t>(l.row_rounds) * kRoundData >= l.row_bytes && (why || l.row_bytes % 16 == 0));
       EXPECT(operation == Operation::kCombine ||
              l.count_lines * kLineCounts >= (p.layout == Layout::kRanked ? 1 : r.local_experts));
-      EXPECT(NoLowLatency(r, operation, p.element, WireType::kFp8) != nullptr);
+      EXPECT(NoLowLatency(r, operation, p.element, WireType::kFp8, 0) != nullptr);
     }
     CombineParams bad = c;
     bad.routing.local_experts += 1;

@@ -66,6 +66,38 @@ std::string Decode(const Options& o) {
               static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
 }
 
+// Batches as they fly on few SMs: dispatches and redispatches that place four rows at a time by bulk copies, and
+// combines, of every number of slots up to eight, rows of several chunks, more rows than the capacity, ranks left out.
+std::string Flying(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int kind = 0; kind < 24; ++kind) {
+    Problem p;
+    p.seed = static_cast<uint32_t>(rng());
+    p.ranks = o.ranks, p.tokens = 1 + static_cast<int>(rng() % 150), p.top_k = 1 + kind % 8;
+    p.experts = o.ranks * (1 + static_cast<int>(rng() % 12)), p.hidden = kind % 5 == 0 ? 7168 : 512 * (1 + kind % 3);
+    p.operation = kind % 6 == 5 ? Operation::kCombine : kind % 6 == 4 ? Operation::kRedispatch : Operation::kDispatch;
+    p.layout = kind % 3 == 2 ? Layout::kPadded : Layout::kGrouped;
+    const bool bytes = p.operation == Operation::kDispatch && kind % 2;
+    p.element = bytes ? Element::kByte : Element::kBf16, p.scaled = bytes && kind % 4 == 1;
+    p.alignment = p.layout == Layout::kGrouped && kind % 4 == 0 ? 16 : 1;
+    const int rows = p.ranks * p.tokens * std::min(p.top_k, p.local_experts()) + p.local_experts() * (p.alignment - 1);
+    p.capacity = p.layout == Layout::kPadded ? p.local_experts() * p.ranks * p.tokens
+                 : kind % 7 == 3             ? std::max(1, rows / 8)
+                                             : rows;
+    p.blocks = std::min(1 + kind % 6, MostBlocks(o)), p.push_blocks = (p.blocks + 1) / 2;
+    p.slices = 1, p.segment_tokens = 16, p.bulk = true;
+    if (kind % 8 == 7 || kind == 4 || kind == 10) p.members.reset(rng() % o.ranks);
+    pool.push_back(world.AddAll(p, 20 * o.patience));
+  }
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+}
+
 std::string EpochWrap(const Options& o) {
   World world(o.ranks, o.gpus, 0xFFFFFFF0u);
   const auto pool = Pool(world, o, 24, 5);
@@ -540,23 +572,15 @@ std::string Graphs(const Options& o) {
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},
-      {"decode", Decode, 40},
-      {"wrap", EpochWrap, 20},
-      {"late", Late, 30},
-      {"absent", Absent, 20},
-      {"skip", Skip, 20},
-      {"shapes", Shapes, 30},
-      {"order", Order, 30},
-      {"dead", Dead, 20},
-      {"indices", Indices, 60},
-      {"generations", Generations, 40},
-      {"company", Company, 60},
-      {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},
-      {"members", Members, 60},
-      {"wide", Wide, 60},
-      {"leaver", Leaver, 60},
+      {"normal", Normal, 40},   {"flying", Flying, 60},
+      {"decode", Decode, 40},   {"wrap", EpochWrap, 20},
+      {"late", Late, 30},       {"absent", Absent, 20},
+      {"skip", Skip, 20},       {"shapes", Shapes, 30},
+      {"order", Order, 30},     {"dead", Dead, 20},
+      {"indices", Indices, 60}, {"generations", Generations, 40},
+      {"company", Company, 60}, {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},   {"members", Members, 60},
+      {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"random", Random, 60},
   };
   return all;

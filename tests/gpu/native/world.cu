@@ -154,9 +154,9 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   s.blocks = p.blocks, s.push_blocks = p.push_blocks, s.layout_blocks = p.slices, s.parts = p.parts;
   s.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;
   s.segment_tokens = p.segment_tokens;
-  s.bulk = p.bulk;
+  s.bulk = p.bulk, s.chunk_tokens = p.chunk_tokens;
   s.solo_layout = p.solo && SoloLayoutBytes(r, s) <= SoloLayoutLimit();
-  s.low_latency = p.low_latency && NoLowLatency(r, p.operation, p.element, p.wire) == nullptr;
+  s.low_latency = p.low_latency && NoLowLatency(r, p.operation, p.element, p.wire, p.chunk_tokens) == nullptr;
   if (p.operation == Operation::kExchange) {
     ExchangeParams& e = exchange;
     e.call = call;

@@ -17,7 +17,7 @@ from xen_moe_jax.backends.cuda.halves import (
     redispatch_done,
     redispatch_start,
 )
-from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer
+from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer, ranks_per_node
 from xen_moe_jax.backends.cuda.module import compiled
 
 TAKES_ACTIVE = True
@@ -39,6 +39,7 @@ __all__ = [
     "dispatch_start",
     "failure",
     "open_buffer",
+    "ranks_per_node",
     "ragged_all_to_all",
     "redispatch",
     "redispatch_done",

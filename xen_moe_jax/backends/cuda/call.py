@@ -33,7 +33,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
-    check_nodes(spec, config, masked=masked)
+    check_nodes(spec, config)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -61,7 +61,7 @@ def attributes(
         "solo_layout": int(cut.solo_layout),
         "low_latency": int(cut.low_latency),
         "bulk": int(cut.bulk),
-        "chunk_tokens": schedule.chunk_tokens(spec, config),
+        "chunk_tokens": schedule.chunk_tokens(spec, config, lines=cut.low_latency),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }
@@ -89,7 +89,7 @@ def check_limits(spec: Spec) -> None:
             )
 
 
-def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
+def check_nodes(spec: Spec, config: KernelConfig) -> None:
     """Raises ValueError for what the kernels between nodes do not do."""
     if not _nodes.several(spec.num_ranks, config):
         return
@@ -100,16 +100,6 @@ def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
             f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
             f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
             "KernelConfig(backend='reference')"
-        )
-    if config.mode == "low_latency":
-        raise ValueError(
-            f"KernelConfig.mode='low_latency' with {given}: the low-latency kernels store at every rank by pointer, "
-            "and do not cross between nodes: use mode='auto' or 'throughput'"
-        )
-    if masked:
-        raise ValueError(
-            f"active with {given}: ranks cannot be left out between nodes on CUDA: leave active out, leave "
-            "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')"
         )
 
 

@@ -33,10 +33,10 @@ def combine(
     """
     if y.dtype.name not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
-    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
-    lines = not flight and schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    lines = schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    config = schedule.of_flight(config, lines=lines) if flight else config
     cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh), lines=lines)
     attrs = attributes(
         spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight

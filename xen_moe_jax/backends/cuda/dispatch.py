@@ -41,15 +41,15 @@ def dispatch(
     flight: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md; of a flight, two held arrays more."""
-    config = schedule.of_flight(config) if flight else config
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    lines = not flight and schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    lines = schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
+    config = schedule.of_flight(config, lines=lines) if flight else config
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
     if flight:
-        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire, lines=lines))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )

@@ -16,7 +16,8 @@ import numpy as np
 from xen_moe_jax._config import DEFAULT_CONFIG
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
-from xen_moe_jax.backends.cuda import call, devices, module, schedule
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import call, devices, module, processes, schedule
 
 SMALL_BATCH = 4096
 CHANGE_S = 600.0
@@ -57,6 +58,7 @@ def buffer_size_hint(
     )
     cut = dataclasses.replace(schedule.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=lines)
     attrs = call.attributes(spec, hidden, dtype, cut, config, wire=wire, scaled=scaled)
+    attrs["chunk_tokens"] = schedule.chunk_tokens(spec, config)  # of the other kernels: they may run too
     return module.compiled().dispatch_staging_bytes(attrs)
 
 
@@ -82,6 +84,14 @@ def open_buffer(
     keys = devices.groups(mesh, axis_name)
     devices.prepare(keys)
     return Memory(keys, channel, size_bytes, ranks_per_node)
+
+
+def ranks_per_node(num_ranks: int) -> int | None:
+    """As `backends.ranks_per_node`, for this backend."""
+    try:
+        return processes.ranks_per_node(module.registered, num_ranks)
+    except BackendUnavailable:
+        return None  # plain JAX runs in its place, or says why not
 
 
 def failure() -> str:

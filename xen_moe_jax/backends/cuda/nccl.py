@@ -22,6 +22,10 @@ REMEDY = (
 
 PUTS_SINCE = (2, 32)
 """The first with the device interface that cuda_kernels/nccl_transport.cuh is compiled for."""
+BUILD = (
+    f"build it again in a checkout with nvidia-nccl-cu13 {PUTS_SINCE[0]}.{PUTS_SINCE[1]} or later there, or NCCL_HOME "
+    "set (docs/nodes.md)"
+)
 _SMALLEST_QUEUE = 32
 """`kMostPuts` of that file: NCCL would wait without a limit in a queue with less room."""
 
@@ -50,7 +54,12 @@ def version(path: pathlib.Path) -> tuple[int, int, int]:
             raise OSError(f"{path}: ncclGetVersion failed")
     except (OSError, AttributeError) as error:
         raise BackendUnavailable(f"NCCL cannot be loaded ({error}): {REMEDY}") from error
-    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    return parts(number.value)
+
+
+def parts(number: int) -> tuple[int, int, int]:
+    """A version as NCCL writes it in one number."""
+    return number // 10_000, number // 100 % 100, number % 100
 
 
 @functools.cache
@@ -82,14 +91,42 @@ def load(compiled: Any) -> None:
         raise BackendUnavailable(f"{error}. {REMEDY}") from error
 
 
+def check_puts(compiled: Any) -> None:
+    """For several nodes.
+
+    Raises:
+      BackendUnavailable: the compiled module has no kernels that put to other nodes, or the library is older than they.
+    """
+    headers = getattr(compiled, "nccl_headers", 0)
+    if not headers:
+        raise BackendUnavailable(f"xen_moe_jax._cuda was built without NCCL's headers: {BUILD}")
+    path, found = usable()
+    if found < (needed := max(PUTS_SINCE, parts(headers)[:2])):
+        wanted = ".".join(map(str, needed))
+        raise BackendUnavailable(
+            f"NCCL {'.'.join(map(str, found))} in {path}: between nodes the kernels need {wanted} or later: "
+            f"pip install 'nvidia-nccl-cu13>={wanted}', or set NCCL_HOME to such a one"
+        )
+
+
+_started = False
+
+
+def started() -> bool:
+    """Whether this process has memory from it."""
+    return _started
+
+
 def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: bytes, seconds: float) -> None:
     """Collective, within `seconds`. Gives its memory to `compiled`.
 
     Raises:
       RuntimeError: NCCL did not start; the error says why.
     """
+    global _started
     compiled.set_provider(compiled.nccl_provider())  # first, so that a death ends the wait below
     compiled.nccl_start(ordinal, process, count, unique_id, seconds)
+    _started = True
 
 
 def hindrances() -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,22 +19,24 @@ from xen_moe_jax.backends.cuda import agreement, liveness, nccl, nvshmem
 PREFIX = "xen_moe_jax/processes"
 WAIT_MS = 120_000
 MEMORY = "XEN_MOE_MEMORY"
-"""Environment: "nvshmem" (the default) or "nccl", the same in all."""
+"""Environment: "nvshmem" or "nccl", the same in all. Unset: "nvshmem" on one node, "nccl" on several."""
 CHOICES = ("nvshmem", "nccl")
-OTHER = f"or set {MEMORY}=nccl in every process, which takes NCCL 2.31 or later and has not been shown to work on GPUs"
+OTHER = f"or set {MEMORY}=nccl in every process, which takes NCCL 2.31 or later"
 
 _started = False
 _failed: Exception | None = None
+_domain = 0
+"""Processes that share NVLink with this one, itself included; 0: all of them, or nothing has been started."""
 
 
 def start(compiled: Any) -> None:
     """Collective: every process of the job must come by, as they do when all lower the same program.
 
     Raises:
-      ValueError: the processes are on several nodes, own several GPUs each, or ask for different memory.
+      ValueError: the processes own several GPUs each, or ask for different memory, or for one that cannot cross nodes.
       BackendUnavailable: the library that `XEN_MOE_MEMORY` asks for will not do.
     """
-    global _started, _failed
+    global _started, _failed, _domain
     if _started:
         return
     if _failed is not None:  # a second attempt would meet what the first has left in the store
@@ -51,6 +54,7 @@ def start(compiled: Any) -> None:
     ordinal = jax.local_devices()[0].local_hardware_id
     try:
         start_memory(compiled, client, jax.process_index(), jax.process_count(), ordinal)
+        _domain = compiled.nccl_ranks_per_node() if nccl.started() else 0
     except Exception as error:
         _failed = error
         raise
@@ -82,60 +86,95 @@ def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> li
 
 
 def choose(compiled: Any, client: Any, process: int, count: int) -> str:
-    """ "nvshmem" or "nccl", the same in every process: each says what it can use, and all decide by what all said."""
-    asked = os.environ.get(MEMORY, CHOICES[0]).lower()
-    mine = {"node": _node(), "asked": asked, "lacks": _lacks(compiled, asked)}
-    client.key_value_set_bytes(f"{PREFIX}/asked/{process}", json.dumps(mine).encode())
-    said = [
-        json.loads(bytes(client.blocking_key_value_get_bytes(f"{PREFIX}/asked/{p}", WAIT_MS))) for p in range(count)
-    ]
-    return decide(said)
+    """ "nvshmem" or "nccl", the same in every process: each says where it is, what it is asked to use and what it lacks
+    for that, and all decide by what all said."""
+    asked = os.environ.get(MEMORY, "").lower()
+    said = _say(client, process, count, "asked", {"node": _node(), "asked": asked})
+    provider, several = decide(said), _nodes(said) > 1
+    lacks = _say(client, process, count, "lacks", _lacks(compiled, provider, several))
+    for p, why in enumerate(lacks):
+        if why:
+            other = f"; {OTHER}" if provider == "nvshmem" else ""
+            raise BackendUnavailable(f"process {p} has no memory that processes can share: {why}{other}")
+    return provider
 
 
 def decide(said: list[dict[str, Any]]) -> str:
-    """What all processes use, from what each has said: its `node`; what it was `asked` to use; and what it `lacks` for
-    that, "" for nothing.
+    """What all processes use, from what each has said: its `node`, and what it was `asked` to use, "" for nothing.
 
     Raises:
-      ValueError, BackendUnavailable: as `start`, in all processes alike.
+      ValueError: as `start`, in all processes alike.
     """
-    nodes = {one["node"] for one in said}
-    if len(nodes) > 1:
-        raise ValueError(
-            f"the processes are on {len(nodes)} nodes: the CUDA backend reaches the ranks of an axis over NVLink. "
-            "Put the expert-parallel axis inside a node and data parallelism across nodes, or use "
-            "KernelConfig(backend='reference')"
-        )
     for p, one in enumerate(said):
-        if one["asked"] not in CHOICES:
+        if one["asked"] and one["asked"] not in CHOICES:
             raise ValueError(f"{MEMORY}={one['asked']!r} in process {p}: must be one of {', '.join(CHOICES)}")
         if one["asked"] != said[0]["asked"]:
             raise ValueError(
                 f"{MEMORY} is {said[0]['asked']!r} in process 0 and {one['asked']!r} in process {p}: all processes of "
                 "a job share one kind of memory; set it to the same in all of them"
             )
-    for p, one in enumerate(said):
-        if one["lacks"]:
-            why = one["lacks"] + (f"; {OTHER}" if one["asked"] == "nvshmem" else "")
-            raise BackendUnavailable(f"process {p} has no memory that processes can share: {why}")
-    return said[0]["asked"]
+    asked, nodes = said[0]["asked"], _nodes(said)
+    if nodes > 1 and asked == "nvshmem":
+        raise ValueError(
+            f"the processes are on {nodes} nodes and {MEMORY}=nvshmem, which reaches the ranks of an axis over NVLink "
+            f"alone: unset it or set {MEMORY}=nccl, put the expert-parallel axis inside a node and data parallelism "
+            "across nodes, or use KernelConfig(backend='reference')"
+        )
+    return asked or ("nccl" if nodes > 1 else "nvshmem")
 
 
-def _lacks(compiled: Any, asked: str) -> str:
-    """Why this process cannot use what it was asked to, "" if it can."""
+def _nodes(said: list[dict[str, Any]]) -> int:
+    return len({one["node"] for one in said})
+
+
+def _say(client: Any, process: int, count: int, about: str, mine: Any) -> list[Any]:
+    """What each process says about something."""
+    client.key_value_set_bytes(f"{PREFIX}/{about}/{process}", json.dumps(mine).encode())
+    keys = (f"{PREFIX}/{about}/{p}" for p in range(count))
+    return [json.loads(bytes(client.blocking_key_value_get_bytes(key, WAIT_MS))) for key in keys]
+
+
+def _lacks(compiled: Any, provider: str, several: bool) -> str:
+    """Why this process cannot use `provider`, on `several` nodes or on one; "" if it can."""
     try:
-        if asked == "nvshmem":
+        if provider == "nvshmem":
             nvshmem.load()
-        elif asked == "nccl":
+        else:
             nccl.load(compiled)
+            if several:
+                nccl.check_puts(compiled)
     except BackendUnavailable as error:
         return str(error)
     return ""
 
 
 def _node() -> str:
-    """A name that two processes share exactly when they run on one booted kernel."""
+    """A name that two processes share exactly when NCCL takes them to be on one host: one booted kernel, and of one
+    virtual node."""
     try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return os.uname().nodename
+        host = os.uname().nodename
+    return f"{host} {os.environ.get('NCCL_HOSTID', '')}".strip()
+
+
+def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
+    """How many consecutive ranks of an axis share NVLink, as the provider of memory has found; None where all do, and
+    where this is not one process of several with a GPU each. Starts memory between them; collective, as `start`.
+
+    Raises:
+      ValueError: the ranks of the axis cannot be cut so. As `start`.
+    """
+    if num_ranks == 1 or _jax_internals.key_value_client() is None or jax.default_backend() != "gpu":
+        return None
+    if jax.process_count() == 1 or jax.local_device_count() != 1:
+        return None
+    start(compiled())
+    if _domain == 0 or _domain >= num_ranks:
+        return None
+    if num_ranks % _domain:
+        raise ValueError(
+            f"an axis of {num_ranks} ranks over nodes of {_domain}: every node must have as many ranks of the axis; "
+            "pass KernelConfig.ranks_per_node, with ranks numbered node by node"
+        )
+    return _domain

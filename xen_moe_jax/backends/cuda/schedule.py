@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _nodes
@@ -35,7 +36,13 @@ SOLO_ENTRIES = 2048
 CHUNKS = 64
 """Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
 MIN_CHUNK_TOKENS = 4
+HOP_BYTES = 128 << 10
+"""What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
+there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
+not measured: docs/nodes_design.md."""
 LOW_LATENCY_SMS = 96
+LOW_LATENCY_FLIGHT_SMS = 64
+"""Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
 on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
@@ -81,8 +88,10 @@ class Schedule:
     low_latency: bool = False
 
 
-def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
+def chunk_tokens(spec: Spec, config: KernelConfig, *, lines: bool = False) -> int:
     """Tokens that cross to another node together, by the kernels across nodes; 0: all ranks share NVLink.
+
+    `lines`: by the low-latency kernels, which send as few messages as they can.
 
     Raises:
       ValueError: there are more tokens than chunks can hold.
@@ -95,7 +104,7 @@ def chunk_tokens(spec: Spec, config: KernelConfig) -> int:
             f"KernelConfig.ranks_per_node={config.ranks_per_node} with num_tokens={tokens}: between nodes the CUDA "
             f"backend takes at most {most * chunks} tokens a rank; split the batch"
         )
-    wanted = config.chunk_tokens or max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS))
+    wanted = config.chunk_tokens or (most if lines else max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS)))
     return min(most, max(wanted, -(-tokens // chunks)))
 
 
@@ -104,15 +113,16 @@ def takes_lines(
 ) -> bool:
     """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
 
-    They take what plan.cc's NoLowLatency does not refuse, and store at every rank by pointer: never between nodes. The
-    other kernels take every operation.
+    They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """
-    if _nodes.several(spec.num_ranks, config):
+    nodes = _nodes.several(spec.num_ranks, config)
+    if nodes and jax.process_count() > 1:  # those between nodes have no puts over NCCL: the rails take few tokens too
         return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:
         few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
+        few &= not nodes or direct_extra_rows(spec, config) * hidden * jnp.dtype(dtype).itemsize <= HOP_BYTES
         wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
     names = module.compiled()
     return wanted and not names.no_low_latency(
@@ -126,14 +136,35 @@ def takes_lines(
         layout=names.layouts.index(spec.layout),
         dtype=names.dtypes.index(jnp.dtype(dtype).name),
         wire=names.wires.index(wire.dtype if wire else ""),
+        chunk_tokens=chunk_tokens(spec, config, lines=True),
     )
 
 
+def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
+    """Rows that a rank sends to other nodes with a row for each rank there, beyond one for each node.
+
+    As expected where experts are chosen uniformly: what the kernels do must not depend on the routing.
+    """
+    ranks, per_node = spec.num_ranks, _nodes.ranks_per_node(spec, config)
+
+    def reached(share: float) -> float:  # a rank, or a node, that has this share of the experts
+        return 1 - (1 - share) ** spec.top_k
+
+    by_rank = (ranks - per_node) * reached(1 / ranks)
+    by_node = (ranks // per_node - 1) * reached(per_node / ranks)
+    return spec.num_tokens * (by_rank - by_node)
+
+
 def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive."""
+    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive. Between nodes those that
+    send the routing send the chunks too, and up to half of them do."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
-    routing = 1 if combine else _within(_tuning.layout_blocks or min(4, count // 16), count)
+    routing = min(4, count // 16)
+    if cut := chunk_tokens(spec, config, lines=True):
+        far = spec.num_ranks - _nodes.ranks_per_node(spec, config)
+        routing = min(count // 2, max(routing, far * -(-spec.num_tokens // cut)))
+    routing = 1 if combine else _within(_tuning.layout_blocks or routing, count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
 
@@ -142,15 +173,17 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
-def of_flight(config: KernelConfig) -> KernelConfig:
-    """The configuration of an operation in flight."""
-    return config if config.num_sms else dataclasses.replace(config, num_sms=FLIGHT_SMS)
+def of_flight(config: KernelConfig, *, lines: bool = False) -> KernelConfig:
+    """The configuration of an operation in flight. `lines`: by the low-latency kernels."""
+    if config.num_sms:
+        return config
+    return dataclasses.replace(config, num_sms=LOW_LATENCY_FLIGHT_SMS if lines else FLIGHT_SMS)
 
 
-def bulk(spec: Spec, wire: Any) -> bool:
+def bulk(spec: Spec, wire: Any, *, lines: bool = False) -> bool:
     """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None
+    return wanted and wire is None and not lines
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
@@ -194,8 +227,10 @@ def dispatch(
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
         push = count // 2
+    elif count >= 48:
+        push = min(24, count * 3 // 8) if quantizes else 12
     else:
-        push = min(24, count * 3 // 8) if count >= 48 else min(8, count // 2)
+        push = min(8, count // 2)
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(spec.num_tokens, push * module.compiled().warps // 2, hidden, config)
     solo = _solo_segment(spec)
@@ -216,7 +251,7 @@ def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, lines: b
     count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
-    push = count // 2 if small else max(count * 3 // 8, min(16, count // 2))
+    push = count // 2 if small else max(count * 3 // 8, min(16, count * 5 // 8))
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))

@@ -24,6 +24,7 @@ class NodeWorld {
       expected_.push_back(Words(kRailSignals));
       counters_.push_back(Words(kRailSignals));
       tables_.push_back(reinterpret_cast<PeerTable*>(Words(sizeof(PeerTable) / 8)));
+      known_.push_back({});
       if (state.rank < options.gpus) Preload<PeerLink>();
     }
 #ifndef __CUDACC__
@@ -43,44 +44,49 @@ class NodeWorld {
 #endif
     for (char* p : own_) cudaFree(p);
   }
-  std::vector<NodeOperation> Add(const Problem& problem, int chunk_tokens, double timeout_s) {
+  std::vector<NodeOperation> Add(Problem problem, int chunk_tokens, double timeout_s) {
     std::vector<NodeOperation> out;
+    problem.chunk_tokens = chunk_tokens;
     for (Prepared* prepared : world.AddAll(problem, timeout_s * options_.patience)) {
       NodeOperation o;
       o.prepared = prepared;
-      o.Plan(chunk_tokens, expected_[out.size()]);
+      o.Plan(expected_[out.size()]);
       out.push_back(o);
     }
     return out;
   }
   // Makes the memory for the operations of `pool`, and takes away the pointers to other nodes.
   void Start(const std::vector<std::vector<NodeOperation>>& pool) {
-    std::vector<std::vector<Prepared*>> all;
-    for (const auto& ranks : pool) all.push_back({ranks[0].prepared});
-    world.Start(Largest(all));
-    std::vector<Control> controls(world.ranks());
+    world.Start(NeedsOfAll(pool));
+    Part();
+  }
+  // More memory, for all ranks at once, as the host does it: nothing runs. The next operation that ends goes over to
+  // it, or begins with it when it needs that.
+  void Grow(const std::vector<std::vector<NodeOperation>>& pool) {
+    Synchronize();
+    const uint32_t generation = world.Allocate(NeedsOfAll(pool));
+    for (const RankState& state : world.states) world.Publish(state.rank, generation);
+    Part();
+  }
+  // As the host's reset(): what has come from other nodes is forgotten too.
+  void Reset() {
+    Synchronize();
+    world.Reset();
     for (const RankState& state : world.states) {
-      NATIVE_CHECK(cudaMemcpy(&controls[state.rank], state.control, sizeof(Control), cudaMemcpyDeviceToHost));
+      NATIVE_CHECK(cudaMemset(expected_[state.rank], 0, kRailSignals * 8));
+      NATIVE_CHECK(cudaMemset(counters_[state.rank], 0, kRailSignals * 8));
     }
-    for (const RankState& state : world.states) {
-      Control& control = controls[state.rank];
-      PeerTable table{};
-      for (int r = 0; r < world.ranks(); ++r) {
-        for (int g = 0; g < kGenerations; ++g) table.staging[g][r] = control.memory[g].staging[r];
-        table.counters[r] = counters_[r], table.mailbox[r] = world.states[r].mailbox;
 #ifndef __CUDACC__
-        const MemoryTable& memory = control.current;
-        network->Register(memory.generation, r, memory.staging[r], 2 * (memory.flag_bytes + memory.data_bytes));
-        network->RegisterFailure(r, &world.states[r].mailbox->failure);
+    network->ClearCounters();
 #endif
-        if (r / options_.per_node == state.rank / options_.per_node) continue;
-        control.mailbox[r] = nullptr, control.current.staging[r] = nullptr;
-        for (MemoryTable& memory : control.memory) memory.staging[r] = nullptr;
-      }
-      NATIVE_CHECK(cudaMemcpy(tables_[state.rank], &table, sizeof(table), cudaMemcpyHostToDevice));
-      NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
-    }
+    Part();
+  }
+  // Until nothing runs, and nothing is under way.
+  void Synchronize() {
     world.Synchronize();
+#ifndef __CUDACC__
+    network->Drain();
+#endif
   }
   void Launch(const NodeOperation& o, int rank, bool poisoned = false) {
     const cudaStream_t stream = world.states[rank].stream[0];
@@ -107,18 +113,61 @@ class NodeWorld {
     own_.push_back(p);
     return reinterpret_cast<uint64_t*>(p);
   }
+  static Needs NeedsOfAll(const std::vector<std::vector<NodeOperation>>& pool) {
+    std::vector<std::vector<Prepared*>> all;
+    for (const auto& ranks : pool) all.push_back({ranks[0].prepared});
+    return Largest(all);
+  }
+  // Takes the pointers to other nodes away, and gives them to the links.
+  void Part() {
+    std::vector<Control> controls(world.ranks());
+    for (const RankState& state : world.states) {
+      NATIVE_CHECK(cudaMemcpy(&controls[state.rank], state.control, sizeof(Control), cudaMemcpyDeviceToHost));
+    }
+    for (const RankState& state : world.states) {
+      Control& control = controls[state.rank];
+      PeerTable& table = known_[state.rank];
+      for (int r = 0; r < world.ranks(); ++r) {
+        for (int g = 0; g < kGenerations; ++g) {
+          if (char* const there = control.memory[g].staging[r]) table.staging[g][r] = there;  // or it was taken before
+        }
+        table.counters[r] = counters_[r], table.mailbox[r] = world.states[r].mailbox;
+#ifndef __CUDACC__
+        for (const MemoryTable& memory : control.memory) {
+          if (memory.generation == 0 || memory.staging[r] == nullptr) continue;
+          network->Register(memory.generation, r, memory.staging[r], 2 * (memory.flag_bytes + memory.data_bytes));
+        }
+        network->RegisterFailure(r, &world.states[r].mailbox->failure);
+#endif
+        if (r / options_.per_node == state.rank / options_.per_node) continue;
+        control.mailbox[r] = nullptr, control.current.staging[r] = nullptr;
+        for (MemoryTable& memory : control.memory) memory.staging[r] = nullptr;
+      }
+      NATIVE_CHECK(cudaMemcpy(tables_[state.rank], &table, sizeof(table), cudaMemcpyHostToDevice));
+      NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
+    }
+    world.Synchronize();
+  }
   NodeOptions options_;
   std::vector<char*> own_;
   std::vector<uint64_t*> expected_, counters_;
   std::vector<PeerTable*> tables_;
+  std::vector<PeerTable> known_;  // what is in them
 };
 
-std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s) {
-  std::mt19937 rng(o.seed);
+// The kernels for few tokens, and those that may leave ranks out, are for so many ranks.
+bool TakesFew(const NodeOptions& o) { return o.ranks <= kNarrowRanks; }
+
+// `masks`: the ranks that take part, of one after the other; none: all, and nobody is told.
+std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s,
+                                                 const std::vector<uint32_t>& masks = {}) {
+  std::mt19937 rng(o.seed + static_cast<uint32_t>(masks.size()));
   std::vector<std::vector<NodeOperation>> pool;
   for (int i = 0; i < count; ++i) {
-    const Problem p = NodeProblem(rng, o, i);
-    const int sizes[] = {1, 7, 16, 32};
+    const bool few = TakesFew(o) && i % 5 > 2;  // both kinds beside each other
+    Problem p = NodeProblem(rng, o, few ? i / 5 * 2 + i % 5 - 3 : i / 5 * 3 + i % 5, few);
+    if (!masks.empty()) p.members = masks[i % masks.size()], p.told = true;
+    const int sizes[] = {few ? 3 : 1, 7, 16, 32};
     pool.push_back(nodes.Add(p, sizes[rng() % 4], timeout_s));
   }
   return pool;
@@ -133,7 +182,7 @@ void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<Nod
     for (int t = 0; t < o.ranks; ++t) {
       const Problem& p = operation[0].prepared->problem;
       const uint64_t went = nodes.network->Between(s, t).bytes;
-      const uint64_t wanted = BytesBetween(p, operation[0].rails.plan.chunk_tokens, topk, s, t);
+      const uint64_t wanted = BytesBetween(p, operation[0].low_latency(), topk, s, t);
       Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", s, t, static_cast<int>(went),
                                   static_cast<int>(wanted)) +
                                  Name(p));
@@ -163,15 +212,14 @@ std::string Normal(const NodeOptions& o) {
   return Text("%zu problems, each twice", pool.size());
 }
 
-std::string Random(const NodeOptions& o) {
-  NodeWorld nodes(o);
-  const auto pool = NodePool(nodes, o, 24, 20);
-  nodes.Start(pool);
-  const double start = Now();
+// `calls` operations out of `pool` on every rank but those of the bit mask `absent`, with random pauses.
+void RunNodes(NodeWorld& nodes, const NodeOptions& o, const std::vector<std::vector<NodeOperation>>& pool,
+              int64_t calls, const std::string& what, uint32_t absent = 0) {
   nodes.world.Each([&](int rank) {
+    if (absent >> rank & 1) return;
     std::mt19937 same(o.seed + 7), own(o.seed * 31 + rank);
     const cudaStream_t stream = nodes.world.states[rank].stream[0];
-    for (int64_t i = 0; i < o.calls; ++i) {
+    for (int64_t i = 0; i < calls; ++i) {
       if (own() % 64 == 0) Sleep(stream, 1 + own() % 300);
       nodes.Launch(pool[same() % pool.size()][rank], rank);
       if (i % 64 == 63) NATIVE_CHECK(cudaStreamSynchronize(stream));
@@ -179,7 +227,15 @@ std::string Random(const NodeOptions& o) {
     NATIVE_CHECK(cudaStreamSynchronize(stream));
   });
   ExpectNoFailure(nodes.world);
-  ExpectRight(nodes.world, "some of the calls");
+  ExpectRight(nodes.world, what);
+}
+
+std::string Random(const NodeOptions& o) {
+  NodeWorld nodes(o);
+  const auto pool = NodePool(nodes, o, 24, 20);
+  nodes.Start(pool);
+  const double start = Now();
+  RunNodes(nodes, o, pool, o.calls, "some of the calls");
   return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
               (Now() - start) * 1e6 / static_cast<double>(o.calls));
 }
@@ -214,13 +270,89 @@ std::string Graph(const NodeOptions& o) {
   return Text("a graph of %zu operations, 4 times", pool.size());
 }
 
+// Ranks that are out: those that run the program all the same, and one that runs nothing, comes back, and dies.
+std::string Members(const NodeOptions& o) {
+  if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
+  const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
+  NodeWorld nodes(o);
+  std::mt19937 rng(o.seed);
+  std::vector<uint32_t> any, without;
+  for (int i = 0; i < 20; ++i) any.push_back(i < 2 ? all : i == 2 ? 0 : rng() & all);
+  for (int i = 0; i < 20; ++i) without.push_back(i < 4 ? all & ~absent : (rng() | 1) & all & ~absent);
+  const auto pool = NodePool(nodes, o, 20, 20, any), rest = NodePool(nodes, o, 20, 20, without);
+  const auto whole = NodePool(nodes, o, 10, 20), needs = NodePool(nodes, o, 4, 20, {all});
+  std::vector<std::vector<NodeOperation>> every = pool;
+  for (const auto& more : {rest, whole, needs}) every.insert(every.end(), more.begin(), more.end());
+  nodes.Start(every);
+  const int64_t calls = std::max<int64_t>(20, o.calls / 4);
+  for (const auto& one : pool) RunNodes(nodes, o, {one}, 1, Name(one[0].prepared->problem));
+  RunNodes(nodes, o, pool, calls, "calls with changing members");
+  RunNodes(nodes, o, rest, calls, "calls without a rank that calls nothing", absent);
+  nodes.Reset();  // it comes back
+  RunNodes(nodes, o, whole, calls, "calls of all after reset");
+  for (const RankState& state : nodes.world.states) {  // its process ends
+    NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+  }
+  RunNodes(nodes, o, rest, calls, "calls without a dead rank", absent);
+  for (const size_t kind : {0, 3}) {  // with the kernels of many tokens, and of few
+    const double start = Now();
+    nodes.world.Each([&](int rank) {
+      if (!(absent >> rank & 1)) nodes.Launch(needs[kind][rank], rank, true);
+    });
+    ExpectRight(nodes.world, "a result that needs a dead rank is not poisoned");
+    for (int r = 0; r < o.ranks - 1; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      Expect(f.cause == Cause::kDead && f.rank == o.ranks - 1,
+             Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
+    Expect(nodes.world.FailureOf(o.ranks - 1) == 0, "the dead rank was written to");
+    Expect(Now() - start < o.patience, Text("it took %.2f s", Now() - start));
+    nodes.Reset();
+    for (const RankState& state : nodes.world.states) {
+      NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+    }
+  }
+  return Text("%lld calls with changing members, as many without a rank that calls nothing, is back, is dead",
+              static_cast<long long>(calls));
+}
+
+// More memory between operations, more often than there are tables, and a reset in between, whose old signals nobody
+// takes for new ones.
+std::string Growth(const NodeOptions& o) {
+  NodeWorld nodes(o);
+  const auto pool = NodePool(nodes, o, 20, 20);
+  std::mt19937 rng(o.seed);
+  const std::vector<std::vector<NodeOperation>> hasty = {nodes.Add(NodeProblem(rng, o, 0), 16, 0.2),
+                                                         nodes.Add(NodeProblem(rng, o, 0, TakesFew(o)), 16, 0.2)};
+  std::vector<std::vector<NodeOperation>> known(hasty);
+  known.push_back(pool[0]);
+  nodes.Start(known);
+  RunNodes(nodes, o, {pool[0]}, 6, "the first operations");
+  for (int step = 1; step <= kGenerations + 1; ++step) {
+    known.insert(known.end(), pool.begin() + 3 * step, pool.begin() + 3 * step + 3);
+    nodes.Grow(known);
+    const std::vector<std::vector<NodeOperation>> now(known.begin() + (step % 2 ? 2 : 3 * step), known.end());
+    RunNodes(nodes, o, now, 12, Text("operations after growth %d", step));
+    if (step % 3 != 2) continue;
+    nodes.world.Each([&](int rank) {  // a signal too many: the ranks of the other nodes never begin it
+      if (rank < o.per_node) nodes.Launch(hasty[step / 3][rank], rank, true);
+    });
+    nodes.Reset();
+    ExpectRight(nodes.world, "results that are not poisoned");
+    RunNodes(nodes, o, now, 12, "operations after a reset");
+  }
+  return Text("%d growths and two resets", kGenerations + 1);
+}
+
 // A rank never comes: every rank of every node names it, and no result looks like one that came about.
 std::string Absent(const NodeOptions& o) {
-  std::string names;
-  for (int kind = 0; kind < 3; kind += 2) {
+  for (int kind = 0; kind < 4; kind += TakesFew(o) ? 1 : 2) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
-    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, kind), 16, 0.4)};
+    const bool few = kind % 2;
+    const Problem p = NodeProblem(rng, o, few ? kind / 2 : kind, few);  // a dispatch, then a combine
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 0.4)};
+    Expect(pool[0][0].low_latency() == few, "other kernels than wanted");
     nodes.Start(pool);
     nodes.world.Each([&](int rank) { nodes.Launch(pool[0][rank], rank); });
     nodes.world.Synchronize();
@@ -240,48 +372,59 @@ std::string Absent(const NodeOptions& o) {
              Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
     }
   }
-  return "dispatch and combine, the last rank named by all others";
+  return "dispatch and combine, of many and of few tokens, the last rank named by all others";
 }
 
 // All ranks of the last node run another operation: only what the chunks say can show it.
 std::string Mismatch(const NodeOptions& o) {
-  NodeWorld nodes(o);
-  std::mt19937 rng(o.seed);
-  Problem p = NodeProblem(rng, o, 0), other = p;
-  other.site = 7;
-  const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 20), nodes.Add(other, 16, 20)};
-  nodes.Start(pool);
-  const double start = Now();
-  nodes.world.Each([&](int rank) { nodes.Launch(pool[rank >= o.ranks - o.per_node][rank], rank, true); });
-  ExpectRight(nodes.world, "results that are not poisoned");
-  Expect(Now() - start < 10 * o.patience, Text("took %.2f s", Now() - start));
-  for (int r = 0; r < o.ranks; ++r) {
-    const Failure f = UnpackFailure(nodes.world.FailureOf(r));
-    Expect(f.cause == Cause::kMismatch, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+  for (int few = 0; few <= TakesFew(o); ++few) {
+    NodeWorld nodes(o);
+    std::mt19937 rng(o.seed);
+    Problem p = NodeProblem(rng, o, 0, few), other = p;
+    other.site = 7;
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 16, 20), nodes.Add(other, 16, 20)};
+    nodes.Start(pool);
+    const double start = Now();
+    nodes.world.Each([&](int rank) { nodes.Launch(pool[rank >= o.ranks - o.per_node][rank], rank, true); });
+    ExpectRight(nodes.world, "results that are not poisoned");
+    Expect(Now() - start < 10 * o.patience, Text("took %.2f s", Now() - start));
+    for (int r = 0; r < o.ranks; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      Expect(f.cause == Cause::kMismatch, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
   }
-  return "named by all";
+  return "named by all, with many tokens and with few";
 }
 
 #ifndef __CUDACC__
-// The network no longer carries anything from or to a rank. Both ends of its rail are late for each other.
+// The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
+// other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
-  NodeWorld nodes(o);
-  std::mt19937 rng(o.seed);
-  const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0), 16, 0.4)};
-  nodes.Start(pool);
-  const int dead = o.ranks - 1;
-  nodes.network->Kill(dead);
-  nodes.world.Each([&](int rank) {
-    for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, true);
-  });
-  ExpectRight(nodes.world, "results that are not poisoned");
-  for (int r = 0; r < o.ranks; ++r) {
-    const Failure f = UnpackFailure(nodes.world.FailureOf(r));
-    const bool end = f.rank % o.per_node == dead % o.per_node;
-    Expect(f.cause == Cause::kTimeout && end, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+  for (int few = 0; few <= TakesFew(o); ++few) {
+    NodeWorld nodes(o);
+    std::mt19937 rng(o.seed);
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0, few), 16, 0.4)};
+    nodes.Start(pool);
+    const int dead = o.ranks - 1;
+    nodes.world.Each([&](int rank) { nodes.Launch(pool[0][rank], rank); });
+    nodes.world.Synchronize();
+    ExpectNoFailure(nodes.world);  // they have met: it is not that, which fails
+    ExpectRight(nodes.world, "the operation before");
+    nodes.network->Kill(dead);
+    nodes.world.Each([&](int rank) {
+      for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, few ? rank != dead - 1 || i > 0 : true);
+    });
+    nodes.world.Synchronize();
+    ExpectRight(nodes.world, "results that are not poisoned");
+    for (int r = 0; r < o.ranks; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      const bool end =
+          few ? f.rank == dead || f.rank / o.per_node != dead / o.per_node : f.rank % o.per_node == dead % o.per_node;
+      Expect(f.cause == Cause::kTimeout && end, Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
   }
-  return "all gave up, naming an end of its rail";
+  return "all gave up, naming an end of what no longer came through, with many tokens and with few";
 }
 #endif
 
@@ -289,8 +432,8 @@ struct NodeScenario {
   const char* name;
   std::string (*run)(const NodeOptions&);
 };
-const NodeScenario kScenarios[] = {{"normal", Normal}, {"random", Random},     {"graph", Graph},
-                                   {"absent", Absent}, {"mismatch", Mismatch},
+const NodeScenario kScenarios[] = {{"normal", Normal},     {"random", Random},   {"graph", Graph},   {"absent", Absent},
+                                   {"mismatch", Mismatch}, {"members", Members}, {"growth", Growth},
 #ifndef __CUDACC__
                                    {"dead", Dead}
 #endif

@@ -66,16 +66,22 @@ CASES = [
     ("absent", 4, 2, "network", 64),
     ("mismatch", 6, 2, "network", 64),
     ("dead", 4, 2, "network", 64),
+    ("members", 4, 2, "network", 64),
+    ("growth", 4, 2, "network", 64),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("absent", 4, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("members", 6, 3, "network", 64, marks=pytest.mark.slow),
+    pytest.param("members", 6, 2, "network", 1, marks=pytest.mark.slow),
+    pytest.param("members", 4, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("growth", 6, 2, "network", 1, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("scenario, ranks, per_node, link, multiprocessors", CASES)
 def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
-    patience = 5 if scenario in ("absent", "dead") else 20
+    patience = 5 if scenario in ("absent", "dead", "growth") else 20
     done = run(nodes, scenario, ranks, per_node, link, multiprocessors, calls=150, patience=patience)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
@@ -121,32 +127,96 @@ def test_a_signal_before_its_put_is_seen(nodes):
 
 
 # Each is compiled anew, 15 s: one runs always. Fault: file, what stands there, what is put there instead, what the test
-# must say.
+# must say, and of which scenario.
 FAULTS = {
-    "crosses-twice": ("node_dispatch.cuh", "/ plan.per_node == node", ">= 0", " bytes instead of "),
+    "crosses-twice": (
+        "node_dispatch.cuh",
+        "Holds(ranks, expert / r.local_experts)",
+        "true",
+        " bytes instead of ",
+        "normal",
+    ),
     "node-order": (
         "node_combine.cuh",
         "for (int node = 0; node < plan.nodes; ++node) {",
         "for (int node = plan.nodes - 1; node >= 0; --node) {",
         "wrong vectors",
+        "normal",
     ),
     "missing-wait": (
         "node_combine.cuh",
         "if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;",
         "",
         "wrong vectors",
+        "normal",
+    ),
+    "direct-crosses-twice": (
+        "node_low_latency_dispatch.cuh",
+        "goes |= local >= 0 && local < r.local_experts;",
+        "goes = true;",
+        " bytes instead of ",
+        "normal",
+    ),
+    "direct-node-order": (
+        "node_low_latency_combine.cuh",
+        "for (int node = 0; node < direct.plan.nodes; ++node) {",
+        "for (int node = direct.plan.nodes - 1; node >= 0; --node) {",
+        "wrong vectors",
+        "normal",
+    ),
+    "direct-rounds-once": (
+        "node_low_latency_combine.cuh",
+        "for (int i = 0; i < kSumRounds; ++i) sum[i].Add(total[i].Round());",
+        "for (int i = 0; i < kSumRounds; ++i)\n"
+        "for (int j = 0; j < Values<Y>::kCount; ++j) sum[i].v[j] += total[i].v[j];",
+        "wrong vectors",
+        "normal",
+    ),
+    "direct-missing-wait": (
+        "direct.cuh",
+        "if (!WaitUntil(there, run_, step, rank)) return false;",
+        "",
+        "FAILED",
+        "normal",
+    ),
+    "share-done-twice": (
+        "node_low_latency_combine.cuh",
+        "if (good && block < cut.push && !run.repeats) {",
+        "if (good && block < cut.push) {",
+        "FAILED",
+        "members",
+    ),
+    "not-past-the-rail": (
+        "rail.cuh",
+        "(forwards == to || !Takes(forwards));",
+        "forwards == to;",
+        "FAILED",
+        "members",
+    ),
+    "joins-without-meeting": (
+        "operation.cuh",
+        "refused = !far.Join(run, run.active & ~run.reachable);",
+        "",
+        "FAILED",
+        "members",
+    ),
+    "reset-forgets-nothing": (
+        "direct.cuh",
+        "const uint32_t value = static_cast<uint32_t>(seen) + 1;",
+        "const uint32_t value = static_cast<uint32_t>(seen);",
+        "FAILED",
+        "growth",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in ("node-order", "missing-wait"))]
-)
+@pytest.mark.parametrize("fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in [*FAULTS][1:])])
 def test_a_fault_in_a_kernel_is_seen(nodes, fault):
-    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came."""
-    file, before, after, says = FAULTS[fault]
+    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came, and what
+    else the names say."""
+    file, before, after, says, scenario = FAULTS[fault]
     with open(nodes.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = build.build(nodes.parent / fault, {f"cuda_kernels/{file}": (before, after)}, program="nodes")
-    done = run(program, "normal", 6, 2)
+    done = run(program, scenario, 6, 2, patience=2 if says == "FAILED" else 20)
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr

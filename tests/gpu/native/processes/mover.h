@@ -1,7 +1,9 @@
 // Copies between registered memory and a buffer, for tcp_rma.cc.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -25,6 +27,18 @@ inline void Check(int rc, const char* what) {
   if (rc != 0) throw std::runtime_error(std::string(what) + " failed with CUresult " + std::to_string(rc));
 }
 
+// A call of the driver, which tells when it has taken long. Then another thread of this process has made the driver
+// wait for the GPU, and a kernel on it waits for what this call was to bring: a code module that is loaded in the
+// middle of a program does that, and the program has waited for its own limit. CUDA_MODULE_LOADING=EAGER is what helps.
+template <class Call>
+void Timed(const char* what, Call call) {
+  constexpr double kLong = 2.0;
+  const auto began = std::chrono::steady_clock::now();
+  Check(call(), what);
+  const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  if (took > kLong) std::fprintf(stderr, "xen_moe tcp_rma: %s took %.1f s\n", what, took);
+}
+
 // Copies between a buffer and registered memory. Done on return. All movers of one direction share a stream: streams of
 // their own might have to wait for a kernel that spins.
 class Mover {
@@ -44,18 +58,18 @@ class Mover {
       std::memcpy(buffer, m.base + at, bytes);
       return;
     }
-    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
-    Check(Driver::Get()->MemcpyDtoHAsync(buffer, Address(m, at), bytes, stream_), "cuMemcpyDtoHAsync");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
+    Timed("cuCtxSetCurrent", [&] { return Driver::Get()->CtxSetCurrent(context_); });
+    Timed("cuMemcpyDtoHAsync", [&] { return Driver::Get()->MemcpyDtoHAsync(buffer, Address(m, at), bytes, stream_); });
+    Timed("cuStreamSynchronize", [&] { return Driver::Get()->StreamSynchronize(stream_); });
   }
   void Write(const Memory& m, uint64_t at, size_t bytes) const {
     if (m.kind == kHostMemory) {
       std::memcpy(m.base + at, buffer, bytes);
       return;
     }
-    Check(Driver::Get()->CtxSetCurrent(context_), "cuCtxSetCurrent");
-    Check(Driver::Get()->MemcpyHtoDAsync(Address(m, at), buffer, bytes, stream_), "cuMemcpyHtoDAsync");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
+    Timed("cuCtxSetCurrent", [&] { return Driver::Get()->CtxSetCurrent(context_); });
+    Timed("cuMemcpyHtoDAsync", [&] { return Driver::Get()->MemcpyHtoDAsync(Address(m, at), buffer, bytes, stream_); });
+    Timed("cuStreamSynchronize", [&] { return Driver::Get()->StreamSynchronize(stream_); });
   }
   // Nobody else may add to memory of this group meanwhile. GPU memory: a load sees the word before or after, whole.
   void Add(const Memory& m, uint64_t at, uint64_t value) const {
@@ -66,8 +80,9 @@ class Mover {
     Read(m, at, 8);
     uint64_t now;
     std::memcpy(&now, buffer, 8);
-    Check(Driver::Get()->StreamWriteValue64(stream_, Address(m, at), now + value, 0), "cuStreamWriteValue64");
-    Check(Driver::Get()->StreamSynchronize(stream_), "cuStreamSynchronize");
+    Timed("cuStreamWriteValue64",
+          [&] { return Driver::Get()->StreamWriteValue64(stream_, Address(m, at), now + value, 0); });
+    Timed("cuStreamSynchronize", [&] { return Driver::Get()->StreamSynchronize(stream_); });
   }
   char* buffer = nullptr;
 

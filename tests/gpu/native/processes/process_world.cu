@@ -75,7 +75,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   Expect(link.comm.rank == o.rank && link.comm.nRanks == o.ranks && link.comm.lsaSize == o.per_node,
          started_ + Text(": the device communicator has rank %d of %d and %d ranks a node", link.comm.rank,
                          link.comm.nRanks, link.comm.lsaSize));
-  link.table = reinterpret_cast<NcclTable*>(Device(sizeof(NcclTable)));
+  link.table = reinterpret_cast<WindowTable*>(Device(sizeof(WindowTable)));
   started_ += Text("; communicator %.2f s, window %.2f s, device communicator %.2f s, %zu bytes", communicator - before,
                    windows - communicator, Now() - windows, sizeof(ncclDevComm));
 
@@ -110,7 +110,8 @@ char* ProcessWorld::Window(uint64_t bytes) {
   return static_cast<char*>(own);
 }
 
-ProcessOperation ProcessWorld::Add(const Problem& problem, int chunk_tokens, double timeout_s) {
+ProcessOperation ProcessWorld::Add(Problem problem, int chunk_tokens, double timeout_s) {
+  problem.chunk_tokens = chunk_tokens;
   const std::vector<RankCase> cases = Reference(problem);
   ProcessOperation out;
   for (const RankCase& c : cases) {
@@ -121,7 +122,7 @@ ProcessOperation ProcessWorld::Add(const Problem& problem, int chunk_tokens, dou
   const uint64_t ns = static_cast<uint64_t>(timeout_s * options_.patience * 1e9);
   prepared_.push_back(std::make_unique<Prepared>(problem, cases[options_.rank], state, next_call_++, ns));
   out.operation.prepared = prepared_.back().get();
-  out.operation.Plan(chunk_tokens, expected_);
+  out.operation.Plan(expected_);
   const Needs& n = prepared_.back()->needs();
   needs_.flag_bytes = std::max(needs_.flag_bytes, n.flag_bytes);
   needs_.data_bytes = std::max(needs_.data_bytes, n.data_bytes);
@@ -136,7 +137,7 @@ void ProcessWorld::Start() {
   staging_ = Window(staging_bytes_);
   const MemoryProvider& nccl = *NcclProvider();
   Control control{};
-  NcclTable table{};
+  WindowTable table{};
   MemoryTable memory{};
   memory.scratch = Device(needs_.scratch_bytes);
   memory.flag_bytes = needs_.flag_bytes, memory.data_bytes = needs_.data_bytes;
@@ -148,8 +149,9 @@ void ProcessWorld::Start() {
   }
   control.error = state.error, control.newest = memory.generation, control.current = memory;
   control.memory[memory.generation % kGenerations] = memory;
-  table.mailbox = reinterpret_cast<ncclWindow_t>(NcclWindowOf(mailbox_));
-  for (ncclWindow_t& window : table.staging) window = reinterpret_cast<ncclWindow_t>(NcclWindowOf(staging_));
+  table.mailbox = NcclWindowOf(mailbox_), table.ranks = o.ranks;
+  for (void*& window : table.staging) window = NcclWindowOf(staging_);
+  for (int r = 0; r < o.ranks; ++r) table.process[r] = r;
   NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
   NATIVE_CHECK(cudaMemcpy(link.table, &table, sizeof(table), cudaMemcpyHostToDevice));
   Synchronize();

@@ -32,7 +32,7 @@ class ProcessWorld {
  public:
   // Starts NCCL: the communicator, the mailbox's window, the device communicator. Collective, as Start is.
   ProcessWorld(const ProcessOptions& options, Meeting* meeting);
-  ProcessOperation Add(const Problem& problem, int chunk_tokens, double timeout_s);
+  ProcessOperation Add(Problem problem, int chunk_tokens, double timeout_s);
   // Makes the staging area for all that were added.
   void Start();
   // The operation and the check of its results. `poisoned`: they must be those of a failed one.

@@ -50,12 +50,12 @@ __global__ void ProbeKernel(NcclLink link, char* staging, int per_node, uint64_t
     own[0] = 1000 + rank, own[1] = other;
     __threadfence_system();
     if (!link.Reserve(other)) result[0] = 1;
-    link.PutSignal(1, other, 1024 + 16 * rank, 16 * other, 16, node * kMaxChunks);
+    link.PutSignal(1, other, 1024 + 16 * rank, 16 * other, 16, kChunkSignals + node * kMaxChunks);
   }
   uint64_t start = NowNs();
   for (int other = rank % per_node; other < ranks; other += per_node) {
     if (other == rank) continue;
-    while (link.Count(other / per_node * kMaxChunks) < 1) {
+    while (link.Count(kChunkSignals + other / per_node * kMaxChunks) < 1) {
       if (NowNs() - start > limit_ns) {
         result[0] = 2, result[1] = other;
         return;
@@ -107,8 +107,7 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
       for (int t = 0; t < o.ranks; ++t) {
         if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
-        const uint64_t wanted =
-            BytesBetween(one.problem(), one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+        const uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
         Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", o.rank, t, static_cast<int>(went),
                                     static_cast<int>(wanted)) +
                                    Name(one.problem()));
@@ -279,7 +278,7 @@ std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
     double best = 1e9;
     uint64_t bytes = 0, rows = 0;
     for (int t = 0; t < o.ranks; ++t) {
-      const uint64_t there = BytesBetween(p, one.operation.rails.plan.chunk_tokens, one.experts, o.rank, t);
+      const uint64_t there = BytesBetween(p, one.operation.low_latency(), one.experts, o.rank, t);
       bytes += there, rows += there / (p.hidden * 2);
     }
     for (int repeat = 0; repeat < 3; ++repeat) {

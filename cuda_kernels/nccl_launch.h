@@ -1,0 +1,46 @@
+// The kernels across nodes over NCCL (nccl_transport.cuh), as the host sees them: nothing of NCCL is included, and what
+// its headers say passes as bytes. Only a module that was compiled with those headers has what is declared here.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "rail_plan.h"
+
+namespace xen_moe {
+
+// What a rank puts with.
+struct NcclSite {
+  const void* device_comm;  // NcclDeviceCommBytes() bytes, as ncclDevCommCreate has filled them; host memory
+  WindowTable* windows;     // device memory
+};
+
+// As LaunchPeerDispatch and LaunchPeerCombine (node_launch.h).
+int LaunchNcclDispatch(const DispatchParams& params, const RailParams& rails, const NcclSite& site,
+                       cudaStream_t stream);
+int LaunchNcclCombine(const CombineParams& params, const RailParams& rails, const NcclSite& site, cudaStream_t stream);
+// Loads all of them on the current device. A cudaError_t.
+int PreloadNccl();
+
+// Of the headers: major * 10000 + minor * 100 + patch.
+int NcclHeaders();
+size_t NcclDeviceCommBytes();
+// What a group of `nodes` nodes asks NCCL for: ncclDevCommRequirements_t.
+std::string NcclRequest(int nodes);
+// An ncclCommProperties_t to be filled, and what it then says of the ranks of the communicator.
+std::string NcclQuestion();
+struct NcclFound {
+  int ranks;
+  int domains;  // of ranks that share NVLink, of one size; ranks of one domain are consecutive
+  bool puts;    // kernels can put to the others
+};
+NcclFound NcclAnswer(const std::string& properties);
+
+// For the start after a failure: waits until no put of this rank or to it is under way; from then on its counters count
+// from nought. Every rank of the group launches it, on an idle GPU, for the `time`th time since the device
+// communicator was made (1 is the first), and waits `limit_ns` at most. `*late`: 0, or 1 + a rank that it has waited
+// for in vain.
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t time, uint64_t limit_ns, int* late,
+                     cudaStream_t stream);
+
+}  // namespace xen_moe

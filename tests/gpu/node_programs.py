@@ -1,0 +1,156 @@
+"""What the processes of several nodes run beside the conformance table (rank_program.py): bytes between them, random
+operations, a failure and a new beginning. Each returns what was wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+import xen_moe_jax as xm
+from tests.gpu import programs, random_calls, virtual_nodes
+from xen_moe_jax import cuda
+
+COUNTED = programs.Sizes(tokens=1024, hidden=7168, experts=64, top_k=8)
+COUNTED_CHUNK = 32
+ROW_BYTES = 2 * COUNTED.hidden
+MOST = 1.01
+"""Of the rows that must cross: what may cross in all."""
+
+
+def operands(mesh: Mesh, sizes: programs.Sizes, dtype: Any = np.float32, seed: int = 0) -> tuple[jax.Array, ...]:
+    """As `programs.operands`, of several processes; and the routing of all ranks, as each of them knows it."""
+    rng = np.random.default_rng(seed)
+    rows = mesh.size * sizes.tokens
+    idx = np.argsort(rng.random((rows, sizes.experts)), axis=1)[:, : sizes.top_k].astype(np.int32)
+    x = rng.integers(-8, 8, (rows, sizes.hidden)).astype(np.float32).astype(jax.numpy.dtype(dtype))
+    weights = np.full((rows, sizes.top_k), 1 / sizes.top_k, np.float32)
+    sharding = NamedSharding(mesh, programs.EP)
+    placed = [jax.make_array_from_callback(v.shape, sharding, lambda i, v=v: v[i]) for v in (x, idx, weights)]
+    return *placed, idx.reshape(mesh.size, sizes.tokens, sizes.top_k)
+
+
+def own(array: jax.Array) -> np.ndarray:
+    """The shard of this process."""
+    (shard,) = array.addressable_shards
+    return np.asarray(shard.data)
+
+
+def count_bytes(mesh: Mesh, config: xm.KernelConfig, network: str, process: int) -> tuple[dict[str, Any], list[str]]:
+    """A dispatch and a combine of real sizes: what left this rank for every other, to the byte."""
+    *args, routing = operands(mesh, COUNTED, "bfloat16")
+    order = [device.process_index for device in mesh.devices.flat]
+    rank, per_node = order.index(process), ranks_per_node(config, mesh)
+    config = dataclasses.replace(config, chunk_tokens=COUNTED_CHUNK, channel=5)
+
+    def run(body, *operands):
+        program = programs.over(mesh, body, len(operands))
+        jax.block_until_ready(program(*operands))  # grows memory, and has all ranks compiled
+        time.sleep(1.0)
+        before = np.array([virtual_nodes.sent(network, process, p) for p in order])
+        out = jax.block_until_ready(program(*operands))
+        time.sleep(1.0)  # what has arrived has left; what this rank has put last may be counted a moment later
+        return out, np.array([virtual_nodes.sent(network, process, p) for p in order]) - before
+
+    def send(x, idx, weights):
+        return programs.dispatch(x, idx, weights, config, COUNTED)
+
+    def back(x, idx, weights):
+        routed = send(x, idx, weights)
+        return xm.combine(routed.x, routed.handle, config=config)
+
+    shape = {"per_node": per_node, "experts": COUNTED.experts, "row_bytes": ROW_BYTES, "chunk_tokens": COUNTED_CHUNK}
+    _, sent = run(lambda *a: send(*a).x, *args)
+    out, both = run(back, *args)
+    wrong = [] if np.array_equal(own(out), own(args[0])) else ["counted: rows came back changed"]
+    seen = {}
+    for name, found, combine in (("dispatch", sent, False), ("combine", both - sent, True)):
+        must, rows = virtual_nodes.must_send(routing, rank, combine=combine, **shape)
+        seen[name] = {"bytes": int(found.sum()), "rows": rows, "ratio": round(float(found.sum()) / rows, 5)}
+        if not np.array_equal(found, must):
+            wrong.append(f"counted, {name}: {found.tolist()} bytes left rank {rank}, not {must.tolist()}")
+        if found.sum() > MOST * rows:
+            wrong.append(f"counted, {name}: {seen[name]}")
+    return seen, wrong
+
+
+def ranks_per_node(config: xm.KernelConfig, mesh: Mesh) -> int:
+    """Of the config, or of the memory that operations on this mesh have."""
+    if config.ranks_per_node is not None:
+        return config.ranks_per_node
+    return min(w["ranks_per_node"] for w in cuda.workspaces() if w["ranks"] == mesh.size)
+
+
+def random_operations(
+    mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, calls: int
+) -> tuple[dict[str, Any], list[str]]:
+    steps = random_calls.without_exchange()
+    config = dataclasses.replace(config, channel=6)
+    result = random_calls.run(mesh, config, calls=calls, length=250, steps=steps, reference=against)
+    return dataclasses.asdict(result), [f"random: {result}"] if result.wrong or result.operations < calls else []
+
+
+def fail_and_reset(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
+    """The last rank leaves an operation out: all others name it, and after a reset everything runs as before."""
+    patient = dataclasses.replace(config, timeout_s=60.0, channel=7)
+    hasty = dataclasses.replace(patient, timeout_s=3.0)
+    absent = mesh.size - 1
+    *args, _ = operands(mesh, programs.SIZES)
+
+    def body(x, idx, weights):
+        routed = programs.dispatch(x, idx, weights, patient)
+
+        def operation():
+            return xm.combine(routed.x, routed.handle, config=hasty)
+
+        return programs.skipped_on(absent, operation, programs.zeros_like_results(operation))
+
+    wrong = []
+    whole, broken = programs.over(mesh, programs.round_trip(patient)), programs.over(mesh, body)
+    before = own(whole(*args))
+    for turn in range(2):
+        began = time.monotonic()
+        poisoned = np.isnan(own(jax.block_until_ready(broken(*args)))).all()
+        away = [d.process_index for d in mesh.devices.flat].index(jax.process_index()) == absent
+        said = ""
+        try:
+            xm.check()
+        except xm.OperationFailed as error:
+            said = str(error)
+        if not away and (not poisoned or f"failed: rank {absent} (" not in said):
+            wrong.append(f"failure {turn}: poisoned {poisoned}, {said!r}")
+        if time.monotonic() - began > 60:
+            wrong.append(f"failure {turn}: it took {time.monotonic() - began:.0f} s")
+        cuda.reset()
+        xm.check()
+        for _ in range(3):
+            if not np.array_equal(own(whole(*args)), before):
+                wrong.append(f"after reset {turn}: other results")
+    return wrong
+
+
+def time_round_trips(mesh: Mesh, config: xm.KernelConfig) -> dict[str, float]:
+    """Microseconds of a dispatch and a combine, by tokens of a rank: in a jitted loop of 50, the fastest of five."""
+    out = {}
+    for tokens in (4096, 128):
+        sizes = programs.Sizes(tokens=tokens, hidden=7168, experts=64, top_k=8)
+        *args, _ = operands(mesh, sizes, "bfloat16")
+        body = programs.round_trip(dataclasses.replace(config, channel=8), sizes)
+
+        def loop(x, idx, weights, body=body):
+            return jax.lax.fori_loop(0, 50, lambda _, x: body(x, idx, weights), x)
+
+        program = programs.over(mesh, loop)
+        jax.block_until_ready(program(*args))
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            times.append((time.perf_counter() - began) / 50 * 1e6)
+        out[str(tokens)] = round(min(times), 1)
+    return out

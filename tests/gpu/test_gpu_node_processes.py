@@ -1,0 +1,69 @@
+"""Several processes as virtual nodes of one host, through JAX: memory, windows and puts come from NCCL, and between
+nodes a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). Four GPUs are 2 x 2 and
+4 x 1, two are 2 x 1.
+
+Needs an NCCL with puts (`xen-moe-jax doctor`), a module that was built with its headers, and a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from tests.gpu import chaos, processes, virtual_nodes
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import module, nccl
+
+SECONDS = 300.0
+LAYOUTS = [pytest.param(2, 1, marks=pytest.mark.gpu2, id="2x1")] + [
+    pytest.param(4, per_node, marks=pytest.mark.gpu4, id=f"{4 // per_node}x{per_node}") for per_node in (2, 1)
+]
+"""Ranks, and ranks of a node."""
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory) -> str:
+    try:
+        nccl.check_puts(module.compiled())
+        return str(virtual_nodes.build(tmp_path_factory.mktemp("network")))
+    except (BackendUnavailable, FileNotFoundError) as reason:
+        pytest.skip(str(reason))
+
+
+def environment(share: str) -> dict[str, str]:
+    return processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
+
+
+def run(network: str, ranks: int, per_node: int, *arguments: str) -> None:
+    nodes = ["--ranks-per-node", str(per_node), "--network", network]
+    finished = processes.run_ranks(
+        ["--backend", "cuda", *nodes, *arguments], num_processes=ranks, seconds=SECONDS, env=environment("0.3")
+    )
+    processes.assert_finished(finished)
+    assert all("PASSED" in one.output for one in finished)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+def test_every_case(network, ranks, per_node):
+    """Bit for bit as the reference backend with the same nodes."""
+    run(network, ranks, per_node, "--cases", "all")
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
+    """In the opposite order of processes: a rank is not its number in NCCL."""
+    several = "--count-bytes", "--random-calls", "2000", "--reset", "--buffers", "2", "--reverse"
+    run(network, ranks, per_node, "--cases", "grouped", *several)
+
+
+@pytest.mark.gpu4
+def test_nodes_that_nobody_has_named_are_found(network):
+    run(network, 4, 2, "--cases", "grouped,padded,grouped-two-axes", "--found")
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+def test_a_stopped_process_is_waited_for_and_a_killed_one_is_named(network, ranks, per_node):
+    options = "--gpus", str(min(ranks, jax.device_count())), "--network", network
+    tally = chaos.run(ranks, 1, 3, 100.0, *options, environment=environment("0.1"), per_node=per_node)
+    assert not tally.faults and not tally.not_started, tally
+    assert tally.kills == 1 and tally.stalls >= 3 and tally.steps > 0

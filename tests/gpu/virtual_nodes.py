@@ -1,0 +1,88 @@
+"""Processes of one host as if they were on several: NCCL is told where nodes end, and between them it puts over the
+network of tests/gpu/native/processes/tcp_rma.h, which behaves as badly as a network may and counts what goes through.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[2]
+FAULTS = "seed=1,reorder=1,duplicate=1,delay_us=200"
+
+
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """The network, compiled into `folder`; needs a C++ compiler alone."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        raise FileNotFoundError(f"no C++ compiler: {compiler[0]} is not installed")
+    out = folder / "libxen_moe_tcp_rma.so"
+    sources = [f"tests/gpu/native/processes/{name}.cc" for name in ("tcp_rma", "driver")]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-I.", "-pthread"]
+    subprocess.run([*compiler, *flags, *sources, "-o", str(out), "-ldl"], cwd=ROOT, check=True, timeout=120)
+    return out
+
+
+def enter(process: int, per_node: int, network: str | None, faults: str = "") -> None:
+    """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own."""
+    os.environ["NCCL_HOSTID"] = f"virtual-node-{process // per_node}"
+    if network:
+        # Its copies must not queue behind a kernel that awaits them; nor may the driver, while it loads a module that
+        # is needed for the first time, make them wait until that kernel has ended.
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+        os.environ |= {
+            "NCCL_RMA_PLUGIN": network,
+            "XEN_MOE_RMA": faults,
+            "NCCL_GIN_TYPE": "2",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_MNNVL_ENABLE": "0",
+        }
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_uint64), ("puts", ctypes.c_uint64), ("signals", ctypes.c_uint64)]
+
+
+def sent(network: str, process: int, target: int) -> int:
+    """Bytes that have left this process for `target` so far: each once, however often it arrived."""
+    library = ctypes.CDLL(network, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    out = _Traffic()
+    library.xen_moe_rma_traffic(process, target, ctypes.byref(out))
+    return out.bytes
+
+
+def _up(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def must_send(
+    topk_idx: np.ndarray, rank: int, *, per_node: int, experts: int, row_bytes: int, chunk_tokens: int, combine: bool
+) -> tuple[np.ndarray, int]:
+    """int64 `[R]`: the bytes that `rank` has to send each other rank in a dispatch (a combine), and how many of all of
+    them are rows. Every token crosses once to each other node that it has experts on; docs/nodes.md states the rest.
+
+    Args:
+      topk_idx: `[R, T, K]`; every entry an expert, or negative.
+      row_bytes: of a row on the wire.
+    """
+    ranks, tokens, top_k = topk_idx.shape
+    node_of = np.where(topk_idx < 0, -1, topk_idx // (experts // ranks) // per_node)
+    out = np.zeros(ranks, np.int64)
+    rows = 0
+    for other in range(rank % per_node, ranks, per_node):
+        if other == rank:
+            continue
+        owner, node = (other, rank // per_node) if combine else (rank, other // per_node)
+        crossing = int((node_of[owner] == node).any(axis=1).sum())
+        beside = 0 if combine else _up(8 * top_k)
+        out[other] = 16 * -(-tokens // chunk_tokens) + crossing * (_up(row_bytes) + beside)
+        rows += crossing * _up(row_bytes)
+    return out, rows

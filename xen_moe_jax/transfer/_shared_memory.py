@@ -1,0 +1,158 @@
+"""Host memory of this package's own, which other processes of the machine map: what windows on CPUs are made of.
+
+All of it lies in one file without a name (memfd), so that many windows take one descriptor. Who may look into this
+process opens that file through /proc, and writes into a window by plain stores, without the kernel. What is given back
+is punched out of the file: its memory is free at once, here and wherever it is mapped, and reads as zeros from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from xen_moe_jax.transfer import _dlpack
+
+_HOST = 1  # DLPack's kDLCPU
+_READ_WRITE, _SHARED = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+_REMOVE, _POPULATE_WRITE = 9, 23  # MADV_
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    c_int, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+    library.mmap.restype = pointer
+    library.mmap.argtypes = [pointer, size, c_int, c_int, c_int, ctypes.c_int64]
+    library.munmap.argtypes = [pointer, size]
+    library.madvise.argtypes = [pointer, size, c_int]
+    return library
+
+
+def map_file(descriptor: int, offset: int, nbytes: int) -> int | None:
+    """Where so many bytes of the file lie in this process from now on; None where they cannot."""
+    # Not `mmap.mmap`: that keeps a descriptor for each mapping.
+    pointer = _library().mmap(None, nbytes, _READ_WRITE, _SHARED, descriptor, offset)
+    return None if pointer in (None, _FAILED) else pointer
+
+
+def unmap(pointer: int, nbytes: int) -> None:
+    _library().munmap(pointer, nbytes)
+
+
+class Place(NamedTuple):
+    """Where memory lies in a process's file."""
+
+    descriptor: int
+    inode: int
+    offset: int
+
+
+class _File:
+    """This process's file. It only ever grows: who has mapped a part of it may rely on that part's being there."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("xen_moe_jax.transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self.inode, self.nbytes = os.fstat(self.descriptor).st_ino, 0
+        self.offsets: dict[int, int] = {}
+        """Of everything that was ever mapped, by address: what is given back stays where it is."""
+        self.free: dict[int, list[int]] = {}
+        """Addresses that nobody uses, by bytes."""
+
+    def take(self, nbytes: int) -> int | None:
+        if free := self.free.get(nbytes):
+            return free.pop()
+        try:
+            os.ftruncate(self.descriptor, self.nbytes + nbytes)
+        except OSError:  # More than a file may have here.
+            return None
+        pointer = map_file(self.descriptor, self.nbytes, nbytes)
+        if pointer is not None:
+            self.offsets[pointer] = self.nbytes
+            self.nbytes += nbytes
+        return pointer
+
+
+_lock = threading.RLock()  # Memory is given back by the collector, too, which may run in the middle of anything.
+
+
+@functools.cache
+def _file_of(_process: int) -> _File | None:
+    try:
+        return _File()
+    except (AttributeError, OSError):  # No Linux, or memory without a name is not allowed here.
+        return None
+
+
+class SharedMemory:
+    """`nbytes` of zeros on the host. Given back when nobody holds this object, JAX arrays included."""
+
+    def __init__(self, nbytes: int):
+        self._process, self._nbytes, self.pointer = os.getpid(), -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, 0
+        with _lock:
+            file = _file_of(self._process)
+            pointer = None if file is None else file.take(self._nbytes)
+        if pointer is None:
+            raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(ctypes.get_errno())}")
+        self.pointer = pointer
+        # It is this process that pays for the memory, and learns that there is none: not a sender, by its first store.
+        if _library().madvise(pointer, self._nbytes, _POPULATE_WRITE):
+            if (error := ctypes.get_errno()) != errno.EINVAL:
+                raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(error)}")
+            ctypes.memset(pointer, 0, self._nbytes)  # Linux before 5.14.
+
+    def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
+        """It as an array on a CPU device of JAX."""
+        return _dlpack.as_array(self, self.pointer, shape, dtype, (_HOST, device.local_hardware_id))
+
+    def __del__(
+        self, lock: Any = _lock, file_of: Any = _file_of, library: Any = _library, getpid: Any = os.getpid
+    ) -> None:
+        # A child has its parent's objects, but the memory is the parent's.
+        if self.pointer and getpid() == self._process and not library().madvise(self.pointer, self._nbytes, _REMOVE):
+            with lock:
+                file_of(self._process).free.setdefault(self._nbytes, []).append(self.pointer)
+
+
+def place_of(pointer: int) -> Place | None:
+    """Where the memory of a `SharedMemory` that begins there lies; None for other memory."""
+    with _lock:
+        file = _file_of(os.getpid())
+        offset = None if file is None else file.offsets.get(pointer)
+    return None if file is None or offset is None else Place(file.descriptor, file.inode, offset)
+
+
+def open_file(process: int, place: Place) -> int | None:
+    """A descriptor of another process's file; None where this one may not open it, or where it is not that file."""
+    try:
+        descriptor = os.open(f"/proc/{process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if holds(descriptor, place, 0):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def holds(descriptor: int, place: Place, nbytes: int) -> bool:
+    """Whether it is that file, the bytes are in it, and it cannot shrink: a store behind its end would end the process
+    that makes it.
+    """
+    status = os.fstat(descriptor)
+    if status.st_ino != place.inode or status.st_size < place.offset + nbytes:
+        return False
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # No file of memory.
+        return False
