@@ -43,10 +43,9 @@ enum Result {
 };
 
 std::mutex mutex;
-std::map<std::string, long> knobs = {{"version", 23203}, {"fail_alloc", -1}, {"stall", 0},
-                                     {"deaf", 0},        {"no_windows", 0},  {"far_rank", -1},
-                                     {"windows", 0},     {"blocks", 0},      {"aborted", 0},
-                                     {"node_ranks", 0}};
+std::map<std::string, long> knobs = {{"version", 23203}, {"fail_alloc", -1}, {"stall", 0},   {"deaf", 0},
+                                     {"no_windows", 0},  {"far_rank", -1},   {"windows", 0}, {"blocks", 0},
+                                     {"aborted", 0},     {"node_ranks", 0}};
 std::string last_error;
 
 long Knob(const char* name) {

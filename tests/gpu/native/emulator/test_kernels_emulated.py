@@ -66,7 +66,7 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
 
 @pytest.mark.parametrize("ranks, multiprocessors", [(18, 3), (33, 3), pytest.param(72, 2, marks=pytest.mark.slow)])
 def test_many_ranks(harness, ranks, multiprocessors):
-    """More ranks than a word has bits, in the kernels of wide_*.cu: one word and a bit, several words, a whole NVL72."""
+    """More ranks than a word has bits, in the kernels of wide_*.cu: 72 is the largest NVLink domain."""
     done = wide(harness, ranks, multiprocessors)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 

@@ -131,11 +131,13 @@ class Paced {
   Times Run(int kind) {
     Times out;
     out.whole = Time([&](int rank) { return Launch(kind, rank, false); }, whole_);
+    ExpectNone(whole_, "one node");
     for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 16));
     StartPacers();
     operations_ = 0;
     out.paced = Time([&](int rank) { return Launch(kind, rank, true); }, cut_);
     StopPacers();
+    ExpectNone(cut_, "several nodes");
     for (PostQueue* queue : queues_) {
       uint64_t bytes = 0;
       NATIVE_CHECK(cudaMemcpy(&bytes, &queue->bytes, 8, cudaMemcpyDeviceToHost));
@@ -143,11 +145,15 @@ class Paced {
     }
     out.link = static_cast<double>(out.bytes) / (o_.rate * 1e3);
     out.different = Compare(kind);
-    ExpectNoFailure(whole_), ExpectNoFailure(cut_);
     return out;
   }
 
  private:
+  void ExpectNone(const World& world, const char* which) const {
+    for (int r = 0; r < world.ranks(); ++r) {
+      Expect(world.FailureOf(r) == 0, Text("%s, rank %d: ", which, r) + FailureText(world.FailureOf(r)));
+    }
+  }
   int ScaleBlocks() const { return (o_.hidden + kScaleBlock - 1) / kScaleBlock; }
   int Capacity() const { return o_.tokens * o_.top_k * 3 / 2; }
   template <class T>
@@ -194,7 +200,7 @@ class Paced {
     p.recv_counts = a.counts, p.weights = a.row_weights;
     p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, bytes);
     if (nodes) {
-      rails->plan = PlanRail(p.routing, Operation::kDispatch, o_.chunk_tokens, p.schedule, &p.staging);
+      rails->plan = PlanRail(p.routing, Operation::kDispatch, o_.chunk_tokens, p.schedule, false, &p.staging);
       rails->expected = expected_[rank];
     }
     Describe(&p, bytes, 0, bytes ? 1 : 2);
@@ -209,7 +215,7 @@ class Paced {
     p.y = a.rows, p.topk_idx = a.idx, p.positions = a.positions, p.weights = a.row_weights, p.out = a.out;
     p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
     if (nodes) {
-      rails->plan = PlanRail(p.routing, Operation::kCombine, o_.chunk_tokens, p.schedule, &p.staging);
+      rails->plan = PlanRail(p.routing, Operation::kCombine, o_.chunk_tokens, p.schedule, false, &p.staging);
       rails->expected = expected_[rank];
     }
     Describe(&p, true, 0, 3);
