@@ -48,7 +48,11 @@ struct NcclLink {
   }
   __device__ __forceinline__ void PutSignal(uint32_t generation, int target, uint64_t to, uint64_t from, uint64_t bytes,
                                             uint32_t signal) const {
-    Issue(generation, target, to, from, bytes, ncclGin_StrongSignalInc{kSettleSignals + signal});
+    const ncclGin_StrongSignalInc raise{kSettleSignals + signal};
+    if (bytes) return Issue(generation, target, to, from, bytes, raise);
+    // A put of nothing is not known to be one on every network.
+    constexpr uint64_t kAt = offsetof(Mailbox, unread);
+    if ((threadIdx.x & 31) == 0) PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::unread), raise);
   }
   __device__ __forceinline__ uint64_t Count(uint32_t signal) const {
     return Read(kSettleSignals + signal) - table->base[signal];

@@ -297,7 +297,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Y, WireType kWire, class Link>
 int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.schedule.low_latency ||
+      p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // A cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Codec, class Link>
 int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.schedule.low_latency ||
+      p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
   NodeDispatchKernel<Codec, Link><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p, rails, link);

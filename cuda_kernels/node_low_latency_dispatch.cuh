@@ -268,7 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Link>
 int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rails, const Link& link,
                                  cudaStream_t stream) {
-  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.routing.ranks > kRanks) {
+  if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || !p.schedule.low_latency ||
+      p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);

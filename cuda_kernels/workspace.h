@@ -185,6 +185,7 @@ struct alignas(128) Mailbox {
   alignas(128) uint64_t failure;
   // By the host: bit mask of the ranks whose process has ended. Nothing is read or stored there.
   uint32_t dead[kRankWords];
+  uint64_t unread;  // by ranks of other nodes: what a signal alone carries
   // Written by this rank alone, for the others to read when something is wrong.
   alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
   uint64_t progress;
