@@ -104,7 +104,8 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount = NcclLink::kSettleSignals + kChunkSignals + nodes * kMaxChunks;
+  out.ginSignalCount =
+      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kMaxChunks;
   out.ginCounterCount = kRanks;
   return out;
 }

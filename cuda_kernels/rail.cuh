@@ -125,8 +125,9 @@ class Rail {
     return (static_cast<uint64_t>(Place(rank)) * plan.chunks + chunk) * plan.chunk_bytes;
   }
   __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int chunk) const {
-    return on_rail ? kChunkSignals + source / plan.per_node * kMaxChunks + chunk
-                   : kPastSignals + source * kMaxChunks + chunk;
+    const uint32_t parity = run_.epoch & 1;
+    return on_rail ? kChunkSignals + (source / plan.per_node * 2 + parity) * kMaxChunks + chunk
+                   : kPastSignals + (parity * kNarrowRanks + source) * kMaxChunks + chunk;
   }
 
   uint64_t* const expected_;

@@ -18,7 +18,6 @@
 namespace xen_moe {
 
 constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
-constexpr int kMaxNodes = 32;     // a lane for each (node_combine.cuh)
 
 struct alignas(16) ChunkHeader {
   uint64_t announcement;  // PackAnnouncement: what its sender runs

@@ -6,7 +6,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda_kernels/rail_plan.h"
+
 namespace native {
+
+using namespace xen_moe;
+
 namespace {
 
 uint64_t Now() {
@@ -75,9 +80,21 @@ void Network::Put(int context, uint32_t generation, int source, int target, uint
     if (faults_.reorder && bytes >= 64) cut = 16 * (1 + random_() % (bytes / 16 - 1));
     m.pieces.push_back({0, cut, Later(now)});
     if (cut < bytes) m.pieces.push_back({cut, bytes, Later(now)});
-    m.ticket = ++tickets_;
-    outstanding_[{source, context}][m.ticket] = target;
-    ++uncounted_[{source, context}];
+    if (overtake_ns_ && bytes >= sizeof(ChunkHeader)) {
+      m.epoch = AnnouncedEpoch(reinterpret_cast<const ChunkHeader*>(m.from)->announcement);
+      ++sent_[{source, target, m.epoch}].puts;
+      if (m.epoch % 2 && source < target) m.overtaken_until = now + overtake_ns_;
+      if (random_() % 2) m.pieces.front().overtaken = true;
+      m.pieces.back().overtaken = true;
+    }
+    if (m.overtaken_until) {  // it is under way: the source may be written again
+      m.kept.assign(m.from, m.from + bytes);
+      m.from = m.kept.data();
+    } else {
+      m.ticket = ++tickets_;
+      outstanding_[{source, context}][m.ticket] = target;
+      ++uncounted_[{source, context}];
+    }
   }
   m.signal_not_before = Later(now);
   Traffic& traffic = traffic_[source * ranks_ + target];
@@ -118,6 +135,10 @@ void Network::Kill(int rank) {
   killed_.insert(rank);
   changed_.notify_all();
 }
+void Network::Overtake(int most_milliseconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  overtake_ns_ = uint64_t{1000000} * static_cast<unsigned>(most_milliseconds);
+}
 void Network::Drain() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] {
@@ -154,10 +175,19 @@ bool Network::MaySignal(const Message& message, uint64_t now) const {
   if (faults_.broken & kBrokenWeakSignals) return true;
   for (const Message& m : messages_) {
     if (&m == &message) return true;
-    if (m.source == message.source && m.target == message.target && m.context == message.context && !m.pieces.empty())
-      return false;
+    // A context is a warp of an operation (transport.cuh).
+    const bool before = m.source == message.source && m.target == message.target && m.context == message.context &&
+                        m.epoch == message.epoch;
+    if (before && !m.pieces.empty()) return false;
   }
   return true;
+}
+
+// Whether the next operation has not come yet.
+bool Network::WaitsForNext(const Message& m, uint64_t now) const {
+  if (m.overtaken_until <= now) return false;
+  const auto own = sent_.find({m.source, m.target, m.epoch}), next = sent_.find({m.source, m.target, m.epoch + 1});
+  return next == sent_.end() || next->second.signalled < own->second.puts;
 }
 
 // With the mutex. False: nothing can be delivered now.
@@ -173,6 +203,7 @@ bool Network::DeliverOne(uint64_t now) {
     const bool first = busy.insert({m->source, m->target}).second;
     if (!faults_.reorder && !first) continue;
     for (size_t i = 0; i < m->pieces.size(); ++i) {
+      if (m->pieces[i].overtaken && WaitsForNext(*m, now)) continue;
       if (m->pieces[i].not_before <= now && free_at_[m->source] <= now) events.push_back({m, i});
     }
     const bool says = m->word != 0 && m->signal_not_before <= now;
@@ -196,7 +227,7 @@ bool Network::DeliverOne(uint64_t now) {
       const double ns = 1e9 * static_cast<double>(piece.end - piece.begin) / faults_.bytes_per_s;
       free_at_[m.source] = std::max(free_at_[m.source], now) + static_cast<uint64_t>(ns);
     }
-    if (m.pieces.empty()) {
+    if (m.pieces.empty() && m.ticket) {
       Complete(m.source, m.context, m.ticket);
       if (faults_.duplicate) again_.push_back({m.source, m.context, m.ticket});
     }
@@ -219,7 +250,10 @@ void Network::Signal(int target, int signal, uint64_t now) {
   for (Message& m : messages_) {
     if (m.target == target && m.signal == signal && !Lost(m) && MaySignal(m, now)) ready.push_back(&m);
   }
-  for (Message* m : ready) m->signalled = true;
+  for (Message* m : ready) {
+    m->signalled = true;
+    if (m->epoch) ++sent_[{m->source, m->target, m->epoch}].signalled;
+  }
   largest_burst_ = std::max<uint64_t>(largest_burst_, ready.size());
   __atomic_fetch_add(&counters_[static_cast<size_t>(target) * signals_ + signal], uint64_t{ready.size()},
                      __ATOMIC_SEQ_CST);

@@ -16,6 +16,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,10 @@ class Network {
   // more, and nothing that it has put completes.
   void Hold(bool held);
   void Kill(int rank);
+  // What goes to higher ranks in an operation with an odd number arrives, or its last part does, after all that the
+  // next operation sends there, or that much later. For operations that are equal in pairs; the number is that of the
+  // chunks' headers (rail_plan.h).
+  void Overtake(int most_milliseconds);
   // Until everything has been delivered, reported and signalled, but for what concerns a killed rank.
   void Drain();
   // All counters to zero, as after a reset. Nothing may be under way.
@@ -69,14 +74,17 @@ class Network {
  private:
   struct Piece {
     uint64_t begin, end, not_before;
+    bool overtaken = false;
   };
   struct Message {
     uint64_t ticket = 0;
     int context = 0, source = 0, target = 0, signal = -1;
     char* to = nullptr;
     const char* from = nullptr;
+    std::vector<char> kept;  // what `from` held, where it has been read
     std::vector<Piece> pieces;  // that have not arrived
-    uint64_t signal_not_before = 0, word = 0;
+    uint64_t signal_not_before = 0, word = 0, overtaken_until = 0;
+    uint32_t epoch = 0;  // of the operation; 0: not known
     bool signalled = false;
   };
   struct Again {
@@ -87,6 +95,7 @@ class Network {
   bool DeliverOne(uint64_t now);
   bool MaySignal(const Message& message, uint64_t now) const;
   void Signal(int target, int signal, uint64_t now);
+  bool WaitsForNext(const Message& m, uint64_t now) const;
   bool Lost(const Message& m) const { return killed_.count(m.source) || killed_.count(m.target); }
   void Complete(int rank, int context, uint64_t ticket);
   uint64_t Later(uint64_t now);
@@ -105,6 +114,11 @@ class Network {
   std::vector<uint64_t> counters_, free_at_;
   std::vector<Traffic> traffic_;
   std::set<int> killed_;
+  struct Sent {
+    int puts = 0, signalled = 0;
+  };
+  std::map<std::tuple<int, int, uint32_t>, Sent> sent_;  // by source, target, number of the operation
+  uint64_t overtake_ns_ = 0;
   uint64_t tickets_ = 0, largest_burst_ = 0;
   bool held_ = false, ends_ = false;
   std::thread thread_;

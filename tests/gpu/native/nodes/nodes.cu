@@ -397,6 +397,21 @@ std::string Mismatch(const NodeOptions& o) {
 }
 
 #ifndef __CUDACC__
+// Everything that an operation sends comes after what the next one sends, though all that the network promises is kept.
+std::string Overtaken(const NodeOptions& o) {
+  if (!o.network) return "left out: a link by pointer keeps the order";
+  const uint32_t all = TakesFew(o) ? (1u << o.ranks) - 1 : 0, absent = all & 1u << (o.ranks - 1);
+  NodeWorld nodes(o);
+  std::vector<std::vector<NodeOperation>> pool = NodePool(nodes, o, 10, 20);
+  if (all) {
+    for (const auto& one : NodePool(nodes, o, 4, 20, {all, all & ~absent})) pool.push_back(one);
+  }
+  nodes.Start(pool);
+  nodes.network->Overtake(10000);
+  for (const auto& one : pool) RunNodes(nodes, o, {one}, 6, Name(one[0].prepared->problem));  // equal in pairs
+  return Text("%zu problems, 6 times each", pool.size());
+}
+
 // The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
 // other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
@@ -432,10 +447,11 @@ struct NodeScenario {
   const char* name;
   std::string (*run)(const NodeOptions&);
 };
-const NodeScenario kScenarios[] = {{"normal", Normal},     {"random", Random},   {"graph", Graph},   {"absent", Absent},
-                                   {"mismatch", Mismatch}, {"members", Members}, {"growth", Growth},
+const NodeScenario kScenarios[] = {
+    {"normal", Normal},     {"random", Random},       {"graph", Graph},   {"absent", Absent},
+    {"mismatch", Mismatch}, {"members", Members},     {"growth", Growth},
 #ifndef __CUDACC__
-                                   {"dead", Dead}
+    {"dead", Dead},         {"overtaken", Overtaken},
 #endif
 };
 

@@ -68,6 +68,7 @@ CASES = [
     ("dead", 4, 2, "network", 64),
     ("members", 4, 2, "network", 64),
     ("growth", 4, 2, "network", 64),
+    ("overtaken", 4, 2, "network", 64),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
@@ -76,6 +77,7 @@ CASES = [
     pytest.param("members", 6, 2, "network", 1, marks=pytest.mark.slow),
     pytest.param("members", 4, 1, "network", 64, marks=pytest.mark.slow),
     pytest.param("growth", 6, 2, "network", 1, marks=pytest.mark.slow),
+    pytest.param("overtaken", 4, 1, "network", 64, marks=pytest.mark.slow),
 ]
 
 
@@ -199,6 +201,13 @@ FAULTS = {
         "",
         "FAILED",
         "members",
+    ),
+    "rails-without-parity": (
+        "rail.cuh",
+        "parity = run_.epoch & 1;",
+        "parity = 0;",
+        "FAILED",
+        "overtaken",
     ),
     "reset-forgets-nothing": (
         "direct.cuh",
