@@ -131,6 +131,8 @@ class Direct {
     }
   }
 
+  __device__ __forceinline__ bool Leave(const Call& call) const { return AwaitSources(call, transport_); }
+
   const RailPlan& plan;
 
  private:

@@ -287,6 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     PushPartials<Y, kWire, kSteps, true, ByNode>(p, shared, ring, vector, shared.run.epoch);
     SendSums<Y, kWire, kSteps>(p, shared, rail, vector);
     SumNodes<Y, kWire, kSteps>(p, shared, rail, vector);
+    rail.Leave(p.call);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
     if (index == 0 && threadIdx.x == 0) rail.TellFailure();

@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (Any(shared.run.active)) CheckCounts(p, shared.run);
       AwaitFar(p, shared, rails.plan, 1);  // rail_plan.h says what for
     }
+    rail.Leave(p.call);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
     if (index == 0 && threadIdx.x == 0) rail.TellFailure();

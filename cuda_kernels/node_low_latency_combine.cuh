@@ -226,6 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     near.PushShare(block, LateFirstWarp(), kWarps, [] { return true; });
   }
   if (good) good = others.Sum();
+  if (!run.refused) good &= direct.Leave(p.call);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     if (index == 0 && threadIdx.x == 0) direct.TellFailure(run.members & ~run.reachable);
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);

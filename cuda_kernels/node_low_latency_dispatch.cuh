@@ -257,6 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
     }
   }
+  if (!run.refused) good &= direct.Leave(p.call);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     if (index == 0 && threadIdx.x == 0) direct.TellFailure(run.members & ~run.reachable);
     PoisonDispatch(p, index, count);

@@ -35,6 +35,15 @@ __device__ __forceinline__ bool SameOperation(const Running& run, uint64_t their
   return false;
 }
 
+// The last that every warp does of an operation to which the active ranks are given: waits until the sources of its
+// puts may be written again. A rank that is left out from the next operation on may still wait for what they bring, and
+// nobody hears when it ends this one. Where nobody is left out, who ends the next operation has heard that. False: the
+// group has failed. All lanes call it.
+template <class Link>
+__device__ __forceinline__ bool AwaitSources(const Call& call, const Transport<Link>& transport) {
+  return call.active == nullptr || transport.Flush();
+}
+
 template <class Link>
 class Rail {
  public:
@@ -112,6 +121,8 @@ class Rail {
       if (!plan.masked || Holds(alive, rank)) transport_.Fail(rank, word);
     }
   }
+
+  __device__ __forceinline__ bool Leave(const Call& call) const { return AwaitSources(call, transport_); }
 
   const RailPlan& plan;
 

@@ -78,8 +78,10 @@ void Network::Put(int context, uint32_t generation, int source, int target, uint
     m.from = own->second.first + from, m.to = theirs->second.first + to;
     uint64_t cut = bytes;
     if (faults_.reorder && bytes >= 64) cut = 16 * (1 + random_() % (bytes / 16 - 1));
-    m.pieces.push_back({0, cut, Later(now)});
-    if (cut < bytes) m.pieces.push_back({cut, bytes, Later(now)});
+    const auto delay = delay_ns_.find(target);
+    const uint64_t from_now = now + (delay == delay_ns_.end() ? 0 : delay->second);
+    m.pieces.push_back({0, cut, Later(from_now)});
+    if (cut < bytes) m.pieces.push_back({cut, bytes, Later(from_now)});
     if (overtake_ns_ && bytes >= sizeof(ChunkHeader)) {
       m.epoch = AnnouncedEpoch(reinterpret_cast<const ChunkHeader*>(m.from)->announcement);
       ++sent_[{source, target, m.epoch}].puts;
@@ -134,6 +136,10 @@ void Network::Kill(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   killed_.insert(rank);
   changed_.notify_all();
+}
+void Network::Delay(int rank, int milliseconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  delay_ns_[rank] = uint64_t{1000000} * static_cast<unsigned>(milliseconds);
 }
 void Network::Overtake(int most_milliseconds) {
   std::lock_guard<std::mutex> lock(mutex_);

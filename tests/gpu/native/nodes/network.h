@@ -59,6 +59,8 @@ class Network {
   // more, and nothing that it has put completes.
   void Hold(bool held);
   void Kill(int rank);
+  // Puts to `rank` arrive, and are read, so much later.
+  void Delay(int rank, int milliseconds);
   // What goes to higher ranks in an operation with an odd number arrives, or its last part does, after all that the
   // next operation sends there, or that much later. For operations that are equal in pairs; the number is that of the
   // chunks' headers (rail_plan.h).
@@ -114,6 +116,7 @@ class Network {
   std::vector<uint64_t> counters_, free_at_;
   std::vector<Traffic> traffic_;
   std::set<int> killed_;
+  std::map<int, uint64_t> delay_ns_;  // by target
   struct Sent {
     int puts = 0, signalled = 0;
   };

@@ -412,6 +412,37 @@ std::string Overtaken(const NodeOptions& o) {
   return Text("%zu problems, 6 times each", pool.size());
 }
 
+// A rank is slow to get what it is sent, and left out from the next operation on: the others go on with theirs, and
+// nobody sends it anything but what it was sent.
+std::string Left(const NodeOptions& o) {
+  if (!o.network) return "left out: a link by pointer has sent what it was given";
+  if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
+  const uint32_t all = (1u << o.ranks) - 1, slow = 1u << (o.ranks - 1);
+  NodeWorld nodes(o);
+  const auto with = NodePool(nodes, o, 10, 20, {all});
+  auto without = NodePool(nodes, o, 20, 20, {all & ~slow});
+  auto data_bytes = [](const std::vector<NodeOperation>& one) { return one[0].prepared->needs().data_bytes; };
+  std::sort(without.begin(), without.end(),
+            [&](const auto& a, const auto& b) { return data_bytes(a) > data_bytes(b); });
+  without.resize(6);  // those that take the most room: they write where the others have sent from
+  std::vector<std::vector<NodeOperation>> every = with;
+  every.insert(every.end(), without.begin(), without.end());
+  nodes.Start(every);
+  RunNodes(nodes, o, {with[0]}, 1, "the operation before");
+  nodes.network->Delay(o.ranks - 1, 300);
+  for (size_t i = 0; i < with.size(); ++i) {
+    nodes.world.Each([&](int rank) {
+      nodes.Launch(with[i][rank], rank);
+      for (const auto& one : without) nodes.Launch(one[rank], rank);
+      NATIVE_CHECK(cudaStreamSynchronize(nodes.world.states[rank].stream[0]));
+    });
+    nodes.Synchronize();
+    ExpectNoFailure(nodes.world);
+    ExpectRight(nodes.world, Name(with[i][0].prepared->problem));
+  }
+  return Text("%zu operations, %zu without the slow rank behind each", with.size(), without.size());
+}
+
 // The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
 // other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
@@ -451,7 +482,7 @@ const NodeScenario kScenarios[] = {
     {"normal", Normal},     {"random", Random},       {"graph", Graph},   {"absent", Absent},
     {"mismatch", Mismatch}, {"members", Members},     {"growth", Growth},
 #ifndef __CUDACC__
-    {"dead", Dead},         {"overtaken", Overtaken},
+    {"dead", Dead},         {"overtaken", Overtaken}, {"left", Left},
 #endif
 };
 

@@ -69,6 +69,7 @@ CASES = [
     ("members", 4, 2, "network", 64),
     ("growth", 4, 2, "network", 64),
     ("overtaken", 4, 2, "network", 64),
+    ("left", 4, 2, "network", 64),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
@@ -78,6 +79,7 @@ CASES = [
     pytest.param("members", 4, 1, "network", 64, marks=pytest.mark.slow),
     pytest.param("growth", 6, 2, "network", 1, marks=pytest.mark.slow),
     pytest.param("overtaken", 4, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("left", 6, 3, "network", 64, marks=pytest.mark.slow),
 ]
 
 
@@ -208,6 +210,13 @@ FAULTS = {
         "parity = 0;",
         "FAILED",
         "overtaken",
+    ),
+    "left-without-waiting": (
+        "rail.cuh",
+        "return call.active == nullptr || transport.Flush();",
+        "return true;",
+        "FAILED",
+        "left",
     ),
     "reset-forgets-nothing": (
         "direct.cuh",
