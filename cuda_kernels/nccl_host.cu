@@ -24,21 +24,20 @@ __device__ bool Within(uint64_t start, uint64_t limit_ns, Condition condition) {
   return true;
 }
 
-// One block. Strong signals come after all that was put before, so when those of a rank's rail have come, nothing is
-// under way to it.
+// One block. Strong signals come after all that was put before, so when those of all ranks of other nodes have come,
+// nothing is under way to this one: few tokens go from rank to rank, and so do failures then.
 __global__ void SettleKernel(NcclLink link, RailPlan plan, uint32_t signals, uint64_t time, uint64_t limit_ns,
                              int* late) {
   const uint64_t start = NowNs();
-  const int rank = plan.node * plan.per_node + plan.index;
+  const int rank = plan.node * plan.per_node + plan.index, ranks = plan.nodes * plan.per_node;
   if (threadIdx.x == 0) {
     int missed = 0;
     if (!Within(start, limit_ns, [&] { return link.Pending() < 0; })) missed = 1 + link.Pending();
-    for (int node = 0; node < plan.nodes; ++node) {
-      if (node != plan.node) link.Raise(node * plan.per_node + plan.index, rank);
+    for (int other = 0; other < ranks; ++other) {
+      if (other / plan.per_node != plan.node) link.Raise(other, rank);
     }
-    for (int node = 0; missed == 0 && node < plan.nodes; ++node) {
-      const int other = node * plan.per_node + plan.index;
-      if (node != plan.node && !Within(start, limit_ns, [&] { return link.Read(other) >= time; })) {
+    for (int other = 0; missed == 0 && other < ranks; ++other) {
+      if (other / plan.per_node != plan.node && !Within(start, limit_ns, [&] { return link.Read(other) >= time; })) {
         missed = 1 + other;
       }
     }
