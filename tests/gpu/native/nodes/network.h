@@ -83,7 +83,7 @@ class Network {
     int context = 0, source = 0, target = 0, signal = -1;
     char* to = nullptr;
     const char* from = nullptr;
-    std::vector<char> kept;  // what `from` held, where it has been read
+    std::vector<char> kept;     // what `from` held, where it has been read
     std::vector<Piece> pieces;  // that have not arrived
     uint64_t signal_not_before = 0, word = 0, overtaken_until = 0;
     uint32_t epoch = 0;  // of the operation; 0: not known

@@ -5,9 +5,10 @@
 // What it models: a card for each rank. Warps post puts and go on; the card takes them in the order in which they were
 // posted, one after the other, reads the source when its turn comes, and raises a put's signal when the last of its
 // bytes would have left at the given rate, or later where the copy itself took longer. Time that the card was idle is
-// not made up for. What it does not: latency of a network, headers and limits of messages, several puts that come into
-// one card at once (the incoming side has no limit), and the multiprocessors of the GPU that the pacer takes, which a
-// card does not.
+// not made up for. Signals of puts behind each other may come in any order, as on a network that reorders: a block may
+// be late with its copy. What it does not: latency of a network, headers and limits of messages, several puts that come
+// into one card at once (the incoming side has no limit), and the multiprocessors of the GPU that the pacer takes,
+// which a card does not.
 //
 // Memory order: a post follows the fence of Transport and is released by its sequence number; a put's stores, a fence
 // at system scope by every thread of the pacer's block, then the signal.
