@@ -116,7 +116,7 @@ def takes_lines(
     They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """
     nodes = _nodes.several(spec.num_ranks, config)
-    if nodes and jax.process_count() > 1:  # those between nodes have no puts over NCCL: the rails take few tokens too
+    if nodes and jax.process_count() > 1:  # not run over NCCL yet: the rails take few tokens
         return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
