@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 #include <sstream>
-#include <thread>
 
 namespace xen_moe {
 namespace {
@@ -580,125 +579,6 @@ void Workspace::ReleaseRetired(const std::vector<std::string>& offers) {
       break;
     }
   }
-}
-
-// Tables.
-
-uint32_t Workspace::OldestInUse() const {
-  const uint32_t newest = newest_.load();
-  uint32_t oldest = newest;
-  for (const Member& member : members_) {
-    const uint32_t last = *reinterpret_cast<const volatile uint32_t*>(&member.record->generation);
-    oldest = std::min(oldest, newest - ((newest - last) & 0xFF));
-  }
-  return oldest;
-}
-
-bool Workspace::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
-
-bool Workspace::WaitIdle(double seconds) {
-  const auto began = Clock::now();
-  for (const Member& member : members_) {
-    if (!job_.gpus->Idle(member.ordinal, std::max(0.01, seconds - SecondsSince(began)))) return false;
-  }
-  return true;
-}
-
-bool Workspace::WaitForRoom(double seconds) {
-  const auto began = Clock::now();
-  while (!HasRoom()) {
-    if (WaitIdle(std::min(1.0, seconds))) return HasRoom();
-    if (SecondsSince(began) > seconds) {
-      Refuse("the symmetric memory on channel " + std::to_string(channel_) + " has grown " +
-             std::to_string(kGenerations - 1) +
-             " times without an operation that used it, and the GPUs have been busy for " +
-             std::to_string(static_cast<int>(seconds)) + " s: wait for the running programs before compiling more");
-    }
-  }
-  return true;
-}
-
-MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
-  MemoryTable table{};
-  if (generation == nullptr) return table;
-  const Block& block = generation->blocks[i];
-  for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = SameNode(i, rank) ? block.peers[rank] : nullptr;
-  table.scratch = block.scratch;
-  table.flag_bytes = generation->flag_bytes;
-  table.data_bytes = generation->data_bytes;
-  table.scratch_bytes = generation->scratch_bytes;
-  table.generation = generation->number;
-  return table;
-}
-
-// The whole ring each time: what an earlier attempt failed to write is made good.
-void Workspace::WriteTables(bool alone) {
-  const uint32_t newest = newest_.load();
-  for (size_t i = 0; i < members_.size(); ++i) {
-    MemoryTable ring[kGenerations] = {};
-    for (MemoryTable& table : ring) table.generation = newest;
-    for (const Generation& generation : generations_) ring[generation.number % kGenerations] = TableOf(&generation, i);
-    Control* control = members_[i].control;
-    const int ordinal = members_[i].ordinal;
-    job_.gpus->Write(ordinal, control->memory, ring, sizeof(ring));
-    if (members_[i].rail != nullptr) WriteRail(i);
-    if (alone) {
-      MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
-      current.generation = newest;
-      job_.gpus->Write(ordinal, &control->current, &current, sizeof(current));
-      const uint32_t told = newest & 0xFF;
-      job_.gpus->Write(ordinal, &control->reported, &told, sizeof(told));
-      members_[i].record->generation = told;
-    }
-    job_.gpus->Write(ordinal, &control->newest, &newest, sizeof(newest));
-  }
-}
-
-void Workspace::Publish(Generation next, bool alone, double seconds) {
-  std::unique_lock<std::shared_mutex> launching(launching_, std::defer_lock);
-  const auto began = Clock::now();
-  while (alone && !generations_.empty()) {  // idle when nobody can launch, not only before
-    launching.lock();
-    if (WaitIdle(0.2)) break;
-    launching.unlock();  // a launch of another rank may be what the running kernels wait for
-    if (SecondsSince(began) > seconds) {
-      Drop(&next);
-      Refuse("the GPUs were not idle while the symmetric memory was to be replaced: try again");
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  next.number = newest_.load() + 1;
-  newest_ = next.number;
-  generations_.push_back(std::move(next));
-  WriteTables(alone);
-  if (alone) Forget(newest_.load());
-  const Generation& now = generations_.back();
-  staging_bytes_ = 2 * Half(now.flag_bytes, now.data_bytes);
-  scratch_bytes_ = now.scratch_bytes;
-  serves_[1] = now.data_bytes;
-  serves_[2] = now.scratch_bytes;
-  serves_[0].store(now.flag_bytes, std::memory_order_release);
-  held_ = static_cast<int>(generations_.size());
-  stale_ = generations_.size() > 1;
-}
-
-void Workspace::Forget(uint32_t before) {
-  while (!generations_.empty() && generations_.front().number < before) {
-    Drop(&generations_.front());
-    generations_.pop_front();
-  }
-  held_ = static_cast<int>(generations_.size());
-  stale_ = generations_.size() > 1;
-}
-
-void Workspace::Reclaim() {
-  if (stale_) Forget(OldestInUse());
-}
-
-void Workspace::ReclaimIfStale() {
-  if (!stale_.load(std::memory_order_relaxed)) return;
-  std::unique_lock<std::timed_mutex> lock(changing_, std::try_to_lock);
-  if (lock.owns_lock()) Reclaim();
 }
 
 }  // namespace xen_moe

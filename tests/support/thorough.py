@@ -15,6 +15,7 @@ THOROUGH = (
     "tpu/test_tpu_interpret.py::test_more_rows_than_one_wait_covers",
     "tpu/test_tpu_planted_bugs.py::test_planted_bug_is_noticed",
     "tpu/test_tpu_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
+    "tpu/test_tpu_few_tokens.py::test_index_tokens[2-200-3-5-grouped-640-8]",
     # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
     "tpu/test_tpu_aot.py::test_full_size_program[v5e-decode-int8]",
     "tpu/test_tpu_aot.py::test_large_topology[v5e]",
@@ -26,6 +27,9 @@ THOROUGH = (
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "gpu/native/emulator/test_kernels_emulated.py::test_many_ranks[18-3]",
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
+    "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_a_kernel_is_seen[wrong-bytes]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_a_kernel_is_seen[missing-wait]",
+    "gpu/native/nodes/test_nodes_emulated.py::test_a_slow_link_is_as_slow_as_it_says",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",
