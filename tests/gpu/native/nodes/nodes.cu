@@ -423,17 +423,17 @@ std::string Left(const NodeOptions& o) {
   if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
   const uint32_t all = (1u << o.ranks) - 1, slow = 1u << (o.ranks - 1);
   NodeWorld nodes(o);
-  const auto with = NodePool(nodes, o, 10, 20, {all});
+  const auto with = NodePool(nodes, o, 5, 20, {all});
   auto without = NodePool(nodes, o, 20, 20, {all & ~slow});
   auto data_bytes = [](const std::vector<NodeOperation>& one) { return one[0].prepared->needs().data_bytes; };
   std::sort(without.begin(), without.end(),
             [&](const auto& a, const auto& b) { return data_bytes(a) > data_bytes(b); });
-  without.resize(6);  // those that take the most room: they write where the others have sent from
+  without.resize(8);  // those that take the most room: they write where the others have sent from
   std::vector<std::vector<NodeOperation>> every = with;
   every.insert(every.end(), without.begin(), without.end());
   nodes.Start(every);
   RunNodes(nodes, o, {with[0]}, 1, "the operation before");
-  nodes.network->Delay(o.ranks - 1, 300);
+  nodes.network->Delay(o.ranks - 1, 1000);
   for (size_t i = 0; i < with.size(); ++i) {
     nodes.world.Each([&](int rank) {
       nodes.Launch(with[i][rank], rank);
