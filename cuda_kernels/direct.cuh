@@ -93,15 +93,8 @@ class Direct {
   }
   // Sends the chunk whose records the block has completed, before a barrier. All lanes of one warp call it.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
-    const uint64_t from = plan.send + Chunk(rank, chunk);
-    if ((threadIdx.x & 31) == 0) {
-      ChunkHeader* const header = reinterpret_cast<ChunkHeader*>(run_.data[run_.rank] + from);
-      header->announcement = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
-      header->tokens = tokens, header->reserved = 0;
-    }
-    transport_.PutSignal(rank, Offset(run_, data_bytes_, plan.land + Chunk(run_.rank, chunk)),
-                         Offset(run_, data_bytes_, from), Records(chunk) + __popc(tokens) * plan.record_bytes,
-                         Signal(run_.rank, chunk));
+    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
+              Records(chunk) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, chunk));
   }
   // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes of a warp call it, as often as
   // they like.

@@ -35,6 +35,20 @@ __device__ __forceinline__ bool SameOperation(const Running& run, uint64_t their
   return false;
 }
 
+// Completes the chunk of `bytes` at `from` in this rank's data by its header, and sends it to `to` in that of `rank`.
+// All lanes of the warp that stored its records, or of one behind a barrier, call it.
+template <class Link>
+__device__ __forceinline__ void SendChunk(const Running& run, const Transport<Link>& transport, uint64_t data_bytes,
+                                          int rank, uint64_t from, uint64_t to, uint64_t bytes, uint32_t tokens,
+                                          uint32_t signal) {
+  if ((threadIdx.x & 31) == 0) {
+    ChunkHeader* const header = reinterpret_cast<ChunkHeader*>(run.data[run.rank] + from);
+    header->announcement = PackAnnouncement(run.epoch, run.signature, run.generation);
+    header->tokens = tokens, header->reserved = 0;
+  }
+  transport.PutSignal(rank, Offset(run, data_bytes, to), Offset(run, data_bytes, from), bytes, signal);
+}
+
 // The last that every warp does of an operation to which the active ranks are given: waits until the sources of its
 // puts may be written again. A rank that is left out from the next operation on may still wait for what they bring, and
 // nobody hears when it ends this one. Where nobody is left out, who ends the next operation has heard that. False: the
@@ -82,15 +96,8 @@ class Rail {
   }
   // Sends the chunk whose records are complete. All lanes of the warp that stored them call it.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
-    const uint64_t from = plan.send + Chunk(rank, chunk);
-    if ((threadIdx.x & 31) == 0) {
-      ChunkHeader* const header = reinterpret_cast<ChunkHeader*>(run_.data[run_.rank] + from);
-      header->announcement = PackAnnouncement(run_.epoch, run_.signature, run_.generation);
-      header->tokens = tokens, header->reserved = 0;
-    }
-    transport_.PutSignal(rank, Offset(run_, data_bytes_, plan.land + Chunk(run_.rank, chunk)),
-                         Offset(run_, data_bytes_, from), sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes,
-                         Signal(run_.rank, OnRail(rank), chunk));
+    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
+              sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, OnRail(rank), chunk));
   }
   // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes call it.
   __device__ __forceinline__ bool Await(int rank, int chunk, uint32_t* tokens) const {

@@ -7,12 +7,6 @@
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-double SecondsSince(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
-
-}  // namespace
 
 uint32_t Workspace::OldestInUse() const {
   const uint32_t newest = newest_.load();
@@ -27,7 +21,7 @@ uint32_t Workspace::OldestInUse() const {
 bool Workspace::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
 
 bool Workspace::WaitIdle(double seconds) {
-  const auto began = Clock::now();
+  const auto began = std::chrono::steady_clock::now();
   for (const Member& member : members_) {
     if (!job_.gpus->Idle(member.ordinal, std::max(0.01, seconds - SecondsSince(began)))) return false;
   }
@@ -35,7 +29,7 @@ bool Workspace::WaitIdle(double seconds) {
 }
 
 bool Workspace::WaitForRoom(double seconds) {
-  const auto began = Clock::now();
+  const auto began = std::chrono::steady_clock::now();
   while (!HasRoom()) {
     if (WaitIdle(std::min(1.0, seconds))) return HasRoom();
     if (SecondsSince(began) > seconds) {
@@ -86,7 +80,7 @@ void Workspace::WriteTables(bool alone) {
 
 void Workspace::Publish(Generation next, bool alone, double seconds) {
   std::unique_lock<std::shared_mutex> launching(launching_, std::defer_lock);
-  const auto began = Clock::now();
+  const auto began = std::chrono::steady_clock::now();
   while (alone && !generations_.empty()) {  // idle when nobody can launch, not only before
     launching.lock();
     if (WaitIdle(0.2)) break;

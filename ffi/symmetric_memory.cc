@@ -10,13 +10,9 @@
 namespace xen_moe {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr uint64_t kAlign = 256;
 uint64_t AlignUp(uint64_t x) { return (x + kAlign - 1) / kAlign * kAlign; }
 std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
-
-double SecondsSince(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
 // What a process says before memory changes: "ok flag data scratch undivided room offers" or "error text".
 std::string Said(const Needs& needs, bool undivided, bool room, const std::string& offers) {
@@ -230,7 +226,7 @@ bool Workspace::Undivided() const {
 }
 
 void Workspace::GrowWithin(Generation* next, double seconds) {
-  const auto began = Clock::now();
+  const auto began = std::chrono::steady_clock::now();
   if (homes_.empty()) MakeHomesWithin();
   // The ranks of an operation agree on a generation through announcements, which do not go between nodes: there all of
   // them change at once, while nothing runs.

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -35,6 +36,10 @@ using DeviceKey = int64_t;
 constexpr int64_t kDevicesPerProcess = 4096;
 inline int ProcessOf(DeviceKey key) { return static_cast<int>(key / kDevicesPerProcess); }
 inline int OrdinalOf(DeviceKey key) { return static_cast<int>(key % kDevicesPerProcess); }
+
+inline double SecondsSince(std::chrono::steady_clock::time_point began) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
 
 // This process in its job, and what it makes memory with.
 struct Job {

@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import time
+from typing import Any
 
 from tests.support import cuda_memory_worker, fake_nccl, memory_module
 from tests.support.cuda_memory_worker import LARGE, SMALL, WAIT_S
@@ -104,20 +105,24 @@ def grow(rank: Rank) -> dict:
     }
 
 
+def wait_for_the_dead(rank: Rank, workspace: Any, needs: tuple) -> tuple[str, float]:
+    """Process 1 stays inside NCCL until the test kills it: what growth says in the others, and after which time."""
+    if rank.process == 1:
+        rank.nccl.set("stall", 1)
+    print("ready", flush=True)
+    began = time.monotonic()
+    return rank.serve(workspace, needs, 300.0), time.monotonic() - began
+
+
 def one_dies(rank: Rank) -> dict:
     """Process 1 is killed by the test while the others wait for it inside NCCL, which does not notice in process 2."""
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL)]
     rank.nccl.set("deaf", int(rank.process == 2))
     rank.meet("up")
-    if rank.process == 1:
-        rank.nccl.set("stall", 1)
-        print("ready", flush=True)
-        rank.serve(workspace, LARGE, 300.0)
-    print("ready", flush=True)
-    began = time.monotonic()
-    errors.append(rank.serve(workspace, LARGE, 300.0))
-    waited = time.monotonic() - began
+    error, waited = wait_for_the_dead(rank, workspace, LARGE)
+    errors.append(error)
+    began = time.monotonic() - waited
     while not rank.memory.failure() and time.monotonic() - began < 60:
         time.sleep(0.01)
     serves = rank.memory.serves(workspace, *SMALL) and not rank.memory.serves(workspace, *LARGE)
@@ -277,13 +282,8 @@ def node_dies(rank: Rank) -> dict:
     rank.nccl.set("node_ranks", 2)
     workspace = rank.workspace(0, 2)
     rank.meet("up")
-    if rank.process == 1:
-        rank.nccl.set("stall", 1)
-        print("ready", flush=True)
-        rank.serve(workspace, SMALL, 300.0)
-    print("ready", flush=True)
-    began = time.monotonic()
-    return {"error": rank.serve(workspace, SMALL, 300.0), "waited": time.monotonic() - began}
+    error, waited = wait_for_the_dead(rank, workspace, SMALL)
+    return {"error": error, "waited": waited}
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
-"""The emulator's programs for tests: built once, by one of the test processes, or a skip."""
+"""The emulator's programs for tests: built once, by one of the test processes, or a skip; and run."""
 
 import fcntl
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -25,3 +28,9 @@ def built(program: str) -> pathlib.Path:
     with open(folder / "lock", "w") as lock:  # test processes side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
         return build.build(folder, program=program)
+
+
+def emulate(command: Sequence[Any], *, seconds: float, multiprocessors: int = 64) -> subprocess.CompletedProcess[str]:
+    """Runs one of them on GPUs of so many multiprocessors."""
+    environment = {**os.environ, "EMULATOR_SMS": str(multiprocessors)}
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=seconds)

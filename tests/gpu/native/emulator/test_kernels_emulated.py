@@ -2,14 +2,12 @@
 
 import fcntl
 import json
-import os
 import pathlib
-import subprocess
 
 import pytest
 
 from tests.gpu.native.emulator import build
-from tests.gpu.native.emulator.built import built
+from tests.gpu.native.emulator.built import built, emulate
 
 PATIENCE = 20  # other tests run beside
 SECONDS = 240
@@ -52,13 +50,7 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
     out = tmp_path / "out.json"
     command = [harness, "--ranks", ranks, "--gpus", gpus, "--scenario", scenario, "--calls", calls]
     command += ["--patience", {"absent": 10, "graphs": 4}.get(scenario, PATIENCE), "--json", out]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
     assert done.returncode == 0, done.stdout + done.stderr
     (entry,) = json.loads(out.read_text())["scenarios"]
     assert entry["name"] == scenario and entry["verdict"] == "passed"
@@ -73,13 +65,7 @@ def test_many_ranks(harness, ranks, multiprocessors):
 
 def wide(program, ranks, multiprocessors):
     command = [program, "--ranks", ranks, "--gpus", ranks, "--scenario", "wide", "--patience", 4]
-    return subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
 
 
 def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
@@ -95,10 +81,10 @@ def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
 
 def test_a_scenario_of_few_ranks_is_refused_for_many(harness):
     command = [harness, "--ranks", "17", "--gpus", "17", "--scenario", "normal"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    done = emulate(command, seconds=SECONDS)
     assert done.returncode == 2 and "--scenario wide" in done.stderr
     command[2] = "257"
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    done = emulate(command, seconds=SECONDS)
     assert done.returncode == 2 and "2 to 256" in done.stderr
 
 
@@ -125,7 +111,7 @@ def test_a_fault_in_a_kernel_is_seen(harness, fault):
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)})
     command = [program, "--ranks", "2", "--gpus", "2", "--scenario", "normal", "--patience", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = emulate(command, seconds=SECONDS)
     assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
 
 

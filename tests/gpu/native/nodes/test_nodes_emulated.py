@@ -2,14 +2,12 @@
 
 import fcntl
 import json
-import os
 import pathlib
-import subprocess
 
 import pytest
 
 from tests.gpu.native.emulator import build
-from tests.gpu.native.emulator.built import built
+from tests.gpu.native.emulator.built import built, emulate
 
 SECONDS = 120
 
@@ -26,7 +24,7 @@ def nodes() -> pathlib.Path:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed):
-    done = subprocess.run([network_test, "all", str(seed)], capture_output=True, text=True, timeout=SECONDS)
+    done = emulate([network_test, "all", seed], seconds=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed ") == 18 and done.stdout.count("a rule is broken") == 7, done.stdout
 
@@ -46,13 +44,7 @@ def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, 
     command += ["--scenario", scenario, "--patience", options.pop("patience", 20)]
     for name, value in options.items():
         command += [f"--{name}", value]
-    return subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "EMULATOR_SMS": str(multiprocessors)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
 
 
 # scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor nobody may wait for a block that has
@@ -106,7 +98,7 @@ def test_a_slow_link_is_as_slow_as_it_says(paced, tmp_path):
     out = tmp_path / "out.json"
     command = [paced, "--ranks", 4, "--per-node", 2, "--gpus", 4, "--tokens", 16, "--hidden", 64, "--chunk-tokens", 8]
     command += ["--blocks", 4, "--repeats", 1, "--rate", 1e-5, "--json", out]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
+    done = emulate(command, seconds=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = json.loads(out.read_text())["cases"]
     assert len(cases) == 6 and all(case["different"] == 0 for case in cases)
