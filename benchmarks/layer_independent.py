@@ -36,8 +36,8 @@ from xen_moe_jax.benchmark import layer_programs, report, timing
 from xen_moe_jax.benchmark.options import positive
 from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, make_problem
 from xen_moe_jax.benchmark.workload import Workload
-from xen_moe_jax.flax._experts import activate
 from xen_moe_jax.flax import _experts, grouped_matmul
+from xen_moe_jax.flax._experts import activate
 
 
 class Ready(NamedTuple):
