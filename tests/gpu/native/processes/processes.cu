@@ -95,6 +95,7 @@ std::string Start(const ProcessOptions& o, ProcessWorld& world) {
 std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   uint64_t bytes = 0;
   int few = 0;
+  bool first = true;
   for (const ProcessOperation& one : pool) {
     few += one.operation.low_latency();
     for (int repeat = 0; repeat < 2; ++repeat) {
@@ -108,12 +109,15 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
       for (int t = 0; t < o.ranks; ++t) {
         if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
-        const uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
+        uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
+        // In the first one the ranks meet: a put without a payload takes a word along (nccl_transport.cuh).
+        if (first && t / o.per_node != o.rank / o.per_node) wanted += sizeof(Mailbox::unread);
         Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", o.rank, t, static_cast<int>(went),
                                     static_cast<int>(wanted)) +
                                    Name(one.problem()));
         bytes += went;
       }
+      first = false;
     }
   }
   return Text("%zu problems, %d of few tokens, each twice; ", pool.size(), few) +
