@@ -59,7 +59,7 @@ struct NcclLink {
   }
   __device__ __forceinline__ int Pending() const {
     for (int rank = 0; rank < table->ranks; ++rank) {
-      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank)) return rank;
+      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank) && !(table->gone >> rank & 1)) return rank;
     }
     return -1;
   }

@@ -35,7 +35,7 @@ struct alignas(128) PeerTable {
 };
 
 // The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters
-// are NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
+// are NCCL's too, and are never set back: they count from `base`. The host writes what is before `reserved`.
 struct alignas(128) WindowTable {
   void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
   void* mailbox;
@@ -43,6 +43,7 @@ struct alignas(128) WindowTable {
   int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
   uint32_t reserved[kMaxRanks];  // puts to each rank so far
   uint64_t base[kRailSignals];   // what each own counter of NCCL's stood at at the last reset
+  uint64_t gone;                 // bit mask of ranks whose processes had ended by then: what was put to them never ends
 };
 
 struct alignas(128) RailMemory {
