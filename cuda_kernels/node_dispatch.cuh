@@ -195,9 +195,9 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
     uint32_t tokens = 0;
     bool arrived = rail.Await(source, chunk, &tokens);
     if (arrived && lane == 0) {
-      const uint32_t* const flag = RoutingFlag(shared.run.half[r.rank], plan, source, chunk / kLeadChunks);
+      const uint32_t* const routed = RoutingFlag(shared.run.half[r.rank], plan, source, chunk / kLeadChunks);
       message.tokens[0] = tokens & ExistingTokens(plan, chunk, r.tokens);
-      arrived = WaitFlag(flag, shared.run, shared.run.epoch, Step::kMetadata, source);
+      arrived = WaitFlag(routed, shared.run, shared.run.epoch, Step::kMetadata, source);
     }
     return arrived;
   };
