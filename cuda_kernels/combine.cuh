@@ -27,8 +27,6 @@ struct CombineShared {
   int rows[kWarps][kMaxSlots];        // rows of y to add, in slot order
   float weights[kWarps][kMaxSlots];   // their weights
   RankIndex sources[kWarps][kRanks];  // ranks that send a partial row of the token at hand, ascending
-  int positions[kWarps][kMaxSlots];   // of the next item, on their way while the one at hand is added up
-  int experts[kWarps][kMaxSlots];     // the same, where a warp sums
   SignalBox signals;
 };
 
@@ -38,49 +36,27 @@ struct GatheredRows {
   bool belongs;
 };
 
-// Asks for the positions of (source, token). All lanes call it; each reads back what it has asked for alone.
-__device__ __forceinline__ void FetchPositions(const CombineParams& p, CombineShared& shared, int source, int token) {
-  const Routing& r = p.routing;
-  const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
-  for (int slot = threadIdx.x & 31; slot < r.slots; slot += 32) {
-    CopyWordAsync(&shared.positions[threadIdx.x / 32][slot], positions + slot);
-  }
-}
-// Rows and weights of the (source, token) whose positions were asked for last. The weights are still on their way:
-// AwaitCopies and __syncwarp, or RowStream::AwaitEarlier, come before they are read.
-__device__ __forceinline__ GatheredRows CollectRows(const CombineParams& p, CombineShared& shared, int source) {
+__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source,
+                                                   int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int* positions = p.positions + (static_cast<int64_t>(source) * r.tokens + token) * r.slots;
   GatheredRows out{0, false};
-  AwaitCopies();
-  __syncwarp();  // nobody reads the rows before
+  __syncwarp();
   if (!Holds(shared.run.active, source)) return out;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
-    const int position = slot < r.slots ? shared.positions[warp][slot] : -1;
+    const int position = slot < r.slots ? positions[slot] : -1;
     const bool real = position >= 0 && position < r.capacity;
     const uint32_t placed = __ballot_sync(0xFFFFFFFFu, real);
     if (real) {
       const int at = out.count + __popc(placed & ((1u << lane) - 1));
       shared.rows[warp][at] = position;
-      if (p.weights) {
-        CopyWordAsync(&shared.weights[warp][at], p.weights + position);
-      } else {
-        shared.weights[warp][at] = 1.0f;
-      }
+      shared.weights[warp][at] = p.weights ? p.weights[position] : 1.0f;
     }
     out.count += __popc(placed);
     out.belongs |= __any_sync(0xFFFFFFFFu, position != -1);
   }
-  __syncwarp();
-  return out;
-}
-// The same at once.
-__device__ __forceinline__ GatheredRows GatherRows(const CombineParams& p, CombineShared& shared, int source,
-                                                   int token) {
-  FetchPositions(p, shared, source, token);
-  const GatheredRows out = CollectRows(p, shared, source);
-  AwaitCopies();
   __syncwarp();
   return out;
 }
@@ -156,30 +132,18 @@ struct Straight {
   __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
-// What an item of the pushing is: a part of the partial row of (source, token).
-struct PushItem {
-  int source, token, part;
-  __device__ __forceinline__ PushItem(const CombineParams& p, int item) {
-    const Routing& r = p.routing;
-    const int pair = item / p.schedule.parts;
-    part = item % p.schedule.parts;
-    token = pair / (r.ranks - 1);
-    source = r.rank + 1 + pair % (r.ranks - 1);
-    if (source >= r.ranks) source -= r.ranks;
-  }
-};
-
-// The item whose positions were asked for last; `ask_next` asks for those of the next one. kGeneral: octet by octet on
-// the wire, for any hidden size.
-template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way, class AskNext>
+// kGeneral: octet by octet on the wire, for any hidden size.
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way>
 __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            Signaller& signaller, int item, AskNext ask_next) {
+                                            Signaller& signaller, int item) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const Y* y = static_cast<const Y*>(p.y);
-  const auto [source, token, part] = PushItem(p, item);
-  const GatheredRows rows = CollectRows(p, shared, source);
-  ask_next();
+  const int pair = item / p.schedule.parts, part = item % p.schedule.parts;
+  const int token = pair / (r.ranks - 1);
+  int source = r.rank + 1 + pair % (r.ranks - 1);
+  if (source >= r.ranks) source -= r.ranks;
+  const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
   if (!Way::Takes(shared.run, target)) return;
@@ -206,15 +170,10 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
     Octet acc[kSteps];
     RowStream<Y, kSteps>::Run(
         ring, rows.count, begin, end, [&](int i) { return y + static_cast<int64_t>(shared.rows[warp][i]) * r.hidden; },
-        [&](int base) {
-          if (base == begin) RowStream<Y, kSteps>::AwaitEarlier();
-          Clear(acc);
-        },
+        [&](int) { Clear(acc); },
         [&](int i, const RawOctet<Y>(&raw)[kSteps]) { AddRows(acc, raw, shared.weights[warp][i]); }, [&](int) {},
         [&](int base) { store(base, acc); });
   } else {
-    AwaitCopies();
-    __syncwarp();
     for (int base = begin; base < end; base += kSteps * kWarpElements) {
       Octet acc[kSteps];
       ReduceRows<Y, kSteps>(p, shared, rows.count, base, end, vector, acc);
@@ -242,28 +201,14 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
   } else if (StartShare(shared.run.control, block, epoch, p.call.active != nullptr)) {
     item = block + warp * s.push_blocks;
   }
-  auto ask = [&](int wanted) {
-    if (wanted >= items) return;
-    const PushItem at(p, wanted);
-    FetchPositions(p, shared, at.source, at.token);
-  };
-  ask(item);
   for (int next = 0;;) {
-    int following = items;
-    if (item < items) {
-      PushPartial<Y, kWire, kSteps, kGeneral, Way>(p, shared, ring, vector, signaller, item, [&] {
-        if (few) return;
-        following = claims.Next();
-        ask(following);
-      });
-    }
+    if (item < items) PushPartial<Y, kWire, kSteps, kGeneral, Way>(p, shared, ring, vector, signaller, item);
     if (few) {
       const int share = AdoptShare(shared.run.control, s.push_blocks, epoch, &next);
       if (share < 0) break;
       item = share + warp * s.push_blocks;
-      ask(item);
-    } else if (following < items) {
-      item = following;
+    } else if (item < items) {
+      item = claims.Next();
     } else {
       break;
     }
@@ -314,8 +259,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
                                       (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes);
   };
   Octet total[kSteps], partial[kSteps];
-  auto clear = [&](int base) {
-    if (base == begin) RowStream<Y, kSteps>::AwaitEarlier();
+  auto clear = [&](int) {
     Clear(total);
     Clear(partial);
   };
@@ -363,7 +307,6 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
                base, end);
   };
   auto begin_batch = [&](int base) {
-    if (base == begin) RowStream<Y, kSteps>::AwaitEarlier();
     Clear(partial);
     to_load = ranks & ~OneRank(r.rank);
 #pragma unroll
@@ -409,23 +352,10 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   const char* half = shared.run.half[r.rank];
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
                 items <= static_cast<int>(gridDim.x) * kWarps);
-  int* const experts = shared.experts[threadIdx.x / 32];
-  auto ask = [&](int wanted) {
-    if (wanted >= items) return;
-    const int token = wanted / p.schedule.parts;
-    for (int k = lane; k < r.top_k; k += 32) {
-      CopyWordAsync(experts + k, p.topk_idx + static_cast<int64_t>(token) * r.top_k + k);
-    }
-    FetchPositions(p, shared, r.rank, token);
-  };
-  int next = claims.First();
-  ask(next);
-  while (next < items) {
-    const int item = next, token = item / p.schedule.parts, part = item % p.schedule.parts;
-    const GatheredRows own = CollectRows(p, shared, r.rank);
-    const RankMask ranks = RanksOf(experts, 0, r, shared.run.active);
-    next = claims.Next();
-    ask(next);
+  for (int item = claims.First(); item < items; item = claims.Next()) {
+    const int token = item / p.schedule.parts, part = item % p.schedule.parts;
+    const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
+    const GatheredRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
     EachOwnRank(lane, r.ranks, [&](int rank) {
       if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;
@@ -442,9 +372,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
       StreamPartials<Y, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
     } else if constexpr (!kGeneral) {
       StreamChunks<Y, kWire, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
-    } else {
-      AwaitCopies();
-      __syncwarp();
+    } else
       for (int base = begin; base < end; base += kSteps * kWarpElements) {
         Octet total[kSteps], nodes[kGeneral ? kSteps : 1];
         Clear(total);
@@ -485,7 +413,6 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
           StoreOctet(out, e, end, vector, Narrow<Y>(kGeneral && nodes_apart ? nodes[kGeneral ? s : 0] : total[s]));
         }
       }
-    }
   }
 }
 

@@ -24,14 +24,6 @@ inline int RingStages() {
   return bytes >= 220 * 1024 ? 6 : 4;
 }
 
-// A word of this lane, on its way beside the lane's other copies.
-__device__ __forceinline__ void CopyWordAsync(void* to, const void* from) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
-}
-// All copies of this lane have arrived.
-__device__ __forceinline__ void AwaitCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 template <class Y, int kSteps>
 struct RowStream {
   static constexpr int kStages = kRingStages;
@@ -99,13 +91,7 @@ struct RowStream {
       }
       end_batch(base);
     }
-    AwaitCopies();
-  }
-
-  // In begin_batch: what all lanes had asked for before Run has arrived, and all lanes may read it.
-  __device__ __forceinline__ static void AwaitEarlier() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncwarp();
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
  private:
