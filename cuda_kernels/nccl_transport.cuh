@@ -105,7 +105,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
   out.ginSignalCount =
-      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kMaxChunks;
+      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kRailMessages;
   out.ginCounterCount = kRanks;
   return out;
 }

@@ -253,7 +253,7 @@ struct alignas(128) Control {
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses; its first words are read with the two
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
-  uint32_t claimed[6];                            // next unclaimed items of the current operation
+  uint32_t claimed[7];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`

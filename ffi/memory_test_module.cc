@@ -368,8 +368,9 @@ NB_MODULE(_memory_test, m) {
   // Flights by name: the address of a result. A stream is any number.
   m.def("start_flight", [](int ordinal, uintptr_t result, int64_t run) {
     try {
-      Flights::Get().Fork(&FakeDevices::Get(), ordinal, nullptr, reinterpret_cast<const void*>(result), run);
-      Flights::Get().Started(&FakeDevices::Get(), ordinal, reinterpret_cast<const void*>(result), run);
+      const void* const name = reinterpret_cast<const void*>(result);
+      const Takeoff takeoff = Flights::Get().Fork(&FakeDevices::Get(), ordinal, nullptr, name, run);
+      Flights::Get().Started(&FakeDevices::Get(), ordinal, nullptr, name, run, takeoff);
     } catch (const MemoryError& e) {
       throw std::runtime_error(e.message);
     }
