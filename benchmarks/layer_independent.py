@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from layer_bound import MORE_BLOCKS, PASSES, compile_all, experts_on, in_turns, summary
+from layer_bound import CLAIMED, PASSES, compile_all, experts_on, in_turns, summary
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -254,8 +254,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     ready = on_ranks(ready_program(given), specs)(*operands)
     sms = getattr(jax.devices()[0], "core_count", None)
-    matmul_blocks = [None, *([MORE_BLOCKS * sms] if sms else [])]
-    cases: list[tuple[str, int | None, int | None]] = [(w, None, None) for w in ("experts", "transfers", "in turn")]
+    matmul_blocks: list[int | str | None] = [None]
+    cases: list[Any] = [(what, None, None) for what in ("experts", "transfers", "in turn")]
+    if sms:
+        matmul_blocks += [CLAIMED]
+        cases += [(what, None, CLAIMED) for what in ("experts", "in turn")]
     for blocks in options.blocks:
         cases += [("independent", blocks, m) for m in (*matmul_blocks, *([sms - blocks] if sms else []))]
     lowered = {}
