@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -103,9 +104,13 @@ def test_shapes_of_two_products_are_those_of_one():
         swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(split="n"), num_sms=2)
 
 
-def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
+@pytest.mark.parametrize("claimed", [False, True])
+def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed):
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    preferred = tuple(dataclasses.replace(tiles, claimed=claimed) for tiles in hopper.PREFERRED)
+    monkeypatch.setattr(hopper, "PREFERRED", preferred)
+    monkeypatch.setattr(hopper, "SWIGLU", dataclasses.replace(hopper.SWIGLU, claimed=claimed))
     for kernel in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -127,6 +132,13 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
     checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     exported = export.export(gradient, platforms=["cuda"], disabled_checks=checks)(rows, weights, sizes)
     assert [a.shape for a in exported.out_avals] == [rows.shape, weights.shape]
+
+
+def test_blocks_of_a_cluster_do_not_claim():
+    rows, weights, _, sizes = operands()
+    tiles = Tiles(m=128, n=128, stages=2, cluster="m", claimed=True)
+    with pytest.raises(ValueError, match="both blocks of a cluster must have the same tile"):
+        rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles, num_sms=2)
 
 
 def test_plans():

@@ -29,6 +29,8 @@ TILINGS = {
     "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
     "split n": Tiles(split="n"),
     "no delay": Tiles(delay=0),
+    "claimed": Tiles(claimed=True),
+    "claimed, small": Tiles(n=128, stages=6, claimed=True),
 }
 
 
