@@ -253,14 +253,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
 
     ready = on_ranks(ready_program(given), specs)(*operands)
-    sms = getattr(jax.devices()[0], "core_count", None)
-    matmul_blocks: list[int | str | None] = [None]
+    tiles: list[str | None] = [None, *([CLAIMED] if given.problem.platform == "gpu" else [])]
     cases: list[Any] = [(what, None, None) for what in ("experts", "transfers", "in turn")]
-    if sms:
-        matmul_blocks += [CLAIMED]
-        cases += [(what, None, CLAIMED) for what in ("experts", "in turn")]
-    for blocks in options.blocks:
-        cases += [("independent", blocks, m) for m in (*matmul_blocks, *([sms - blocks] if sms else []))]
+    cases += [("independent", blocks, how) for blocks in options.blocks for how in tiles]
     lowered = {}
     for what, blocks, matmul in cases:
         for operation in PASSES:
