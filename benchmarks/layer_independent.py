@@ -35,9 +35,13 @@ import xen_moe_jax as xm
 from xen_moe_jax.benchmark import layer_programs, report, timing
 from xen_moe_jax.benchmark.options import positive
 from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, make_problem
+from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.benchmark.workload import Workload
 from xen_moe_jax.flax import _experts, grouped_matmul
 from xen_moe_jax.flax._experts import activate
+
+TOLERANCE = 0.01
+"""Of the largest element."""
 
 
 class Ready(NamedTuple):
@@ -272,14 +276,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     everything = (*operands, ready)
     with timing.alone(options.lock):
         runnable = {}
+        expected: dict[str, Any] = {}
         for key, made in programs.items():
             if isinstance(made, Exception):
                 rows[key]["error"] = f"{type(made).__name__}: {made}"[:300]
                 continue
             try:
-                jax.block_until_ready(made(*everything))
+                compare(rows[key], jax.block_until_ready(made(*everything)), expected, ready.rows.shape[0])
                 runnable[key] = made, everything
-            except RuntimeError as error:
+            except (RuntimeError, WrongResultError) as error:
                 rows[key]["error"] = f"{type(error).__name__}: {error}"[:300]
         for key, us in in_turns(runnable, options).items():
             rows[key] |= summary(us)
@@ -289,6 +294,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             measure_energy(options, document, rows, runnable)
     write(options, document)
     return document
+
+
+def compare(row: dict[str, Any], results: Any, expected: dict[str, Any], rows: int) -> None:
+    """With those of the program in turn, less arrays of `rows` rows, which have unspecified ones behind the groups.
+
+    Raises:
+      WrongResultError: they differ by more than rounding.
+    """
+    specified = [leaf for leaf in jax.tree.leaves(results) if leaf.shape[0] != rows]
+    if row["what"] == "in turn":
+        expected[row["operation"]] = specified
+    elif row["what"] == "independent":
+        difference = layer_programs.largest_difference(specified, expected[row["operation"]])
+        row["max difference"] = difference
+        if not difference < TOLERANCE:
+            raise WrongResultError(f"differs by {difference:.2g} of the largest element")
 
 
 def measure_energy(options: argparse.Namespace, document: Any, rows: Any, runnable: Any) -> None:
