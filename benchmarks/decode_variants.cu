@@ -2,7 +2,7 @@
 // graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
 // them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/decode_variants.cu cuda_kernels/*.c* -o dv
-//   ./dv OUT.json [all|short|low]      low: the low-latency kernels alone
+//   ./dv OUT.json [all|short|low|blocks]      low: the low-latency kernels alone; blocks: those on more and fewer blocks
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -47,9 +47,10 @@ struct Cut {
 };
 
 int main(int argc, char** argv) {
-  if (argc < 2) return std::printf("usage: %s OUT.json [all|short|low]\n", argv[0]), 2;
+  if (argc < 2) return std::printf("usage: %s OUT.json [all|short|low|blocks]\n", argv[0]), 2;
   const std::string wanted = argc < 3 ? "all" : argv[2];
-  const bool all_cuts = wanted != "short", low_only = wanted == "low";
+  const bool blocks_only = wanted == "blocks", low_only = wanted == "low" || blocks_only;
+  const bool all_cuts = wanted == "all" || wanted == "low";
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
   std::vector<Rank> all(ranks);
@@ -276,6 +277,7 @@ int main(int argc, char** argv) {
       return cudaGetLastError();
     });
   }
+  const std::vector<int> others = blocks_only ? std::vector<int>{48, 64, 80, 112, 120, 132} : std::vector<int>{};
   for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
     std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
     if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
@@ -287,6 +289,7 @@ int main(int argc, char** argv) {
       for (Cut c : {Cut{true, 24, 2, 6, 1}, Cut{true, 48, 2, 12, 1}, Cut{true, 72, 4, 12, 1}}) cuts.push_back(c);
     }
     if (low_only) cuts.erase(cuts.begin());
+    for (int blocks : others) cuts.push_back({true, blocks, 4, blocks / 6, 1});
     for (const Cut& cut : cuts) {
       run("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); });
       run("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); });
@@ -301,6 +304,7 @@ int main(int argc, char** argv) {
       for (Cut c : {Cut{true, 24, 1, 12, 1}, Cut{true, 48, 1, 24, 1}, Cut{true, 72, 1, 36, 1}}) cuts.push_back(c);
     }
     if (low_only) cuts.erase(cuts.begin());
+    for (int blocks : others) cuts.push_back({true, blocks, 1, blocks / 2, 1});
     for (const Cut& cut : cuts) run("combine", tokens, cut, [&](int r) { return combine(r, tokens, cut); });
   }
 #endif
