@@ -21,7 +21,7 @@ from tests.support.layers import (
     run_with_gradients,
     tokens,
 )
-from xen_moe_jax.flax import MoEConfig, _chunks, hopper
+from xen_moe_jax.flax import MoEConfig, _chunks
 
 PLAIN = dataclasses.replace(CONFIG, balancing="none")
 CASES = {
@@ -62,22 +62,6 @@ def test_on_hopper(name, monkeypatch):
     monkeypatch.setattr(_chunks, "OVERLAPPING", ())
     for where in ("rows", "activation"):
         assert_equal(result(ON_HOPPER[name], where), expected)
-
-
-def test_gradients_of_tokens_fly_under_those_of_weights(monkeypatch):
-    """The backward pass of `_homeward`: the same values as operation by operation, and the combine in halves around the
-    gradients of all weights."""
-    config = dataclasses.replace(PLAIN, capacity_factor=0.65)
-    expected = result(config)
-    plain_hopper.take_the_place(monkeypatch)
-    order = []
-    for module, name in ((xm, "combine_start"), (hopper, "by_weights"), (xm, "combine_done")):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, _=real, n=name, **k: order.append(n) or _(*a, **k))
-    for remat in ("none", "experts", "all"):
-        assert_equal(result(dataclasses.replace(config, remat=remat), "activation"), expected)
-        assert order == ["combine_start", *["by_weights"] * 3, "combine_done"], remat
-        order.clear()
 
 
 def test_no_rows_of_experts_are_kept():

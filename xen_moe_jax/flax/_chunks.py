@@ -24,7 +24,7 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import under_way
-from xen_moe_jax.flax import _homeward, grouped_matmul, hopper
+from xen_moe_jax.flax import grouped_matmul
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[..., jax.Array]
@@ -32,8 +32,6 @@ RowExperts = Callable[..., jax.Array]
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn, because
 a flight takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
-UNDER_GRADIENTS = True
-"""Whether the gradients of tokens fly home under those of the weights, where `_homeward` applies."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
 saves these, and not those before the barrier as well."""
@@ -71,8 +69,6 @@ def through_experts(
     overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], active)
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-        if not overlap and UNDER_GRADIENTS and _has_own_gradient(config, weights, chunks[0], active):
-            return _with_own_gradient(config, weights, chunks, active)
         run_here = _pipelined if overlap else functools.partial(_whole, add_up=_adder(config, weights, tokens.x))
         return run_here(config, lambda rows, sizes, *factors: experts(rows, sizes, weights, *factors), chunks, active)
 
@@ -146,24 +142,6 @@ def _whole(
     return [add_up(config, y, routed.handle)], routed.num_dropped
 
 
-def _has_own_gradient(config: MoEConfig, weights: Any, chunk: Chunk, active: jax.Array | None) -> bool:
-    """Whether `_homeward` applies: its kernels take whole tiles of rows."""
-    if not _homeward.applies(config, chunk.x, weights):
-        return False
-    rows = jax.eval_shape(lambda chunk, active: xm.dispatch(*chunk, **_options(config, chunk, active)).x, chunk, active)
-    return rows.shape[0] % hopper.ROW_ALIGNMENT == 0
-
-
-def _with_own_gradient(
-    config: MoEConfig, weights: Any, chunks: list[Chunk], active: jax.Array | None
-) -> tuple[list[jax.Array], jax.Array]:
-    """`_whole` where `_homeward` applies."""
-    (chunk,) = chunks
-    x = jax.lax.stop_gradient(chunk.x)
-    routed = xm.dispatch(x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
-    return [_homeward.through_experts(config, chunk.x, routed, weights)], routed.num_dropped
-
-
 def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
     """The combine whose gradient costs least behind these experts."""
     own = config.experts is None and config.layout == "grouped" and config.apply_weights_to == "activation"
@@ -171,7 +149,7 @@ def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
 
 
 def _add_up(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
-    return xm.combine(y, handle, **_homeward.back(config))
+    return xm.combine(y, handle, **_back(config))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,7 +192,7 @@ def _pipelined(
         flights, y = xm.overlap(flights, work, *_for_experts(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
-        returning = xm.combine_start(y, routed.handle, **_homeward.back(config))
+        returning = xm.combine_start(y, routed.handle, **_back(config))
         if upcoming is not None:
             sending = flights["there"]
         dropped = dropped + routed.num_dropped
@@ -244,3 +222,12 @@ def _for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
     """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
     sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
     return routed.x, sizes, *([routed.weights] if config.apply_weights_to == "activation" else [])
+
+
+def _back(config: MoEConfig) -> dict[str, Any]:
+    """Options of the combine."""
+    return {
+        "weighted": config.apply_weights_to == "rows",
+        "wire": config.combine_wire,
+        "config": config.kernel,
+    }

@@ -130,46 +130,6 @@ def swiglu(
     return _swiglu(chosen, padded, *operands, *([] if weighted else [None]))[: rows.shape[0]]
 
 
-def swiglu_with_projections(
-    rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, row_weights: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """`swiglu`, and the projections that its derivatives take; of whole tiles of rows, without a derivative."""
-    chosen = plan(*gate.shape[1:])
-    assert chosen is not None
-    out, kept = _swiglu_forward(chosen, rows, gate, up, group_sizes, row_weights)
-    return out, tuple(kept[-1])  # type: ignore[return-value]
-
-
-def by_rows(
-    cotangent: jax.Array, weights: jax.Array, group_sizes: jax.Array, also: tuple[jax.Array, jax.Array] | None = None
-) -> jax.Array:
-    """Of `grouped_matmul`, and of `two_projections` with `also` the other cotangent and weights: whole tiles."""
-    chosen = plan(*weights.shape[1:])
-    assert chosen is not None
-    return rows_by_weights(cotangent, weights, group_sizes, also, transposed=True, tiles=chosen.rows)
-
-
-def by_weights(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Of `grouped_matmul`: whole tiles."""
-    chosen = plan(rows.shape[1], cotangent.shape[1])
-    assert chosen is not None
-    return rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
-
-
-def through_swiglu(
-    projections: Any, row_weights: jax.Array | None, cotangent: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """Cotangents of the two projections, in their dtype, and of `row_weights`, from that of `swiglu`."""
-    g, u, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
-    sigmoid = jax.nn.sigmoid(g)
-    by_row_weights = None
-    if row_weights is not None:
-        by_row_weights = jnp.sum(g * sigmoid * u * by_out, axis=-1)
-        by_out = by_out * row_weights[:, None]
-    by_gate, by_up = by_out * u * sigmoid * (1 + g * (1 - sigmoid)), by_out * g * sigmoid
-    return (by_gate.astype(cotangent.dtype), by_up.astype(cotangent.dtype)), by_row_weights
-
-
 def _whole_tiles(array: jax.Array) -> jax.Array:
     """With zeros up to a multiple of `ROW_ALIGNMENT` rows."""
     extra = -array.shape[0] % ROW_ALIGNMENT
@@ -234,7 +194,14 @@ def _swiglu_forward(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: An
 
 def _swiglu_backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, gate, up, group_sizes, row_weights, projections = kept
-    by_projections, by_row_weights = through_swiglu(projections, row_weights, cotangent)
+    g, u, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
+    sigmoid = jax.nn.sigmoid(g)
+    by_row_weights = None
+    if row_weights is not None:
+        by_row_weights = jnp.sum(g * sigmoid * u * by_out, axis=-1)
+        by_out = by_out * row_weights[:, None]
+    by_projections = by_out * u * sigmoid * (1 + g * (1 - sigmoid)), by_out * g * sigmoid
+    by_projections = tuple(a.astype(rows.dtype) for a in by_projections)
     return *_two_backward(chosen, (rows, gate, up, group_sizes), by_projections), by_row_weights
 
 
