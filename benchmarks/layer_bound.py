@@ -59,8 +59,8 @@ PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
 """Of `flax/hopper.py`: those that take `num_sms`."""
-CLAIMED = "claimed"
-"""Of the layers that overlap, those whose matmuls' thread blocks claim their tiles."""
+DEALT = "dealt"
+"""Of the layers that overlap, those whose matmuls do not claim their tiles."""
 COMPILING = 8
 """Programs at a time."""
 Pieces = list[dict[str, Any]]
@@ -158,13 +158,12 @@ def bounds(pieces: Pieces, sms: int) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def experts_on(num_sms: int | str | None) -> Iterator[None]:
     """The Hopper kernels that are traced in here have so many thread blocks; None: one for each multiprocessor.
-    `CLAIMED`: that, and blocks claim their tiles."""
+    `DEALT`: that, and tiles are dealt out at the start beside flights too."""
     if num_sms is None:
         yield
         return
-    if num_sms == CLAIMED:
-        preferred = tuple(dataclasses.replace(tiles, claimed=True) for tiles in hopper.PREFERRED)
-        with mock.patch.multiple(hopper, PREFERRED=preferred, SWIGLU=dataclasses.replace(hopper.SWIGLU, claimed=True)):
+    if num_sms == DEALT:
+        with mock.patch.object(hopper, "beside_flights", lambda: False):
             yield
         return
     bound = {name: functools.partial(getattr(hopper, name), num_sms=num_sms) for name in KERNELS}
@@ -263,16 +262,15 @@ def transfers_to_measure(options: argparse.Namespace, work: Workload) -> Measure
 
 def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, operands: Any) -> Measure:
     """The layer as it is, and with chunks that overlap wherever the backend has halves; results are compared. A grouped
-    matmul is one thread block for each SM, and a block whose SM a flight holds begins late, as a flight does that finds
-    no SM free: so the matmuls also leave those SMs alone, or their blocks claim their tiles."""
+    matmul is one thread block for each SM, and a block whose SM a flight holds begins late: it claims fewer tiles then.
+    For comparison, tiles are dealt out at the start, and the matmuls leave the flights' SMs alone."""
     sms = getattr(jax.devices()[0], "core_count", None)
     cases: list[tuple[int, int | str | None]] = [(1, None)]
     for chunks in options.chunks:
         if chunks > 1:
             cases += [(chunks, None)]
             cases += [(chunks, sms - options.overlapped_blocks)] if sms else []
-        if given.problem.platform == "gpu":
-            cases += [(chunks, CLAIMED)]
+            cases += [(chunks, DEALT)] if sms else []
     lowered = {}
     for chunks, matmul_blocks in cases:
         kernel = xm.KernelConfig(num_sms=options.overlapped_blocks if chunks > 1 else None)

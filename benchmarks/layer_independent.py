@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from layer_bound import CLAIMED, PASSES, compile_all, experts_on, in_turns, summary
+from layer_bound import DEALT, PASSES, compile_all, experts_on, in_turns, summary
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
 
     ready = on_ranks(ready_program(given), specs)(*operands)
-    tiles: list[str | None] = [None, *([CLAIMED] if given.problem.platform == "gpu" else [])]
+    tiles: list[str | None] = [None, *([DEALT] if given.problem.platform == "gpu" else [])]
     cases: list[Any] = [(what, None, None) for what in ("experts", "transfers", "in turn")]
     cases += [("independent", blocks, how) for blocks in options.blocks for how in tiles]
     lowered = {}
