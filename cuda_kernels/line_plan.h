@@ -59,6 +59,35 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
+// A dispatch of few tokens is numbered by those who receive it (low_latency_few.cuh): every block holds all tokens'
+// slots, kFewSlots each. `experts`: [R, T, kFewSlots] uint16: local expert + 1; `weights`: the same of float.
+constexpr int kFewSlots = 16;
+#ifndef XEN_MOE_FEW_PAIRS
+#define XEN_MOE_FEW_PAIRS 128
+#endif
+constexpr int kFewPairs = XEN_MOE_FEW_PAIRS;  // of (source, token)
+XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
+  SharedPlan s{};
+  s.columns = s.local = r.layout == Layout::kRanked ? 1 : r.local_experts;
+  uint64_t at = 0;
+  auto take = [&](int64_t count, int64_t bytes) {
+    const uint64_t from = at;
+    at += (static_cast<uint64_t>(count * bytes) + 15) / 16 * 16;
+    return static_cast<uint32_t>(from);
+  };
+  const int64_t slots = static_cast<int64_t>(r.ranks) * r.tokens * kFewSlots;
+  s.experts = take(slots, 2);
+  s.weights = take(slots, 4);
+  s.counts = take(static_cast<int64_t>(r.ranks) * s.local, 4);
+  s.groups = take(s.local, 4);
+  s.starts = take(s.local, 4);
+  s.bytes = at > 0xFFFFFFu ? 0xFFFFFFu : static_cast<uint32_t>(at);
+  return s;
+}
+XEN_MOE_ANYWHERE inline bool IsFew(const Routing& r) {
+  return static_cast<int64_t>(r.ranks) * r.tokens <= kFewPairs && PlanFewShared(r).bytes <= kLowLatencySharedBytes;
+}
+
 // What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact. `Wide`: of more than
 // kNarrowRanks ranks.
 constexpr int kMostLineRows = 8192, kMostWideLineRows = 16383, kMostRounds = 512;
@@ -83,7 +112,7 @@ struct LineCut {
   int rounds, parts;
   int push_rounds, push_parts;
   int last_lines;  // lines of a row's last round that hold data
-  Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines;
+  Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines, by_tokens;
 };
 constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
 // A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
@@ -113,6 +142,7 @@ XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, co
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);
   c.by_others = Divisor::Of(r.ranks - 1), c.by_row_rounds = Divisor::Of(all_rounds);
   c.by_local_experts = Divisor::Of(r.local_experts), c.by_count_lines = Divisor::Of(m.count_lines);
+  c.by_tokens = Divisor::Of(r.tokens);
   return c;
 }
 

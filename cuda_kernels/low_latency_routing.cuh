@@ -23,7 +23,10 @@ struct Plan {
 
   __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
                                   char* dynamic)
-      : p(params), cut(line_cut), run(running), shared(dynamic), at(PlanShared(params.routing)) {
+      : Plan(params, line_cut, running, dynamic, PlanShared(params.routing)) {}
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
+                                  char* dynamic, const SharedPlan& places)
+      : p(params), cut(line_cut), run(running), shared(dynamic), at(places) {
     receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
   }
   __device__ __forceinline__ int Lines(int round) const {
@@ -177,6 +180,34 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   }
 }
 
+// Thread `thread` of `threads`: from the counts of all sources, which the block has, the rows of the sources before, in
+// their place, and those of all. One block writes them into the result.
+__device__ __forceinline__ void SumCounts(const Plan& plan, int thread, int threads) {
+  const Routing& r = plan.p.routing;
+  const int local = plan.at.local;
+  const bool writes = plan.receiver == 0;
+  int* counts = plan.In<int>(plan.at.counts);
+#pragma unroll 1
+  for (int l = thread; l < local; l += threads) {
+    int sum = 0;
+#pragma unroll 1
+    for (int source = 0; source < r.ranks; ++source) {
+      const int rows = counts[source * local + l];
+      counts[source * local + l] = sum;
+      sum = AddSaturated(sum, rows);
+      if (writes) plan.p.recv_counts[source * r.local_experts + l] = rows;
+    }
+    plan.In<int>(plan.at.groups)[l] = sum;
+  }
+  if (writes && local < r.local_experts) {
+    const int rest = r.local_experts - local;
+#pragma unroll 1
+    for (int i = thread; i < r.ranks * rest; i += threads) {
+      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
+    }
+  }
+}
+
 // Receiving. All threads of the block: counts of all sources. `adopt()` does what no block has started, before the
 // first long wait. `far`: has the counts of ranks of other nodes (node_low_latency_dispatch.cuh). False: the group has
 // failed.
@@ -224,27 +255,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   if constexpr (Far::kAny) {
     if (!far.ReceiveCounts()) return false;
   }
-  // Rows of the sources before, and of all.
-  const bool writes = plan.receiver == 0;
-#pragma unroll 1
-  for (int l = threadIdx.x; l < local; l += kThreads) {
-    int sum = 0;
-#pragma unroll 1
-    for (int source = 0; source < r.ranks; ++source) {
-      const int rows = counts[source * local + l];
-      counts[source * local + l] = sum;
-      sum = AddSaturated(sum, rows);
-      if (writes) plan.p.recv_counts[source * r.local_experts + l] = rows;
-    }
-    plan.In<int>(plan.at.groups)[l] = sum;
-  }
-  if (writes && local < r.local_experts) {
-    const int rest = r.local_experts - local;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
-      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
-    }
-  }
+  SumCounts(plan, threadIdx.x, kThreads);
   __syncthreads();
   return true;
 }

@@ -83,10 +83,11 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-// Every warp places parts of (source, token)s. `far`: has those of other nodes (node_low_latency_dispatch.cuh). False:
-// the group has failed.
-template <class Far = NobodyFar>
-__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, const Far& far = Far()) {
+// Every warp places parts of (source, token)s. `resolve(source, token, write, &position)`: as ResolveRows. `far`: has
+// those of other nodes (node_low_latency_dispatch.cuh). False: the group has failed.
+template <class Resolve, class Far = NobodyFar>
+__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, Resolve resolve,
+                                          const Far& far = Far()) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
@@ -135,7 +136,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
         }
       }
       if (!resolved) {  // the token's own line comes in beside a first look at its row
-        if (!ResolveRows(plan, piece, source, token, first == 0, &position)) return false;
+        if (!resolve(source, token, first == 0, &position)) return false;
         placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
         resolved = true;
         if (!__any_sync(0xFFFFFFFFu, position != -1)) break;  // dropped rows are sent, and so awaited: workspace.h
