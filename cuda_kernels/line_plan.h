@@ -115,6 +115,7 @@ struct LineCut {
   Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines, by_tokens;
 };
 constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
+constexpr int kFewPlaceRounds = 4;                // of few tokens
 // A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
 constexpr int kFewTokens = 32;
 constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;

@@ -13,6 +13,8 @@ namespace XEN_MOE_KERNELS {
 
 // How a dispatch is numbered: what the kernel of low_latency_dispatch.cu is made of.
 struct NumberedBySender {
+  static constexpr int kRounds = kPlaceRounds;
+  static constexpr bool kFew = false;
   __device__ __forceinline__ static SharedPlan Shared(const Routing& r) { return PlanShared(r); }
   // All warps but the first, before the operation's number is known.
   __device__ __forceinline__ static void Prepare(const Plan& plan) {
@@ -28,11 +30,13 @@ struct NumberedBySender {
   __device__ __forceinline__ static void Send(const Plan& plan, const Piece& piece, int share, Begin begin) {
     if (begin()) SendRouting(plan, piece, share);
   }
-  // All threads of the block. After it StartGroups may run. False: the group has failed.
+  // All threads of the block: what Sum needs. False: the group has failed.
   template <class Adopt>
   __device__ __forceinline__ static bool Receive(const Plan& plan, const Piece& piece, Adopt adopt) {
     return ReceiveCounts(plan, piece, adopt);
   }
+  // The warp that runs StartGroups next: the rows of each group.
+  __device__ __forceinline__ static void Sum(const Plan&) {}
   __device__ __forceinline__ static bool Resolve(const Plan& plan, const Piece& piece, int source, int token,
                                                  bool write, int* position) {
     return ResolveRows(plan, piece, source, token, write, position);
@@ -40,6 +44,8 @@ struct NumberedBySender {
 };
 
 struct NumberedByReceiver {
+  static constexpr int kRounds = kFewPlaceRounds;
+  static constexpr bool kFew = true;
   static constexpr uint32_t kAnySlot = 0xFFFF;  // ranked: in a token's last place, if it has a row here
 
   __device__ __forceinline__ static SharedPlan Shared(const Routing& r) { return PlanFewShared(r); }
@@ -82,6 +88,8 @@ struct NumberedByReceiver {
       }
     }
   }
+
+  __device__ __forceinline__ static void Sum(const Plan& plan) { SumCounts(plan, threadIdx.x, 32); }
 
   template <class Adopt>
   __device__ __forceinline__ static bool Receive(const Plan& plan, const Piece& piece, Adopt adopt) {
@@ -132,7 +140,6 @@ struct NumberedByReceiver {
       ClearCounts(plan, threadIdx.x, kThreads);  // they are counted anew
       __syncthreads();
     }
-    if (threadIdx.x < 32) SumCounts(plan, threadIdx.x, 32);  // then by the same warp: StartGroups
     return true;
   }
 

@@ -190,12 +190,19 @@ __device__ __forceinline__ void SumCounts(const Plan& plan, int thread, int thre
 #pragma unroll 1
   for (int l = thread; l < local; l += threads) {
     int sum = 0;
+    constexpr int kAtOnce = 4;  // sources whose counts are loaded together
 #pragma unroll 1
-    for (int source = 0; source < r.ranks; ++source) {
-      const int rows = counts[source * local + l];
-      counts[source * local + l] = sum;
-      sum = AddSaturated(sum, rows);
-      if (writes) plan.p.recv_counts[source * r.local_experts + l] = rows;
+    for (int first = 0; first < r.ranks; first += kAtOnce) {
+      int rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) rows[i] = first + i < r.ranks ? counts[(first + i) * local + l] : 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= r.ranks) break;
+        counts[(first + i) * local + l] = sum;
+        sum = AddSaturated(sum, rows[i]);
+        if (writes) plan.p.recv_counts[(first + i) * r.local_experts + l] = rows[i];
+      }
     }
     plan.In<int>(plan.at.groups)[l] = sum;
   }
