@@ -59,33 +59,27 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
-// A dispatch of few tokens is numbered by those who receive it (low_latency_few.cuh): every block holds all tokens'
-// slots, kFewSlots each. `experts`: [R, T, kFewSlots] uint16: local expert + 1; `weights`: the same of float.
+// A dispatch of few tokens is numbered by those who receive it (low_latency_few.cuh). `experts`: [R, T, kFewSlots]
+// uint32: what wants a row, in order; `weights`: the same of float; `counts`: [R, L].
 constexpr int kFewSlots = 16;
 #ifndef XEN_MOE_FEW_PAIRS
-#define XEN_MOE_FEW_PAIRS 128
+#define XEN_MOE_FEW_PAIRS 32
 #endif
 constexpr int kFewPairs = XEN_MOE_FEW_PAIRS;  // of (source, token)
 XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
   SharedPlan s{};
-  s.columns = s.local = r.layout == Layout::kRanked ? 1 : r.local_experts;
-  uint64_t at = 0;
-  auto take = [&](int64_t count, int64_t bytes) {
-    const uint64_t from = at;
-    at += (static_cast<uint64_t>(count * bytes) + 15) / 16 * 16;
-    return static_cast<uint32_t>(from);
-  };
-  const int64_t slots = static_cast<int64_t>(r.ranks) * r.tokens * kFewSlots;
-  s.experts = take(slots, 2);
-  s.weights = take(slots, 4);
-  s.counts = take(static_cast<int64_t>(r.ranks) * s.local, 4);
-  s.groups = take(s.local, 4);
-  s.starts = take(s.local, 4);
-  s.bytes = at > 0xFFFFFFu ? 0xFFFFFFu : static_cast<uint32_t>(at);
+  const uint64_t slots = static_cast<uint64_t>(r.ranks) * r.tokens * kFewSlots;
+  const uint64_t bytes = slots * 8 + static_cast<uint64_t>(r.ranks) * r.local_experts * 4;
+  s.columns = s.local = r.local_experts;
+  s.weights = static_cast<uint32_t>(slots * 4);
+  s.counts = static_cast<uint32_t>(slots * 8);
+  s.bytes = bytes > 0xFFFFFFu ? 0xFFFFFFu : static_cast<uint32_t>(bytes);
   return s;
 }
+// Groups that are rounded up, and ranked rows, need the counts of all.
 XEN_MOE_ANYWHERE inline bool IsFew(const Routing& r) {
-  return static_cast<int64_t>(r.ranks) * r.tokens <= kFewPairs && PlanFewShared(r).bytes <= kLowLatencySharedBytes;
+  return static_cast<int64_t>(r.ranks) * r.tokens <= kFewPairs && PlanFewShared(r).bytes <= kLowLatencySharedBytes &&
+         (r.layout == Layout::kPadded || (r.layout == Layout::kGrouped && r.alignment == 1));
 }
 
 // What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact. `Wide`: of more than
@@ -115,7 +109,7 @@ struct LineCut {
   Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines, by_tokens;
 };
 constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
-constexpr int kFewPlaceRounds = 4;                // of few tokens
+constexpr int kFewPlaceRounds = 1;                // of few tokens
 // A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
 constexpr int kFewTokens = 32;
 constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;

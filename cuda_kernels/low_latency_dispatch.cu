@@ -85,28 +85,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   Phase(2);
   if (good && plan.receiver >= 0) {
     good = Numbered::Receive(plan, piece, [&] { AdoptShares<Numbered>(p, cut, run, dynamic, block < cut.routing); });
+    Phase(4);
     if (good) {
-      LayoutScratch scratch{};
-      scratch.columns = plan.at.local;
-      scratch.totals = plan.In<int>(plan.at.groups);
-      int* starts = plan.In<int>(plan.at.starts);
-      bool started = false;
-      auto start = [&] {  // of all threads once
-        if (started) return;
-        started = true;
-        if (threadIdx.x < 32) Numbered::Sum(plan);
-        StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
-        Phase(4);
-      };
-      if (!Numbered::kFew) start();
       good = PlaceRows<Numbered::kRounds, Numbered::kFew>(
           plan, piece, [&](int source, int token, bool write, int* position) {
-            start();  // of few: once the first row has been asked for
             return Numbered::Resolve(plan, piece, source, token, write, position);
           });
-      start();
-      ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
-      ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
+      Numbered::Complete(plan);
     }
   }
   Phase(5);

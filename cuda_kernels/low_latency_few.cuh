@@ -1,10 +1,10 @@
 // The routing of a low-latency dispatch of few tokens (IsFew): those who receive the rows number them.
 //
 // A message has no counts: its lines are the tokens', sent as soon as topk_idx has been read, with no number in a
-// slot's word. Every receiving block waits for the lines of all tokens of all sources, keeps their slots in shared
-// memory and counts them. A row's number is how many rows its source sends to the same expert before it, which a warp
-// counts when it places the row. The messages have the places and the format of low_latency_routing.cuh; its lines of
-// counts stay unused.
+// slot's word. Every receiving block waits for the lines of all tokens of all sources and keeps a key for every slot:
+// local expert + 1, then its place among all slots, so that the order of keys is the order of rows. A row's position is
+// how many keys are less than its own; a warp counts them when it places the row. The messages have the places and the
+// format of low_latency_routing.cuh; its lines of counts stay unused.
 #pragma once
 
 #include "low_latency_routing.cuh"
@@ -30,27 +30,36 @@ struct NumberedBySender {
   __device__ __forceinline__ static void Send(const Plan& plan, const Piece& piece, int share, Begin begin) {
     if (begin()) SendRouting(plan, piece, share);
   }
-  // All threads of the block: what Sum needs. False: the group has failed.
+  // All threads of the block: what Resolve needs. False: the group has failed.
   template <class Adopt>
   __device__ __forceinline__ static bool Receive(const Plan& plan, const Piece& piece, Adopt adopt) {
-    return ReceiveCounts(plan, piece, adopt);
+    if (!ReceiveCounts(plan, piece, adopt)) return false;
+    const int* const rows = plan.In<int>(plan.at.groups);
+    StartGroups(plan.p.routing, plan.at.local, plan.In<int>(plan.at.starts), [&](int l) { return rows[l]; });
+    return true;
   }
-  // The warp that runs StartGroups next: the rows of each group.
-  __device__ __forceinline__ static void Sum(const Plan&) {}
   __device__ __forceinline__ static bool Resolve(const Plan& plan, const Piece& piece, int source, int token,
                                                  bool write, int* position) {
     return ResolveRows(plan, piece, source, token, write, position);
+  }
+  // All threads of the block: what is left when its rows have been placed.
+  __device__ __forceinline__ static void Complete(const Plan& plan) {
+    LayoutScratch scratch{};
+    scratch.columns = plan.at.local;
+    scratch.totals = plan.In<int>(plan.at.groups);
+    ZeroPadding(plan.p, scratch, plan.In<int>(plan.at.starts), plan.receiver, plan.cut.receivers);
+    ClearUnusedRows(plan.p, scratch, plan.receiver, plan.cut.receivers);
   }
 };
 
 struct NumberedByReceiver {
   static constexpr int kRounds = kFewPlaceRounds;
   static constexpr bool kFew = true;
-  static constexpr uint32_t kAnySlot = 0xFFFF;  // ranked: in a token's last place, if it has a row here
+  static constexpr int kPlaceBits = 16;  // of a key
 
   __device__ __forceinline__ static SharedPlan Shared(const Routing& r) { return PlanFewShared(r); }
   __device__ __forceinline__ static void Prepare(const Plan& plan) {
-    if (plan.receiver >= 0) ClearCounts(plan, static_cast<int>(threadIdx.x) - 32, kThreads - 32);
+    if (Reports(plan)) ClearCounts(plan, static_cast<int>(threadIdx.x) - 32, kThreads - 32);
   }
   __device__ __forceinline__ static void PrepareLate(const Plan&) {}
 
@@ -89,13 +98,10 @@ struct NumberedByReceiver {
     }
   }
 
-  __device__ __forceinline__ static void Sum(const Plan& plan) { SumCounts(plan, threadIdx.x, 32); }
-
   template <class Adopt>
   __device__ __forceinline__ static bool Receive(const Plan& plan, const Piece& piece, Adopt adopt) {
     const Routing& r = plan.p.routing;
     const int warp = threadIdx.x / 32, q = threadIdx.x & 7, lines = r.ranks * r.tokens;
-    const bool ranked = r.layout == Layout::kRanked;
     int* const counts = plan.In<int>(plan.at.counts);
     for (bool patient = false;; patient = true) {  // at first it does not wait long
       bool idle = false, good = true;
@@ -119,16 +125,14 @@ struct NumberedByReceiver {
         };
         good = AwaitLines(missing, source_of, [&] { return !patient; }, plan.run, Step::kMetadata);
         const uint32_t one = Checked(r, active ? v.x : 0), two = Checked(r, active && !piece.flags ? v.z : 0);
-        const uint32_t any = __ballot_sync(0xFFFFFFFFu, (one | two) != 0) >> (piece.line * 8) & 0xFF;
-        const uint32_t last = ranked && piece.flags && any ? kAnySlot : two;
         if (line < lines) {
-          plan.In<uint32_t>(plan.at.experts)[line * 8 + q] = one | last << 16;
-          plan.In<float2>(plan.at.weights)[line * 8 + q] = make_float2(__uint_as_float(v.y), __uint_as_float(v.w));
-          if (ranked) {
-            if (piece.flags && any) atomicAdd(&counts[source], 1);
-          } else {
-            if (one) atomicAdd(&counts[source * plan.at.local + one - 1], 1);
-            if (two) atomicAdd(&counts[source * plan.at.local + two - 1], 1);
+          const uint32_t place = line * kFewSlots + q * 2;
+          plan.In<uint2>(plan.at.experts)[place / 2] =
+              make_uint2(one ? one << kPlaceBits | place : 0, two ? two << kPlaceBits | (place + 1) : 0);
+          plan.In<float2>(plan.at.weights)[place / 2] = make_float2(__uint_as_float(v.y), __uint_as_float(v.w));
+          if (Reports(plan)) {
+            if (one) atomicAdd(&counts[source * r.local_experts + one - 1], 1);
+            if (two) atomicAdd(&counts[source * r.local_experts + two - 1], 1);
           }
         }
       }
@@ -137,7 +141,7 @@ struct NumberedByReceiver {
       if (patient) return false;
       adopt();
       __syncthreads();
-      ClearCounts(plan, threadIdx.x, kThreads);  // they are counted anew
+      if (Reports(plan)) ClearCounts(plan, threadIdx.x, kThreads);  // they are counted anew
       __syncthreads();
     }
     return true;
@@ -147,37 +151,46 @@ struct NumberedByReceiver {
                                                  int* position) {
     const Routing& r = plan.p.routing;
     const int lane = threadIdx.x & 31, at = (source * r.tokens + token) * kFewSlots + lane;
-    const bool ranked = r.layout == Layout::kRanked;
-    uint32_t word = lane < r.top_k ? plan.In<uint16_t>(plan.at.experts)[at] : 0;
+    const int entries = r.ranks * r.tokens * kFewSlots;
+    const bool padded = r.layout == Layout::kPadded;
+    const uint32_t key = lane < r.top_k ? plan.In<uint32_t>(plan.at.experts)[at] : 0, word = key >> kPlaceBits;
     const float weight = lane < r.top_k ? plan.In<float>(plan.at.weights)[at] : 0.0f;
-    // Of the source's slots, eight a lane at a time: those before this one that go to the same expert.
-    const uint4* const slots = plan.In<uint4>(plan.at.experts) + source * r.tokens * (kFewSlots / 8);
-    uint32_t number = 0;
+    int own = -1;
 #pragma unroll 1
-    for (uint32_t m = __ballot_sync(0xFFFFFFFFu, word != 0); m; m &= m - 1) {
-      const int slot = __ffs(m) - 1, end = token * kFewSlots + (ranked ? 0 : slot);
-      const uint32_t wanted = ranked ? kAnySlot : __shfl_sync(0xFFFFFFFFu, word, slot);
-      uint32_t before = 0;
+    for (uint32_t m = __ballot_sync(0xFFFFFFFFu, key != 0); m; m &= m - 1) {
+      const int slot = __ffs(m) - 1;
+      const uint32_t least = padded ? __shfl_sync(0xFFFFFFFFu, word, slot) << kPlaceBits : 1u << kPlaceBits;
+      const uint32_t below = __shfl_sync(0xFFFFFFFFu, key, slot) - least;
+      int before = 0;
 #pragma unroll 1
-      for (int first = lane * 8; first < end; first += 32 * 8) {
-        const uint4 seen = slots[first / 8];
-        const uint32_t pairs[4] = {seen.x, seen.y, seen.z, seen.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          before += first + 2 * i < end && (pairs[i] & 0xFFFF) == wanted;
-          before += first + 2 * i + 1 < end && pairs[i] >> 16 == wanted;
-        }
+      for (int i = lane * 4; i < entries; i += 32 * 4) {
+        const uint4 keys = plan.In<uint4>(plan.at.experts)[i / 4];
+        before +=
+            (keys.x - least < below) + (keys.y - least < below) + (keys.z - least < below) + (keys.w - least < below);
       }
       before = __reduce_add_sync(0xFFFFFFFFu, before);
-      if (ranked || lane == slot) number = before;
-      if (ranked) break;
+      if (lane == slot) own = before;
     }
-    if (word) word |= number << 16;
-    *position = ResolveSlots(plan, source, token, word, weight, write);
+    if (own >= 0 && padded) {
+      const int rows = r.ranks * r.tokens;
+      own = own < rows ? AddSaturated((static_cast<int>(word) - 1) * rows, own) : r.capacity;
+    }
+    if (own >= r.capacity) own = -2;
+    WriteSlots(plan, source, token, own, weight, write);
+    *position = own;
     return true;
+  }
+  __device__ __forceinline__ static void Complete(const Plan& plan) {
+    if (!Reports(plan)) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < plan.p.routing.ranks * plan.p.routing.local_experts; i += kThreads) {
+      plan.p.recv_counts[i] = plan.In<int>(plan.at.counts)[i];
+    }
   }
 
  private:
+  // This block writes the counts into the result: the last one, which has the fewest rows to place.
+  __device__ __forceinline__ static bool Reports(const Plan& plan) { return plan.receiver == plan.cut.receivers - 1; }
   // A slot's word for rank `to`: local expert + 1; 0: not there.
   __device__ __forceinline__ static uint32_t Word(const Routing& r, int to, int expert) {
     const int local = expert - to * r.local_experts;

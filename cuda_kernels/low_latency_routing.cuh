@@ -281,6 +281,15 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
+// Slot k's row of a (source, token), which lane k has, and its weight into the results. Not for the ranked layout.
+__device__ __forceinline__ void WriteSlots(const Plan& plan, int source, int token, int own, float weight, bool write) {
+  const Routing& r = plan.p.routing;
+  const int lane = threadIdx.x & 31;
+  if (!write || lane >= r.top_k) return;
+  plan.p.positions[(static_cast<int64_t>(source) * r.tokens + token) * r.slots + lane] = own;
+  if (own >= 0) plan.p.weights[own] = weight;
+}
+
 // Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0
 // has the only one), or negative. `write`: also into the results. All lanes call it.
 __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int token, uint32_t word, float weight,
@@ -289,22 +298,20 @@ __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int to
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   int own = Position(plan, source, word);
-  const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  if (r.layout == Layout::kRanked) {  // one row, whichever slots want it
-    const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
-    const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
-    if (write && lane == 0) p.positions[pair] = row;
-    if (write && row >= 0 && lane < r.top_k) {
-      const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
-      p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
-      p.weights[at] = word ? weight : 0.0f;
-    }
-    own = lane == 0 ? row : -1;
-  } else if (write && lane < r.top_k) {
-    p.positions[pair * r.slots + lane] = own;
-    if (own >= 0) p.weights[own] = weight;
+  if (r.layout != Layout::kRanked) {
+    WriteSlots(plan, source, token, own, weight, write);
+    return own;
   }
-  return own;
+  // One row, whichever slots want it.
+  const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
+  const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
+  if (write && lane == 0) p.positions[static_cast<int64_t>(source) * r.tokens + token] = row;
+  if (write && row >= 0 && lane < r.top_k) {
+    const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
+    p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
+    p.weights[at] = word ? weight : 0.0f;
+  }
+  return lane == 0 ? row : -1;
 }
 
 // The same by the token's line, once that has come. False: the group has failed.
