@@ -10,40 +10,11 @@
 #pragma once
 
 #include "claims.cuh"
+#include "early_launch.cuh"
 #include "lines.cuh"
 #include "operation.cuh"
 
 namespace XEN_MOE_KERNELS {
-
-// For the time between two kernels: griddepcontrol.
-__device__ __forceinline__ void AwaitKernelBefore() {
-#ifdef XEN_MOE_PDL
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void AllowNextKernel() {
-#ifdef XEN_MOE_PDL
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-#ifdef XEN_MOE_PDL
-template <class... P>
-int LaunchEarly(void (*kernel)(P...), int blocks, uint32_t shared, cudaStream_t stream, const P&... p) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = shared;
-  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p...);
-}
-#else
-template <class... P>
-int LaunchEarly(void (*kernel)(P...), int blocks, uint32_t shared, cudaStream_t stream, const P&... p) {
-  kernel<<<blocks, kThreads, shared, stream>>>(p...);
-  return cudaGetLastError();
-}
-#endif
 
 constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
 
@@ -170,15 +141,13 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   };
   if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
-  if (threadIdx.x == 0) AllowNextKernel();
+  if (threadIdx.x == 0) AllowNextKernel();  // nobody in this block waits for a rank any more
   if (threadIdx.x < 32) {
     if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();
     uint32_t now = 0;
     if (lane == 0) {
       if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
-#ifndef XEN_MOE_NOFENCE
       FenceGpu();
-#endif
       now = atomicAdd(&run.control->ticket, 1u) + 1;
     }
     now = __shfl_sync(0xFFFFFFFFu, now, 0);
@@ -192,9 +161,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
       if (last && plain) {
         run.control->ticket = 0;
         StoreMembers(run.control->current, run.members);
-#ifndef XEN_MOE_NOFENCE
         FenceGpu();  // acquires what the other blocks did before their tickets
-#endif
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {
         run.last = true;

@@ -328,9 +328,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Running run;
   const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
   AwaitKernelBefore();
-#ifdef XEN_MOE_PDL_EARLY
-  AllowNextKernel();
-#endif
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {

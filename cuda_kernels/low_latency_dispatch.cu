@@ -47,9 +47,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Piece piece;
   const int block = static_cast<int>(blockIdx.x);
   AwaitKernelBefore();
-#ifdef XEN_MOE_PDL_EARLY
-  AllowNextKernel();
-#endif
   Phase(0);
   // What does not depend on the operation's number is loaded while the first warp finds it.
   if (threadIdx.x < 32) {
