@@ -23,9 +23,11 @@ CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
 
 # JAX finds no accelerator unless the caller names one: JAX_PLATFORMS=cuda make test
 export JAX_PLATFORMS ?= cpu
+# Tests start many processes: without compiled modules on disk each would compile jax anew, for many seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-thorough test-slow lint format picture types docs doctor benchmark memory-test bazel-test wheel release clean
+.PHONY: help versions setup demo test test-thorough test-slow memory-test kernel-test lint format picture types docs doctor benchmark bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -55,14 +57,27 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
-test: $(READY)  ## the test suite, but for the tests marked slow or thorough: minutes
-	tools/run_tests.sh $(BIN)/python "not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+# Every test is in exactly one of the five selections below, by its marks: tests/test_selections.py holds them to it.
+RUN_TESTS = tools/run_tests.sh $(BIN)/python
+MEMORY_TESTS = tests/test_cuda_memory.py tests/test_cuda_nccl.py tests/test_cuda_processes.py
+
+test: $(READY)  ## the test suite: minutes. What is slow, thorough or C++ alone has the four targets below
+	$(RUN_TESTS) "not slow and not thorough and not kernels and not memory" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
-	tools/run_tests.sh $(BIN)/python "thorough and not slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(RUN_TESTS) "thorough and not slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
-test-slow: $(READY)  ## what both leave out: an hour or more
-	tools/run_tests.sh $(BIN)/python slow -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+test-slow: $(READY)  ## what all others leave out: an hour or more
+	$(RUN_TESTS) "slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+kernel-test: $(READY)  ## the CUDA kernels on host threads, and the networks that they are tested over: C++, no CUDA, no GPU
+	$(BIN)/python -m pytest tests/gpu/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness, NCCL's place taken: no CUDA, no GPU
+	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
+	$(BIN)/cmake --build build/memory
+	$(BIN)/python -m pytest $(MEMORY_TESTS) -m "memory and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .
@@ -89,12 +104,6 @@ doctor: $(READY)  ## what this machine has, and which backend each platform woul
 
 benchmark: $(READY)  ## dispatch and combine against their peers (BENCHMARK_ARGS=...)
 	$(BIN)/xen-moe-jax benchmark $(BENCHMARK_ARGS)
-
-memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness, NCCL's place taken: no CUDA, no GPU
-	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
-	$(BIN)/cmake --build build/memory
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_cuda_memory.py tests/test_cuda_processes.py tests/test_cuda_nccl.py $(PYTEST_ARGS)
 
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...

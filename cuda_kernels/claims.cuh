@@ -14,7 +14,15 @@
 namespace xen_moe {
 
 // Counters of Control::claimed.
-enum class Work : int { kPush = 0, kPlace = 1, kSegments = 2, kColumns = 3, kRailSend = 4, kRailReceive = 5 };
+enum class Work : int {
+  kPush = 0,
+  kPlace = 1,
+  kSegments = 2,
+  kColumns = 3,
+  kRailSend = 4,
+  kRailReceive = 5,
+  kRailLead = 6
+};
 
 // Items of work for warps: taken from a counter, or, when there are no more items than warps and nobody waits for them,
 // one each without asking.

@@ -127,6 +127,13 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
 
 // Where a partial row of `source` goes, and as whose it is staged there: to the source itself, as this rank's.
 struct Straight {
+  // Pairs of a source and a token, in the order in which they are pushed.
+  __device__ __forceinline__ static int Pairs(const Routing& r) { return (r.ranks - 1) * r.tokens; }
+  __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
+    *token = pair / (r.ranks - 1);
+    *source = r.rank + 1 + pair % (r.ranks - 1);
+    if (*source >= r.ranks) *source -= r.ranks;
+  }
   __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
   __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }
   __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
@@ -139,10 +146,9 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const Y* y = static_cast<const Y*>(p.y);
-  const int pair = item / p.schedule.parts, part = item % p.schedule.parts;
-  const int token = pair / (r.ranks - 1);
-  int source = r.rank + 1 + pair % (r.ranks - 1);
-  if (source >= r.ranks) source -= r.ranks;
+  const int part = item % p.schedule.parts;
+  int source, token;
+  Way::Pair(r, item / p.schedule.parts, &source, &token);
   const GatheredRows rows = GatherRows(p, shared, source, token);
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
@@ -188,7 +194,7 @@ template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straig
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
-  const int items = (p.routing.ranks - 1) * p.routing.tokens * s.parts;
+  const int items = Way::Pairs(p.routing) * s.parts;
   const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
   if (block >= s.push_blocks || items == 0) return;
   const bool few = items <= s.push_blocks * kWarps;

@@ -182,7 +182,16 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   return belongs ? count : -1;
 }
 
-template <class Codec>
+// In which order the rows of other ranks are placed: token by token, the sources interleaved, as they arrive.
+struct AsPushed {
+  __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
+    *token = pair / (r.ranks - 1);
+    *source = r.rank + 1 + pair % (r.ranks - 1);
+    if (*source >= r.ranks) *source -= r.ranks;
+  }
+};
+
+template <class Codec, class Order = AsPushed>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
                                           const int* starts, uint32_t epoch) {
   const Routing& r = p.routing;
@@ -197,12 +206,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
-    if (item >= own_items) {  // token by token, the sources interleaved: the order in which rows arrive
-      const int pair = token - r.tokens;
-      token = pair / (r.ranks - 1);
-      source = r.rank + 1 + pair % (r.ranks - 1);
-      if (source >= r.ranks) source -= r.ranks;
-    }
+    if (item >= own_items) Order::Pair(r, token - r.tokens, &source, &token);
     __syncwarp();
     const Rows rows{list, ResolveRows(p, scratch, starts, data, source, token, part == 0, list)};
     if (rows.count < (source == r.rank ? 1 : 0)) continue;

@@ -18,6 +18,8 @@ constexpr uint64_t kDescriptorGraceNs =
     1000000000;  // for the operation that a failed rank has announced to be readable
 constexpr uint64_t kMismatchGraceNs =
     200000000;  // for the other ranks' announcements, to see which one is odd; a quarter of the timeout at most
+// For a rank that says it waits to say it again; an eighth of the timeout at most.
+constexpr uint64_t kBeatGraceNs = 500000000;
 // For a rank that seems to have gone on without this one; an eighth of the timeout at most. While a killed process is
 // taken apart its kernels still run, but stores to it or from it may already be lost: that looks the same, until the
 // host hears of the death, a second later.
@@ -71,6 +73,22 @@ __device__ __forceinline__ int ComesThrough(const Running& run, int rank) {
   return FirstRank(run.reachable) + rank % CountRanks(run.reachable);
 }
 
+// `most`, or this part of the timeout where that is less.
+__device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uint64_t part) {
+  return run.timeout_ns && run.timeout_ns / part < most ? run.timeout_ns / part : most;
+}
+
+// Whether `rank`, which shows in `shown` that it waits, has been stopped: a process that was killed in the middle of a
+// wait shows it for ever.
+__device__ __forceinline__ bool StandsStill(const Running& run, int rank, uint64_t shown) {
+  const uint64_t start = NowNs(), grace = Grace(run, kBeatGraceNs, 8);
+  while (LoadRelaxedSystem(&run.control->mailbox[rank]->progress) == shown) {
+    if (LoadRelaxedSystem(&run.mailbox->failure)) return false;  // somebody else has found the root
+    if (NowNs() - start > grace) return true;
+  }
+  return false;
+}
+
 // A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. Of a rank of
 // another node nothing is shown here: either it owes, or the one that hands on what it sends, which shows whether it
 // waits for it.
@@ -82,7 +100,7 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
     const int asked = Holds(run.reachable, rank) ? rank : ComesThrough(run, rank);
     if (asked == run.rank) break;
     const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[asked]->progress);
-    if (IsDead(run, asked) || !ProgressWaits(shown)) {
+    if (IsDead(run, asked) || !ProgressWaits(shown) || StandsStill(run, asked, shown)) {
       if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
       rank = asked;
       if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
@@ -100,11 +118,6 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
 __device__ __forceinline__ uint64_t Said(const Mailbox& mailbox, uint32_t epoch, int rank) {
   const uint64_t word = LoadRelaxedSystem(&mailbox.announcements[epoch & 1][rank]);
   return AnnouncedEpoch(word) == epoch ? word : LoadRelaxedSystem(&mailbox.joins[rank]);
-}
-
-// `most`, or this part of the timeout where that is less.
-__device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uint64_t part) {
-  return run.timeout_ns && run.timeout_ns / part < most ? run.timeout_ns / part : most;
 }
 
 // `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
@@ -162,7 +175,8 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    StoreRelaxedSystem(&run.mailbox->progress, PackWaiting(run.epoch, step, rank));
+    StoreRelaxedSystem(&run.mailbox->progress,
+                       PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
     if (!WentOnWithout(run, rank)) {
       waiting->alone = 0;
     } else if (waiting->alone == 0) {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint32_t cleared = LoadRelaxedSystem(&control->cleared[lane & 1]);
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
-  if (lane == 0) ClaimWordGpu(&control->owner, call.call_id);
+  if (lane == 0) ShowBegin(call), ClaimWordGpu(&control->owner, call.call_id);
   const uint4 head = LoadVectorGpu(reinterpret_cast<const uint4*>(&control->owner));
   // One lane's view for all: the loads of a warp need not take place together.
   const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);

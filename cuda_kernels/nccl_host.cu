@@ -26,20 +26,20 @@ __device__ bool Within(uint64_t start, uint64_t limit_ns, Condition condition) {
 
 // One block. Strong signals come after all that was put before, so when those of all ranks of other nodes have come,
 // nothing is under way to this one: few tokens go from rank to rank, and so do failures then.
-__global__ void SettleKernel(NcclLink link, RailPlan plan, uint32_t signals, uint64_t time, uint64_t limit_ns,
-                             int* late) {
+__global__ void SettleKernel(NcclLink link, RailPlan plan, uint32_t signals, uint64_t gone, uint64_t time,
+                             uint64_t limit_ns, int* late) {
   const uint64_t start = NowNs();
   const int rank = plan.node * plan.per_node + plan.index, ranks = plan.nodes * plan.per_node;
+  auto elsewhere = [&](int other) { return other / plan.per_node != plan.node && !(gone >> other & 1); };
   if (threadIdx.x == 0) {
     int missed = 0;
+    link.table->gone = gone;
     if (!Within(start, limit_ns, [&] { return link.Pending() < 0; })) missed = 1 + link.Pending();
     for (int other = 0; other < ranks; ++other) {
-      if (other / plan.per_node != plan.node) link.Raise(other, rank);
+      if (elsewhere(other)) link.Raise(other, rank);
     }
     for (int other = 0; missed == 0 && other < ranks; ++other) {
-      if (other / plan.per_node != plan.node && !Within(start, limit_ns, [&] { return link.Read(other) >= time; })) {
-        missed = 1 + other;
-      }
+      if (elsewhere(other) && !Within(start, limit_ns, [&] { return link.Read(other) >= time; })) missed = 1 + other;
     }
     *late = missed;
   }
@@ -72,10 +72,10 @@ NcclFound NcclAnswer(const std::string& properties) {
   return {has.nRanks, has.nLsaTeams, has.deviceApiSupport && has.ginType != NCCL_GIN_TYPE_NONE};
 }
 
-int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t time, uint64_t limit_ns, int* late,
-                     cudaStream_t stream) {
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t gone, uint64_t time, uint64_t limit_ns,
+                     int* late, cudaStream_t stream) {
   const uint32_t signals = NcclRequirements(plan.nodes).ginSignalCount - NcclLink::kSettleSignals;
-  SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, signals, time, limit_ns, late);
+  SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, signals, gone, time, limit_ns, late);
   return cudaGetLastError();
 }
 

@@ -37,10 +37,10 @@ struct NcclFound {
 NcclFound NcclAnswer(const std::string& properties);
 
 // For the start after a failure: waits until no put of this rank or to it is under way; from then on its counters count
-// from nought. Every rank of the group launches it, on an idle GPU, for the `time`th time since the device
-// communicator was made (1 is the first), and waits `limit_ns` at most. `*late`: 0, or 1 + a rank that it has waited
-// for in vain.
-int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t time, uint64_t limit_ns, int* late,
-                     cudaStream_t stream);
+// from nought. Every rank of the group but those of the bit mask `gone`, whose processes have ended, launches it, on an
+// idle GPU, for the `time`th time since the device communicator was made (1 is the first), and waits `limit_ns` at
+// most. `*late`: 0, or 1 + a rank that it has waited for in vain.
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t gone, uint64_t time, uint64_t limit_ns,
+                     int* late, cudaStream_t stream);
 
 }  // namespace xen_moe

@@ -59,7 +59,7 @@ struct NcclLink {
   }
   __device__ __forceinline__ int Pending() const {
     for (int rank = 0; rank < table->ranks; ++rank) {
-      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank)) return rank;
+      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank) && !(table->gone >> rank & 1)) return rank;
     }
     return -1;
   }
@@ -105,7 +105,7 @@ inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
   out.ginSignalCount =
-      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kMaxChunks;
+      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kRailMessages;
   out.ginCounterCount = kRanks;
   return out;
 }

@@ -2,13 +2,16 @@
 //
 // What moves: every expert rank adds up the rows of a token as within a node, and pushes the partial row, over NVLink,
 // to the rank of its own node that has the place of the token's rank. That one adds the partial rows of its node in
-// ascending rank order, rounds to the wire, and sends one row per token to the token's rank, a chunk at a time. There
-// the rows of the nodes are added in ascending node order: this node's from its partial rows, the others' as they came.
-// Who does it: the first `push_blocks` blocks push partial rows; all say for which tokens they have any (`masks`), then
-// add and send for the other nodes, then sum their own tokens, block of tokens by block of tokens. Who waits for whom:
-// pushing waits for nobody; adding waits for the pushing of this node; summing waits for this node's pushing and the
-// other nodes' adding. Each is claimed to the end before its block goes on: so every wait ends, with any number of
-// resident blocks. Memory order: rail.cuh and combine.cuh. What a chunk says is checked before it becomes an address.
+// ascending rank order, its own among them in place, rounds to the wire, and sends one row per token to the token's
+// rank, a chunk at a time. There the rows of the nodes are added in ascending node order: this node's from its partial
+// rows, the others' as they came.
+// Who does it: the first `push_blocks` blocks push partial rows, those that go on to other nodes first; all say for
+// which tokens they have any (`masks`). The pushing blocks after that, and a third of the others at once, add and send
+// for the other nodes; the rest, and those when they are done, sum their own tokens. All warps of a block work at one
+// chunk. Who waits for whom: pushing waits for nobody; adding waits for the pushing of this node; summing waits for
+// this node's pushing and the other nodes' adding. Each is claimed to the end by the first blocks before those go on:
+// so every wait ends, with any number of resident blocks. Memory order: rail.cuh and combine.cuh. What a chunk says is
+// checked before it becomes an address.
 #pragma once
 
 #include "combine.cuh"
@@ -16,7 +19,8 @@
 
 namespace XEN_MOE_KERNELS {
 
-// A partial row goes to the rank of this node with the source's place, as this rank's for the source's node.
+// A partial row goes to the rank of this node with the source's place, as this rank's for the source's node. Where that
+// is this rank, it is not pushed but added in place.
 struct ByNode {
   __device__ __forceinline__ static int Target(const Routing& r, int source) {
     return r.rank / r.ranks_per_node * r.ranks_per_node + source % r.ranks_per_node;
@@ -24,9 +28,34 @@ struct ByNode {
   __device__ __forceinline__ static int Slot(const Routing& r, int source) {
     return source / r.ranks_per_node * r.ranks_per_node + r.rank % r.ranks_per_node;
   }
+  // Sources in all nodes that have another place than this rank: those of the other nodes, token by token, and then
+  // those of this one.
+  __device__ __forceinline__ static int Pairs(const Routing& r) {
+    return r.ranks / r.ranks_per_node * (r.ranks_per_node - 1) * r.tokens;
+  }
+  __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
+    const int per_node = r.ranks_per_node, nodes = r.ranks / per_node, others = per_node - 1;
+    const int first = r.rank / per_node, far = (nodes - 1) * others;
+    int node = first;
+    if (pair < far * r.tokens) {
+      *token = pair / far;
+      node = first + 1 + pair % far / others;
+      if (node >= nodes) node -= nodes;
+    } else {
+      pair -= far * r.tokens;
+      *token = pair / others;
+    }
+    // `far` is a multiple of `others`.
+    *source = node * per_node + (r.rank + 1 + pair % others) % per_node;
+  }
   // One that is out adds nothing: this rank's rows go past it (SendOwn).
   __device__ __forceinline__ static bool Takes(const Running& run, int target) { return Holds(run.meets, target); }
 };
+
+// Whether this block adds for the other nodes before it sums: all pushing blocks, and a third of the others.
+__device__ __forceinline__ bool AddsForNodes(const Schedule& s) {
+  return static_cast<int>(blockIdx.x) < s.push_blocks + (s.blocks - s.push_blocks) / 3;
+}
 
 __device__ __forceinline__ uint32_t* MaskFlag(char* half, const RailPlan& plan, int slot, int chunk) {
   return reinterpret_cast<uint32_t*>(half + plan.routing_flags) + slot * plan.chunks + chunk;
@@ -103,78 +132,173 @@ __device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, in
   }
 }
 
+// out = sum over the nodes, ascending, of this node's total and the rows `far_row(node)` of the nodes `far`. The total:
+// over the places of this node, ascending, partial rows staged in the slots from `slots` on for those of `places`, and
+// this rank's own `own` gathered rows. kFar: else the total alone. All rows as they are in y.
+template <class Y, int kSteps, bool kFar, class FarRow>
+__device__ __forceinline__ void StreamNodes(const CombineParams& p, CombineShared& shared, const RailPlan& plan,
+                                            char* ring, const RankMask& places, int slots, int own, uint32_t far,
+                                            int token, int begin, int end, Y* out, FarRow far_row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const RankMask low = places & RanksBelow(plan.index), high = places & RanksAbove(plan.index);
+  const uint32_t before = far & ((1u << plan.node) - 1), after = far & ~before;
+  // Entries: nodes before, places below, own rows, places above, nodes after.
+  const int first_near = __popc(before), first_own = first_near + CountRanks(low), last_own = first_own + own;
+  const int near_end = last_own + CountRanks(high), rows = near_end + __popc(after);
+  RankIndex* const sources = shared.sources[warp];
+  __syncwarp();
+  if (before >> lane & 1) sources[__popc(before & ((1u << lane) - 1))] = lane;
+  if (after >> lane & 1) sources[near_end - own + __popc(after & ((1u << lane) - 1))] = lane;
+  EachOwnRank(lane, plan.per_node, [&](int place) {
+    if (Holds(low, place)) sources[first_near + CountRanks(low & RanksBelow(place))] = place;
+    if (Holds(high, place)) sources[first_own + CountRanks(high & RanksBelow(place))] = place;
+  });
+  __syncwarp();
+  const Y* const y = static_cast<const Y*>(p.y);
+  auto row_of = [&](int i) {
+    if (i >= first_own && i < last_own)
+      return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * p.routing.hidden;
+    const int source = sources[i < first_own ? i : i - own];
+    if (kFar && (i < first_near || i >= near_end)) return reinterpret_cast<const Y*>(far_row(source));
+    return reinterpret_cast<const Y*>(StagedPartial(p, shared, slots + source, token));
+  };
+  Octet sum[kSteps], total[kSteps], partial[kSteps];
+  auto clear = [&](int) {
+    if constexpr (kFar) Clear(sum);
+    Clear(total);
+    Clear(partial);
+  };
+  auto add = [&](int i, const RawOctet<Y>(&raw)[kSteps]) {
+    if (i >= first_own && i < last_own) {
+      AddRows(partial, raw, shared.weights[warp][i - first_own]);
+    } else if (kFar && (i < first_near || i >= near_end)) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(sum[s], Widen(raw[s]));
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], Widen(raw[s]));
+    }
+  };
+  auto after_row = [&](int i) {
+    if (own > 0 && i == last_own - 1) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(total[s], Widen(Narrow<Y>(partial[s])));
+    }
+    if (kFar && near_end > first_near && i == near_end - 1) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) Add(sum[s], Widen(Narrow<Y>(total[s])));
+    }
+  };
+  auto store = [&](int base) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, true, Narrow<Y>(kFar ? sum[s] : total[s]));
+    }
+  };
+  RowStream<Y, kSteps>::Run(ring, rows, begin, end, row_of, clear, add, after_row, store);
+}
+
+// total = sum over the places of this node, ascending, octet by octet: as StreamNodes, for any hidden size and wire.
+template <class Y, WireType kWire, int kSteps>
+__device__ __forceinline__ void AddNode(const CombineParams& p, CombineShared& shared, const RailPlan& plan,
+                                        bool vector, const RankMask& places, int slots, int own, int token, int base,
+                                        int end, Octet (&total)[kSteps]) {
+  Clear(total);
+  for (RankMask m = places; Any(m); DropFirst(m)) {
+    Octet partial[kSteps];
+    const int place = FirstRank(m);
+    if (place == plan.index) {
+      ReduceRows<Y, kSteps>(p, shared, own, base, end, vector, partial);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
+    } else {
+      LoadPartial<Y, kWire, kSteps>(p, StagedPartial(p, shared, slots + place, token), base, end, vector, partial);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
+  }
+}
+
 // Sends this rank's own partial rows for a chunk of `to`, past the rank of this node that would add them and is out.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __noinline__ void SendOwn(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail, bool vector,
                                      int to, int chunk) {
   const uint32_t tokens = TokensOfSource(p, rail.plan, to, chunk);
-  int record = 0;
-  for (uint32_t m = tokens; m; m &= m - 1, ++record) {
-    const GatheredRows rows = GatherRows(p, shared, to, chunk * rail.plan.chunk_tokens + __ffs(m) - 1);
+  EachOwnRecord(rail.plan, chunk, tokens, [&](int record, int token) {
+    const GatheredRows rows = GatherRows(p, shared, to, token);
     char* const wire = shared.run.data[p.routing.rank] + rail.SentRecord(to, chunk, record);
     for (int base = 0; base < p.routing.hidden; base += kSteps * kWarpElements) {
       Octet partial[kSteps];
       ReduceRows<Y, kSteps>(p, shared, rows.count, base, p.routing.hidden, vector, partial);
       StoreWire<Y, kWire, kSteps>(p, wire, base, p.routing.hidden, vector, partial);
     }
-  }
-  rail.Send(to, chunk, tokens);
+  });
+  __syncthreads();
+  if (threadIdx.x < 32) rail.Send(to, chunk, tokens);
 }
 
 // Adds the partial rows of this node for the tokens of ranks on other nodes, and sends them.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail,
-                                         bool vector) {
+                                         char* ring, bool vector) {
   const Routing& r = p.routing;
   const RailPlan& plan = rail.plan;
   const int lane = threadIdx.x & 31, turns = rail.Turns(), items = turns * plan.chunks;
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kRailReceive)], items, false);
-  for (int item = claims.First(); item < items; item = claims.Next()) {
+  uint32_t* const counter = &shared.run.control->claimed[static_cast<int>(Work::kRailReceive)];
+  for (int item; (item = BlockClaim(counter, 1)) < items;) {
     const int chunk = item / turns, to = rail.RankTo(item % turns), slots = to / plan.per_node * plan.per_node;
     if (!rail.Goes(to, r.rank)) continue;
     if (!rail.OnRail(to)) {
       SendOwn<Y, kWire, kSteps>(p, shared, rail, vector, to, chunk);
       continue;
     }
-    uint32_t mask = 0;  // of this lane's places together
     bool arrived = true;
+    auto takes = [&](int place) { return place < plan.per_node && rail.Takes(plan.node * plan.per_node + place); };
+    auto mask_of = [&](int place) {
+      return LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk));
+    };
+    if (threadIdx.x < 32) {
+      EachOwnRank(lane, plan.per_node, [&](int place) {
+        if (!arrived || !takes(place)) return;
+        arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + place, chunk), shared.run, shared.run.epoch,
+                           Step::kMetadata, plan.node * plan.per_node + place);
+      });
+    }
+    if (!__syncthreads_and(arrived)) return;
+    uint32_t mask = 0;  // of this lane's places together
     EachOwnRank(lane, plan.per_node, [&](int place) {
-      if (!arrived || place >= plan.per_node || !rail.Takes(plan.node * plan.per_node + place)) return;
-      arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + place, chunk), shared.run, shared.run.epoch,
-                         Step::kMetadata, plan.node * plan.per_node + place);
-      if (arrived) mask |= LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk));
+      if (takes(place)) mask |= mask_of(place);
     });
-    if (!__all_sync(0xFFFFFFFFu, arrived)) return;
     const uint32_t tokens = __reduce_or_sync(0xFFFFFFFFu, mask);
-    int record = 0;
-    for (uint32_t m = tokens; m; m &= m - 1, ++record) {
-      const int bit = __ffs(m) - 1, token = chunk * plan.chunk_tokens + bit;
-      const RankMask adds =
-          RankVotes(lane, plan.per_node, [&](int place) {
-            const uint32_t own =
-                kWide ? LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk)) : mask;
-            return own >> bit & 1;
-          }).Ballot();
+    EachOwnRecord(plan, chunk, tokens, [&](int record, int token) {
+      if (!arrived) return;
+      const int bit = token - chunk * plan.chunk_tokens;
+      const RankMask adds = RankVotes(lane, plan.per_node, [&](int place) {
+                              return takes(place) && (kWide ? mask_of(place) : mask) >> bit & 1;
+                            }).Ballot();
+      const RankMask others = adds & ~OneRank(plan.index);
+      const GatheredRows own = GatherRows(p, shared, to, token);
       char* const wire = shared.run.data[r.rank] + rail.SentRecord(to, chunk, record);
       for (int part = 0; part < p.schedule.parts; ++part) {
-        if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;
+        if (!(arrived = AwaitPartials(p, shared, plan, slots, others, token, part))) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
         const int end = min(r.hidden, begin + p.schedule.part_elements);
+        if constexpr (kWire == WireType::kNative) {
+          if (vector) {
+            StreamNodes<Y, kSteps, false>(p, shared, plan, ring, others, slots, own.count, 0, token, begin, end,
+                                          reinterpret_cast<Y*>(wire), [](int) -> const char* { return nullptr; });
+            continue;
+          }
+        }
         for (int base = begin; base < end; base += kSteps * kWarpElements) {
           Octet total[kSteps];
-          Clear(total);
-          for (RankMask from = adds; Any(from); DropFirst(from)) {
-            Octet partial[kSteps];
-            const char* const staged = StagedPartial(p, shared, slots + FirstRank(from), token);
-            LoadPartial<Y, kWire, kSteps>(p, staged, base, end, vector, partial);
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
-          }
+          AddNode<Y, kWire, kSteps>(p, shared, plan, vector, adds, slots, own.count, token, base, end, total);
           StoreWire<Y, kWire, kSteps>(p, wire, base, end, vector, total);
         }
       }
-    }
-    rail.Send(to, chunk, tokens);
+    });
+    if (!__syncthreads_and(arrived)) return;
+    if (threadIdx.x < 32) rail.Send(to, chunk, tokens);
   }
 }
 
@@ -199,73 +323,84 @@ __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared&
   for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
 }
 
+// What the warps of a block tell each other about the chunk at hand.
+struct ArrivedShared {
+  uint32_t came[32];  // by rail.Place(rank): tokens that the rank has sent a row for
+};
+
 // Sums the tokens of this rank.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail,
-                                         bool vector) {
+                                         ArrivedShared& arrivals, char* ring, bool vector) {
   const Routing& r = p.routing;
   const RailPlan& plan = rail.plan;
   const int lane = threadIdx.x & 31, items = plan.chunks, first = plan.node * plan.per_node;
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items, false);
-  for (int chunk = claims.First(); chunk < items; chunk = claims.Next()) {
-    uint32_t came = 0;  // lane rail.Place(rank): tokens that the rank has sent a row for
+  uint32_t* const counter = &shared.run.control->claimed[static_cast<int>(Work::kPlace)];
+  auto await = [&](int chunk) {
+    arrivals.came[lane] = 0;
+    __syncwarp();
     for (int turn = 0; turn < rail.Turns(); ++turn) {
       const int from = rail.RankFrom(turn);
       uint32_t tokens = 0;
       if (!rail.Goes(r.rank, from)) continue;
-      if (!rail.Await(from, chunk, &tokens)) return;
-      if (lane == rail.Place(from)) came = tokens;
+      if (!rail.Await(from, chunk, &tokens)) return false;
+      if (lane == 0) arrivals.came[rail.Place(from)] = tokens;
     }
-    const int count = TokensOf(plan, chunk, r.tokens);
-    for (int bit = 0; bit < count; ++bit) {
-      const int token = chunk * plan.chunk_tokens + bit;
+    return true;
+  };
+  for (int chunk; (chunk = BlockClaim(counter, 1)) < items;) {
+    bool arrived = threadIdx.x >= 32 || await(chunk);
+    if (!__syncthreads_and(arrived)) return;
+    const uint32_t came = arrivals.came[lane];
+    EachOwnRecord(plan, chunk, ExistingTokens(plan, chunk, r.tokens), [&](int bit, int token) {
+      if (!arrived) return;
       const RankMask near = RanksOf(p.topk_idx, token, r, shared.run.meets);
+      const RankMask places = Shifted(near, first), others = Shifted(near & ~OneRank(r.rank), first);
       const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
       const GatheredRows own = GatherRows(p, shared, r.rank, token);
+      auto far_row = [&](int node) -> const char* {
+        const int from = rail.RankOn(node);
+        const uint32_t before = arrivals.came[rail.Place(from)] & ((1u << bit) - 1);
+        return shared.run.data[r.rank] + rail.LandedRecord(from, chunk, __popc(before));
+      };
+      Y* const out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
       for (int part = 0; part < p.schedule.parts; ++part) {
-        if (!AwaitPartials(p, shared, plan, first, Shifted(near & ~OneRank(r.rank), first), token, part)) return;
+        if (!(arrived = AwaitPartials(p, shared, plan, first, others, token, part))) return;
         const int begin = min(r.hidden, part * p.schedule.part_elements);
         const int end = min(r.hidden, begin + p.schedule.part_elements);
+        if constexpr (kWire == WireType::kNative) {
+          if (vector && !plan.masked) {
+            StreamNodes<Y, kSteps, true>(p, shared, plan, ring, others, first, own.count, far, token, begin, end, out,
+                                         far_row);
+            continue;
+          }
+        }
         for (int base = begin; base < end; base += kSteps * kWarpElements) {
           Octet sum[kSteps], total[kSteps], partial[kSteps];
           Clear(sum);
           for (int node = 0; node < plan.nodes; ++node) {
             if (node == plan.node) {
-              Clear(total);
-              for (RankMask m = near; Any(m); DropFirst(m)) {
-                const int rank = FirstRank(m);
-                if (rank == r.rank) {
-                  ReduceRows<Y, kSteps>(p, shared, own.count, base, end, vector, partial);
-#pragma unroll
-                  for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
-                } else {
-                  LoadPartial<Y, kWire, kSteps>(p, StagedPartial(p, shared, rank, token), base, end, vector, partial);
-                }
-#pragma unroll
-                for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
-              }
+              AddNode<Y, kWire, kSteps>(p, shared, plan, vector, places, first, own.count, token, base, end, total);
 #pragma unroll
               for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
             } else if (plan.masked && !rail.Takes(rail.RankOn(node))) {
               AddFar<Y, kWire, kSteps>(p, shared, rail, vector, node, chunk, bit, came, base, end, partial);
-            } else if (const int from = rail.RankOn(node); far >> rail.Place(from) & 1) {
-              const uint32_t before = __shfl_sync(0xFFFFFFFFu, came, rail.Place(from)) & ((1u << bit) - 1);
-              const char* const row = shared.run.data[r.rank] + rail.LandedRecord(from, chunk, __popc(before));
-              LoadPartial<Y, kWire, kSteps>(p, row, base, end, vector, partial);
+            } else if (far >> rail.Place(rail.RankOn(node)) & 1) {
+              LoadPartial<Y, kWire, kSteps>(p, far_row(node), base, end, vector, partial);
             } else {
               continue;
             }
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) Add(sum[s], partial[s]);
           }
-          Y* const out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
 #pragma unroll
           for (int s = 0; s < kSteps; ++s) {
             StoreOctet(out, base + s * kWarpElements + lane * kOctet, end, vector, Narrow<Y>(sum[s]));
           }
         }
       }
-    }
+    });
+    if (!__syncthreads_and(arrived)) return;
   }
 }
 
@@ -275,6 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ Link link) {
   constexpr int kSteps = StepsOf<Y>(true);
   __shared__ CombineShared shared;
+  __shared__ ArrivedShared arrivals;
   extern __shared__ __align__(128) char rings[];
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   InitSignalBox(shared.signals);
@@ -285,8 +421,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool vector = p.routing.hidden % kOctet == 0;
     SendMasks(p, shared, rails.plan);
     PushPartials<Y, kWire, kSteps, true, ByNode>(p, shared, ring, vector, shared.run.epoch);
-    SendSums<Y, kWire, kSteps>(p, shared, rail, vector);
-    SumNodes<Y, kWire, kSteps>(p, shared, rail, vector);
+    if (AddsForNodes(p.schedule)) SendSums<Y, kWire, kSteps>(p, shared, rail, ring, vector);
+    SumNodes<Y, kWire, kSteps>(p, shared, rail, arrivals, ring, vector);
     rail.Leave(p.call);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {

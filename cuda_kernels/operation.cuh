@@ -220,6 +220,11 @@ struct NobodyFar {
   static constexpr bool kAny = false;
 };
 
+// Whoever waits for the beginning of an operation in flight goes on. One thread of each block calls it.
+__device__ __forceinline__ void ShowBegin(const Call& call) {
+  if (call.begun && blockIdx.x == 0) StoreRelaxedSystem(call.begun, call.begin);
+}
+
 // BeginOperation for the first warp.
 template <class Far = NobodyFar>
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
@@ -229,6 +234,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   const RankVotes takes_part(lane, ranks,
                              [&](int r) { return r < ranks && (call.active == nullptr || call.active[r]); });
   if (lane == 0) {
+    ShowBegin(call);
     run.control = call.control;
     run.mailbox = call.mailbox;
     run.timeout_ns = call.timeout_ns;

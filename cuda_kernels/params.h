@@ -23,6 +23,8 @@ struct Call {
   uint32_t call_id;     // of the call site on this device, unique in the process; never 0
   uint32_t signature;   // Signature(descriptor)
   const bool* active;   // [ranks]: who takes part; null: all
+  uint32_t* begun;      // set to `begin` when the first block begins; null: nobody looks at it
+  uint32_t begin;
   Needs needs;
   Descriptor descriptor;  // Describe(...)
 };

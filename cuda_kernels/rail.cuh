@@ -18,7 +18,21 @@ __device__ __forceinline__ RankMask NodeMask(const RailPlan& plan, int node) {
 __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tokens) {
   return min(plan.chunk_tokens, tokens - chunk * plan.chunk_tokens);
 }
+// Bits of the tokens that a chunk has.
+__device__ __forceinline__ uint32_t ExistingTokens(const RailPlan& plan, int chunk, int tokens) {
+  const int count = TokensOf(plan, chunk, tokens);
+  return count < 32 ? (1u << count) - 1 : 0xFFFFFFFFu;
+}
 
+// f(record, token) for those records of a chunk that are this warp's, one after the other.
+template <class F>
+__device__ __forceinline__ void EachOwnRecord(const RailPlan& plan, int chunk, uint32_t tokens, F f) {
+  const int warp = threadIdx.x / 32;
+  int record = 0;
+  for (uint32_t m = tokens; m; m &= m - 1, ++record) {
+    if (record % kWarps == warp) f(record, chunk * plan.chunk_tokens + __ffs(m) - 1);
+  }
+}
 // From an offset in the data to one in the generation's staging area, equal on all ranks. `data_bytes`: that the
 // operation has asked for.
 __device__ __forceinline__ uint64_t Offset(const Running& run, uint64_t data_bytes, uint64_t data) {
@@ -94,29 +108,28 @@ class Rail {
   __device__ __forceinline__ uint64_t LandedRecord(int rank, int chunk, int record) const {
     return plan.land + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
   }
-  // Sends the chunk whose records are complete. All lanes of the warp that stored them call it.
+  // The same of a lead: its header, with the records behind it.
+  __device__ __forceinline__ uint64_t SentLead(int rank, int lead) const { return plan.lead_send + Lead(rank, lead); }
+  __device__ __forceinline__ uint64_t LandedLead(int rank, int lead) const { return plan.lead_land + Lead(rank, lead); }
+
+  // Sends the chunk whose records are complete. All lanes of the warp that stored them, or of one behind a barrier,
+  // call it.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
     SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
               sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, OnRail(rank), chunk));
   }
+  // The same of a lead with `records` records.
+  __device__ __forceinline__ void SendLead(int rank, int lead, int records) const {
+    SendChunk(run_, transport_, data_bytes_, rank, SentLead(rank, lead), LandedLead(run_.rank, lead),
+              sizeof(LeadHeader) + records * plan.routing_bytes, 0, Signal(run_.rank, OnRail(rank), kMaxChunks + lead));
+  }
   // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes call it.
   __device__ __forceinline__ bool Await(int rank, int chunk, uint32_t* tokens) const {
-    const uint32_t signal = Signal(rank, OnRail(rank), chunk);
-    uint64_t* const reached = expected_ + signal;
-    const uint64_t value = *reached + 1;
-    if (!transport_.Wait(signal, value, Step::kRows, rank)) return false;
-    const ChunkHeader* const header =
-        reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(rank, chunk));
-    // Read once: lanes that went different ways would wait for each other for ever.
-    bool good = true;
-    *tokens = 0;
-    if ((threadIdx.x & 31) == 0) {
-      *tokens = LoadRelaxedSystem(&header->tokens);
-      good = SameOperation(run_, LoadRelaxedSystem(&header->announcement), rank);
-      if (good) *reached = value;
-    }
-    *tokens = __shfl_sync(0xFFFFFFFFu, *tokens, 0);
-    return __shfl_sync(0xFFFFFFFFu, good, 0);
+    return AwaitMessage(rank, chunk, plan.land + Chunk(rank, chunk), Step::kRows, tokens);
+  }
+  __device__ __forceinline__ bool AwaitLead(int rank, int lead) const {
+    uint32_t tokens;
+    return AwaitMessage(rank, kMaxChunks + lead, LandedLead(rank, lead), Step::kMetadata, &tokens);
   }
   // Tells the other nodes that the group has failed, if it has: their rank of this place, which tells the rest; where
   // ranks may be out, every one that takes part. One thread calls it.
@@ -142,10 +155,32 @@ class Rail {
   __device__ __forceinline__ uint64_t Chunk(int rank, int chunk) const {
     return (static_cast<uint64_t>(Place(rank)) * plan.chunks + chunk) * plan.chunk_bytes;
   }
-  __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int chunk) const {
+  __device__ __forceinline__ uint64_t Lead(int rank, int lead) const {
+    return (static_cast<uint64_t>(Place(rank)) * plan.leads + lead) * plan.lead_bytes;
+  }
+  // Of a chunk, or of a lead behind all chunks.
+  __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int message) const {
     const uint32_t parity = run_.epoch & 1;
-    return on_rail ? kChunkSignals + (source / plan.per_node * 2 + parity) * kMaxChunks + chunk
-                   : kPastSignals + (parity * kNarrowRanks + source) * kMaxChunks + chunk;
+    return on_rail ? kChunkSignals + (source / plan.per_node * 2 + parity) * kRailMessages + message
+                   : kPastSignals + (parity * kNarrowRanks + source) * kRailMessages + message;
+  }
+  __device__ __forceinline__ bool AwaitMessage(int rank, int message, uint64_t landed, Step step,
+                                               uint32_t* tokens) const {
+    const uint32_t signal = Signal(rank, OnRail(rank), message);
+    uint64_t* const reached = expected_ + signal;
+    const uint64_t value = *reached + 1;
+    if (!transport_.Wait(signal, value, step, rank)) return false;
+    const ChunkHeader* const header = reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + landed);
+    // Read once: lanes that went different ways would wait for each other for ever.
+    bool good = true;
+    *tokens = 0;
+    if ((threadIdx.x & 31) == 0) {
+      *tokens = LoadRelaxedSystem(&header->tokens);
+      good = SameOperation(run_, LoadRelaxedSystem(&header->announcement), rank);
+      if (good) *reached = value;
+    }
+    *tokens = __shfl_sync(0xFFFFFFFFu, *tokens, 0);
+    return __shfl_sync(0xFFFFFFFFu, good, 0);
   }
 
   uint64_t* const expected_;

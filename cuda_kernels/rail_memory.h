@@ -12,18 +12,21 @@
 
 namespace xen_moe {
 
-constexpr int kMaxNodes = 32;         // a lane for each (node_combine.cuh)
-constexpr int kMaxChunks = 256;       // of one rank to one node
-constexpr int kMaxDirectChunks = 16;  // of one rank to another, in an operation of few tokens
+constexpr int kMaxNodes = 32;    // a lane for each (node_combine.cuh)
+constexpr int kMaxChunks = 256;  // of one rank to one node
+constexpr int kLeadChunks = 8;   // chunks of a dispatch whose routing goes ahead of them together
+constexpr int kMaxLeads = kMaxChunks / kLeadChunks;
+constexpr int kRailMessages = kMaxChunks + kMaxLeads;  // of one rank to one node: chunks, then what goes ahead
+constexpr int kMaxDirectChunks = 16;                   // of one rank to another, in an operation of few tokens
 // A rank's counters. The same rank raises a counter in every operation: nobody's signal is taken for another one's.
 // Those of an operation and the next are different ones, by the parity of its number: a rank may send the chunks of the
 // next before the others have taken what it sent in this one, and no order is promised between the two. Chunks that go
 // from rank to rank, and so those of ranks that may be out, are for kNarrowRanks ranks at most.
 constexpr int kDirectSignals = 0;                                                   // [parity][rank][chunk]: direct.cuh
 constexpr int kJoinSignals = kDirectSignals + 2 * kNarrowRanks * kMaxDirectChunks;  // [rank]: direct.cuh
-constexpr int kPastSignals = kJoinSignals + kMaxRanks;                       // [parity][rank][chunk]: past the rails
-constexpr int kChunkSignals = kPastSignals + 2 * kNarrowRanks * kMaxChunks;  // [node][parity][chunk]: rail.cuh
-constexpr int kRailSignals = kChunkSignals + kMaxNodes * 2 * kMaxChunks;     // of all kinds
+constexpr int kPastSignals = kJoinSignals + kMaxRanks;  // [parity][rank][message]: past the rails
+constexpr int kChunkSignals = kPastSignals + 2 * kNarrowRanks * kRailMessages;  // [node][parity][message]: rail.cuh
+constexpr int kRailSignals = kChunkSignals + kMaxNodes * 2 * kRailMessages;     // of all kinds
 constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
 
 // Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host
@@ -35,7 +38,7 @@ struct alignas(128) PeerTable {
 };
 
 // The same for puts over NCCL (nccl_transport.cuh), between processes. Windows are NCCL's, and opaque here; counters
-// are NCCL's too, and are never set back: they count from `base`. The host writes all but that and `reserved`.
+// are NCCL's too, and are never set back: they count from `base`. The host writes what is before `reserved`.
 struct alignas(128) WindowTable {
   void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
   void* mailbox;
@@ -43,6 +46,7 @@ struct alignas(128) WindowTable {
   int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
   uint32_t reserved[kMaxRanks];  // puts to each rank so far
   uint64_t base[kRailSignals];   // what each own counter of NCCL's stood at at the last reset
+  uint64_t gone;                 // bit mask of ranks whose processes had ended by then: what was put to them never ends
 };
 
 struct alignas(128) RailMemory {

@@ -4,8 +4,10 @@
 // rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
 // crosses. Where that rank is out, rank `i` goes past the rail: to each rank of the node by itself (rail.cuh). A chunk
 // is what one rank sends to another for one block of tokens, in one put: a header, then a record for each token that
-// has anything there, in token order. Every chunk is sent, an empty one as its header alone. Each has a counter of its
-// own, which grows by one in every operation that has such a chunk.
+// has anything there, in token order. Every chunk is sent, an empty one as its header alone. In a dispatch the routing
+// of several chunks goes ahead of all rows, in a put of its own, a lead: a header, which tokens of each chunk come, and
+// a record with the routing of each, in token order. Each has a counter of its own, which grows by one in every
+// operation that has such a chunk or lead.
 //
 // Who ends an operation has heard, by a chunk or from the rank of its node that got one, that every rank of every node
 // that takes part has begun it. That is why two halves suffice between nodes as within one (workspace.h), whichever
@@ -25,6 +27,12 @@ struct alignas(16) ChunkHeader {
   uint32_t reserved;
 };
 static_assert(sizeof(ChunkHeader) == 16, "records behind it are aligned to 16 bytes");
+// In front of the routing of kLeadChunks chunks.
+struct alignas(16) LeadHeader {
+  ChunkHeader header;            // without tokens
+  uint32_t tokens[kLeadChunks];  // of each chunk
+};
+static_assert(sizeof(LeadHeader) % 16 == 0, "records behind it are aligned to 16 bytes");
 
 struct RailPlan {
   int nodes, per_node;
@@ -33,12 +41,16 @@ struct RailPlan {
   bool masked;  // ranks may be out: chunks are kept by rank, not by node
   bool direct;  // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
   uint64_t counts_bytes;    // of a direct dispatch: row counts, behind the header of a first chunk
-  uint64_t routing_offset;  // dispatch: of a token's K experts and K weights in a record, behind the wire row
+  uint64_t routing_bytes;   // dispatch: a token's K experts and K weights
+  uint64_t routing_offset;  // of a direct dispatch: those in a record, behind the wire row
   uint64_t record_bytes;
-  uint64_t chunk_bytes;    // room for a full one
-  uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a block of tokens has come
-  uint64_t masks;          // combine, data: [R][chunks] bit masks of tokens
-  uint64_t send, land;     // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
+  uint64_t chunk_bytes;           // room for a full one
+  uint64_t routing_flags;         // from the start of a half, [R][chunks]: the routing of a lead, or a mask, has come
+  int leads;                      // of a dispatch by the rails
+  uint64_t lead_bytes;            // room for a full one
+  uint64_t lead_send, lead_land;  // data, as `send` and `land`: [nodes][leads] or [R][leads]
+  uint64_t masks;                 // combine, data: [R][chunks] bit masks of tokens
+  uint64_t send, land;  // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
 };
 
 struct RailParams {
@@ -70,9 +82,10 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   plan.node = r.rank / r.ranks_per_node, plan.index = r.rank % r.ranks_per_node;
   plan.chunk_tokens = chunk_tokens, plan.chunks = (r.tokens + chunk_tokens - 1) / chunk_tokens;
   plan.routing_offset = staging->row_bytes;
+  plan.routing_bytes = operation == Operation::kCombine ? 0 : up(static_cast<uint64_t>(r.top_k) * 8, 16);
   plan.record_bytes = staging->row_bytes;
-  if (operation != Operation::kCombine) plan.record_bytes += up(static_cast<uint64_t>(r.top_k) * 8, 16);
   if (s.low_latency) {
+    plan.record_bytes += plan.routing_bytes;
     PlanDirect(r, operation, &plan, staging);
     return plan;
   }
@@ -82,10 +95,14 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   staging->flag_bytes = FlagAndLineBytes(plan.routing_flags + flags, 0);
   plan.masks = staging->data_bytes;
   plan.masked = masked;
-  const uint64_t all = static_cast<uint64_t>(masked ? r.ranks : plan.nodes) * plan.chunks * plan.chunk_bytes;
+  const uint64_t places = masked ? r.ranks : plan.nodes, all = places * plan.chunks * plan.chunk_bytes;
+  if (operation != Operation::kCombine) plan.leads = (plan.chunks + kLeadChunks - 1) / kLeadChunks;
+  plan.lead_bytes = sizeof(LeadHeader) + kLeadChunks * plan.chunk_tokens * plan.routing_bytes;
   plan.send = up(plan.masks + flags, 128);
   plan.land = up(plan.send + all, 128);
-  staging->data_bytes = up(plan.land + all, 256);
+  plan.lead_send = up(plan.land + all, 128);
+  plan.lead_land = up(plan.lead_send + places * plan.leads * plan.lead_bytes, 128);
+  staging->data_bytes = up(plan.lead_land + places * plan.leads * plan.lead_bytes, 256);
   return plan;
 }
 

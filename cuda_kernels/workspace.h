@@ -120,11 +120,13 @@ XEN_MOE_ANYWHERE inline bool OlderGeneration(uint32_t a, uint32_t b) {
   return static_cast<int8_t>(static_cast<uint8_t>(a - b)) < 0;
 }
 
-// What a rank is doing: epoch << 32 | waits << 31 | step << 8 | rank. Without `waits` it has started the epoch and is
-// not known to wait for anybody.
+// What a rank is doing: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits` it has started the
+// epoch and is not known to wait for anybody. A rank that waits goes on to show another beat: one that has been stopped
+// shows the same word for ever.
 XEN_MOE_ANYWHERE inline uint64_t PackProgress(uint32_t epoch) { return static_cast<uint64_t>(epoch) << 32; }
-XEN_MOE_ANYWHERE inline uint64_t PackWaiting(uint32_t epoch, Step step, int rank) {
-  return static_cast<uint64_t>(epoch) << 32 | 1u << 31 | static_cast<uint32_t>(step) << 8 | static_cast<uint32_t>(rank);
+XEN_MOE_ANYWHERE inline uint64_t PackWaiting(uint32_t epoch, Step step, int rank, uint32_t beat = 0) {
+  return static_cast<uint64_t>(epoch) << 32 | 1u << 31 | (beat & 0x7FFF) << 16 | static_cast<uint32_t>(step) << 8 |
+         static_cast<uint32_t>(rank);
 }
 XEN_MOE_ANYWHERE inline uint32_t ProgressEpoch(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 XEN_MOE_ANYWHERE inline bool ProgressWaits(uint64_t word) { return word >> 31 & 1; }
@@ -251,7 +253,7 @@ struct alignas(128) Control {
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses; its first words are read with the two
   alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
-  uint32_t claimed[6];                            // next unclaimed items of the current operation
+  uint32_t claimed[7];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`

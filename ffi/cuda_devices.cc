@@ -48,6 +48,7 @@ struct Driver {
   decltype(&cuMemMap) map;
   decltype(&cuMemUnmap) unmap;
   decltype(&cuMemSetAccess) set_access;
+  decltype(&cuStreamWaitValue32) wait_value;
 
   static const Driver& Get() {
     static const Driver driver = [] {
@@ -60,6 +61,7 @@ struct Driver {
       Find("cuMemMap", &d.map);
       Find("cuMemUnmap", &d.unmap);
       Find("cuMemSetAccess", &d.set_access);
+      Find("cuStreamWaitValue32", &d.wait_value);
       return d;
     }();
     return driver;
@@ -100,6 +102,9 @@ class Cuda final : public Devices {
       int lowest = 0, highest = 0;  // the few blocks of a flight come first where a matmul leaves an SM
       Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
       Check(cudaStreamCreateWithPriority(&gpu.flights, cudaStreamNonBlocking, highest), "cudaStreamCreate");
+      Check(cudaMalloc(reinterpret_cast<void**>(&gpu.begun), sizeof(uint32_t)), "cudaMalloc");
+      Check(cudaMemsetAsync(gpu.begun, 0, sizeof(uint32_t), gpu.stream), "cudaMemset");
+      Check(cudaStreamSynchronize(gpu.stream), "cudaStreamSynchronize");
       Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
       Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
       Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
@@ -237,12 +242,24 @@ class Cuda final : public Devices {
     return result.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready && result.get();
   }
 
-  void* Fork(int ordinal, void* stream, bool first) override {
+  void* Fork(int ordinal, void* stream) override {
     const cudaStream_t flights = Find(ordinal).flights;
-    cudaError_t e = Follow(ordinal, flights, static_cast<cudaStream_t>(stream));
-    if (e == cudaSuccess && first) e = Follow(ordinal, static_cast<cudaStream_t>(stream), flights);
+    const cudaEvent_t here = TakeEvent(ordinal);
+    cudaError_t e = cudaEventRecord(here, static_cast<cudaStream_t>(stream));
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(flights, here);
+    GiveEvent(ordinal, here);  // what waits for it has seen this record
     Check(e, "starting a flight on GPU " + std::to_string(ordinal));
     return flights;
+  }
+  Beginning NextBeginning(int ordinal) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Gpu& gpu = gpus_.at(ordinal);
+    return {gpu.begun, ++gpu.beginnings};
+  }
+  void AwaitBeginning(int ordinal, void* stream, const Beginning& beginning) override {
+    Check(Driver::Get().wait_value(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(beginning.word),
+                                   beginning.number, CU_STREAM_WAIT_VALUE_GEQ),
+          "starting a flight on GPU " + std::to_string(ordinal));
   }
   void* Mark(int ordinal) override {
     const cudaEvent_t mark = TakeEvent(ordinal);
@@ -262,6 +279,8 @@ class Cuda final : public Devices {
     cudaStream_t stream = nullptr;
     cudaStream_t flights = nullptr;
     int sms = 0;
+    uint32_t* begun = nullptr;  // how many flights have begun
+    uint32_t beginnings = 0;    // numbers given out
   };
   struct Block {
     CUmemGenericAllocationHandle handle = 0;
@@ -274,15 +293,6 @@ class Cuda final : public Devices {
     auto found = gpus_.find(ordinal);
     if (found == gpus_.end()) Refuse("GPU " + std::to_string(ordinal) + " was not prepared");
     return found->second;
-  }
-
-  // `stream` goes on when everything queued on `other` has ended.
-  cudaError_t Follow(int ordinal, cudaStream_t stream, cudaStream_t other) {
-    const cudaEvent_t here = TakeEvent(ordinal);
-    cudaError_t e = cudaEventRecord(here, other);
-    if (e == cudaSuccess) e = cudaStreamWaitEvent(stream, here);
-    GiveEvent(ordinal, here);  // what waits for it has seen this record
-    return e;
   }
 
   cudaEvent_t TakeEvent(int ordinal) {

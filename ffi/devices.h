@@ -24,6 +24,12 @@ struct Pinned {
   char* device = nullptr;
 };
 
+// A word on a GPU that has reached `number` when a kernel has begun; without a word nobody waits for that.
+struct Beginning {
+  uint32_t* word = nullptr;
+  uint32_t number = 0;
+};
+
 class Devices {
  public:
   virtual ~Devices() = default;
@@ -47,9 +53,11 @@ class Devices {
   // Whether everything that was queued on the GPU ended within `seconds`.
   virtual bool Idle(int ordinal, double seconds) = 0;
   // Flights (flights.h). A stream of the library's own, which goes on when everything queued on `stream` has ended.
-  // `first`: what is queued on `stream` from here on comes when that stream has come as far, so that a launch there is
-  // the earlier one.
-  virtual void* Fork(int ordinal, void* stream, bool first) = 0;
+  virtual void* Fork(int ordinal, void* stream) = 0;
+  // How the next kernel on that stream shows that it has begun.
+  virtual Beginning NextBeginning(int ordinal) = 0;
+  // `stream` goes on when the kernel that was given `beginning` has begun. It has been launched.
+  virtual void AwaitBeginning(int ordinal, void* stream, const Beginning& beginning) = 0;
   // A mark behind everything queued on that stream.
   virtual void* Mark(int ordinal) = 0;
   // `stream` goes on when the mark has been reached. The mark is given back; without a stream that is all.

@@ -44,12 +44,13 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
       return ffi::Error::Internal("xen_moe_jax: ragged_all_to_all must alias its output operand");
     }
   }
-  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output, [&](const Member& member, cudaStream_t on) {
-    p.call.control = member.control;
-    p.call.mailbox = member.mailbox;
-    p.rank = member.rank;
-    return LaunchExchange(p, on);
-  });
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output,
+               [&](const Member& member, cudaStream_t on, const Beginning&) {
+                 p.call.control = member.control;
+                 p.call.mailbox = member.mailbox;
+                 p.rank = member.rank;
+                 return LaunchExchange(p, on);
+               });
 }
 
 }  // namespace

@@ -98,11 +98,19 @@ bool FakeDevices::Idle(int, double seconds) {
   }
 }
 
-void* FakeDevices::Fork(int, void*, bool first) {
+void* FakeDevices::Fork(int, void*) {
   std::lock_guard<std::mutex> lock(mutex_);
   Count("Fork");
-  held_back_ += first;
   return this;
+}
+Beginning FakeDevices::NextBeginning(int) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {&begun_, ++beginnings_};
+}
+void FakeDevices::AwaitBeginning(int, void*, const Beginning& beginning) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (beginning.word != &begun_ || beginning.number > beginnings_) std::abort();  // nobody would ever reach it
+  ++held_back_;
 }
 void* FakeDevices::Mark(int) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -26,11 +26,13 @@ class FakeDevices final : public Devices {
   void Zero(int ordinal, void* to, uint64_t bytes) override;
   bool Idle(int ordinal, double seconds) override;
   // There is one stream; marks are counted.
-  void* Fork(int ordinal, void* stream, bool first) override;
+  void* Fork(int ordinal, void* stream) override;
+  Beginning NextBeginning(int ordinal) override;
+  void AwaitBeginning(int ordinal, void* stream, const Beginning& beginning) override;
   void* Mark(int ordinal) override;
   void Join(int ordinal, void* stream, void* mark) override;
   int marks();      // given and not given back
-  int held_back();  // forks that held the other stream back
+  int held_back();  // kernels for whose beginning a stream waits
 
   // The call after `calls` more fails, as if memory had run out; negative: none does. Calls of the provider count too.
   void FailAfter(int calls);
@@ -49,6 +51,7 @@ class FakeDevices final : public Devices {
   std::mutex mutex_;
   std::map<const char*, uint64_t> blocks_;
   int calls_ = 0, fail_at_ = -1, marks_ = 0, held_back_ = 0;
+  uint32_t begun_ = 0, beginnings_ = 0;
   bool busy_ = false;
 };
 

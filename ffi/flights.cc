@@ -22,7 +22,7 @@ void Flights::Forget(Devices* gpus, int ordinal, void* stream, Ended ended) {
   }
 }
 
-void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run) {
+Takeoff Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
   Forget(gpus, ordinal, stream, [run](int64_t its) { return its != run; });
   if (open_.count({ordinal, result})) {
@@ -30,16 +30,20 @@ void* Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* result
         "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
         "dispatch_done or combine_done, in the program that starts it");
   }
-  // What comes next on `stream` would take every SM first, a matmul say, and the flight would have none until that
-  // ends. Beside an open flight nothing is held back: `stream` would have to wait for that one's end.
+  // What comes next on `stream` could take every SM first, a matmul say, and the flight would have none until that
+  // ends, on all ranks, for they wait for this one. Beside an open flight nothing is held back: `stream` would have to
+  // wait for that one's end.
   const auto open = open_.lower_bound({ordinal, nullptr});
-  return gpus->Fork(ordinal, stream, open == open_.end() || open->first.first != ordinal);
+  const bool first = open == open_.end() || open->first.first != ordinal;
+  return {gpus->Fork(ordinal, stream), first ? gpus->NextBeginning(ordinal) : Beginning{}};
 }
 
-void Flights::Started(Devices* gpus, int ordinal, const void* result, int64_t run) {
+void Flights::Started(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run,
+                      const Takeoff& takeoff) {
   std::lock_guard<std::mutex> lock(mutex_);
   void* const mark = gpus->Mark(ordinal);
   open_[{ordinal, result}] = Flight{gpus, mark, run};
+  if (takeoff.beginning.word) gpus->AwaitBeginning(ordinal, stream, takeoff.beginning);
 }
 
 void Flights::Abandon(Devices* gpus, int ordinal, void* stream, int64_t run) {

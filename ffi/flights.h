@@ -15,17 +15,22 @@
 
 namespace xen_moe {
 
+struct Takeoff {
+  void* stream;
+  Beginning beginning;
+};
+
 class Flights {
  public:
   static Flights& Get();
-  // The stream that a start launches on: it goes on when everything queued on `stream` so far has ended. Flights of
-  // earlier runs that nobody finished are waited for by `stream`, and forgotten. Where none is open on the GPU,
-  // `stream` goes on when the launch of the start is the next on its own. `result`: the address of the first result.
+  // Where a start launches: on a stream that goes on when everything queued on `stream` so far has ended. Flights of
+  // earlier runs that nobody finished are waited for by `stream`, and forgotten. Where none is open on the GPU, the
+  // kernel shows its beginning, for which `stream` will wait. `result`: the address of the first result.
   // Throws MemoryError where a flight with that result is open: it was started and never finished, and what it still
   // writes must not be written by another one too.
-  void* Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run);
+  Takeoff Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run);
   // The start has been launched.
-  void Started(Devices* gpus, int ordinal, const void* result, int64_t run);
+  void Started(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run, const Takeoff& takeoff);
   // Everything queued on `stream` from here on comes after the flight. False: there is none of that name.
   bool Land(Devices* gpus, int ordinal, const void* result, void* stream);
   // `run` ends with an error on this GPU: `stream`, in whose order XLA gives the memory of its open flights to others,

@@ -49,11 +49,12 @@ struct LinkKernels {
   size_t made_bytes;                  // of what it fills
   // Loads the kernels on a GPU. Throws MemoryError.
   void (*prepare)(int ordinal);
-  // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once: returns
-  // when no put to or from this rank is under way any more, and its counters stand at nought. Throws MemoryError after
-  // `seconds`, with the rank that it has waited for.
+  // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once but those of
+  // the bit mask `gone`, whose processes have ended: returns when no put between the others and this rank is under way
+  // any more, and its counters stand at nought. Throws MemoryError after `seconds`, with the rank that it has waited
+  // for.
   void (*settle)(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node,
-                 uint64_t time, double seconds);
+                 uint64_t gone, uint64_t time, double seconds);
 };
 
 }  // namespace xen_moe

@@ -201,15 +201,17 @@ class WatchedNccl {
 // The kernels' half of puts over NCCL's place-holder, of which the host is to see to the order and the table.
 struct FakeLink {
   static inline std::vector<uint64_t> settled;  // `time` of each call
+  static inline uint64_t gone = 0;              // of the last
   static inline bool late = false;
 
   static std::string Request(int nodes) {
     const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef, static_cast<uint64_t>(nodes)};
     return {reinterpret_cast<const char*>(words), sizeof(words)};
   }
-  static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int, int, uint64_t time, double) {
+  static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int, int, uint64_t without,
+                     uint64_t time, double) {
     if (late) Refuse("reset: puts between nodes were still under way, to or from rank " + std::to_string(rank));
-    settled.push_back(time);
+    settled.push_back(time), gone = without;
     const uint64_t base = 1000 * time;
     FakeDevices::Get().Write(ordinal, rail->windows.base, &base, sizeof(base));
   }
@@ -340,6 +342,7 @@ NB_MODULE(_memory_test, m) {
     return out;
   });
   m.def("settled", [] { return FakeLink::settled; });
+  m.def("settled_without", [] { return FakeLink::gone; });
   m.def("settle_late", [](bool late) { FakeLink::late = late; });
   // A chunk that nobody awaits: as of an operation that failed elsewhere.
   m.def("stray_chunk", [](Workspace& w, size_t i, int rank) {
@@ -365,8 +368,9 @@ NB_MODULE(_memory_test, m) {
   // Flights by name: the address of a result. A stream is any number.
   m.def("start_flight", [](int ordinal, uintptr_t result, int64_t run) {
     try {
-      Flights::Get().Fork(&FakeDevices::Get(), ordinal, nullptr, reinterpret_cast<const void*>(result), run);
-      Flights::Get().Started(&FakeDevices::Get(), ordinal, reinterpret_cast<const void*>(result), run);
+      const void* const name = reinterpret_cast<const void*>(result);
+      const Takeoff takeoff = Flights::Get().Fork(&FakeDevices::Get(), ordinal, nullptr, name, run);
+      Flights::Get().Started(&FakeDevices::Get(), ordinal, nullptr, name, run, takeoff);
     } catch (const MemoryError& e) {
       throw std::runtime_error(e.message);
     }

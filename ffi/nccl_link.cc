@@ -47,8 +47,8 @@ bool Ended(cudaStream_t stream, double seconds) {
   }
 }
 
-void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node, uint64_t time,
-            double seconds) {
+void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node, uint64_t gone,
+            uint64_t time, double seconds) {
   const OnGpu on(ordinal);
   RailPlan plan{};
   plan.nodes = ranks / per_node, plan.per_node = per_node;
@@ -56,7 +56,7 @@ void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, in
   cudaStream_t stream = nullptr;
   Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   const Pinned late = CudaDevices().AllocatePinned(sizeof(int));
-  const int rc = LaunchNcclSettle({made.data(), &rail->windows}, plan, time, static_cast<uint64_t>(seconds * 1e9),
+  const int rc = LaunchNcclSettle({made.data(), &rail->windows}, plan, gone, time, static_cast<uint64_t>(seconds * 1e9),
                                   reinterpret_cast<int*>(late.device), stream);
   // A stream that is still busy, and what it writes to, stay.
   const bool ended = rc == cudaSuccess && Ended(stream, seconds);

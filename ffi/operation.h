@@ -152,8 +152,8 @@ ffi::Error Launched(int32_t ordinal, int code);
 // them first.
 ffi::Error EndRun(int32_t ordinal, cudaStream_t stream, ffi::RunId run, const ffi::Error& error);
 
-// Runs `launch(member, stream)` on the member of this device, with the memory ready and earlier failures reported.
-// `result`: the first of its results, by which the done half finds a flight.
+// Runs `launch(member, stream, beginning)` on the member of this device, with the memory ready and earlier failures
+// reported. `result`: the first of its results, by which the done half finds a flight.
 template <class Launch>
 ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
                  const void* result, Launch launch) {
@@ -162,14 +162,15 @@ ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStre
   ffi::ErrorOr<const Member*> member = Enter(plan, needs, ordinal, stream, run.run_id, &launching);
   if (!member.has_value()) return failed(member.error());
   if (!plan.flight) {
-    const ffi::Error error = Launched(ordinal, launch(**member, stream));
+    const ffi::Error error = Launched(ordinal, launch(**member, stream, Beginning{}));
     return error.success() ? error : failed(error);
   }
   try {
     Flights& flights = Flights::Get();
-    const auto wire = static_cast<cudaStream_t>(flights.Fork(&CudaDevices(), ordinal, stream, result, run.run_id));
-    if (ffi::Error e = Launched(ordinal, launch(**member, wire)); !e.success()) return failed(e);
-    flights.Started(&CudaDevices(), ordinal, result, run.run_id);
+    const Takeoff takeoff = flights.Fork(&CudaDevices(), ordinal, stream, result, run.run_id);
+    const int code = launch(**member, static_cast<cudaStream_t>(takeoff.stream), takeoff.beginning);
+    if (ffi::Error e = Launched(ordinal, code); !e.success()) return failed(e);
+    flights.Started(&CudaDevices(), ordinal, stream, result, run.run_id, takeoff);
   } catch (const MemoryError& e) {
     return failed(ToError(e));
   }

@@ -55,10 +55,18 @@ void Workspace::AddWindows() {
   job_.gpus->Write(member.ordinal, &member.rail->windows, windows.get(), offsetof(WindowTable, reserved));
 }
 
-// What was put before a failure may still be under way: nothing may be cleared before it has come.
+// What was put before a failure may still be under way: nothing may be cleared before it has come. Processes that have
+// ended settle nothing; there are such only where ranks may be out, so of kNarrowRanks ranks.
 void Workspace::Settle(double seconds) {
   const Member& member = members_.front();
-  job_.link->settle(member.ordinal, *member.connection, member.rail, member.rank, ranks_, ranks_per_node_,
+  uint64_t gone = 0;
+  {
+    std::lock_guard<std::mutex> lock(dead_mutex_);
+    for (int rank = 0; masked_ && rank < ranks_; ++rank) {
+      if (dead_.count(ProcessOf(groups_.front().devices[rank]))) gone |= uint64_t{1} << rank;
+    }
+  }
+  job_.link->settle(member.ordinal, *member.connection, member.rail, member.rank, ranks_, ranks_per_node_, gone,
                     ++settled_times_, seconds);
 }
 

@@ -59,13 +59,16 @@ RailParams RailsOf(const RailPlan& plan, const Member& member) {
 template <class AnyPlan, class Params, class Launch>
 ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t stream, ffi::RunId run, void* result,
                Launch launch) {
-  return RunOn(plan, p->call.needs, ordinal, stream, run, result, [&](const Member& member, cudaStream_t on) {
-    p->call.control = member.control;
-    p->call.mailbox = member.mailbox;
-    p->routing.rank = member.rank;
-    if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member), member, on);
-    return launch(*p, on);
-  });
+  return RunOn(plan, p->call.needs, ordinal, stream, run, result,
+               [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
+                 p->call.begun = beginning.word;
+                 p->call.begin = beginning.number;
+                 p->call.control = member.control;
+                 p->call.mailbox = member.mailbox;
+                 p->routing.rank = member.rank;
+                 if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member), member, on);
+                 return launch(*p, on);
+               });
 }
 
 // Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.

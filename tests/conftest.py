@@ -22,7 +22,7 @@ pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformanc
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from tests.support import quick_compiler  # noqa: E402
+from tests.support import quick_compiler, selections  # noqa: E402
 from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E402
 
 # A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
@@ -113,6 +113,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.thorough)
         if is_in(SLOW, item.nodeid):
             item.add_marker(pytest.mark.slow)
+        for mark in selections.marks(item.nodeid):
+            item.add_marker(mark)
     items.sort(key=lambda item: "test_tpu_interpret.py" not in item.nodeid)  # the longest first: nobody waits for it
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])

@@ -1,6 +1,7 @@
 """The benchmark command: what it counts, that it notices wrong programs, and that every mode runs end to end."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support import oracle, quick_compiler
 from xen_moe_jax.benchmark import accounting, decode_step, options, peers, programs, report, timing, verify
-from xen_moe_jax.benchmark.problem import make_problem
+from xen_moe_jax.benchmark.problem import SPECS, make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
@@ -161,18 +163,22 @@ def test_round_trip_of_other_layouts(layout):
 
 
 def test_a_wrong_round_trip_is_noticed(problem):
-    """Swapped experts, lost weights, a lost row: each is an error."""
+    """Swapped experts, lost weights, a lost row, a NaN: each is an error. One program is told which of them to do."""
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
-    genuine = program.round_trip
-    wrong = {
-        "next expert": lambda x, idx, w, experts: genuine(x, (idx + 1) % SMALL.experts, w, experts),
-        "weights": lambda x, idx, w, experts: genuine(x, idx, jnp.ones_like(w) / 3, experts),
-        "one slot lost": lambda x, idx, w, experts: genuine(x, idx.at[0, 0].set(-1), w, experts),
-        "nan": lambda x, idx, w, experts: genuine(x, idx, w, experts).at[0, 0].set(jnp.nan),
-    }
-    for name, round_trip in wrong.items():
+    experts = functools.partial(programs.scaling_experts, local_experts=SMALL.local_experts)
+
+    def run(fault, x, idx_pool, weights_pool):
+        next_expert, no_weights, lost, nan = fault
+        idx = jnp.where(next_expert, (idx_pool[-1] + 1) % SMALL.experts, idx_pool[-1])
+        idx = idx.at[0, 0].set(jnp.where(lost, -1, idx[0, 0]))
+        out = program.round_trip(x, idx, jnp.where(no_weights, 1 / 3, weights_pool[-1]), experts)
+        return out.at[0, 0].set(jnp.where(nan, jnp.nan, out[0, 0]))
+
+    compiled = timing.on_ranks(run, problem.mesh, (P(), *SPECS))
+    verify.check_round_trip(program, problem, functools.partial(compiled, jnp.zeros(4, bool)))
+    for fault in jnp.eye(4, dtype=bool):
         with pytest.raises(verify.WrongResultError):
-            check(problem, dataclasses.replace(program, name=name, round_trip=round_trip))
+            verify.check_round_trip(program, problem, functools.partial(compiled, fault))
 
 
 def test_a_backend_that_differs_is_noticed(problem, monkeypatch):

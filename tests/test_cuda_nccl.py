@@ -389,6 +389,16 @@ def test_a_reset_waits_for_the_network_before_it_clears(two_nodes):
         assert result["late"], "who waits for that process is told, too"
 
 
+def test_a_reset_waits_for_nothing_of_a_process_that_has_ended(tmp_path):
+    """Where ranks may be out: process 1 is rank 2 of two nodes, and what was put to it never completes."""
+    with job("node_goes_on", tmp_path, 4) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        running[1].send_signal(signal.SIGKILL)
+        for result in results(running, 0, 2, 3):
+            assert result == {"error": "", "without": [0, 1 << 2], "settled": [1, 2], "failure": ""}
+
+
 def test_processes_that_cut_an_axis_in_different_nodes_wait_no_longer_than_told(two_nodes):
     for process, result in enumerate(two_nodes):
         assert ("process 1" if process == 0 else "process 0") in result["cut"], result["cut"]

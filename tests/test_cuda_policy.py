@@ -293,6 +293,15 @@ def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
     assert cut.layout_blocks == 8 and cut.blocks - cut.layout_blocks - cut.push_blocks > cut.blocks // 2
 
 
+def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch):
+    """Few tokens, and ranks that are out: over NCCL as by pointer."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    for mode in ("auto", "low_latency"):
+        assert schedule.takes_lines(spec(4), 7168, jnp.bfloat16, nodes_of(2, mode=mode), wire=None)
+    found = calls_in(lowered_for_nodes(there_and_back(nodes_of(2), active=jnp.ones(4, bool))))
+    assert all(attributes["masked"] and attributes["chunk_tokens"] for _, attributes in found) and len(found) == 2
+
+
 def test_what_does_not_cross_between_nodes_is_refused():
     with pytest.raises(ValueError, match=r"all_to_all.* of 4 ranks with KernelConfig.ranks_per_node=2.*'reference'"):
         lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.gpu import virtual_nodes
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -23,7 +25,11 @@ def main() -> None:
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--process-id", type=int, required=True)
     parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
+    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes")
+    parser.add_argument("--network", help="between them: the library that virtual_nodes.py builds")
     options = parser.parse_args()
+    if options.ranks_per_node:
+        virtual_nodes.enter(options.process_id, options.ranks_per_node, options.network, virtual_nodes.FAULTS)
     jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
     local = [options.process_id % (options.gpus or options.num_processes)]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)

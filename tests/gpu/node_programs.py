@@ -13,12 +13,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import xen_moe_jax as xm
-from tests.gpu import programs, random_calls, virtual_nodes
+from tests.gpu import members, programs, random_calls, virtual_nodes
+from tests.gpu.bodies import Setup
+from tests.support.cases import Case
 from xen_moe_jax import cuda
 
 COUNTED = programs.Sizes(tokens=1024, hidden=7168, experts=64, top_k=8)
 COUNTED_CHUNK = 32
 ROW_BYTES = 2 * COUNTED.hidden
+RANDOM_CHUNK = 32
 MOST = 1.01
 """Of the rows that must cross: what may cross in all."""
 
@@ -87,12 +90,34 @@ def ranks_per_node(config: xm.KernelConfig, mesh: Mesh) -> int:
 
 
 def random_operations(
-    mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, calls: int
+    mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, calls: int, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
+    """As many as fit into `seconds`, `calls` at most; all of them where there is no such limit.
+
+    A chunk is two puts of some pieces on the network of the tests, and each piece two copies: large chunks, so that the
+    operations of an hour are not those of its copies.
+    """
     steps = random_calls.without_exchange()
-    config = dataclasses.replace(config, channel=6)
-    result = random_calls.run(mesh, config, calls=calls, length=250, steps=steps, reference=against)
-    return dataclasses.asdict(result), [f"random: {result}"] if result.wrong or result.operations < calls else []
+    config = dataclasses.replace(config, channel=6, chunk_tokens=RANDOM_CHUNK)
+    result = random_calls.run(mesh, config, calls=calls, seconds=seconds, length=100, steps=steps, reference=against)
+    few = result.operations < calls and result.seconds < seconds
+    return dataclasses.asdict(result), [f"random: {result}"] if result.wrong or few else []
+
+
+def every_subset(mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, cases: list[Case]) -> list[str]:
+    """Of the ranks that take part, by `active`, in two orders and from one trace."""
+    failed = []
+    for case in cases:
+        setup = Setup(case, mesh, mesh.axis_names, 20, 256)
+        comparison = members.Comparison(setup, dataclasses.replace(config, channel=4), against)
+        sets = members.subsets(mesh.size)
+        for active in sets + sets[::-1]:
+            if wrong := comparison.wrong(active):
+                failed.append(f"{case.name}, active={active.astype(int).tolist()}: {wrong}")
+        print(f"{case.name}, every subset of {mesh.size}: {'different' if failed else 'same'}", flush=True)
+        if comparison.traces != 1:
+            failed.append(f"{case.name}: traced {comparison.traces} times")
+    return failed
 
 
 def fail_and_reset(mesh: Mesh, config: xm.KernelConfig) -> list[str]:

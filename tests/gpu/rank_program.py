@@ -54,6 +54,9 @@ def main() -> int:
     )
     parser.add_argument("--reset", action="store_true", help="a rank stays away, all fail, and begin again")
     parser.add_argument("--random-calls", type=int, default=0, help="operations in jitted loops (random_calls.py)")
+    parser.add_argument("--mode", default="auto", choices=("auto", "throughput", "low_latency"), help="of the config")
+    parser.add_argument("--subsets", help="names of cases that every subset of the ranks runs, by `active`")
+    parser.add_argument("--random-seconds", type=float, default=float("inf"), help="after which they may be fewer")
     parser.add_argument("--time", action="store_true", help="a round trip of 4,096 and of 128 tokens")
     parser.add_argument("--json", help="file for what rank 0 has seen")
     options = parser.parse_args()
@@ -80,7 +83,9 @@ def main() -> int:
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if options.reverse:
         devices.reverse()
-    config = xm.KernelConfig(backend=options.backend, chunk_tokens=options.chunk_tokens, timeout_s=30.0)
+    config = xm.KernelConfig(
+        backend=options.backend, chunk_tokens=options.chunk_tokens, timeout_s=30.0, mode=options.mode
+    )
     against = xm.KernelConfig(backend="reference", ranks_per_node=per_node)
     if per_node and not options.found:
         config = dataclasses.replace(config, ranks_per_node=per_node)
@@ -123,8 +128,12 @@ def main() -> int:
         seen["counted"], wrong = node_programs.count_bytes(mesh, config, options.network, options.process_id)
         failed += wrong
     if options.random_calls:
-        seen["random"], wrong = node_programs.random_operations(mesh, config, against, options.random_calls)
+        limits = options.random_calls, options.random_seconds
+        seen["random"], wrong = node_programs.random_operations(mesh, config, against, *limits)
         failed += wrong
+    if options.subsets:
+        names = options.subsets.split(",")
+        failed += node_programs.every_subset(mesh, config, against, [c for c in CASES if c.name in names])
     if options.time:
         seen["microseconds"] = node_programs.time_round_trips(mesh, config)
     if options.reset:

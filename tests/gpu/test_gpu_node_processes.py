@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from tests.gpu import chaos, processes, virtual_nodes
+from tests.gpu import chaos, processes, test_gpu_active, virtual_nodes
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.backends.cuda import module, nccl
 
@@ -44,21 +44,37 @@ def run(network: str, ranks: int, per_node: int, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
-def test_every_case(network, ranks, per_node):
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_every_case(network, ranks, per_node, mode):
     """Bit for bit as the reference backend with the same nodes."""
-    run(network, ranks, per_node, "--cases", "all")
+    run(network, ranks, per_node, "--cases", "all", "--mode", mode)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
     """In the opposite order of processes: a rank is not its number in NCCL."""
-    several = "--count-bytes", "--random-calls", "2000", "--reset", "--buffers", "2", "--reverse"
+    several = "--count-bytes --random-calls 2000 --mode throughput --reset --buffers 2 --reverse".split()
     run(network, ranks, per_node, "--cases", "grouped", *several)
 
 
 @pytest.mark.gpu4
 def test_nodes_that_nobody_has_named_are_found(network):
     run(network, 4, 2, "--cases", "grouped,padded,grouped-two-axes", "--found")
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_every_subset(network, ranks, per_node, mode):
+    """Of the ranks that take part, by `active`: on the rails and past them, and from rank to rank."""
+    run(network, ranks, per_node, "--cases", "none", "--subsets", "grouped,ranked,padded,grouped-fp8", "--mode", mode)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_a_server_goes_on_without_a_killed_process_of_another_node(network, per_node):
+    """Four processes, in turns where there are two GPUs. Two hundred steps over the slow network of the tests."""
+    options = "--ranks-per-node", str(per_node), "--network", network
+    test_gpu_active.go_on_without_a_killed_process(*options, seconds_after=60.0)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)

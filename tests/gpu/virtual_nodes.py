@@ -18,14 +18,17 @@ FAULTS = "seed=1,reorder=1,duplicate=1,delay_us=200"
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """The network, compiled into `folder`; needs a C++ compiler alone."""
+    """The network and the process that copies for it, compiled into `folder`; needs a C++ compiler alone."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         raise FileNotFoundError(f"no C++ compiler: {compiler[0]} is not installed")
     out = folder / "libxen_moe_tcp_rma.so"
-    sources = [f"tests/gpu/native/processes/{name}.cc" for name in ("tcp_rma", "driver")]
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-I.", "-pthread"]
-    subprocess.run([*compiler, *flags, *sources, "-o", str(out), "-ldl"], cwd=ROOT, check=True, timeout=120)
+    programs = {"xen_moe_rma_copier": ("copier_main", "copier", "driver"), out.name: ("tcp_rma", "copier", "driver")}
+    for name, parts in programs.items():
+        sources = [f"tests/gpu/native/processes/{part}.cc" for part in parts]
+        flags = ["-std=c++17", "-O2", "-I.", "-pthread", *(["-fPIC", "-shared"] if name == out.name else [])]
+        command = [*compiler, *flags, *sources, "-o", str(folder / name), "-ldl"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     return out
 
 
@@ -33,9 +36,6 @@ def enter(process: int, per_node: int, network: str | None, faults: str = "") ->
     """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own."""
     os.environ["NCCL_HOSTID"] = f"virtual-node-{process // per_node}"
     if network:
-        # Its copies must not queue behind a kernel that awaits them; nor may the driver, while it loads a module that
-        # is needed for the first time, make them wait until that kernel has ended.
-        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
         os.environ |= {
             "NCCL_RMA_PLUGIN": network,
             "XEN_MOE_RMA": faults,

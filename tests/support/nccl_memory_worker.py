@@ -286,6 +286,29 @@ def node_dies(rank: Rank) -> dict:
     return {"error": error, "waited": waited}
 
 
+def node_goes_on(rank: Rank) -> dict:
+    """Process 1 is killed by the test; the others say that their programs know who takes part, and begin again without
+    it, each with what its network still owes to the rest alone."""
+    rank.nccl.set("node_ranks", 2)
+    workspace = rank.workspace(0, 2)
+    first = rank.serve(workspace, SMALL)
+    rank.memory.leave_out_the_dead(workspace)
+    rank.memory.fail(workspace, 0, {"cause": 1, "rank": 0, "other": 1})
+    rank.memory.reset(WAIT_S)
+    without = [rank.memory.settled_without()]
+    rank.meet("up")
+    print("ready", flush=True)
+    if rank.process == 1:
+        time.sleep(600)
+    began = time.monotonic()
+    while 1 not in rank.watcher.dead() and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    rank.memory.fail(workspace, 0, {"cause": 3, "rank": 2, "other": rank.rank})  # an operation has needed it
+    rank.memory.reset(30.0)
+    without.append(rank.memory.settled_without())
+    return {"error": first, "without": without, "settled": rank.memory.settled(), "failure": rank.memory.failure()}
+
+
 def main() -> None:
     scenario, folder, process, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     liveness.POLL_S = 0.1

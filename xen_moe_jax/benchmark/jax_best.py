@@ -30,7 +30,8 @@ from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark import report
 from xen_moe_jax.benchmark.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Setting
 
-TOKENS = (4096, 128)
+TOKENS = (128, 4096)
+"""The smaller size first: a setting that hangs with the larger one has a figure for the smaller."""
 FP8 = "float8_e4m3fn"
 FASTEST = 2
 """Peers of the default setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`; of the others
@@ -286,6 +287,7 @@ def measure(
     for program, future in zip(chosen, compiling, strict=True):
         try:
             start, check = future.result()
+            report.progress(f"{tokens} tokens, {dtype}: running {program.name}, {program.operation}")
             entry = start()
             error = {"max error": verify.check_round_trip(program, problem, check)} if check else {}
         except Exception as problem_of_peer:  # XLA refuses in many ways what a setting rules out: told, not hidden
@@ -294,6 +296,7 @@ def measure(
         timed.append(entry)
         errors.append(error)
     if timed:
+        report.progress(f"{tokens} tokens, {dtype}: timing {len(timed)} programs of {inner} calls")
         timing.measure(timed, options.repeats)
     rows = accounting.off_rank_rows(work, problem.topk_idx)
     for entry, error in zip(timed, errors, strict=True):

@@ -26,6 +26,8 @@ LOOP_US = 30_000.0
 """A timed loop lasts about so long: starting a program counts for little."""
 MOST_MATMULS = 64
 MOST_WEIGHTS = 4
+LEAST_ROWS = 1024
+"""Of the links for a training batch: a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,20 @@ class Chain:
 def shape_of_chain(tokens: int, hidden: int) -> tuple[int, int]:
     """Rows and columns: bound by arithmetic for a training batch, by reading weights for a decode step."""
     return (4 * tokens, min(hidden, 2048)) if tokens > 512 else (tokens, min(hidden, 4096))
+
+
+def chain_of(shape: tuple[int, int], us: float, link_us: float) -> Chain:
+    """A chain that takes about `us`, where a link of this shape takes `link_us`.
+
+    Of two links at least, an even number, so that a loop finds the operand where it left it and copies nothing; where
+    whole links are too coarse for that, of fewer rows.
+    """
+    rows, columns = shape
+    wanted = us / max(link_us, 1e-3)
+    links = max(2, min(MOST_MATMULS, 2 * round(wanted / 2)))
+    if rows > LEAST_ROWS:
+        rows = max(LEAST_ROWS, round(rows * wanted / links / LEAST_ROWS) * LEAST_ROWS)
+    return Chain(rows, columns, links)
 
 
 def variants(problem: Problem, operation: str, config: xm.KernelConfig, chain: Chain) -> dict[str, Program]:
@@ -139,8 +155,7 @@ def measure(
     probe = variants(problem, operation, config, Chain(*shape, 4))
     inner = options.inner or (2 if on_cpu else 20)
     whole, four = _time(problem, [probe["whole"], probe["matmuls"]], inner, 3)
-    links = max(1, min(MOST_MATMULS, round(4 * whole.median / max(four.median, 1e-3))))
-    chain = Chain(*shape, 1 if on_cpu else links)
+    chain = Chain(*shape, 1) if on_cpu else chain_of(shape, whole.median, four.median / 4)
     inner = options.inner or (2 if on_cpu else int(max(20, min(1000, LOOP_US / whole.median))))
     fixed = variants(problem, operation, config, chain)
     counts = options.num_sms or [None]

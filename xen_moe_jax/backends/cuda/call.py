@@ -33,7 +33,7 @@ def attributes(
 ) -> dict[str, int]:
     """Integer attributes, as ffi/operation.cc decodes them."""
     check_limits(spec)
-    check_nodes(spec, config, masked=masked)
+    check_nodes(spec, config)
     names = module.compiled()
     return {
         "ranks": spec.num_ranks,
@@ -89,7 +89,7 @@ def check_limits(spec: Spec) -> None:
             )
 
 
-def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
+def check_nodes(spec: Spec, config: KernelConfig) -> None:
     """Raises ValueError for what the kernels between nodes do not do."""
     if not _nodes.several(spec.num_ranks, config):
         return
@@ -100,11 +100,6 @@ def check_nodes(spec: Spec, config: KernelConfig, *, masked: bool) -> None:
             f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
             f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
             "KernelConfig(backend='reference')"
-        )
-    if masked and jax.process_count() > 1:
-        raise ValueError(
-            f"active with {given} between {jax.process_count()} processes: ranks cannot be left out between nodes over "
-            "NCCL: leave active out, put the axis inside a node, or use KernelConfig(backend='reference')"
         )
 
 

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _nodes
@@ -116,8 +115,6 @@ def takes_lines(
     They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """
     nodes = _nodes.several(spec.num_ranks, config)
-    if nodes and jax.process_count() > 1:  # not run over NCCL yet: the rails take few tokens
-        return False
     if _tuning.low_latency is not None:
         wanted = _tuning.low_latency
     else:

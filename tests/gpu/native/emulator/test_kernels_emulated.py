@@ -34,6 +34,7 @@ CASES = [
     ("generations", 2, 2, 64, 0),
     ("company", 2, 2, 8, 0),
     ("concurrent", 2, 2, 64, 2),
+    ("members", 2, 2, 64, 0),
     ("members", 3, 3, 64, 0),
     ("members", 3, 3, 1, 0),
     ("leaver", 3, 3, 12, 0),

@@ -118,7 +118,9 @@ inline uint64_t BytesBetween(const Problem& p, bool direct, const std::vector<st
   const uint64_t scales = p.scaled || !native ? up(static_cast<uint64_t>(p.scale_blocks()) * 4) : 0;
   const uint64_t row = up(static_cast<uint64_t>(p.hidden) * (native ? p.element_bytes() : 1)) + scales;
   const uint64_t routing = combine ? 0 : up(static_cast<uint64_t>(p.top_k) * 8);
-  const uint64_t headers = static_cast<uint64_t>((p.tokens + chunk_tokens - 1) / chunk_tokens) * 16;
+  const uint64_t chunks = (p.tokens + chunk_tokens - 1) / chunk_tokens;
+  const uint64_t leads = combine || direct ? 0 : (chunks + kLeadChunks - 1) / kLeadChunks;
+  const uint64_t headers = chunks * 16 + leads * (16 + kLeadChunks * 4);
   const int columns = p.layout == Layout::kRanked ? 1 : p.local_experts();
   const uint64_t counts = direct && !combine ? up(static_cast<uint64_t>(columns) * 4) : 0;
   const int owner = combine ? t : s, holder = combine ? s : t;

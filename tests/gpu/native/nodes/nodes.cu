@@ -359,6 +359,10 @@ std::string Absent(const NodeOptions& o) {
     ExpectNoFailure(nodes.world);
     ExpectRight(nodes.world, "the operation before");
     const int absent = o.ranks - 1;
+    if (kind >= 2) {  // stopped in the middle, while it waited for the other node
+      const uint64_t word = PackWaiting(2, Step::kRows, absent - o.per_node);
+      NATIVE_CHECK(cudaMemcpy(&nodes.world.states[absent].mailbox->progress, &word, 8, cudaMemcpyHostToDevice));
+    }
     const double start = Now();
     nodes.world.Each([&](int rank) {
       for (int i = 0; rank != absent && i < 20; ++i) nodes.Launch(pool[0][rank], rank, true);
@@ -372,7 +376,7 @@ std::string Absent(const NodeOptions& o) {
              Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
     }
   }
-  return "dispatch and combine, of many and of few tokens, the last rank named by all others";
+  return "dispatch and combine, of many and of few tokens, the last rank named by all others, stopped or not begun";
 }
 
 // All ranks of the last node run another operation: only what the chunks say can show it.
@@ -459,7 +463,9 @@ std::string Dead(const NodeOptions& o) {
     ExpectRight(nodes.world, "the operation before");
     nodes.network->Kill(dead);
     nodes.world.Each([&](int rank) {
-      for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, few ? rank != dead - 1 || i > 0 : true);
+      // With few tokens those of its node still have all that the first one needs.
+      const bool whole = few && rank != dead && rank / o.per_node == dead / o.per_node;
+      for (int i = 0; i < 5; ++i) nodes.Launch(pool[0][rank], rank, !whole || i > 0);
     });
     nodes.world.Synchronize();
     ExpectRight(nodes.world, "results that are not poisoned");

@@ -1,12 +1,14 @@
 // Times dispatch and combine between virtual nodes whose link carries so many bytes a second out of each GPU
 // (paced_link.cuh), without JAX: how well the kernels hide the slow link.
 //   paced --ranks R --per-node G --gpus N --rate GB/s --tokens T --hidden H --chunk-tokens C --blocks B --repeats N
-//         --seconds S --json FILE
+//         --seconds S --json FILE --mode operations|link-only
 // For every case one line: the time of an operation (back to back, the slowest rank), the slow link's time (the bytes
 // that the pacer has counted out of a rank, the most of any, by the rate), the time of the same operation where all
 // ranks are one node (what NVLink and the GPU take), the ratio of the first to the larger of the two others, and the
 // bytes that left a rank for each token and element. "groups M": tokens choose their experts on M nodes at most, as
-// group-limited gating does. Results are compared bit for bit with those of one node. Exit status 0: all were equal.
+// group-limited gating does. --rate 0: no limit. --mode link-only: no operations, only the puts of full chunks, so that
+// the pacer's own time is known. Results are compared bit for bit with those of one node. Exit status 0: all were
+// equal.
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -23,6 +25,7 @@ struct PacedOptions {
   int ranks = 4, per_node = 2, gpus = 4, tokens = 4096, hidden = 7168, chunk_tokens = 16, blocks = 96, repeats = 5;
   int top_k = 8, experts = 256;
   double rate = 50, seconds = 60;
+  bool link_only = false;
   const char* json = nullptr;
 };
 
@@ -56,6 +59,7 @@ class Paced {
         Preload<PacedLink>();
         cudaFuncAttributes a;
         NATIVE_CHECK(cudaFuncGetAttributes(&a, PacerKernel));
+        NATIVE_CHECK(cudaFuncGetAttributes(&a, LinkOnlyKernel));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<int4>, PacedLink>));
       }
       expected_.push_back(New<uint64_t>(kRailSignals)), counters_.push_back(New<uint64_t>(kRailSignals));
@@ -127,6 +131,33 @@ class Paced {
     uint64_t bytes = 0;                     // out of a rank, the most of any, in one operation
     uint32_t different = 0;
   };
+  // The puts of an operation whose chunks are full, with no kernel that makes or takes them.
+  Times RunLinkAlone(int kind) {
+    Times out;
+    for (uint64_t* counters : counters_) NATIVE_CHECK(cudaMemset(counters, 0, kRailSignals * 8));
+    for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 16));
+    cut_.Synchronize();
+    std::vector<uint64_t> rounds(o_.ranks);
+    StartPacers();
+    operations_ = 0;
+    out.paced = Time(
+        [&](int rank) {
+          RailParams rails{};
+          kind == 2 ? static_cast<void>(Combine(rank, true, &rails))
+                    : static_cast<void>(Dispatch(rank, kind == 1, true, &rails));
+          const PacedLink link{PeerLink{tables_[rank], rank}, queues_[rank]};
+          const uint64_t round = ++rounds[rank];
+          LinkOnlyKernel<<<std::min(32, o_.blocks), kThreads, 0, cut_.states[rank].stream[0]>>>(
+              rails.plan, link, rails.plan.chunk_bytes, round);
+          return static_cast<int>(cudaGetLastError());
+        },
+        cut_);
+    StopPacers();
+    for (uint64_t* counters : counters_) NATIVE_CHECK(cudaMemset(counters, 0, kRailSignals * 8));
+    for (uint64_t* expected : expected_) NATIVE_CHECK(cudaMemset(expected, 0, kRailSignals * 8));
+    CountBytes(&out);
+    return out;
+  }
   // `kind`: 0 dispatch, 1 dispatch of bytes with scales, 2 combine of what the last dispatch brought.
   Times Run(int kind) {
     Times out;
@@ -138,17 +169,20 @@ class Paced {
     out.paced = Time([&](int rank) { return Launch(kind, rank, true); }, cut_);
     StopPacers();
     ExpectNone(cut_, "several nodes");
-    for (PostQueue* queue : queues_) {
-      uint64_t bytes = 0;
-      NATIVE_CHECK(cudaMemcpy(&bytes, &queue->bytes, 8, cudaMemcpyDeviceToHost));
-      out.bytes = std::max(out.bytes, bytes / std::max<uint64_t>(1, operations_));
-    }
-    out.link = static_cast<double>(out.bytes) / (o_.rate * 1e3);
+    CountBytes(&out);
     out.different = Compare(kind);
     return out;
   }
 
  private:
+  void CountBytes(Times* out) const {
+    for (PostQueue* queue : queues_) {
+      uint64_t bytes = 0;
+      NATIVE_CHECK(cudaMemcpy(&bytes, &queue->bytes, 8, cudaMemcpyDeviceToHost));
+      out->bytes = std::max(out->bytes, bytes / std::max<uint64_t>(1, operations_));
+    }
+    if (o_.rate > 0) out->link = static_cast<double>(out->bytes) / (o_.rate * 1e3);
+  }
   void ExpectNone(const World& world, const char* which) const {
     for (int r = 0; r < world.ranks(); ++r) {
       Expect(world.FailureOf(r) == 0, Text("%s, rank %d: ", which, r) + FailureText(world.FailureOf(r)));
@@ -378,6 +412,9 @@ int main(int argc, char** argv) {
     }
     if (name == "--rate") {
       o.rate = std::atof(value);
+    } else if (name == "--mode") {
+      o.link_only = std::string(value) == "link-only";
+      if (!o.link_only && std::string(value) != "operations") return Usage("--mode: operations or link-only");
     } else if (name == "--seconds") {
       o.seconds = std::atof(value);
     } else if (name == "--json") {
@@ -391,7 +428,7 @@ int main(int argc, char** argv) {
   if (o.ranks < 2 || o.ranks > kRanks || nodes < 2 || o.ranks % o.per_node || o.experts % o.ranks) {
     return Usage("--ranks, --per-node: two nodes or more, of equal size, and a divisor of 256 ranks");
   }
-  if (o.rate <= 0) return Usage("--rate: GB/s, more than 0");
+  if (o.rate < 0) return Usage("--rate: GB/s, or 0 for no limit");
   if (o.hidden % 8 || o.hidden < 8) return Usage("--hidden: a multiple of 8");
   const double start = Now();
   bool equal = true;
@@ -400,11 +437,12 @@ int main(int argc, char** argv) {
     Paced paced(o);
     const char* const names[] = {"dispatch bf16", "dispatch fp8", "combine bf16"};
     for (int groups = nodes; groups >= 1; groups = groups > 2 ? 2 : groups - 1) {
+      if (o.link_only && groups < nodes) break;  // its chunks are always full
       paced.Route(groups);
       for (const int kind : {1, 0, 2}) {  // combine takes what the bf16 dispatch brought
         if (Now() - start > o.seconds) break;
-        const Paced::Times t = paced.Run(kind);
-        const double ratio = t.paced / std::max(t.link, t.whole);
+        const Paced::Times t = o.link_only ? paced.RunLinkAlone(kind) : paced.Run(kind);
+        const double ratio = t.paced / std::max({t.link, t.whole, 1e-3});
         std::printf(
             "%-13s %dx%d groups %d chunk %2d blocks %3d: %8.1f us, link %8.1f us, one node %8.1f us, ratio %.3f, %llu "
             "bytes a rank%s\n",
@@ -426,8 +464,9 @@ int main(int argc, char** argv) {
   if (std::FILE* file = o.json ? std::fopen(o.json, "w") : nullptr) {
     std::fprintf(file,
                  "{\"ranks\": %d, \"per_node\": %d, \"gpus\": %d, \"rate_gb_s\": %.1f, \"tokens\": %d, \"hidden\": %d, "
-                 "\"chunk_tokens\": %d, \"blocks\": %d, \"cases\": [%s]}\n",
-                 o.ranks, o.per_node, o.gpus, o.rate, o.tokens, o.hidden, o.chunk_tokens, o.blocks, json.c_str());
+                 "\"chunk_tokens\": %d, \"blocks\": %d, \"mode\": \"%s\", \"cases\": [%s]}\n",
+                 o.ranks, o.per_node, o.gpus, o.rate, o.tokens, o.hidden, o.chunk_tokens, o.blocks,
+                 o.link_only ? "link-only" : "operations", json.c_str());
     std::fclose(file);
   }
   return equal ? 0 : 1;

@@ -133,4 +133,28 @@ __global__ void __launch_bounds__(kPacerThreads, 1)
   }
 }
 
+// The link alone: the puts of an operation's chunks, all of them full, and nothing else. Warps post them in the order
+// in which the operations send theirs, each waits for those that come in its place, and the kernel ends with the last.
+// What it takes beyond the bytes over the rate is the pacer's own.
+__global__ void __launch_bounds__(kThreads, 1)
+    LinkOnlyKernel(const __grid_constant__ RailPlan plan, PacedLink link, uint64_t bytes, uint64_t value) {
+  const int turns = plan.nodes - 1, items = turns * plan.chunks, warps = static_cast<int>(gridDim.x) * kWarps;
+  auto signal = [&](int node, int chunk) {
+    return static_cast<uint32_t>(kChunkSignals + node * 2 * kMaxChunks + chunk);
+  };
+  auto place = [&](int node, int chunk) {
+    return (static_cast<uint64_t>(node) * plan.chunks + chunk) * plan.chunk_bytes;
+  };
+  const int first = static_cast<int>(blockIdx.x) + static_cast<int>(threadIdx.x / 32 * gridDim.x);
+  for (int item = first; item < items; item += warps) {
+    const int chunk = item / turns, node = (plan.node + 1 + item % turns) % plan.nodes;
+    link.PutSignal(1, node * plan.per_node + plan.index, plan.land + place(plan.node, chunk),
+                   plan.send + place(node, chunk), bytes, signal(plan.node, chunk));
+  }
+  for (int item = first; item < items; item += warps) {
+    const int chunk = item / turns, node = (plan.node + plan.nodes - 1 - item % turns) % plan.nodes;
+    while (link.Count(signal(node, chunk)) < value) __nanosleep(200);
+  }
+}
+
 }  // namespace native

@@ -134,16 +134,30 @@ FAULTS = {
     ),
     "node-order": (
         "node_combine.cuh",
-        "for (int node = 0; node < plan.nodes; ++node) {",
-        "for (int node = plan.nodes - 1; node >= 0; --node) {",
+        "before = far & ((1u << plan.node) - 1), after = far & ~before;",
+        "after = far & ((1u << plan.node) - 1), before = far & ~after;",
         "wrong vectors",
         "normal",
     ),
     "missing-wait": (
         "node_combine.cuh",
-        "if (!AwaitPartials(p, shared, plan, slots, adds, token, part)) return;",
+        "if (!(arrived = AwaitPartials(p, shared, plan, slots, others, token, part))) return;",
         "",
         "wrong vectors",
+        "normal",
+    ),
+    "rows-before-their-routing": (
+        "node_dispatch.cuh",
+        "arrived = WaitFlag(routed, shared.run, shared.run.epoch, Step::kMetadata, source);",
+        "",
+        "FAILED",
+        "normal",
+    ),
+    "routing-not-awaited": (
+        "node_dispatch.cuh",
+        "arrived = WaitFlag(flag, shared.run, shared.run.epoch, Step::kMetadata, source);",
+        "",
+        "FAILED",
         "normal",
     ),
     "direct-crosses-twice": (

@@ -2,25 +2,52 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
 namespace rma {
 namespace {
 
-template <class F>
-bool Find(void* library, const char* name, F* f) {
-  *f = reinterpret_cast<F>(dlsym(library, name));
-  return *f != nullptr;
-}
 bool Open(Driver* d) {
-  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  return library != nullptr && Find(library, "cuCtxGetCurrent", &d->CtxGetCurrent) &&
-         Find(library, "cuCtxSetCurrent", &d->CtxSetCurrent) &&
-         Find(library, "cuStreamCreateWithPriority", &d->StreamCreateWithPriority) &&
-         Find(library, "cuStreamDestroy_v2", &d->StreamDestroy) &&
-         Find(library, "cuStreamSynchronize", &d->StreamSynchronize) &&
-         Find(library, "cuStreamWriteValue64_v2", &d->StreamWriteValue64) &&
-         Find(library, "cuMemcpyDtoHAsync_v2", &d->MemcpyDtoHAsync) &&
-         Find(library, "cuMemcpyHtoDAsync_v2", &d->MemcpyHtoDAsync) &&
-         Find(library, "cuMemHostAlloc", &d->MemHostAlloc) && Find(library, "cuMemFreeHost", &d->MemFreeHost);
+  const char* const other = std::getenv("XEN_MOE_RMA_DRIVER");
+  void* const library = dlopen(other != nullptr ? other : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return false;
+  bool all = true;
+  auto find = [&](const char* name, auto* f) {
+    *f = reinterpret_cast<std::remove_pointer_t<decltype(f)>>(dlsym(library, name));
+    all &= *f != nullptr;
+  };
+  find("cuInit", &d->Init);
+  find("cuDeviceGetPCIBusId", &d->DeviceGetPciBusId);
+  find("cuDeviceGetByPCIBusId", &d->DeviceGetByPciBusId);
+  find("cuDevicePrimaryCtxRetain", &d->DevicePrimaryCtxRetain);
+  find("cuCtxGetCurrent", &d->CtxGetCurrent);
+  find("cuCtxSetCurrent", &d->CtxSetCurrent);
+  find("cuCtxGetDevice", &d->CtxGetDevice);
+  find("cuCtxSynchronize", &d->CtxSynchronize);
+  find("cuStreamCreateWithPriority", &d->StreamCreateWithPriority);
+  find("cuStreamDestroy_v2", &d->StreamDestroy);
+  find("cuStreamSynchronize", &d->StreamSynchronize);
+  find("cuMemcpyDtoHAsync_v2", &d->MemcpyDtoHAsync);
+  find("cuMemcpyHtoDAsync_v2", &d->MemcpyHtoDAsync);
+  find("cuMemcpyDtoH_v2", &d->MemcpyDtoH);
+  find("cuMemcpyHtoD_v2", &d->MemcpyHtoD);
+  find("cuMemHostRegister_v2", &d->MemHostRegister);
+  find("cuMemHostUnregister", &d->MemHostUnregister);
+  find("cuMemGetAddressRange_v2", &d->MemGetAddressRange);
+  find("cuMemAddressReserve", &d->MemAddressReserve);
+  find("cuMemAddressFree", &d->MemAddressFree);
+  find("cuMemCreate", &d->MemCreate);
+  find("cuMemRelease", &d->MemRelease);
+  find("cuMemMap", &d->MemMap);
+  find("cuMemUnmap", &d->MemUnmap);
+  find("cuMemSetAccess", &d->MemSetAccess);
+  find("cuMemRetainAllocationHandle", &d->MemRetainAllocationHandle);
+  find("cuMemGetAllocationPropertiesFromHandle", &d->MemGetAllocationProperties);
+  find("cuMemExportToShareableHandle", &d->MemExport);
+  find("cuMemImportFromShareableHandle", &d->MemImport);
+  return all;
 }
 
 }  // namespace
@@ -29,6 +56,10 @@ const Driver* Driver::Get() {
   static Driver driver{};
   static const bool there = Open(&driver);
   return there ? &driver : nullptr;
+}
+
+void Check(int rc, const char* what) {
+  if (rc != 0) throw std::runtime_error(std::string(what) + " failed with CUresult " + std::to_string(rc));
 }
 
 }  // namespace rma

@@ -1,5 +1,5 @@
-// The calls of the CUDA driver that copy between the network's buffers and GPU memory, found at run time: where there
-// is no driver the network serves host memory alone.
+// The calls of the CUDA driver that the network's copies need, found at run time: where there is no driver the network
+// serves host memory alone. XEN_MOE_RMA_DRIVER names another library (fake_driver.cc) than the driver's.
 #pragma once
 
 #include <cstddef>
@@ -7,19 +7,62 @@
 
 namespace rma {
 
+using Address = unsigned long long;
+using Handle = unsigned long long;
+
+constexpr int kFileDescriptor = 1;  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+// CUmemAllocationProp, CUmemAccessDesc.
+struct Place {
+  int type, id;
+};
+struct AllocationProperties {
+  int type, handle_types;
+  Place place;
+  void* unused;
+  unsigned char flags[8];
+};
+static_assert(sizeof(AllocationProperties) == 32, "CUmemAllocationProp has another layout");
+struct Access {
+  Place place;
+  int flags;
+};
+constexpr Access ReadWrite(int device) { return {{1, device}, 3}; }
+
 struct Driver {
+  int (*Init)(unsigned flags);
+  int (*DeviceGetPciBusId)(char* id, int bytes, int device);
+  int (*DeviceGetByPciBusId)(int* device, const char* id);
+  int (*DevicePrimaryCtxRetain)(void** context, int device);
   int (*CtxGetCurrent)(void** context);
   int (*CtxSetCurrent)(void* context);
+  int (*CtxGetDevice)(int* device);
+  int (*CtxSynchronize)();
   int (*StreamCreateWithPriority)(void** stream, unsigned flags, int priority);
   int (*StreamDestroy)(void* stream);
   int (*StreamSynchronize)(void* stream);
-  int (*StreamWriteValue64)(void* stream, unsigned long long to, uint64_t value, unsigned flags);
-  int (*MemcpyDtoHAsync)(void* to, unsigned long long from, size_t bytes, void* stream);
-  int (*MemcpyHtoDAsync)(unsigned long long to, const void* from, size_t bytes, void* stream);
-  int (*MemHostAlloc)(void** memory, size_t bytes, unsigned flags);
-  int (*MemFreeHost)(void* memory);
+  int (*MemcpyDtoHAsync)(void* to, Address from, size_t bytes, void* stream);
+  int (*MemcpyHtoDAsync)(Address to, const void* from, size_t bytes, void* stream);
+  int (*MemcpyDtoH)(void* to, Address from, size_t bytes);
+  int (*MemcpyHtoD)(Address to, const void* from, size_t bytes);
+  int (*MemHostRegister)(void* memory, size_t bytes, unsigned flags);
+  int (*MemHostUnregister)(void* memory);
+  int (*MemGetAddressRange)(Address* base, size_t* bytes, Address at);
+  int (*MemAddressReserve)(Address* at, size_t bytes, size_t alignment, Address wanted, unsigned long long flags);
+  int (*MemAddressFree)(Address at, size_t bytes);
+  int (*MemCreate)(Handle* handle, size_t bytes, const AllocationProperties* properties, unsigned long long flags);
+  int (*MemRelease)(Handle handle);
+  int (*MemMap)(Address at, size_t bytes, size_t offset, Handle handle, unsigned long long flags);
+  int (*MemUnmap)(Address at, size_t bytes);
+  int (*MemSetAccess)(Address at, size_t bytes, const Access* access, size_t count);
+  int (*MemRetainAllocationHandle)(Handle* handle, void* at);
+  int (*MemGetAllocationProperties)(AllocationProperties* properties, Handle handle);
+  int (*MemExport)(void* shareable, Handle handle, int type, unsigned long long flags);
+  int (*MemImport)(Handle* handle, void* shareable, int type);
 
   static const Driver* Get();  // null: there is none
 };
+
+void Check(int rc, const char* what);  // throws
 
 }  // namespace rma

@@ -21,7 +21,6 @@ void SetEnvironment(const ProcessOptions& o) {
     set("NCCL_NVLS_ENABLE", "0"), set("NCCL_MNNVL_ENABLE", "0");
   }
   set("CUDA_MODULE_LOADING", "EAGER");
-  set("CUDA_DEVICE_MAX_CONNECTIONS", "32");  // the network's copies must not queue behind a kernel that awaits them
   if (!o.log.empty()) {
     set("NCCL_DEBUG", "INFO"), set("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET,REG");
     set("NCCL_DEBUG_FILE", o.log + "/nccl-rank" + std::to_string(o.rank) + ".log");

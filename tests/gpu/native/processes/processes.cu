@@ -21,16 +21,15 @@
 namespace native {
 namespace {
 
-int ChunkTokens(std::mt19937& rng) {
-  const int sizes[] = {1, 7, 16, 32};
-  return sizes[rng() % 4];
-}
+// Operations of many tokens and of few beside each other.
 std::vector<ProcessOperation> Pool(ProcessWorld& world, const ProcessOptions& o, int count, double timeout_s) {
   std::mt19937 rng(o.seed);
   std::vector<ProcessOperation> pool;
   for (int i = 0; i < count; ++i) {
-    const Problem p = NodeProblem(rng, o, i);
-    pool.push_back(world.Add(p, ChunkTokens(rng), std::min(timeout_s, o.limit_s / 4)));
+    const bool few = i % 5 > 2;
+    const Problem p = NodeProblem(rng, o, few ? i / 5 * 2 + i % 5 - 3 : i / 5 * 3 + i % 5, few);
+    const int sizes[] = {few ? 3 : 1, 7, 16, 32};
+    pool.push_back(world.Add(p, sizes[rng() % 4], std::min(timeout_s, o.limit_s / 4)));
   }
   return pool;
 }
@@ -95,7 +94,10 @@ std::string Start(const ProcessOptions& o, ProcessWorld& world) {
 // Every kind of operation in every layout and others at random, each twice; what goes over the network, to the byte.
 std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   uint64_t bytes = 0;
+  int few = 0;
+  bool first = true;
   for (const ProcessOperation& one : pool) {
+    few += one.operation.low_latency();
     for (int repeat = 0; repeat < 2; ++repeat) {
       std::vector<RmaTraffic> before;
       for (int t = 0; t < o.ranks; ++t) before.push_back(world.Sent(t));
@@ -107,15 +109,18 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
       for (int t = 0; t < o.ranks; ++t) {
         if (!world.counts()) break;
         const uint64_t went = world.Sent(t).bytes - before[t].bytes;
-        const uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
+        uint64_t wanted = BytesBetween(one.problem(), one.operation.low_latency(), one.experts, o.rank, t);
+        // In the first one the ranks meet: a put without a payload takes a word along (nccl_transport.cuh).
+        if (first && t / o.per_node != o.rank / o.per_node) wanted += sizeof(Mailbox::unread);
         Expect(went == wanted, Text("rank %d sent rank %d %d bytes instead of %d: ", o.rank, t, static_cast<int>(went),
                                     static_cast<int>(wanted)) +
                                    Name(one.problem()));
         bytes += went;
       }
+      first = false;
     }
   }
-  return Text("%zu problems, each twice; ", pool.size()) +
+  return Text("%zu problems, %d of few tokens, each twice; ", pool.size(), few) +
          (world.counts() ? Text("%llu bytes from this rank to other nodes, as many as must", bytes + 0ull)
                          : "bytes not counted: NCCL's own network");
 }

@@ -26,7 +26,6 @@
 #include <thread>
 #include <vector>
 
-#include "tests/gpu/native/processes/driver.h"
 #include "tests/gpu/native/processes/faults.h"
 #include "tests/gpu/native/processes/mover.h"
 #include "tests/gpu/native/processes/rma_interface.h"
@@ -35,7 +34,8 @@ namespace rma {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kReorderedPuts = 64;  // among which the next piece is chosen
+constexpr int kReorderedPuts = 64;   // among which the next piece is chosen
+constexpr size_t kRandomPieces = 3;  // of a put, the first ones; each piece is two copies
 constexpr int kConnectSeconds = 30;
 constexpr int kMostRanks = 64;
 
@@ -116,9 +116,6 @@ class Group {
         if (fd >= 0) close(fd);
       }
     }
-    for (void* stream : {sends_, receives_}) {
-      if (stream != nullptr) Driver::Get()->StreamDestroy(stream);
-    }
   }
   Group(const Group&) = delete;
 
@@ -156,8 +153,15 @@ class Group {
 
   int Register(char* base, uint64_t bytes, int kind, void** out) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (kind != kHostMemory && !(kind == kDeviceMemory && UseGpu())) return kInvalidUsage;
-    auto* const memory = new Memory{++last_id_, base, bytes, kind};
+    if (kind != kHostMemory && kind != kDeviceMemory) return kInvalidUsage;
+    uint64_t mapped = 0;
+    try {
+      if (kind == kDeviceMemory) mapped = Map(base, bytes);
+    } catch (const std::exception& e) {
+      Say(kLogWarning, e.what());
+      return kSystemError;
+    }
+    auto* const memory = new Memory{++last_id_, base, bytes, kind, mapped};
     memory_[memory->id] = *memory;
     *out = memory;
     changed_.notify_all();
@@ -166,6 +170,11 @@ class Group {
   int Unregister(Memory* memory) {
     std::lock_guard<std::mutex> lock(mutex_);  // the caller knows that nobody puts there any more
     const bool known = memory_.erase(memory->id) == 1;
+    try {
+      if (memory->mapped != 0) copier_->Unmap(memory->mapped);
+    } catch (const std::exception& e) {
+      Say(kLogWarning, e.what());
+    }
     delete memory;
     return known ? kSuccess : kInvalidArgument;
   }
@@ -203,25 +212,14 @@ class Group {
   int Ranks() const { return static_cast<int>(peers_.size()); }
   bool Killed(int other) const { return killed[rank_ % kMostRanks] || killed[other % kMostRanks]; }
 
-  // Device memory is there: its threads have not seen any yet. `mutex_` is held, as it is when they first hear of some.
-  bool UseGpu() {
-    if (sends_ != nullptr) return true;
-    const Driver* const d = Driver::Get();
-    void* context = nullptr;
-    if (d == nullptr || d->CtxGetCurrent(&context) != 0 || context == nullptr) {
-      Say(kLogWarning, "device memory, but no driver or no current context");
-      return false;
+  // `mutex_` is held, as it is when the threads first hear of memory of a GPU.
+  uint64_t Map(char* base, uint64_t bytes) {
+    if (copier_ == nullptr) {
+      const std::shared_ptr<Copier> copier = Copier::Get();
+      for (Peer& p : peers_) p.sends.UseGpu(copier), p.receives.UseGpu(copier);
+      copier_ = copier;
     }
-    try {
-      Check(d->StreamCreateWithPriority(&sends_, 1, -5), "cuStreamCreateWithPriority");
-      Check(d->StreamCreateWithPriority(&receives_, 1, -5), "cuStreamCreateWithPriority");
-      for (Peer& p : peers_) p.sends.UseGpu(context, sends_), p.receives.UseGpu(context, receives_);
-    } catch (const std::exception& e) {
-      Say(kLogWarning, e.what());
-      sends_ = nullptr;
-      return false;
-    }
-    return true;
+    return copier_->Map(base, bytes);
   }
 
   template <class Body>
@@ -261,7 +259,7 @@ class Group {
     const bool twice = faults_.duplicate;
     for (uint64_t at = 0; at < put.bytes;) {
       uint64_t bytes = std::min<uint64_t>(kPieceBytes, put.bytes - at);
-      if (faults_.reorder && bytes > 1) bytes = 1 + random() % bytes;
+      if (faults_.reorder && put.pieces.size() < kRandomPieces) bytes = 1 + random() % bytes;
       put.pieces.push_back({at, at + bytes, twice && random() % 4 == 0});
       at += bytes;
     }
@@ -300,7 +298,7 @@ class Group {
     return true;
   }
   bool SendOne(int target, std::list<Put>& open, std::list<Put>::iterator put, size_t piece) {
-    const Mover& mover = peers_[target].sends;
+    Mover& mover = peers_[target].sends;
     Counted& traffic = counted[rank_ % kMostRanks][target % kMostRanks];
     if (piece < put->pieces.size()) {
       Put::Piece& p = put->pieces[piece];
@@ -310,7 +308,7 @@ class Group {
       throttle.Pass(bytes, faults_.bytes_per_s);
       if (!p.again) traffic.bytes += bytes;  // before anybody can see them
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true) ||
-          !Transfer(peers_[target].out, mover.buffer, bytes, true)) {
+          !Transfer(peers_[target].out, mover.Buffer(put->source), bytes, true)) {
         return false;
       }
       if (p.again) {
@@ -336,7 +334,7 @@ class Group {
 
   void Receive(int source) {
     Peer& peer = peers_[source];
-    const Mover& mover = peer.receives;
+    Mover& mover = peer.receives;
     for (Frame frame; Transfer(peer.in, &frame, sizeof(frame), false);) {
       if (frame.magic != kMagic) throw std::runtime_error("rank " + std::to_string(source) + " sent no frame");
       Memory memory;
@@ -350,7 +348,7 @@ class Group {
       if (size > kPieceBytes || frame.at > memory.bytes || size > memory.bytes - frame.at) {
         throw std::runtime_error("rank " + std::to_string(source) + " sent a frame for outside the memory");
       }
-      if (!frame.signal && !Transfer(peer.in, mover.buffer, size, false)) return;
+      if (!frame.signal && !Transfer(peer.in, mover.Buffer(memory), size, false)) return;
       if (Killed(source)) continue;
       if (frame.signal) {
         std::lock_guard<std::mutex> lock(adding_);
@@ -369,7 +367,7 @@ class Group {
   std::map<uint64_t, Memory> memory_;
   uint64_t last_id_ = 0;
   bool closing_ = false;
-  void *sends_ = nullptr, *receives_ = nullptr;  // streams
+  std::shared_ptr<Copier> copier_;  // once there is memory of a GPU
   std::atomic<bool> failed_{false};
 };
 

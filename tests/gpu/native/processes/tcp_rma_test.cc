@@ -1,7 +1,9 @@
-// The network of tcp_rma.cc by itself: ranks are threads that drive the plugin's table as NCCL does, on host memory.
+// The network of tcp_rma.cc by itself: ranks are threads that drive the plugin's table as NCCL does, on host memory, or
+// on that of the driver that XEN_MOE_RMA_DRIVER names (fake_driver.cc), which the process of copier.h then copies.
 //   tcp_rma_test NAME|all SEED     One line per test. Exit status 0: all passed.
 #include "tests/gpu/native/processes/tcp_rma.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/gpu/native/processes/copier.h"
 #include "tests/gpu/native/processes/meeting.h"
 #include "tests/gpu/native/processes/rma_interface.h"
 
@@ -34,12 +37,55 @@ std::string Seeded(const std::string& faults) {
   return "seed=" + std::to_string(seed) + (faults.empty() ? "" : ",") + faults;
 }
 
+const bool on_gpu = std::getenv("XEN_MOE_RMA_DRIVER") != nullptr;
+const int kind = on_gpu ? rma::kDeviceMemory : rma::kHostMemory;
+
+// Zeros, on the host or as the driver has them. Not `shareable`: as NCCL makes its signals.
+template <class T>
+class Array {
+ public:
+  Array(size_t count, bool shareable) : count_(count) {
+    if (!on_gpu) {
+      own_.resize(count);
+      first_ = own_.data();
+      return;
+    }
+    const rma::Driver& d = *rma::Driver::Get();
+    const rma::AllocationProperties properties{1, shareable ? rma::kFileDescriptor : 0, {1, 3}, nullptr, {}};
+    const rma::Access access = rma::ReadWrite(3);
+    mapped_ = (kOffset + count * sizeof(T) + 4095) / 4096 * 4096;
+    rma::Check(d.MemAddressReserve(&at_, mapped_, 0, 0, 0), "reserve");
+    rma::Check(d.MemCreate(&handle_, mapped_, &properties, 0), "create");
+    rma::Check(d.MemMap(at_, mapped_, 0, handle_, 0), "map");
+    rma::Check(d.MemSetAccess(at_, mapped_, &access, 1), "access");
+    first_ = reinterpret_cast<T*>(at_ + kOffset);
+  }
+  Array(const Array&) = delete;
+  ~Array() {
+    if (on_gpu) rma::Driver::Get()->MemUnmap(at_, mapped_);
+  }
+  size_t size() const { return count_; }
+  T* data() const { return first_; }
+  T* begin() const { return first_; }
+  T* end() const { return first_ + count_; }
+  T& operator[](size_t i) const { return first_[i]; }
+
+ private:
+  static constexpr size_t kOffset = 256;  // what is registered need not begin where the allocation does
+  size_t count_, mapped_ = 0;
+  rma::Address at_ = 0;
+  rma::Handle handle_ = 0;
+  std::vector<T> own_;
+  T* first_ = nullptr;
+};
+
 // A rank's end: memory of `bytes` and `signals` counters, registered.
 struct Rank {
-  int rank = 0;
+  Rank(int number, size_t size, int signals) : rank(number), bytes(size, true), counters(signals, false) {}
+  int rank;
   void *group = nullptr, *context = nullptr, *memory = nullptr, *signals = nullptr;
-  std::vector<uint8_t> bytes;
-  std::vector<uint64_t> counters;
+  Array<uint8_t> bytes;
+  Array<uint64_t> counters;
 
   void* Put(int to, uint64_t from, uint64_t size, uint64_t at) {
     void* request = nullptr;
@@ -75,7 +121,8 @@ struct Rank {
 };
 
 struct World {
-  World(int count, const std::string& faults, size_t bytes, int signals) : ranks(count) {
+  World(int count, const std::string& faults, size_t bytes, int signals) {
+    for (int i = 0; i < count; ++i) owned.push_back(std::make_unique<Rank>(i, bytes, signals));
     setenv("XEN_MOE_RMA", Seeded(faults).c_str(), 1);
     Expect(plugin.init(nullptr, 0, nullptr) == kSuccess, "init");
     std::vector<std::vector<char>> handles(count, std::vector<char>(rma::kHandleBytes));
@@ -97,26 +144,28 @@ struct World {
     for (int i = 0; i < count; ++i) {
       Rank& r = ranks[i];
       rma::ContextConfig config{1, -1, 1};
-      r.rank = i, r.bytes.resize(bytes), r.counters.resize(signals);
       plugin.close_listener(listeners[i]);
       Expect(plugin.create_context(r.group, &config, &r.context) == kSuccess, "create_context");
       RegisterOf(r);
     }
   }
   ~World() {
-    for (Rank& r : ranks) {
-      plugin.destroy_context(r.context);
-      plugin.close_group(r.group);
+    for (const auto& r : owned) {
+      plugin.destroy_context(r->context);
+      plugin.close_group(r->group);
     }
   }
   static void RegisterOf(Rank& r) {
     Expect(
-        plugin.register_memory(r.group, r.bytes.data(), r.bytes.size(), rma::kHostMemory, 0, &r.memory) == kSuccess &&
-            plugin.register_memory(r.group, r.counters.data(), 8 * r.counters.size(), rma::kHostMemory, 0,
-                                   &r.signals) == kSuccess,
+        plugin.register_memory(r.group, r.bytes.data(), r.bytes.size(), kind, 0, &r.memory) == kSuccess &&
+            plugin.register_memory(r.group, r.counters.data(), 8 * r.counters.size(), kind, 0, &r.signals) == kSuccess,
         "register_memory");
   }
-  std::vector<Rank> ranks;
+  struct {
+    std::vector<std::unique_ptr<Rank>>* owned;
+    Rank& operator[](int i) { return *(*owned)[i]; }
+  } ranks{&owned};
+  std::vector<std::unique_ptr<Rank>> owned;
 };
 
 // Puts of many sizes, their sources spoilt as soon as they have completed; every byte is counted once.
@@ -266,8 +315,11 @@ void Errors() {
   };
   Expect(signal(8) == rma::kInvalidArgument && signal(4) == rma::kInvalidArgument, "a signal outside was taken");
   void* memory = nullptr;
-  Expect(plugin.register_memory(r.group, r.bytes.data(), 16, rma::kDeviceMemory, 0, &memory) == rma::kInvalidUsage,
-         "device memory without a context was taken");
+  uint64_t host = 0;
+  Expect(plugin.register_memory(r.group, &host, 8, rma::kDeviceMemory, 0, &memory) == rma::kSystemError,
+         "device memory that is none, or without a driver, was taken");
+  Expect(plugin.register_memory(r.group, &host, 8, 3, 0, &memory) == rma::kInvalidUsage,
+         "a kind that is none was taken");
   setenv("XEN_MOE_RMA", "delay=3", 1);
   Expect(plugin.init(nullptr, 0, nullptr) == rma::kInvalidArgument, "an unknown word was taken");
   bool failed = true;
@@ -288,6 +340,39 @@ void Killed() {
   Expect(world.ranks[1].Await(0, 1), "the others do not go on");
   Expect(!world.ranks[0].Done(to, 0.1) && !world.ranks[2].Done(from, 0.1), "a put to the dead completed");
   Expect(world.ranks[2].Count(0) == 1 && world.ranks[0].Count(0) == 0, "something came from the dead or to it");
+}
+
+// The process that copies is there, and when it ends the network fails instead of waiting.
+void CopierEnds() {
+  if (!on_gpu) return;
+  World world(2, "", 4096, 1);
+  Rank& r = world.ranks[0];
+  world.ranks[0].Complete(r.PutSignal(1, 0, 16, 0, 0, true));
+  Expect(world.ranks[1].Await(0, 1), "before the end");
+  bool failed = true;
+  Expect(plugin.last_error(r.context, &failed) == kSuccess && !failed, "a failure before there is one");
+  kill(rma::Copier::Get()->process(), SIGKILL);
+  void* const request = r.PutSignal(1, 0, 16, 0, 0, true);
+  Expect(!r.Done(request, 0.5), "a put completed that nobody has read");
+  Expect(plugin.last_error(r.context, &failed) == kSuccess && failed, "the end was not told");
+}
+
+// Memory that is taken back is not held any longer, and another may be registered.
+void Unregistered() {
+  World world(2, "", 4096, 1);
+  for (int turn = 0; turn < 5; ++turn) {
+    for (int i = 0; i < 2; ++i) {
+      Rank& r = world.ranks[i];
+      Expect(plugin.unregister_memory(r.group, r.memory) == kSuccess &&
+                 plugin.unregister_memory(r.group, r.signals) == kSuccess,
+             "unregister_memory");
+      World::RegisterOf(r);
+    }
+    std::fill(world.ranks[0].bytes.begin(), world.ranks[0].bytes.end(), static_cast<uint8_t>(turn + 1));
+    world.ranks[0].Complete(world.ranks[0].PutSignal(1, 0, 4096, 0, 0, true));
+    Expect(world.ranks[1].Await(0, turn + 1) && world.ranks[1].bytes[4095] == turn + 1,
+           "a put into memory registered again");
+  }
 }
 
 // Where processes meet, with threads in their place: everybody gets all numbers of a round, nobody those of another,
@@ -347,9 +432,11 @@ const Test kTests[] = {
     {"added", Added},
     {"throttled", Throttled},
     {"late", Late},
+    {"unregistered", Unregistered},
     {"errors", Errors},
     {"meeting_in_memory", MeetingInMemory},
     {"meeting_over_tcp", MeetingOverTcp},
+    {"copier_ends", CopierEnds},
     {"killed", Killed},  // the last: rank 2 stays dead
 };
 

@@ -10,25 +10,39 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
-SOURCES = [f"tests/gpu/native/processes/{name}.cc" for name in ("tcp_rma", "driver", "meeting", "tcp_rma_test")]
+PROGRAMS = {
+    "tcp_rma_test": ("tcp_rma", "copier", "driver", "meeting", "tcp_rma_test"),
+    "xen_moe_rma_copier": ("copier_main", "copier", "driver"),
+    "fake_driver.so": ("fake_driver",),
+}
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> pathlib.Path:
+def programs(tmp_path_factory) -> pathlib.Path:
+    """The folder of `PROGRAMS`."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if sys.platform != "linux":
         pytest.skip("the network needs Linux")
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C++ compiler: {compiler[0]} is not installed")
-    out = tmp_path_factory.mktemp("tcp_rma") / "tcp_rma_test"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I.", "-pthread"]
-    subprocess.run([*compiler, *flags, *SOURCES, "-o", out, "-ldl"], cwd=ROOT, check=True, timeout=120)
-    return out
+    folder = tmp_path_factory.mktemp("tcp_rma")
+    for name, parts in PROGRAMS.items():
+        sources = [f"tests/gpu/native/processes/{part}.cc" for part in parts]
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I.", "-pthread"]
+        flags += ["-fPIC", "-shared"] if name.endswith(".so") else []
+        subprocess.run([*compiler, *flags, *sources, "-o", folder / name, "-ldl"], cwd=ROOT, check=True, timeout=120)
+    return folder
 
 
+@pytest.mark.parametrize("memory", ["host", "gpu"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_network_keeps_its_rules(program, seed):
-    """Puts, order of signals, errors, throttle, a dead rank, meetings; in two of the tests a rule is broken."""
-    done = subprocess.run([program, "all", str(seed)], capture_output=True, text=True, timeout=120)
+def test_the_network_keeps_its_rules(programs, seed, memory):
+    """Puts, order of signals, errors, throttle, a dead rank, meetings; in two of the tests a rule is broken. With
+    "gpu", a process of its own copies, and a driver of the tests ends any other process that does."""
+    environment = dict(os.environ)
+    if memory == "gpu":
+        environment["XEN_MOE_RMA_DRIVER"] = str(programs / "fake_driver.so")
+    command = [programs / "tcp_rma_test", "all", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" passed ") == 13, done.stdout
+    assert done.stdout.count(" passed ") == 15, done.stdout

@@ -1,0 +1,17 @@
+"""Which tests are C++ alone, and so have a target of their own: where they lie says it, and conftest.py marks them.
+
+Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`.
+"""
+
+KERNELS = ("gpu/native/",)
+"""`make kernel-test`: the CUDA kernels on host threads, and the networks that they are tested over. A new test in this
+folder is one of them."""
+MEMORY = ("test_cuda_memory.py", "test_cuda_nccl.py", "test_cuda_processes.py")
+"""`make memory-test`: what needs the module that it builds."""
+MARKS = {"kernels": KERNELS, "memory": MEMORY}
+
+
+def marks(nodeid: str) -> list[str]:
+    """Of `MARKS`, those of a test; its path may begin with tests/ or be written from there."""
+    path = nodeid.split("::")[0].removeprefix("tests/")
+    return [mark for mark, places in MARKS.items() if path.startswith(places)]
