@@ -62,10 +62,7 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
 // A dispatch of few tokens is numbered by those who receive it (low_latency_few.cuh). `experts`: [R, T, kFewSlots]
 // uint32: what wants a row, in order; `weights`: the same of float; `counts`: [R, L].
 constexpr int kFewSlots = 16;
-#ifndef XEN_MOE_FEW_PAIRS
-#define XEN_MOE_FEW_PAIRS 32
-#endif
-constexpr int kFewPairs = XEN_MOE_FEW_PAIRS;  // of (source, token)
+constexpr int kFewPairs = 32;  // of (source, token)
 XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
   SharedPlan s{};
   const uint64_t slots = static_cast<uint64_t>(r.ranks) * r.tokens * kFewSlots;
