@@ -147,7 +147,8 @@ def jax_table(path: pathlib.Path) -> str:
     for name, entry in content["settings"].items():
         trips = [row for row in entry["results"] if row["operation"] == "round trip"]
         process = "one process per device" if entry["process_per_device"] else ""
-        flags = " ".join(filter(None, [*(f"`{flag}`" for flag in entry["flags"].split()), process])) or "-"
+        told = entry["flags"].split() + entry.get("environment", "").split()
+        flags = " ".join(filter(None, [*(f"`{flag}`" for flag in told), process])) or "-"
         ended = ended_in_words(entry["ended"])
         if not trips:
             lines.append(f"| {name} | {flags} | {ended} | - | - | - | - | - |")

@@ -168,11 +168,12 @@ def test_flags_and_processes_reach_the_child(monkeypatch, tmp_path):
 
     def popen(command, env, **_):
         given.append((command, env["XLA_FLAGS"]))
+        assert (env["FIRST"], env["SECOND"]) == ("1", "a=b") and env["PYTHONPATH"]
 
     monkeypatch.setattr(jax_best.subprocess, "Popen", popen)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_caller=1")
     parsed = options.build_parser().parse_args("--mode jax-best --deepseek-v3 --ranks 3".split())
-    monkeypatch.setitem(SETTINGS, "x", Setting((), "--xla_a=1", process_per_device=True))
+    monkeypatch.setitem(SETTINGS, "x", Setting((), "--xla_a=1", True, environment="FIRST=1 SECOND=a=b"))
     part = tmp_path / "part"
     jax_best.start("x", parsed, part)
     assert len(given) == 3 and all(flags == "--xla_of_the_caller=1 --xla_a=1" for _, flags in given)

@@ -136,6 +136,7 @@ def start(name: str, options: argparse.Namespace, part: pathlib.Path) -> list[su
     count = (options.ranks or visible_devices()) if setting.process_per_device else 1
     together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count)] if count > 1 else []
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= dict(pair.split("=", 1) for pair in setting.environment.split())
     processes = []
     for number in range(count):
         with log_of(part, number).open("w") as stream:

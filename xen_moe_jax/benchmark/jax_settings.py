@@ -26,12 +26,14 @@ class Setting:
     flags: added to XLA_FLAGS.
     processes: one process for each device, joined by `jax.distributed`, where else one process has all devices.
     seconds: the most that it may take; None is `--setting-seconds`.
+    environment: variables that its processes get besides, as NAME=VALUE with blanks between.
     """
 
     peers: tuple[str, ...]
     flags: str = ""
     process_per_device: bool = False
     seconds: float | None = None
+    environment: str = ""
 
 
 SYMMETRIC = "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"
@@ -54,6 +56,10 @@ SETTINGS: dict[str, Setting] = {
     "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),
     "user buffers": Setting((*ALL_TO_ALL, GATHER[1]), "--xla_gpu_enable_nccl_user_buffers=true"),
     "ragged by NCCL send/recv": Setting(RAGGED[:1], NCCL_RAGGED),
+    # what others report to end the hang of that path on jax 0.11: neither CUDA graphs nor NCCL's own virtual memory
+    "ragged by NCCL send/recv, without CUDA graphs": Setting(
+        RAGGED[:1], f"{NCCL_RAGGED} --xla_gpu_enable_command_buffer=", environment="NCCL_CUMEM_ENABLE=0"
+    ),
     "ragged in segments by NCCL send/recv": Setting(RAGGED[3:4], NCCL_RAGGED),
     "symmetric buffers, one process per device": Setting(
         (*ALL_TO_ALL, *GATHER), f"{SYMMETRIC} {ALONE}", process_per_device=True
