@@ -10,6 +10,8 @@
 // and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
 // any number of resident blocks. Memory order: lines.cuh; nothing else is shared between GPUs. What peers sent is
 // checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+//
+// Few tokens are numbered by those who receive them (low_latency_few.cuh): the same, without the counts.
 #include "dispatch.cuh"
 #include "low_latency_few.cuh"
 #include "low_latency_rows.cuh"
