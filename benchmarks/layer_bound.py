@@ -59,8 +59,8 @@ PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
 """Of `flax/hopper.py`: those that take `num_sms`."""
-MORE_BLOCKS = 4
-"""Thread blocks of a grouped matmul for each SM, one after the other, in some of the layers that overlap."""
+DEALT = "dealt"
+"""Of the layers that overlap, those whose matmuls do not claim their tiles."""
 COMPILING = 8
 """Programs at a time."""
 Pieces = list[dict[str, Any]]
@@ -156,10 +156,15 @@ def bounds(pieces: Pieces, sms: int) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def experts_on(num_sms: int | None) -> Iterator[None]:
-    """The Hopper kernels that are traced in here run on so many multiprocessors; None: all."""
+def experts_on(num_sms: int | str | None) -> Iterator[None]:
+    """The Hopper kernels that are traced in here have so many thread blocks; None: one for each multiprocessor.
+    `DEALT`: that, and tiles are dealt out at the start beside flights too."""
     if num_sms is None:
         yield
+        return
+    if num_sms == DEALT:
+        with mock.patch.object(hopper, "beside_flights", lambda: False):
+            yield
         return
     bound = {name: functools.partial(getattr(hopper, name), num_sms=num_sms) for name in KERNELS}
     with mock.patch.multiple(hopper, **bound):
@@ -257,14 +262,15 @@ def transfers_to_measure(options: argparse.Namespace, work: Workload) -> Measure
 
 def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, operands: Any) -> Measure:
     """The layer as it is, and with chunks that overlap wherever the backend has halves; results are compared. A grouped
-    matmul is one thread block for each SM, and a block whose SM a flight holds begins late, as a flight does that finds
-    no SM free: so the matmuls also leave those SMs alone, or have `MORE_BLOCKS` blocks for each."""
+    matmul is one thread block for each SM, and a block whose SM a flight holds begins late: it claims fewer tiles then.
+    For comparison, tiles are dealt out at the start, and the matmuls leave the flights' SMs alone."""
     sms = getattr(jax.devices()[0], "core_count", None)
-    cases: list[tuple[int, int | None]] = [(1, None)]
+    cases: list[tuple[int, int | str | None]] = [(1, None)]
     for chunks in options.chunks:
         if chunks > 1:
             cases += [(chunks, None)]
-            cases += [(chunks, sms - options.overlapped_blocks), (chunks, MORE_BLOCKS * sms)] if sms else []
+            cases += [(chunks, sms - options.overlapped_blocks)] if sms else []
+            cases += [(chunks, DEALT)] if sms else []
     lowered = {}
     for chunks, matmul_blocks in cases:
         kernel = xm.KernelConfig(num_sms=options.overlapped_blocks if chunks > 1 else None)
@@ -288,7 +294,7 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
                 if isinstance(program, Exception):
                     raise RuntimeError(str(program)) from program
                 result = jax.block_until_ready(program(*operands))
-                if chunks == 1:
+                if operation not in expected:
                     expected[operation] = result
                 else:
                     row["max difference"] = layer.compare(given, "overlapped", result, expected[operation])

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from layer_bound import MORE_BLOCKS, PASSES, compile_all, experts_on, in_turns, summary
+from layer_bound import DEALT, PASSES, compile_all, experts_on, in_turns, summary
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -35,9 +35,13 @@ import xen_moe_jax as xm
 from xen_moe_jax.benchmark import layer_programs, report, timing
 from xen_moe_jax.benchmark.options import positive
 from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, make_problem
+from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.benchmark.workload import Workload
 from xen_moe_jax.flax import _experts, grouped_matmul
 from xen_moe_jax.flax._experts import activate
+
+TOLERANCE = 0.01
+"""Of the largest element."""
 
 
 class Ready(NamedTuple):
@@ -253,11 +257,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
 
     ready = on_ranks(ready_program(given), specs)(*operands)
-    sms = getattr(jax.devices()[0], "core_count", None)
-    matmul_blocks = [None, *([MORE_BLOCKS * sms] if sms else [])]
-    cases: list[tuple[str, int | None, int | None]] = [(w, None, None) for w in ("experts", "transfers", "in turn")]
-    for blocks in options.blocks:
-        cases += [("independent", blocks, m) for m in (*matmul_blocks, *([sms - blocks] if sms else []))]
+    tiles: list[str | None] = [None, *([DEALT] if given.problem.platform == "gpu" else [])]
+    cases: list[Any] = [(what, None, None) for what in ("experts", "transfers", "in turn")]
+    cases += [("independent", blocks, how) for blocks in options.blocks for how in tiles]
     lowered = {}
     for what, blocks, matmul in cases:
         for operation in PASSES:
@@ -274,14 +276,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     everything = (*operands, ready)
     with timing.alone(options.lock):
         runnable = {}
+        expected: dict[str, Any] = {}
         for key, made in programs.items():
             if isinstance(made, Exception):
                 rows[key]["error"] = f"{type(made).__name__}: {made}"[:300]
                 continue
             try:
-                jax.block_until_ready(made(*everything))
+                compare(rows[key], jax.block_until_ready(made(*everything)), expected, ready.rows.shape[0])
                 runnable[key] = made, everything
-            except RuntimeError as error:
+            except (RuntimeError, WrongResultError) as error:
                 rows[key]["error"] = f"{type(error).__name__}: {error}"[:300]
         for key, us in in_turns(runnable, options).items():
             rows[key] |= summary(us)
@@ -291,6 +294,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             measure_energy(options, document, rows, runnable)
     write(options, document)
     return document
+
+
+def compare(row: dict[str, Any], results: Any, expected: dict[str, Any], rows: int) -> None:
+    """With those of the program in turn, less arrays of `rows` rows, which have unspecified ones behind the groups.
+
+    Raises:
+      WrongResultError: they differ by more than rounding.
+    """
+    specified = [leaf for leaf in jax.tree.leaves(results) if leaf.shape[0] != rows]
+    if row["what"] == "in turn":
+        expected[row["operation"]] = specified
+    elif row["what"] == "independent":
+        difference = layer_programs.largest_difference(specified, expected[row["operation"]])
+        row["max difference"] = difference
+        if not difference < TOLERANCE:
+            raise WrongResultError(f"differs by {difference:.2g} of the largest element")
 
 
 def measure_energy(options: argparse.Namespace, document: Any, rows: Any, runnable: Any) -> None:

@@ -181,10 +181,33 @@ def least_layers(content: dict[str, Any]) -> list[str]:
     measured_rows = []
     for row in layers:
         name = f"{row['chunks']} chunks, flights on {row['blocks']} blocks" if row["blocks"] else "as it is"
-        name += f", matmuls of {row['matmul_blocks']} blocks" if row.get("matmul_blocks") else ""
+        how = row.get("matmul_blocks")
+        name += f", tiles {how}" if isinstance(how, str) else f", matmuls of {how} blocks" if how else ""
         said = f"{row['us']:,.0f}" if "us" in row else reason(row["error"])
         measured_rows.append([name, row["operation"], said])
     return [*lines, "", "Layers that were measured in the same job:", "", *table(["layer", "", "us"], measured_rows)]
+
+
+def independent_layers(content: dict[str, Any]) -> list[str]:
+    """Of `benchmarks/layer_independent.py`: times, over the experts alone, and what energy each took."""
+    measured = {(r["what"], r["blocks"], r["matmul_blocks"], r["operation"]): r for r in content["rows"]}
+    limit = max(content.get("power_limit_watts") or [0])
+    rows = []
+    for what, blocks, tiles in dict.fromkeys(key[:3] for key in measured):
+        name = what if blocks is None else f"{what}, flights on {blocks} blocks"
+        cells = [name + (f", tiles {tiles}" if tiles else "")]
+        for operation in (FORWARD, BOTH):
+            row, alone = measured[what, blocks, tiles, operation], measured["experts", None, None, operation]
+            if "us" not in row:
+                cells += [reason(row["error"]), "-", "-", "-"]
+                continue
+            energy = [f"{max(row['joules']):.2f}", f"{max(row['watts']):.0f}"] if "joules" in row else ["-", "-"]
+            cells += [f"{row['us'] / 1e3:.2f}", f"{row['us'] / alone['us']:.2f}", *energy]
+        rows.append(cells)
+    columns = ["program", "forward, ms", "over the experts", "J", "W"]
+    columns += ["with backward, ms", *columns[2:]]
+    said = [f"Of the GPU that took most, whose limit is {limit:.0f} W.", ""] if limit else []
+    return [*said, *table(columns, rows)]
 
 
 def absent(what: str) -> str:
@@ -197,6 +220,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("benchmarks/nnx_layer.py")),
     "training": lambda: files("train_*.json", training, absent("benchmarks/train.py")),
     "least layer": lambda: files("least_layer_*.json", least_layers, absent("benchmarks/layer_bound.py")),
+    "independent layer": lambda: files(
+        "independent_layer_*.json", independent_layers, absent("benchmarks/layer_independent.py")
+    ),
     "experts": lambda: files("grouped_matmul_*.json", experts, absent("benchmarks/grouped_matmul.py")),
 }
 """By the name that a document gives."""

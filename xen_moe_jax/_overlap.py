@@ -6,8 +6,10 @@ the same program gives the same bits.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +20,23 @@ from xen_moe_jax import _flight_primitives as halves
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree, use_flight
+
+_BESIDE_FLIGHTS = contextvars.ContextVar("_BESIDE_FLIGHTS", default=False)
+
+
+def beside_flights() -> bool:
+    """Whether what is traced now is the work of an `overlap` whose flights are under way: kernels may then find
+    multiprocessors taken."""
+    return _BESIDE_FLIGHTS.get()
+
+
+@contextlib.contextmanager
+def _said_to_be_beside_flights() -> Iterator[None]:
+    token = _BESIDE_FLIGHTS.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE_FLIGHTS.reset(token)
 
 
 @pytree(static=("static",))
@@ -197,7 +216,9 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
         use_flight(nodes[i], "overlap")
     states = [nodes[i].state for i in split]
     states, args = _order(states, args)
-    states, out = _order(states, work(*args))
+    with _said_to_be_beside_flights():
+        out = work(*args)
+    states, out = _order(states, out)
     for i, state in zip(split, states, strict=True):
         nodes[i] = dataclasses.replace(nodes[i], state=state)
     return jax.tree.unflatten(tree, nodes), out

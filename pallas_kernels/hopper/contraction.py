@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xen_moe_jax.pallas_kernels.hopper import ring
+from xen_moe_jax.pallas_kernels.hopper import claims, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles
 
 
@@ -34,10 +34,11 @@ def rows_by_rows(
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        counter = claims.counter(tiles)
         grid = (num_groups, m_tiles, n_tiles)
 
-        def place(info: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-            group, m, n = info.index
+        def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+            group, m, n = index
             start, end = starts[group], ends[group]
             first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
             steps = lax.select(end > start, pl.cdiv(end - first, tiles.k), jnp.int32(0))
@@ -51,8 +52,8 @@ def rows_by_rows(
         def load_all() -> None:
             plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
 
-            def tile(info: Any, carry: Any) -> Any:
-                _, m, n, first, _, steps = place(info)
+            def tile(index: Any, carry: Any) -> Any:
+                _, m, n, first, _, steps = place(index)
 
                 def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                     depth_at = pl.ds(pl.multiple_of(first + k * tiles.k, ROW_ALIGNMENT), tiles.k)
@@ -71,7 +72,7 @@ def rows_by_rows(
 
                 return ring.load_steps(tiles, s, steps, carry, load)
 
-            done = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            done = claims.loads(tiles, s, counter, grid, tile)
             ring.drain(tiles, s, done)
 
         def multiply_all() -> None:
@@ -95,8 +96,8 @@ def rows_by_rows(
                     value = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
                     part[...] = jnp.where(keep, value, jnp.zeros((), dtype))
 
-            def tile(info: Any, carry: Any) -> Any:
-                group, m, n, _, (low, high), steps = place(info)
+            def tile(index: Any, carry: Any) -> Any:
+                group, m, n, _, (low, high), steps = place(index)
 
                 def at_edge(k: Any, slot: Any) -> None:
                     @pl.when((k * tiles.k < low) | ((k + 1) * tiles.k > high))
@@ -120,7 +121,7 @@ def rows_by_rows(
                 ring.store(pieces, s["pieces"], wg)
                 return done
 
-            plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            claims.multiplies(tiles, s, grid, tile)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == COMPUTE_WARPGROUPS, load_all, multiply_all)

@@ -1,6 +1,7 @@
 """What the Hopper kernels are made of: a ring of stages between a loading and two multiplying warpgroups, and stores.
 
 The ring runs on from one output tile to the next, so that the loads of a tile begin under the stores of the last one.
+Which tiles a thread block computes is in `claims`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xen_moe_jax.pallas_kernels.hopper import claims
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 
 SWIZZLE_BYTES = 128
@@ -35,7 +37,7 @@ def scratch(tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], dtype: 
         released = plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
         )
-    return {
+    return claims.scratch(tiles) | {
         "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(8, dtype)),
         "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(8, dtype)),
         # rows of a piece may be stored one by one: no tile of it has more than one

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xen_moe_jax.pallas_kernels.hopper import ring
+from xen_moe_jax.pallas_kernels.hopper import claims, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, row_tiles
 
 Store = Callable[[Any, int, int], Callable[[Any], None]]
@@ -136,11 +136,12 @@ def _product(
             refs[len(operands) + 5 :],
         )
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        counter = claims.counter(tiles)
         grid = (total[0] * n_tiles,)
 
-        def place(info: Any) -> tuple[Any, Any, Any]:
-            (index,) = info.index
-            m, n = lax.div(index, jnp.int32(n_tiles)), lax.rem(index, jnp.int32(n_tiles))
+        def place(index: Any) -> tuple[Any, Any, Any]:
+            (number,) = index
+            m, n = lax.div(number, jnp.int32(n_tiles)), lax.rem(number, jnp.int32(n_tiles))
             row = pl.multiple_of(first[m], ROW_ALIGNMENT)
             column = n * tile_width
             if tiles.cluster == "m":
@@ -152,8 +153,8 @@ def _product(
         def load_all() -> None:
             plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
 
-            def tile(info: Any, carry: Any) -> Any:
-                m, row, column = place(info)
+            def tile(index: Any, carry: Any) -> Any:
+                m, row, column = place(index)
 
                 def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
                     matrices = [w.at[group[m]] for w in weights]
@@ -182,7 +183,7 @@ def _product(
                     carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair))
                 return carry
 
-            done = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            done = claims.loads(tiles, s, counter, grid, tile)
             ring.drain(tiles, s, done)
 
         def multiply_all() -> None:
@@ -197,8 +198,8 @@ def _product(
                         right = right.at[n_at] if transposed else right.at[:, n_at]
                     plgpu.wgmma(acc, s["left"].at[slot, m_at], right.transpose((1, 0)) if transposed else right)
 
-            def tile(info: Any, carry: Any) -> Any:
-                m, row, column = place(info)
+            def tile(index: Any, carry: Any) -> Any:
+                m, row, column = place(index)
                 # read now: a load from memory takes as long as half a piece of the store that needs it
                 low, high, offset = skip[m], end[m], row - first[m]
                 steps = len(pairs) * k_steps
@@ -219,7 +220,7 @@ def _product(
                 ring.store(epilogue(accumulators, outputs, row, store), s["pieces"], wg)
                 return done
 
-            plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))(tile)
+            claims.multiplies(tiles, s, grid, tile)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == COMPUTE_WARPGROUPS, load_all, multiply_all)

@@ -25,6 +25,7 @@ class Tiles:
       cluster: the dimension along which two blocks stand side by side, or None: "m" shares the right operand, "n" the
         left one.
       delay: how many wgmma are under way when the next one begins.
+      claimed: thread blocks take the next tile when they want one (`claims`), instead of every so many from the start.
     """
 
     m: int = 128
@@ -34,6 +35,7 @@ class Tiles:
     split: str = "m"
     cluster: str | None = None
     delay: int = 1
+    claimed: bool = False
 
     @property
     def warpgroup_m(self) -> int:

@@ -11,6 +11,9 @@ import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import xen_moe_jax as xm
+from tests.support import plain_hopper
+from xen_moe_jax import _overlap
 from xen_moe_jax.flax import hopper
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
@@ -103,9 +106,11 @@ def test_shapes_of_two_products_are_those_of_one():
         swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(split="n"), num_sms=2)
 
 
-def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
+@pytest.mark.parametrize("claimed", [False, True])
+def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed):
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    monkeypatch.setattr(hopper, "beside_flights", lambda: claimed)
     for kernel in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -127,6 +132,46 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch):
     checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     exported = export.export(gradient, platforms=["cuda"], disabled_checks=checks)(rows, weights, sizes)
     assert [a.shape for a in exported.out_avals] == [rows.shape, weights.shape]
+
+
+def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch):
+    """In the work of an `overlap` with flights under way, and nowhere else; no flight under way, no claims."""
+    rows, weights, cotangent, sizes = operands()
+    seen = []
+
+    def spy(name):
+        real = getattr(plain_hopper, name)
+        return lambda *a, tiles, **k: seen.append(tiles.claimed) or real(*a, tiles=tiles, **k)
+
+    for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
+        monkeypatch.setattr(hopper, name, spy(name))
+    monkeypatch.setattr(hopper, "supports", lambda rows, weights: True)
+
+    def experts(rows):
+        hidden = hopper.swiglu(rows, weights, weights[..., ::-1], sizes)
+        return hopper.grouped_matmul(hidden, jnp.swapaxes(weights, 1, 2), sizes)
+
+    def gradient(under_way):
+        monkeypatch.setattr(_overlap, "under_way", lambda flight: under_way)
+        monkeypatch.setattr(_overlap, "_order", lambda states, others: (states, others))
+        monkeypatch.setattr(_overlap, "use_flight", lambda *_: None)
+
+        def overlapped(rows):
+            return xm.overlap(xm.Flight(object(), "dispatch"), experts, rows)[1]
+
+        seen.clear()
+        jax.vjp(overlapped, rows)[1](jnp.zeros_like(rows))
+        return set(seen), len(seen)
+
+    assert gradient(True) == ({True}, 7)
+    assert gradient(False) == ({False}, 7)
+
+
+def test_blocks_of_a_cluster_do_not_claim():
+    rows, weights, _, sizes = operands()
+    tiles = Tiles(m=128, n=128, stages=2, cluster="m", claimed=True)
+    with pytest.raises(ValueError, match="both blocks of a cluster must have the same tile"):
+        rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles, num_sms=2)
 
 
 def test_plans():

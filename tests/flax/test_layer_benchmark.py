@@ -154,6 +154,26 @@ def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
     assert "- a way, forward+backward: Error: a / b more" in text and "- slow." in text and "`a command`" in text
 
 
+def test_layers_without_dependencies_are_measured(tmp_path):
+    """The command end to end: flights beside matmuls give what the parts in turn give."""
+    out = tmp_path / "independent.json"
+    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 3 --blocks 2"
+    done = run(
+        str(ROOT / "benchmarks" / "layer_independent.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "--lock", str(tmp_path / "lock"), "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    whats = ("experts", "transfers", "in turn", "independent")
+    assert {(row["what"], row["operation"]) for row in document["rows"]} == {
+        (what, operation) for what in whats for operation in ("forward", "forward+backward")
+    }
+    assert all(row["us"] > 0 for row in document["rows"])
+    assert [row["max difference"] for row in document["rows"] if row["what"] == "independent"] == [0, 0]
+    lines = layer_tables.independent_layers(document)
+    assert len(lines) == 2 + len(whats) and lines[-1].startswith("| independent, flights on 2 blocks | ")
+
+
 def test_the_least_layer_by_its_pieces():
     """Numbers that can be checked by hand: 100 SMs, 10 blocks, an SM worth 0.8 % of the experts' speed."""
     experts = {"forward": 1000.0, "forward+backward": 3000.0}

@@ -29,6 +29,8 @@ TILINGS = {
     "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
     "split n": Tiles(split="n"),
     "no delay": Tiles(delay=0),
+    "claimed": Tiles(claimed=True),
+    "claimed, small": Tiles(n=128, stages=6, claimed=True),
 }
 
 
@@ -69,8 +71,14 @@ def check(rows, weights, sizes, cotangent, plan=None):
         np.testing.assert_allclose(one / scale, other / scale, atol=0.01, err_msg=name)
 
 
+@pytest.fixture(params=["dealt", "claimed"])
+def tiles(request, monkeypatch):
+    """As for matmuls of their own, and beside flights."""
+    monkeypatch.setattr(hopper, "beside_flights", lambda: request.param == "claimed")
+
+
 @pytest.mark.parametrize("groups", GROUPS)
-def test_groups(groups):
+def test_groups(groups, tiles):
     check(*operands(GROUPS[groups]))
 
 
@@ -115,7 +123,7 @@ def compare(names, got, expected, used):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_swiglu_and_its_gradients(groups, weighted):
+def test_swiglu_and_its_gradients(groups, weighted, tiles):
     """Stored with the projections (for the gradients) and without them: the same bits."""
     rows, gate, sizes, cotangent = operands(GROUPS[groups])
     up = gate[:, ::-1] * 1.5
@@ -138,7 +146,7 @@ def test_swiglu_and_its_gradients(groups, weighted):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_two_projections_have_one_gradient_of_rows(groups):
+def test_two_projections_have_one_gradient_of_rows(groups, tiles):
     rows, one, sizes, cotangent = operands(GROUPS[groups])
     other, second = one[:, ::-1], cotangent[:, ::-1]
 
@@ -168,7 +176,7 @@ def test_float16_and_rows_that_are_no_multiple_of_eight():
     check(*operands((77, 13, 256), jnp.float16, extra=3))
 
 
-def test_the_same_bits_again():
+def test_the_same_bits_again(tiles):
     rows, weights, sizes, _ = operands((2000, 1, 700, 33), extra=0, depth=512)
     run = jax.jit(hopper.grouped_matmul)
     first = np.asarray(run(rows, weights, sizes)).view(np.uint16)

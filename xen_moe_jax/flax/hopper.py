@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
+from xen_moe_jax._overlap import beside_flights
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
@@ -49,7 +50,10 @@ def on_hopper() -> bool:
 
 
 def plan(depth: int, columns: int) -> Plan | None:
-    """Tiles for rows `[C, depth]` times weights `[L, depth, columns]`; None where the kernels have none."""
+    """Tiles for rows `[C, depth]` times weights `[L, depth, columns]`; None where the kernels have none.
+
+    Beside flights (`xm.overlap`) thread blocks claim their tiles, and those of the backward pass too.
+    """
 
     def fits(height: int | None, width: int, depth: int | None) -> Tiles | None:
         for tiles in PREFERRED:
@@ -66,7 +70,9 @@ def plan(depth: int, columns: int) -> Plan | None:
         fits(None, depth, columns),
         fits(depth, columns, None),
     )
-    return None if None in found else Plan(*found)  # type: ignore[arg-type]
+    if None in found:
+        return None
+    return Plan(*(dataclasses.replace(tiles, claimed=beside_flights()) for tiles in found))  # type: ignore[type-var]
 
 
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
@@ -180,14 +186,18 @@ def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
 _multiply_two.defvjp(_two_forward, _two_backward)
 
 
+def _swiglu_tiles(chosen: Plan) -> Tiles:
+    return dataclasses.replace(SWIGLU, claimed=chosen.forward.claimed)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _swiglu(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> Any:
-    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=SWIGLU)
+    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=_swiglu_tiles(chosen))
     return vary(out, varying_axes(rows))
 
 
 def _swiglu_forward(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> tuple[Any, Any]:
-    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=SWIGLU)
+    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=_swiglu_tiles(chosen))
     out, *projections = (vary(result, varying_axes(rows)) for result in results)
     return out, (rows, gate, up, group_sizes, row_weights, projections)
 

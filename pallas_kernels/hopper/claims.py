@@ -1,0 +1,118 @@
+"""Which tiles a thread block computes: every so many of them, or whichever is next when it wants one.
+
+With tiles dealt out at the start, a block that begins late, because another kernel holds its multiprocessor, has as
+many left as all others: the kernel ends late by that time. With `Tiles(claimed=True)` a counter in the GPU's memory
+numbers the tiles, and a block that begins late computes fewer. The loading warpgroup claims, and hands the number on
+through shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
+
+SLOTS = 2
+"""Claims that the loading warpgroup may be ahead by."""
+Tile = Callable[[Sequence[Any], Any], Any]
+"""`(index, carry) -> carry`."""
+
+
+def scratch(tiles: Tiles) -> dict[str, Any]:
+    if not tiles.claimed:
+        return {}
+    if tiles.cluster is not None:
+        raise ValueError(f"{tiles}: both blocks of a cluster must have the same tile, which claims do not give them")
+    return {
+        "claims": plgpu.SMEM((SLOTS,), jnp.int32),
+        "claimed": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+        "taken": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=SLOTS),
+    }
+
+
+def counter(tiles: Tiles) -> Any:
+    """Of tiles that have been claimed: zero when the kernel begins. To be called by all warpgroups."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR) if tiles.claimed else None
+
+
+def loads(tiles: Tiles, scratch: dict[str, Any], counter: Any, grid: Sequence[Any], tile: Tile) -> Any:
+    """Runs `tile` on every tile of `grid` that this block computes, in the loading warpgroup; the last carry."""
+    if not tiles.claimed:
+        return _dealt(grid, tile)
+
+    def claim(turn: Any) -> Any:
+        slot = lax.rem(turn, jnp.int32(SLOTS))
+
+        @pl.when(turn >= SLOTS)
+        def _() -> None:
+            plgpu.barrier_wait(scratch["taken"].at[slot])
+
+        _take(counter, scratch["claims"].at[pl.ds(slot, 1)])
+        plgpu.barrier_arrive(scratch["claimed"].at[slot])
+        return scratch["claims"][slot]
+
+    return _while(grid, tile, claim)
+
+
+def multiplies(tiles: Tiles, scratch: dict[str, Any], grid: Sequence[Any], tile: Tile) -> Any:
+    """As `loads`, in a multiplying warpgroup: the same tiles."""
+    if not tiles.claimed:
+        return _dealt(grid, tile)
+
+    def claim(turn: Any) -> Any:
+        slot = lax.rem(turn, jnp.int32(SLOTS))
+        plgpu.barrier_wait(scratch["claimed"].at[slot])
+        number = scratch["claims"][slot]
+        plgpu.barrier_arrive(scratch["taken"].at[slot])
+        return number
+
+    return _while(grid, tile, claim)
+
+
+def _dealt(grid: Sequence[Any], tile: Tile) -> Any:
+    loop = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
+    return loop(lambda info, carry: tile(info.index, carry))
+
+
+def _while(grid: Sequence[Any], tile: Tile, claim: Callable[[Any], Any]) -> Any:
+    total = jnp.int32(1)
+    for size in grid:
+        total = total * size
+
+    def go_on(state: tuple[Any, Any, Any]) -> Any:
+        return state[0] < total
+
+    def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        number, turn, carry = state
+        index, rest = [], number
+        for size in reversed(grid):
+            index.append(lax.rem(rest, jnp.int32(size)))
+            rest = lax.div(rest, jnp.int32(size))
+        carry = tile(index[::-1], carry)
+        return claim(turn + 1), turn + 1, carry
+
+    first = jnp.int32(0)
+    return lax.while_loop(go_on, step, (claim(first), first, jnp.int32(0)))[2]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def _take(context: Any, counter: Any, place: Any) -> None:
+    """Adds one to the counter, in one thread, and writes what it was to `place`, for the whole warpgroup."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+        number = utils.inline_ptx(
+            "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", utils.memref_ptr(counter), utils.c(1, i32),
+            result_types=i32, has_side_effects=True,
+        )  # fmt: skip
+        memref.store(number, place, [arith.constant(index, 0)])
+    utils.warpgroup_barrier()
