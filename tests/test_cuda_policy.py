@@ -295,11 +295,15 @@ def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
 
 def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch):
     """Few tokens, and ranks that are out: over NCCL as by pointer."""
+    from xen_moe_jax.backends.cuda import call
+
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     for mode in ("auto", "low_latency"):
-        assert schedule.takes_lines(spec(4), 7168, jnp.bfloat16, nodes_of(2, mode=mode), wire=None)
-    found = calls_in(lowered_for_nodes(there_and_back(nodes_of(2), active=jnp.ones(4, bool))))
-    assert all(attributes["masked"] and attributes["chunk_tokens"] for _, attributes in found) and len(found) == 2
+        config = nodes_of(2, mode=mode)
+        assert schedule.takes_lines(spec(4), 7168, jnp.bfloat16, config, wire=None)
+        cut = schedule.dispatch(spec(4), 7168, config, 132, lines=True)
+        found = call.attributes(spec(4), 7168, jnp.bfloat16, cut, config, masked=True)
+        assert found["masked"] and found["low_latency"] and found["ranks_per_node"] == 2
 
 
 def test_what_does_not_cross_between_nodes_is_refused():
