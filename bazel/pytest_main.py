@@ -13,7 +13,7 @@ def import_from_runfiles() -> None:
 
 def arguments() -> list[str]:
     """Bazel's test protocol, in pytest's words."""
-    given = ["-p", "no:cacheprovider", "-m", "not slow"]  # as `make test`
+    given = ["-p", "no:cacheprovider", "-m", "not slow"]  # the rest of make's targets runs
     if "XML_OUTPUT_FILE" in os.environ:
         given.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
     if "TESTBRIDGE_TEST_ONLY" in os.environ:  # bazel test --test_filter=EXPRESSION

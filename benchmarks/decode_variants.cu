@@ -2,7 +2,7 @@
 // graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
 // them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/decode_variants.cu cuda_kernels/*.c* -o dv
-//   ./dv OUT.json [all|short|low|blocks]      low: the low-latency kernels alone; blocks: those on more and fewer blocks
+//   ./dv OUT.json [all|short|low|blocks]   low: the low-latency kernels alone; blocks: on other numbers of blocks
 #include <cuda_runtime.h>
 
 #include <algorithm>

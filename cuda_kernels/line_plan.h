@@ -59,6 +59,26 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
+// A dispatch of few tokens is numbered by those who receive it (low_latency_few.cuh). `experts`: [R, T, kFewSlots]
+// uint32: what wants a row, in order; `weights`: the same of float; `counts`: [R, L].
+constexpr int kFewSlots = 16;
+constexpr int kFewPairs = 32;  // of (source, token)
+XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
+  SharedPlan s{};
+  const uint64_t slots = static_cast<uint64_t>(r.ranks) * r.tokens * kFewSlots;
+  const uint64_t bytes = slots * 8 + static_cast<uint64_t>(r.ranks) * r.local_experts * 4;
+  s.columns = s.local = r.local_experts;
+  s.weights = static_cast<uint32_t>(slots * 4);
+  s.counts = static_cast<uint32_t>(slots * 8);
+  s.bytes = bytes > 0xFFFFFFu ? 0xFFFFFFu : static_cast<uint32_t>(bytes);
+  return s;
+}
+// Groups that are rounded up, and ranked rows, need the counts of all.
+XEN_MOE_ANYWHERE inline bool IsFew(const Routing& r) {
+  return static_cast<int64_t>(r.ranks) * r.tokens <= kFewPairs && PlanFewShared(r).bytes <= kLowLatencySharedBytes &&
+         (r.layout == Layout::kPadded || (r.layout == Layout::kGrouped && r.alignment == 1));
+}
+
 // What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact. `Wide`: of more than
 // kNarrowRanks ranks.
 constexpr int kMostLineRows = 8192, kMostWideLineRows = 16383, kMostRounds = 512;
@@ -83,9 +103,10 @@ struct LineCut {
   int rounds, parts;
   int push_rounds, push_parts;
   int last_lines;  // lines of a row's last round that hold data
-  Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines;
+  Divisor by_parts, by_push_parts, by_others, by_row_rounds, by_local_experts, by_count_lines, by_tokens;
 };
 constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
+constexpr int kFewPlaceRounds = 1;                // of few tokens
 // A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
 constexpr int kFewTokens = 32;
 constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;
@@ -113,6 +134,7 @@ XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, co
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);
   c.by_others = Divisor::Of(r.ranks - 1), c.by_row_rounds = Divisor::Of(all_rounds);
   c.by_local_experts = Divisor::Of(r.local_experts), c.by_count_lines = Divisor::Of(m.count_lines);
+  c.by_tokens = Divisor::Of(r.tokens);
   return c;
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "claims.cuh"
+#include "early_launch.cuh"
 #include "lines.cuh"
 #include "operation.cuh"
 
@@ -140,6 +141,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   };
   if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
+  if (threadIdx.x == 0) AllowNextKernel();  // nobody in this block waits for a rank any more
   if (threadIdx.x < 32) {
     if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();
     uint32_t now = 0;

@@ -327,6 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
   const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
+  AwaitKernelBefore();
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
@@ -359,12 +360,9 @@ template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
-  if (p.routing.tokens <= kFewTokens) {
-    LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
-  } else {
-    LowLatencyCombineKernel<Y, kSumRounds, 3><<<p.schedule.blocks, kThreads, 0, stream>>>(p, cut);
-  }
-  return cudaGetLastError();
+  const auto kernel = p.routing.tokens <= kFewTokens ? LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>
+                                                     : LowLatencyCombineKernel<Y, kSumRounds, 3>;
+  return LaunchEarly(kernel, p.schedule.blocks, 0, stream, p, cut);
 }
 template <class Y>
 int PreloadLowLatencyCombineOf() {

@@ -10,7 +10,10 @@
 // and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
 // any number of resident blocks. Memory order: lines.cuh; nothing else is shared between GPUs. What peers sent is
 // checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+//
+// Few tokens are numbered by those who receive them (low_latency_few.cuh): the same, without the counts.
 #include "dispatch.cuh"
+#include "low_latency_few.cuh"
 #include "low_latency_rows.cuh"
 
 namespace XEN_MOE_KERNELS {
@@ -18,40 +21,41 @@ namespace {
 
 // All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
 // would have to lie in memory for it.
+template <class Numbered>
 __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut& cut, const Running& run, char* dynamic,
-                                         bool numbered) {
-  const Plan plan(p, cut, run, dynamic);
+                                         bool prepared) {
+  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
   const Piece piece;
+  auto begin = [] { return true; };
   for (int next = 0;;) {
     const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
     if (share < 0) return;
     if (share >= cut.routing) {
-      PushShare(plan, piece, share - cut.routing, [] { return true; });
+      PushShare(plan, piece, share - cut.routing, begin);
       continue;
     }
-    if (!numbered) {
-      if (threadIdx.x >= 32) NumberRows(plan);
-      __syncthreads();
-      numbered = true;
-    }
-    SendRouting(plan, piece, share);
+    if (!prepared) Numbered::PrepareLate(plan);
+    prepared = true;
+    Numbered::Send(plan, piece, share, begin);
   }
 }
 
+template <class Numbered>
 __global__ void __launch_bounds__(kThreads, 1)
     LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut) {
   __shared__ Running run;
   extern __shared__ __align__(16) char dynamic[];
-  const Plan plan(p, cut, run, dynamic);
+  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
   const Piece piece;
   const int block = static_cast<int>(blockIdx.x);
+  AwaitKernelBefore();
   Phase(0);
   // What does not depend on the operation's number is loaded while the first warp finds it.
   if (threadIdx.x < 32) {
     BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
     if (p.call.active && block < plan.Shares()) StartOnce(run, block);
-  } else if (block < cut.routing) {
-    NumberRows(plan);
+  } else {
+    Numbered::Prepare(plan);
   }
   bool begun = false;
   auto begin = [&] {  // of all threads once
@@ -64,28 +68,29 @@ __global__ void __launch_bounds__(kThreads, 1)
     return !run.refused;
   };
   if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
+  auto sends = [&] { return begin() && !run.repeats; };
   // One share each; a block that is alone does both.
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);
-    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
+    if (share >= cut.routing) {
+      PushShare(plan, piece, share - cut.routing, sends);
+    } else {
+      Numbered::Send(plan, piece, share, sends);
+    }
     if (!begin()) break;
-    if (share < cut.routing && !run.repeats) SendRouting(plan, piece, share);
   }
   bool good = begin();
   Phase(2);
   if (good && plan.receiver >= 0) {
-    good = ReceiveCounts(plan, piece, [&] { AdoptShares(p, cut, run, dynamic, block < cut.routing); });
+    good = Numbered::Receive(plan, piece, [&] { AdoptShares<Numbered>(p, cut, run, dynamic, block < cut.routing); });
+    Phase(4);
     if (good) {
-      LayoutScratch scratch{};
-      scratch.columns = plan.at.local;
-      scratch.totals = plan.In<int>(plan.at.groups);
-      int* starts = plan.In<int>(plan.at.starts);
-      StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
-      Phase(4);
-      good = PlaceRows(plan, piece);
-      ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
-      ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
+      good = PlaceRows<Numbered::kRounds, Numbered::kFew>(
+          plan, piece, [&](int source, int token, bool write, int* position) {
+            return Numbered::Resolve(plan, piece, source, token, write, position);
+          });
+      Numbered::Complete(plan);
     }
   }
   Phase(5);
@@ -98,12 +103,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
-  LowLatencyDispatchKernel<<<p.schedule.blocks, kThreads, PlanShared(p.routing).bytes, stream>>>(p, cut);
-  return cudaGetLastError();
+  const bool few = IsFew(p.routing);
+  const auto kernel = few ? LowLatencyDispatchKernel<NumberedByReceiver> : LowLatencyDispatchKernel<NumberedBySender>;
+  const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);
+  return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, cut);
 }
 int PreloadLowLatencyDispatch() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel);
+  if (int e = cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel<NumberedByReceiver>)) return e;
+  return cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel<NumberedBySender>);
 }
 
 }  // namespace XEN_MOE_KERNELS

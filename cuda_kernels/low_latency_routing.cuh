@@ -23,7 +23,10 @@ struct Plan {
 
   __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
                                   char* dynamic)
-      : p(params), cut(line_cut), run(running), shared(dynamic), at(PlanShared(params.routing)) {
+      : Plan(params, line_cut, running, dynamic, PlanShared(params.routing)) {}
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
+                                  char* dynamic, const SharedPlan& places)
+      : p(params), cut(line_cut), run(running), shared(dynamic), at(places) {
     receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
   }
   __device__ __forceinline__ int Lines(int round) const {
@@ -177,6 +180,41 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   }
 }
 
+// Thread `thread` of `threads`: from the counts of all sources, which the block has, the rows of the sources before, in
+// their place, and those of all. One block writes them into the result.
+__device__ __forceinline__ void SumCounts(const Plan& plan, int thread, int threads) {
+  const Routing& r = plan.p.routing;
+  const int local = plan.at.local;
+  const bool writes = plan.receiver == 0;
+  int* counts = plan.In<int>(plan.at.counts);
+#pragma unroll 1
+  for (int l = thread; l < local; l += threads) {
+    int sum = 0;
+    constexpr int kAtOnce = 4;  // sources whose counts are loaded together
+#pragma unroll 1
+    for (int first = 0; first < r.ranks; first += kAtOnce) {
+      int rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) rows[i] = first + i < r.ranks ? counts[(first + i) * local + l] : 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= r.ranks) break;
+        counts[(first + i) * local + l] = sum;
+        sum = AddSaturated(sum, rows[i]);
+        if (writes) plan.p.recv_counts[(first + i) * r.local_experts + l] = rows[i];
+      }
+    }
+    plan.In<int>(plan.at.groups)[l] = sum;
+  }
+  if (writes && local < r.local_experts) {
+    const int rest = r.local_experts - local;
+#pragma unroll 1
+    for (int i = thread; i < r.ranks * rest; i += threads) {
+      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
+    }
+  }
+}
+
 // Receiving. All threads of the block: counts of all sources. `adopt()` does what no block has started, before the
 // first long wait. `far`: has the counts of ranks of other nodes (node_low_latency_dispatch.cuh). False: the group has
 // failed.
@@ -224,27 +262,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   if constexpr (Far::kAny) {
     if (!far.ReceiveCounts()) return false;
   }
-  // Rows of the sources before, and of all.
-  const bool writes = plan.receiver == 0;
-#pragma unroll 1
-  for (int l = threadIdx.x; l < local; l += kThreads) {
-    int sum = 0;
-#pragma unroll 1
-    for (int source = 0; source < r.ranks; ++source) {
-      const int rows = counts[source * local + l];
-      counts[source * local + l] = sum;
-      sum = AddSaturated(sum, rows);
-      if (writes) plan.p.recv_counts[source * r.local_experts + l] = rows;
-    }
-    plan.In<int>(plan.at.groups)[l] = sum;
-  }
-  if (writes && local < r.local_experts) {
-    const int rest = r.local_experts - local;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
-      plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
-    }
-  }
+  SumCounts(plan, threadIdx.x, kThreads);
   __syncthreads();
   return true;
 }
@@ -263,6 +281,15 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
+// Slot k's row of a (source, token), which lane k has, and its weight into the results. Not for the ranked layout.
+__device__ __forceinline__ void WriteSlots(const Plan& plan, int source, int token, int own, float weight, bool write) {
+  const Routing& r = plan.p.routing;
+  const int lane = threadIdx.x & 31;
+  if (!write || lane >= r.top_k) return;
+  plan.p.positions[(static_cast<int64_t>(source) * r.tokens + token) * r.slots + lane] = own;
+  if (own >= 0) plan.p.weights[own] = weight;
+}
+
 // Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0
 // has the only one), or negative. `write`: also into the results. All lanes call it.
 __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int token, uint32_t word, float weight,
@@ -271,22 +298,20 @@ __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int to
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   int own = Position(plan, source, word);
-  const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  if (r.layout == Layout::kRanked) {  // one row, whichever slots want it
-    const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
-    const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
-    if (write && lane == 0) p.positions[pair] = row;
-    if (write && row >= 0 && lane < r.top_k) {
-      const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
-      p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
-      p.weights[at] = word ? weight : 0.0f;
-    }
-    own = lane == 0 ? row : -1;
-  } else if (write && lane < r.top_k) {
-    p.positions[pair * r.slots + lane] = own;
-    if (own >= 0) p.weights[own] = weight;
+  if (r.layout != Layout::kRanked) {
+    WriteSlots(plan, source, token, own, weight, write);
+    return own;
   }
-  return own;
+  // One row, whichever slots want it.
+  const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
+  const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
+  if (write && lane == 0) p.positions[static_cast<int64_t>(source) * r.tokens + token] = row;
+  if (write && row >= 0 && lane < r.top_k) {
+    const int64_t at = static_cast<int64_t>(row) * r.top_k + lane;
+    p.local_idx[at] = static_cast<int>(word & 0xFFFF) - 1;
+    p.weights[at] = word ? weight : 0.0f;
+  }
+  return lane == 0 ? row : -1;
 }
 
 // The same by the token's line, once that has come. False: the group has failed.

@@ -83,10 +83,12 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-// Every warp places parts of (source, token)s. `far`: has those of other nodes (node_low_latency_dispatch.cuh). False:
-// the group has failed.
-template <class Far = NobodyFar>
-__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, const Far& far = Far()) {
+// Every warp places parts of (source, token)s, `kRounds` rounds at once. `kKeeps`: lines that have come are kept while
+// it waits for the others, which pays where they are few. `resolve(source, token, write, &position)`: as ResolveRows.
+// `far`: has those of other nodes (node_low_latency_dispatch.cuh). False: the group has failed.
+template <int kRounds = kPlaceRounds, bool kKeeps = false, class Resolve, class Far = NobodyFar>
+__device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, Resolve resolve,
+                                          const Far& far = Far()) {
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
@@ -120,34 +122,46 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
     uint32_t placed = 0;
 #pragma unroll 1
     for (int base = first; base < end;) {
-      uint4 v[kPlaceRounds];
+      uint4 v[kRounds];
       uint32_t missing = 0;  // rounds
       if (own) {
 #pragma unroll
-        for (int i = 0; i < kPlaceRounds; ++i) {
+        for (int i = 0; i < kRounds; ++i) {
           const int at = (base + i) * kRoundData + piece.offset;
           if (base + i < end && at < row_bytes) v[i] = LoadPiece(mine.At(at, value_bytes), piece);
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < kPlaceRounds; ++i) {
+        for (int i = 0; i < kRounds; ++i) {
           if (base + i < end) v[i] = LoadRound(row + (base + i) * kRoundBytes);
         }
       }
       if (!resolved) {  // the token's own line comes in beside a first look at its row
-        if (!ResolveRows(plan, piece, source, token, first == 0, &position)) return false;
+        if (!resolve(source, token, first == 0, &position)) return false;
         placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
         resolved = true;
         if (!__any_sync(0xFFFFFFFFu, position != -1)) break;  // dropped rows are sent, and so awaited: workspace.h
       }
+      auto check = [&](int i) {
+        const int lines = base + i < end ? plan.Lines(base + i) : 0;
+        return __any_sync(0xFFFFFFFFu, Missing(piece, v[i], lines, plan.run.epoch)) ? 1u << i : 0;
+      };
       if (!own) {
 #pragma unroll
-        for (int i = 0; i < kPlaceRounds; ++i) {
-          const int lines = base + i < end ? plan.Lines(base + i) : 0;
-          if (__any_sync(0xFFFFFFFFu, Missing(piece, v[i], lines, plan.run.epoch))) missing |= 1u << i;
-        }
+        for (int i = 0; i < kRounds; ++i) missing |= check(i);
       }
-      if (missing) {
+      auto look = [&] {
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+          if (missing >> i & 1) v[i] = LoadRound(row + (base + i) * kRoundBytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+          if (missing >> i & 1) missing ^= 1u << i ^ check(i);
+        }
+        return missing;
+      };
+      if (missing && !(kKeeps && KeepLooking(look))) {
         const int last = base + 31 - __clz(missing);  // it comes last, as a rule
         const int lines = plan.Lines(last);
         const bool good = AwaitLines(
@@ -163,12 +177,12 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
       for (uint32_t m = placed; m; m &= m - 1) {
         const WireRow to(p, p.rows, p.row_scales, __shfl_sync(0xFFFFFFFFu, position, __ffs(m) - 1));
 #pragma unroll
-        for (int i = 0; i < kPlaceRounds; ++i) {
+        for (int i = 0; i < kRounds; ++i) {
           const int at = (base + i) * kRoundData + piece.offset;
           if (base + i < end && at < row_bytes) StorePiece(const_cast<char*>(to.At(at, value_bytes)), piece, v[i]);
         }
       }
-      base += kPlaceRounds;
+      base += kRounds;
     }
   }
   return true;

@@ -252,7 +252,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       scratch.totals = plan.In<int>(plan.at.groups);
       int* starts = plan.In<int>(plan.at.starts);
       StartGroups(p.routing, scratch.columns, starts, [&](int l) { return scratch.totals[l]; });
-      good = PlaceRows(plan, piece, others);
+      auto resolve = [&](int source, int token, bool write, int* position) {
+        return ResolveRows(plan, piece, source, token, write, position);
+      };
+      good = PlaceRows(plan, piece, resolve, others);
       ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
       ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
     }

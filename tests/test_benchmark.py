@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support import oracle, quick_compiler
-from xen_moe_jax.benchmark import accounting, decode_step, options, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import accounting, decode_step, options, overlap, peers, programs, report, timing, verify
 from xen_moe_jax.benchmark.problem import SPECS, make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
@@ -465,6 +465,23 @@ def test_every_command_of_the_suites_parses():
 
 # ----------------------------------------------------------------------------------------------------- decode step
 STEP = ("--mode", "decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
+
+
+@pytest.mark.parametrize(
+    "shape, us, link_us, rows, links",
+    [
+        ((16384, 2048), 296.0, 202.0, 12288, 2),  # 0.75 of 202 us, twice
+        ((16384, 2048), 522.0, 202.0, 21504, 2),
+        ((16384, 2048), 1010.0, 202.0, 20480, 4),
+        ((16384, 2048), 1.0, 202.0, 1024, 2),  # never nothing
+        ((128, 4096), 31.0, 21.0, 128, 2),  # a decode step's rows stay as they are
+        ((128, 4096), 60.0, 10.0, 128, 6),
+        ((128, 4096), 9000.0, 10.0, 128, 64),
+    ],
+)
+def test_the_chain_of_overlap_is_as_long_as_the_operation(shape, us, link_us, rows, links):
+    chain = overlap.chain_of(shape, us, link_us)
+    assert (chain.rows, chain.columns, chain.links) == (rows, shape[1], links)
 
 
 def test_overlap_mode_end_to_end(tmp_path):

@@ -16,6 +16,11 @@ std::string Normal(const Options& o) {
     world.Synchronize();
     ExpectNoFailure(world);
     ExpectRight(world, Name(ranks[0]->problem));
+    for (const RankState& state : world.states) {
+      uint32_t begun = 0;
+      NATIVE_CHECK(cudaMemcpy(&begun, state.begun, 4, cudaMemcpyDeviceToHost));
+      Expect(begun == ranks[state.rank]->call_id(), "nobody showed the beginning of " + Name(ranks[0]->problem));
+    }
   }
   return Text("%zu problems, each 3 times", pool.size());
 }

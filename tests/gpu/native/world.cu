@@ -141,6 +141,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
 
   Call call{};
   call.control = rank.control, call.mailbox = rank.mailbox, call.timeout_ns = timeout_ns, call.call_id = call_id;
+  call.begun = rank.begun, call.begin = call_id;
   Bytes active;
   for (int i = 0; i < p.ranks; ++i) active.push_back(p.members[i]);
   if (p.told || std::count(active.begin(), active.end(), 0)) {
@@ -249,6 +250,7 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
     state.control = reinterpret_cast<Control*>(Device(sizeof(Control)));
     state.mailbox = reinterpret_cast<Mailbox*>(Device(sizeof(Mailbox)));
     state.wrong = reinterpret_cast<uint32_t*>(Device(sizeof(uint32_t)));
+    state.begun = reinterpret_cast<uint32_t*>(Device(sizeof(uint32_t)));
     NATIVE_CHECK(cudaHostAlloc(&state.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
     for (cudaStream_t& stream : state.stream) NATIVE_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

@@ -28,6 +28,7 @@ struct RankState {
   xen_moe::ErrorRecord* error = nullptr;  // mapped host memory
   cudaStream_t stream[kStreams] = {}, side = nullptr;
   uint32_t* wrong = nullptr;  // device: words of results that were not as expected
+  uint32_t* begun = nullptr;  // device: the call that began last (Call::begun)
 };
 
 // An operation of one rank with its arrays on the device.
@@ -44,6 +45,7 @@ class Prepared {
   void VerifyBorders(cudaStream_t stream) const;
   const xen_moe::Needs& needs() const { return call().needs; }
   uint32_t signature() const { return call().signature; }
+  uint32_t call_id() const { return call().call_id; }
   xen_moe::DispatchParams dispatch{};
   xen_moe::CombineParams combine{};
   xen_moe::ExchangeParams exchange{};

@@ -101,6 +101,7 @@ FAULTS = {
         "piece.line < lines && v.w != epoch",
         "piece.line < lines && v.w > epoch",
     ),
+    "row-twice": ("low_latency_few.cuh", "(keys.y - least < below)", "0"),  # rows of few tokens on one another
 }
 
 

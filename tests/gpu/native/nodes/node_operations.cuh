@@ -94,9 +94,10 @@ inline Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i, bool 
     if (p.operation == Operation::kExchange) continue;
     const int operation = few ? i % 2 * 2 : i % 3, layout = few ? i / 2 : i / 3;
     if (layout < 3 && (static_cast<int>(p.operation) != operation || static_cast<int>(p.layout) != layout)) continue;
-    if (layout == 0 && p.operation == Operation::kCombine) {  // sums whose order shows
+    if (p.operation == Operation::kCombine && (layout == 0 || (layout == 2 && !few))) {  // sums whose order shows
       if (p.element != Element::kF32 || p.wire != WireType::kNative || !p.weighted) continue;
       if (p.top_k < 4 || p.tokens < 16) continue;
+      if (!few && (p.hidden % 8 == 0) != (layout == 2)) continue;  // octet by octet, and streamed
     }
     p.ranks_per_node = o.per_node, p.low_latency = few, p.bulk = false;
     if (few) {  // what those take

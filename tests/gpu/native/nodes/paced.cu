@@ -56,8 +56,8 @@ class Paced {
     for (const RankState& state : cut_.states) {
       NATIVE_CHECK(cudaSetDevice(state.device));
       if (state.rank < o_.gpus) {
-        Preload<PacedLink>();
-        cudaFuncAttributes a;
+        cudaFuncAttributes a;  // loaded before any of them spins
+        NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kNative, PacedLink>()));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, PacerKernel));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, LinkOnlyKernel));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<int4>, PacedLink>));

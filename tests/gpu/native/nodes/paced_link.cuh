@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kPacerThreads, 1)
     char* const* const staging = table->staging[post.generation % kGenerations];
     const int4* const source = reinterpret_cast<const int4*>(staging[rank] + post.from);
     int4* const there = reinterpret_cast<int4*>(staging[post.target] + post.to);
-    constexpr int kInFlight = 8;
+    constexpr int kInFlight = 16;
     const uint64_t count = post.bytes / 16;
     for (uint64_t base = threadIdx.x; base < count; base += kPacerThreads * kInFlight) {
       int4 v[kInFlight];

@@ -134,6 +134,13 @@ FAULTS = {
     ),
     "node-order": (
         "node_combine.cuh",
+        "for (int node = 0; node < plan.nodes; ++node) {",
+        "for (int node = plan.nodes - 1; node >= 0; --node) {",
+        "wrong vectors",
+        "normal",
+    ),
+    "node-order-streamed": (
+        "node_combine.cuh",
         "before = far & ((1u << plan.node) - 1), after = far & ~before;",
         "after = far & ((1u << plan.node) - 1), before = far & ~after;",
         "wrong vectors",

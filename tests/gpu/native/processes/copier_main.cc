@@ -29,6 +29,25 @@ const Driver* driver = nullptr;
 void* context = nullptr;
 int device = 0;
 
+// Below 32 KiB the driver copies to a GPU with the engine that runs kernels, which then has to take turns with a kernel
+// of the other process: 2.4 ms on an H200. Two rows with room between them go by a copy engine, in 8 us.
+constexpr size_t kLeastByCopyEngine = 32 << 10;
+constexpr size_t kRowDistance = kPieceBytes / 2;
+
+int Write(Channel* c, Address at, void* stream) {
+  const size_t bytes = c->bytes, half = bytes / 2;
+  if (bytes == 8) {
+    std::memcpy(&c->word, c->buffer, 8);
+    return driver->StreamWriteValue64(stream, at, c->word, 0);
+  }
+  if (bytes >= kLeastByCopyEngine || bytes % 2) return driver->MemcpyHtoDAsync(at, c->buffer, bytes, stream);
+  std::memcpy(c->buffer + kRowDistance, c->buffer + half, half);
+  Rows rows;
+  rows.from = c->buffer, rows.from_pitch = kRowDistance;
+  rows.to = at, rows.to_pitch = half, rows.width = half, rows.height = 2;
+  return driver->Memcpy2DAsync(&rows, stream);
+}
+
 int Answer(Channel* c, void* stream) {
   Address base = 0;
   {
@@ -41,12 +60,12 @@ int Answer(Channel* c, void* stream) {
   if (c->what == Channel::kRead) {
     if (int rc = driver->MemcpyDtoHAsync(c->buffer, at, c->bytes, stream)) return rc;
   } else if (c->what == Channel::kWrite) {
-    if (int rc = driver->MemcpyHtoDAsync(at, c->buffer, c->bytes, stream)) return rc;
+    if (int rc = Write(c, at, stream)) return rc;
   } else {
     if (int rc = driver->MemcpyDtoHAsync(&c->word, at, 8, stream)) return rc;
     if (int rc = driver->StreamSynchronize(stream)) return rc;
     c->word += c->value;
-    if (int rc = driver->MemcpyHtoDAsync(at, &c->word, 8, stream)) return rc;
+    if (int rc = driver->StreamWriteValue64(stream, at, c->word, 0)) return rc;
   }
   return driver->StreamSynchronize(stream);
 }

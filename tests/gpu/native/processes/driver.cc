@@ -31,6 +31,8 @@ bool Open(Driver* d) {
   find("cuStreamSynchronize", &d->StreamSynchronize);
   find("cuMemcpyDtoHAsync_v2", &d->MemcpyDtoHAsync);
   find("cuMemcpyHtoDAsync_v2", &d->MemcpyHtoDAsync);
+  find("cuMemcpy2DAsync_v2", &d->Memcpy2DAsync);
+  find("cuStreamWriteValue64_v2", &d->StreamWriteValue64);
   find("cuMemcpyDtoH_v2", &d->MemcpyDtoH);
   find("cuMemcpyHtoD_v2", &d->MemcpyHtoD);
   find("cuMemHostRegister_v2", &d->MemHostRegister);

@@ -27,6 +27,22 @@ struct Access {
   Place place;
   int flags;
 };
+// CUDA_MEMCPY2D, from the host to a GPU.
+struct Rows {
+  size_t from_x = 0, from_y = 0;
+  int from_kind = 1;
+  const void* from;
+  Address from_device = 0;
+  void* from_array = nullptr;
+  size_t from_pitch;
+  size_t to_x = 0, to_y = 0;
+  int to_kind = 2;
+  void* to_host = nullptr;
+  Address to;
+  void* to_array = nullptr;
+  size_t to_pitch, width, height;
+};
+static_assert(sizeof(Rows) == 128, "CUDA_MEMCPY2D has another layout");
 constexpr Access ReadWrite(int device) { return {{1, device}, 3}; }
 
 struct Driver {
@@ -43,6 +59,8 @@ struct Driver {
   int (*StreamSynchronize)(void* stream);
   int (*MemcpyDtoHAsync)(void* to, Address from, size_t bytes, void* stream);
   int (*MemcpyHtoDAsync)(Address to, const void* from, size_t bytes, void* stream);
+  int (*Memcpy2DAsync)(const Rows* rows, void* stream);
+  int (*StreamWriteValue64)(void* stream, Address to, uint64_t value, unsigned flags);
   int (*MemcpyDtoH)(void* to, Address from, size_t bytes);
   int (*MemcpyHtoD)(Address to, const void* from, size_t bytes);
   int (*MemHostRegister)(void* memory, size_t bytes, unsigned flags);

@@ -108,6 +108,21 @@ int cuMemcpyHtoDAsync_v2(rma::Address to, const void* from, size_t bytes, void*)
   OnlyThere("cuMemcpyHtoDAsync");
   return cuMemcpyHtoD_v2(to, from, bytes);
 }
+int cuMemcpy2DAsync_v2(const rma::Rows* rows, void*) {
+  OnlyThere("cuMemcpy2DAsync");
+  const bool known =
+      rows->from_kind == 1 && rows->to_kind == 2 && rows->width <= rows->from_pitch && rows->width <= rows->to_pitch;
+  for (size_t row = 0; known && row < rows->height; ++row) {
+    cuMemcpyHtoD_v2(rows->to + row * rows->to_pitch, static_cast<const char*>(rows->from) + row * rows->from_pitch,
+                    rows->width);
+  }
+  return known ? 0 : kInvalid;
+}
+int cuStreamWriteValue64_v2(void*, rma::Address to, uint64_t value, unsigned) {
+  OnlyThere("cuStreamWriteValue64");
+  __atomic_store_n(reinterpret_cast<uint64_t*>(to), value, __ATOMIC_RELEASE);
+  return 0;
+}
 int cuMemHostRegister_v2(void*, size_t, unsigned) { return 0; }
 int cuMemHostUnregister(void*) { return 0; }
 int cuMemGetAddressRange_v2(rma::Address* base, size_t* bytes, rma::Address at) {

@@ -259,7 +259,9 @@ class Group {
     const bool twice = faults_.duplicate;
     for (uint64_t at = 0; at < put.bytes;) {
       uint64_t bytes = std::min<uint64_t>(kPieceBytes, put.bytes - at);
-      if (faults_.reorder && put.pieces.size() < kRandomPieces) bytes = 1 + random() % bytes;
+      if (faults_.reorder && put.pieces.size() < kRandomPieces) {
+        bytes = std::min<uint64_t>(bytes, 8 + random() % bytes / 8 * 8);  // of an odd size no copy engine is sure
+      }
       put.pieces.push_back({at, at + bytes, twice && random() % 4 == 0});
       at += bytes;
     }

@@ -120,6 +120,26 @@ inline int Lane() { return static_cast<int>(threadIdx.x & 31); }
 
 }  // namespace emulator
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... P>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const P&... p) {
+  emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, [=] { kernel(p...); });
+  return cudaSuccess;
+}
+
 template <class A, class B>
 constexpr std::common_type_t<A, B> min(A a, B b) {
   using C = std::common_type_t<A, B>;

@@ -18,7 +18,7 @@ constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocPortable = 1, cudaHos
 constexpr unsigned cudaEventDisableTiming = 2;
 
 struct cudaFuncAttributes {
-  int maxThreadsPerBlock;
+  int maxThreadsPerBlock, ptxVersion;
 };
 struct CUstream_st;
 struct CUevent_st;
@@ -115,7 +115,8 @@ cudaError_t cudaHostAlloc(T** p, size_t bytes, unsigned flags) {
   return cudaHostAlloc(reinterpret_cast<void**>(p), bytes, flags);
 }
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  attributes->ptxVersion = 90;
   return cudaSuccess;
 }
 template <class Kernel>

@@ -1,0 +1,64 @@
+// A kernel's launch under the end of the kernel before it on its stream (programmatic dependent launch).
+//
+// A kernel that is launched by LaunchEarly may get its thread blocks while the one before it on its stream still ends.
+// It calls AwaitKernelBefore first: until that kernel has ended, and what it wrote is visible, it touches no memory but
+// its parameters. So nothing else needs to know of it, and any kernel may come before it. Earlier than a kernel's end
+// that happens only behind a kernel that has called AllowNextKernel in all its blocks.
+//
+// AllowNextKernel is called when a block waits for no other rank any more. Before that, the next kernel's blocks would
+// take the multiprocessors that are left to other programs, and wait there for an operation that waits for a rank which
+// may wait for such a program. After it, none but the last block of an operation can wait (for announcements), and as
+// many multiprocessors are free as while it ran, less one.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "rank_mask.cuh"
+
+namespace XEN_MOE_KERNELS {
+
+// Before compute capability 9.0 there is no such thing: kernels wait for one another by themselves.
+__device__ __forceinline__ void AwaitKernelBefore() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void AllowNextKernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether the code of `kernel` that the current device runs knows how to wait. Code for 8.0, which newer devices run
+// too, does not, whatever the device.
+template <class... P>
+bool AwaitsKernelBefore(void (*kernel)(P...)) {
+  constexpr int kDevices = 64;
+  static std::atomic<signed char> known[kDevices];  // 0: not asked yet. Of all kernels that are compiled alike
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  signed char waits = known[device].load(std::memory_order_relaxed);
+  if (waits == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    waits = attributes.ptxVersion >= 90 ? 1 : -1;
+    known[device].store(waits, std::memory_order_relaxed);
+  }
+  return waits > 0;
+}
+
+// A cudaError_t. `kernel` calls AwaitKernelBefore first.
+template <class... P>
+int LaunchEarly(void (*kernel)(P...), int blocks, uint32_t shared_bytes, cudaStream_t stream, const P&... parameters) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = AwaitsKernelBefore(kernel) ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+}  // namespace XEN_MOE_KERNELS
