@@ -2,11 +2,11 @@
 
     python benchmarks/layer_independent.py --json benchmarks/results/independent_layer_h200x4.json
 
-The programs do all that a layer does, router included, with the sizes of a real routing. But the experts multiply rows
-that an earlier dispatch has brought, and the combine sends rows that are there before the experts end. So every flight
-has matmuls beside it from its start: the dispatch the two projections, the combine the last matmul, and in the backward
-pass their transposes. No layer can do that, because rows must come before they are multiplied; no layer that is made of
-these kernels, in any order, is faster than the best of these programs.
+The programs do all that a layer does but the router's gradients, with the sizes of a real routing. But the experts
+multiply rows that an earlier dispatch has brought, and the combine sends rows that are there before the experts end. So
+every flight has matmuls beside it from its start: the dispatch the two projections, the combine the last matmul, and
+in the backward pass their transposes. No layer can do that, because rows must come before they are multiplied; no layer
+that is made of these kernels, in any order, is faster than the best of these programs.
 
 With `--seconds` each program also runs that long without a pause, and the energy that the GPUs took is read from NVML:
 a GPU at the limit of its power cannot run a program in less than its energy over that limit.

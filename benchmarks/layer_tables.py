@@ -202,11 +202,18 @@ def independent_layers(content: dict[str, Any]) -> list[str]:
                 cells += [reason(row["error"]), "-", "-", "-"]
                 continue
             energy = [f"{max(row['joules']):.2f}", f"{max(row['watts']):.0f}"] if "joules" in row else ["-", "-"]
-            cells += [f"{row['us'] / 1e3:.2f}", f"{row['us'] / alone['us']:.2f}", *energy]
+            time, of_experts = (r.get("sustained_us", r["us"]) for r in (row, alone))
+            cells += [f"{time / 1e3:.2f}", f"{time / of_experts:.2f}" if "joules" in row else "-", *energy]
         rows.append(cells)
     columns = ["program", "forward, ms", "over the experts", "J", "W"]
     columns += ["with backward, ms", *columns[2:]]
-    said = [f"Of the GPU that took most, whose limit is {limit:.0f} W.", ""] if limit else []
+    said = []
+    if limit:
+        said = [
+            "Without a pause where there are joules (of the GPU that took most), else as medians of short queues. The "
+            f"limit of a GPU is {limit:.0f} W.",
+            "",
+        ]
     return [*said, *table(columns, rows)]
 
 

@@ -106,7 +106,7 @@ def _take(context: Any, counter: Any, place: Any) -> None:
     """Adds one to the counter, in one thread, and writes what it was to `place`, for the whole warpgroup."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref
+    from jaxlib.mlir.dialects import memref
 
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
@@ -114,5 +114,5 @@ def _take(context: Any, counter: Any, place: Any) -> None:
             "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", utils.memref_ptr(counter), utils.c(1, i32),
             result_types=i32, has_side_effects=True,
         )  # fmt: skip
-        memref.store(number, place, [arith.constant(index, 0)])
+        memref.store(number, place, [utils.c(0, index)])
     utils.warpgroup_barrier()

@@ -70,9 +70,8 @@ def plan(depth: int, columns: int) -> Plan | None:
         fits(None, depth, columns),
         fits(depth, columns, None),
     )
-    if None in found:
-        return None
-    return Plan(*(dataclasses.replace(tiles, claimed=beside_flights()) for tiles in found))  # type: ignore[type-var]
+    kinds = [dataclasses.replace(tiles, claimed=beside_flights()) for tiles in found if tiles is not None]
+    return Plan(*kinds) if len(kinds) == len(found) else None
 
 
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
