@@ -71,6 +71,33 @@ std::string Decode(const Options& o) {
               static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
 }
 
+// Dispatches of so few tokens that those who receive the rows number them, and of a few more.
+std::string Few(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int kind = 0; kind < 36; ++kind) {
+    Problem p;
+    p.seed = static_cast<uint32_t>(rng());
+    p.ranks = o.ranks, p.tokens = 1 + static_cast<int>(rng() % (40 / o.ranks)), p.top_k = 1 + kind % 15;
+    p.experts = std::max(15, o.ranks * (2 + kind % 5)), p.hidden = 64 << kind % 4;
+    p.operation = Operation::kDispatch, p.layout = static_cast<Layout>(kind % 3);
+    p.element = kind % 4 == 1 ? Element::kF32 : Element::kBf16, p.weighted = true, p.low_latency = true;
+    p.alignment = p.layout == Layout::kGrouped && kind % 5 == 4 ? 4 : 1;
+    p.blocks = 1 + static_cast<int>(rng() % std::min(24, MostBlocks(o))), p.slices = 1 + p.blocks / 16;
+    p.push_blocks = std::max(1, p.blocks / 4);
+    const int rows = p.ranks * p.tokens * (p.layout == Layout::kRanked ? 1 : p.top_k);
+    p.capacity = p.layout == Layout::kPadded ? p.local_experts() * p.ranks * p.tokens
+                                             : std::max(1, kind % 7 == 6 ? rows / 8 : rows + 4 * p.local_experts());
+    pool.push_back(world.AddAll(p, 20 * o.patience));
+  }
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+}
+
 // Batches as they fly on few SMs: dispatches and redispatches that place four rows at a time by bulk copies, and
 // combines, of every number of slots up to eight, rows of several chunks, more rows than the capacity, ranks left out.
 std::string Flying(const Options& o) {
@@ -577,15 +604,25 @@ std::string Graphs(const Options& o) {
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},   {"flying", Flying, 60},
-      {"decode", Decode, 40},   {"wrap", EpochWrap, 20},
-      {"late", Late, 30},       {"absent", Absent, 20},
-      {"skip", Skip, 20},       {"shapes", Shapes, 30},
-      {"order", Order, 30},     {"dead", Dead, 20},
-      {"indices", Indices, 60}, {"generations", Generations, 40},
-      {"company", Company, 60}, {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},   {"members", Members, 60},
-      {"wide", Wide, 60},       {"leaver", Leaver, 60},
+      {"normal", Normal, 40},
+      {"flying", Flying, 60},
+      {"decode", Decode, 40},
+      {"few", Few, 40},
+      {"wrap", EpochWrap, 20},
+      {"late", Late, 30},
+      {"absent", Absent, 20},
+      {"skip", Skip, 20},
+      {"shapes", Shapes, 30},
+      {"order", Order, 30},
+      {"dead", Dead, 20},
+      {"indices", Indices, 60},
+      {"generations", Generations, 40},
+      {"company", Company, 60},
+      {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},
+      {"members", Members, 60},
+      {"wide", Wide, 60},
+      {"leaver", Leaver, 60},
       {"random", Random, 60},
   };
   return all;

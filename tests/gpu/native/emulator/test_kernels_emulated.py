@@ -40,6 +40,8 @@ CASES = [
     ("leaver", 3, 3, 12, 0),
     ("flying", 3, 3, 64, 50),
     ("graphs", 2, 2, 64, 15),
+    ("few", 2, 2, 64, 300),
+    ("few", 3, 3, 1, 60),
     ("random", 2, 2, 64, 1500),
     ("random", 4, 2, 64, 300),
     ("random", 3, 3, 2, 300),
@@ -112,7 +114,8 @@ def test_a_fault_in_a_kernel_is_seen(harness, fault):
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)})
-    command = [program, "--ranks", "2", "--gpus", "2", "--scenario", "normal", "--patience", "20"]
+    scenario = ["few", "--calls", "100"] if fault == "row-twice" else ["normal"]
+    command = [program, "--ranks", "2", "--gpus", "2", "--scenario", *scenario, "--patience", "20"]
     done = emulate(command, seconds=SECONDS)
     assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
 
