@@ -33,8 +33,12 @@ SOLO_ENTRIES = 2048
 
 
 CHUNKS = 64
-"""Chunks of a rank to another node, where they are of few tokens: a chunk is one warp's work."""
+"""Chunks of a rank to another node, where they are of few tokens."""
 MIN_CHUNK_TOKENS = 4
+USUAL_CHUNK_TOKENS = 16
+"""A chunk is one block's work, a token for each of its warps; with 32 tokens, operations took as long or longer
+(docs/nodes_design.md).
+"""
 HOP_BYTES = 128 << 10
 """What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
 there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
@@ -103,7 +107,8 @@ def chunk_tokens(spec: Spec, config: KernelConfig, *, lines: bool = False) -> in
             f"KernelConfig.ranks_per_node={config.ranks_per_node} with num_tokens={tokens}: between nodes the CUDA "
             f"backend takes at most {most * chunks} tokens a rank; split the batch"
         )
-    wanted = config.chunk_tokens or (most if lines else max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS)))
+    usual = min(USUAL_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS)))
+    wanted = config.chunk_tokens or (most if lines else usual)
     return min(most, max(wanted, -(-tokens // chunks)))
 
 
