@@ -68,18 +68,22 @@ Measure = Callable[[], Pieces]
 """What is left to do when all programs are compiled."""
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--json", type=pathlib.Path)
+def add_layer_options(add: Callable[..., Any]) -> None:
     add("--tokens", type=positive, default=4096, help="of a rank")
     add("--hidden", type=positive, default=4096)
     add("--width", type=positive, default=1536, help="of an expert")
     add("--experts", type=positive, default=64)
     add("--top-k", type=positive, default=8)
     add("--capacity-factor", type=float, default=1.25)
-    add("--chunks", type=positive, nargs="+", default=[1, 2, 4])
     add("--blocks", type=positive, nargs="+", default=[12, 16, 24, 32], help="thread blocks of a flight")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--json", type=pathlib.Path)
+    add_layer_options(add)
+    add("--chunks", type=positive, nargs="+", default=[1, 2, 4])
     add("--overlapped-blocks", type=positive, default=24, help="of the flights of the layers that are measured")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--join", type=pathlib.Path, nargs="+", metavar="FILE", help="measure nothing: files of other parts of one job")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from layer_bound import DEALT, PASSES, compile_all, experts_on, in_turns, summary
+from layer_bound import DEALT, PASSES, add_layer_options, compile_all, experts_on, in_turns, summary
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -57,13 +57,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--json", type=pathlib.Path)
-    add("--tokens", type=positive, default=4096, help="of a rank")
-    add("--hidden", type=positive, default=4096)
-    add("--width", type=positive, default=1536, help="of an expert")
-    add("--experts", type=positive, default=64)
-    add("--top-k", type=positive, default=8)
-    add("--capacity-factor", type=float, default=1.25)
-    add("--blocks", type=positive, nargs="+", default=[12, 16, 24, 32], help="thread blocks of a flight")
+    add_layer_options(add)
     add("--inner", type=positive, default=20, help="calls that are queued at once")
     add("--repeats", type=positive, default=5)
     add("--seconds", type=float, default=0.0, help="of each program without a pause, for its energy; 0: none")

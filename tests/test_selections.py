@@ -28,9 +28,9 @@ def marks(target):
 
 
 # no place is both: selections.py
-@pytest.mark.parametrize("has", [set(c) for n in range(4) for c in itertools.combinations(NAMES, n)], ids=str)
+@pytest.mark.parametrize("has", [c for n in range(4) for c in itertools.combinations(NAMES, n)], ids="-".join)
 def test_every_test_has_one_target(has):
-    if {"kernels", "memory"} <= has:
+    if {"kernels", "memory"} <= set(has):
         assert not any(a.startswith(b) or b.startswith(a) for a in selections.KERNELS for b in selections.MEMORY)
         return
     chosen = [target for target in TARGETS if marks(target).evaluate(lambda name, **_: name in has)]

@@ -80,6 +80,12 @@ class Rank:
         self.memory.set_provider(self.memory.fake_provider())
         self.watcher = processes.watch(self.memory, self.store, process, count)
 
+    def wait_for_death(self, process: int, seconds: float = 60.0) -> None:
+        """Until the watcher has noticed it, or the time is up."""
+        began = time.monotonic()
+        while process not in self.watcher.dead() and time.monotonic() - began < seconds:
+            time.sleep(0.01)
+
     def workspace(self, channel: int = 0):
         devices = [p * self.memory.devices_per_process for p in range(self.count)]
         return self.memory.workspace(devices, self.count, channel)
@@ -192,9 +198,7 @@ def one_is_left_out(rank: Rank) -> dict:
     print("ready", flush=True)
     if rank.process == 1:
         time.sleep(600)
-    began = time.monotonic()
-    while 1 not in rank.watcher.dead() and time.monotonic() - began < 60:
-        time.sleep(0.01)
+    rank.wait_for_death(1)
     failure, dead = rank.memory.failure(), rank.memory.mailbox_dead(workspace, 0)
     rank.memory.fail(workspace, 0, {"cause": 3, "rank": 1, "other": rank.process})  # an operation has needed it
     rank.memory.reset(30.0)

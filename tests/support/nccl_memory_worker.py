@@ -300,9 +300,7 @@ def node_goes_on(rank: Rank) -> dict:
     print("ready", flush=True)
     if rank.process == 1:
         time.sleep(600)
-    began = time.monotonic()
-    while 1 not in rank.watcher.dead() and time.monotonic() - began < 60:
-        time.sleep(0.01)
+    rank.wait_for_death(1)
     rank.memory.fail(workspace, 0, {"cause": 3, "rank": 2, "other": rank.rank})  # an operation has needed it
     rank.memory.reset(30.0)
     without.append(rank.memory.settled_without())

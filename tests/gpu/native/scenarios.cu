@@ -38,6 +38,16 @@ std::string Random(const Options& o) {
               seconds * 1e6 / static_cast<double>(o.calls));
 }
 
+// As many random calls of the pool's operations as are asked for; how many.
+long long RunCalls(World& world, const std::vector<std::vector<Prepared*>>& pool, const Options& o) {
+  const int64_t calls = std::min<int64_t>(o.calls, 20000);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, calls, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  return calls;
+}
+
 // Rows and batches as a decoding server has them: many lines in flight at once.
 std::string Decode(const Options& o) {
   World world(o.ranks, o.gpus);
@@ -63,12 +73,8 @@ std::string Decode(const Options& o) {
       pool.push_back(world.AddAll(p, 20 * o.patience));
     }
   }
-  world.Start(Largest(pool));
-  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "some of the calls");
-  return Text("%zu problems of up to 200 tokens of 7168 elements, %lld calls", pool.size(),
-              static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+  const long long calls = RunCalls(world, pool, o);
+  return Text("%zu problems of up to 200 tokens of 7168 elements, %lld calls", pool.size(), calls);
 }
 
 // Dispatches of so few tokens that those who receive the rows number them, and of a few more.
@@ -91,11 +97,8 @@ std::string Few(const Options& o) {
                                              : std::max(1, kind % 7 == 6 ? rows / 8 : rows + 4 * p.local_experts());
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
-  world.Start(Largest(pool));
-  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "some of the calls");
-  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+  const long long calls = RunCalls(world, pool, o);
+  return Text("%zu problems, %lld calls", pool.size(), calls);
 }
 
 // Batches as they fly on few SMs: dispatches and redispatches that place four rows at a time by bulk copies, and
@@ -123,11 +126,8 @@ std::string Flying(const Options& o) {
     if (kind % 8 == 7 || kind == 4 || kind == 10) p.members.reset(rng() % o.ranks);
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
-  world.Start(Largest(pool));
-  RunRandom(world, pool, o, std::min<int64_t>(o.calls, 20000), true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "some of the calls");
-  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(std::min<int64_t>(o.calls, 20000)));
+  const long long calls = RunCalls(world, pool, o);
+  return Text("%zu problems, %lld calls", pool.size(), calls);
 }
 
 std::string EpochWrap(const Options& o) {
