@@ -218,6 +218,16 @@ THOROUGH = (
     "gpu/test_gpu_bodies_on_cpu.py::test_data_parallel_groups[padded-fp8-ue8m0]",
     "gpu/test_gpu_bodies_on_cpu.py::test_data_parallel_groups[ranked]",
     "gpu/test_gpu_bodies_on_cpu.py::test_data_parallel_groups[grouped-scaled-fp8]",
+    # whole in themselves: 7 to 18 s each on a slow core
+    "flax/test_active.py::test_on_one_device_there_is_one_rank",
+    "flax/test_balance.py::test_aux_loss_does_not_depend_on_the_mesh",
+    "flax/test_weights_in_front.py::test_on_hopper[swiglu]",
+    "gpu/test_gpu_bodies_on_cpu.py::test_stress_finds_a_wrong_call",
+    "reference/test_active.py::test_gradients_are_those_of_a_routing_without_these_ranks[grouped-whole]",
+    "reference/test_active.py::test_a_loop_over_masks_is_one_dispatch",
+    "reference/test_multiprocess.py::test_two_processes_equal_one[two axes]",
+    "test_halves.py::test_gradients_travel_by_their_own_wire",
+    "transfer/test_transfer_host_copies.py::test_stores_into_mapped_memory_and_the_kernels_copies",
 )
 
 SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, axis types, routers
