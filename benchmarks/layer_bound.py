@@ -78,6 +78,17 @@ def add_layer_options(add: Callable[..., Any]) -> None:
     add("--blocks", type=positive, nargs="+", default=[12, 16, 24, 32], help="thread blocks of a flight")
 
 
+def layer_of(options: argparse.Namespace) -> layer_programs.LayerProblem:
+    """One layer of these sizes, its router weights in front."""
+    work = Workload(
+        tokens=options.tokens, hidden=options.hidden, experts=options.experts, top_k=options.top_k,
+        ranks=jax.device_count(), capacity_factor=options.capacity_factor, pool=2,
+    )  # fmt: skip
+    config = layer_programs.layer_config(work, options.width, "auto", xm.KernelConfig())
+    config = dataclasses.replace(config, apply_weights_to="activation")
+    return layer_programs.LayerProblem(make_problem(work), config, 1)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -340,13 +351,8 @@ def summary(us: list[float]) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles all, then measures the pieces; returns the JSON document, which is written after every part too."""
-    work = Workload(
-        tokens=options.tokens, hidden=options.hidden, experts=options.experts, top_k=options.top_k,
-        ranks=jax.device_count(), capacity_factor=options.capacity_factor, pool=2,
-    )  # fmt: skip
-    config = layer_programs.layer_config(work, options.width, "auto", xm.KernelConfig())
-    config = dataclasses.replace(config, apply_weights_to="activation")
-    given = layer_programs.LayerProblem(make_problem(work), config, 1)
+    given = layer_of(options)
+    work = given.work
     operands = layer_programs.draw_operands(given)
     document = report.header([], work) | {
         "command": shlex.join(["python", "benchmarks/layer_bound.py", *sys.argv[1:]]),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import dataclasses
 import json
 import pathlib
 import shlex
@@ -27,16 +26,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from layer_bound import DEALT, PASSES, add_layer_options, compile_all, experts_on, in_turns, summary
+from layer_bound import DEALT, PASSES, add_layer_options, compile_all, experts_on, in_turns, layer_of, summary
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import xen_moe_jax as xm
 from xen_moe_jax.benchmark import layer_programs, report, timing
 from xen_moe_jax.benchmark.options import positive
-from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, make_problem
+from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC
 from xen_moe_jax.benchmark.verify import WrongResultError
-from xen_moe_jax.benchmark.workload import Workload
 from xen_moe_jax.flax import _experts, grouped_matmul
 from xen_moe_jax.flax._experts import activate
 
@@ -234,13 +232,7 @@ def sustained(energy: Energy, run: Any, operands: Any, seconds: float, us: float
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    work = Workload(
-        tokens=options.tokens, hidden=options.hidden, experts=options.experts, top_k=options.top_k,
-        ranks=jax.device_count(), capacity_factor=options.capacity_factor, pool=2,
-    )  # fmt: skip
-    config = layer_programs.layer_config(work, options.width, "auto", xm.KernelConfig())
-    config = dataclasses.replace(config, apply_weights_to="activation")
-    given = layer_programs.LayerProblem(make_problem(work), config, 1)
+    given = layer_of(options)
     operands = layer_programs.draw_operands(given)
     specs = layer_programs.operand_specs(given)
 
@@ -260,7 +252,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             with experts_on(matmul):
                 made = on_ranks(program(given, operation, blocks, what), (*specs, RANK_SPEC))
                 lowered[what, blocks, matmul, operation] = made.lower(*operands, ready)
-    document = report.header([], work) | {
+    document = report.header([], given.work) | {
         "command": shlex.join(["python", "benchmarks/layer_independent.py", *sys.argv[1:]]),
         "width": options.width,
         "rows": [],

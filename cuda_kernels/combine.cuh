@@ -130,9 +130,7 @@ struct Straight {
   // Pairs of a source and a token, in the order in which they are pushed.
   __device__ __forceinline__ static int Pairs(const Routing& r) { return (r.ranks - 1) * r.tokens; }
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
-    *token = pair / (r.ranks - 1);
-    *source = r.rank + 1 + pair % (r.ranks - 1);
-    if (*source >= r.ranks) *source -= r.ranks;
+    PairOfOthers(r, pair, source, token);
   }
   __device__ __forceinline__ static int Target(const Routing&, int source) { return source; }
   __device__ __forceinline__ static int Slot(const Routing& r, int) { return r.rank; }

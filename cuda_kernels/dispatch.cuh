@@ -185,9 +185,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
 // In which order the rows of other ranks are placed: token by token, the sources interleaved, as they arrive.
 struct AsPushed {
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
-    *token = pair / (r.ranks - 1);
-    *source = r.rank + 1 + pair % (r.ranks - 1);
-    if (*source >= r.ranks) *source -= r.ranks;
+    PairOfOthers(r, pair, source, token);
   }
 };
 

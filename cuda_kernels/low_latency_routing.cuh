@@ -180,15 +180,15 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   }
 }
 
-// Thread `thread` of `threads`: from the counts of all sources, which the block has, the rows of the sources before, in
+// All threads of the block: from the counts of all sources, which the block has, the rows of the sources before, in
 // their place, and those of all. One block writes them into the result.
-__device__ __forceinline__ void SumCounts(const Plan& plan, int thread, int threads) {
+__device__ __forceinline__ void SumCounts(const Plan& plan) {
   const Routing& r = plan.p.routing;
   const int local = plan.at.local;
   const bool writes = plan.receiver == 0;
   int* counts = plan.In<int>(plan.at.counts);
 #pragma unroll 1
-  for (int l = thread; l < local; l += threads) {
+  for (int l = threadIdx.x; l < local; l += kThreads) {
     int sum = 0;
     constexpr int kAtOnce = 4;  // sources whose counts are loaded together
 #pragma unroll 1
@@ -209,7 +209,7 @@ __device__ __forceinline__ void SumCounts(const Plan& plan, int thread, int thre
   if (writes && local < r.local_experts) {
     const int rest = r.local_experts - local;
 #pragma unroll 1
-    for (int i = thread; i < r.ranks * rest; i += threads) {
+    for (int i = threadIdx.x; i < r.ranks * rest; i += kThreads) {
       plan.p.recv_counts[i / rest * r.local_experts + local + i % rest] = 0;
     }
   }
@@ -262,7 +262,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   if constexpr (Far::kAny) {
     if (!far.ReceiveCounts()) return false;
   }
-  SumCounts(plan, threadIdx.x, kThreads);
+  SumCounts(plan);
   __syncthreads();
   return true;
 }

@@ -25,6 +25,13 @@ __device__ __forceinline__ const T* OfSource(const T* own, const char* data, uin
   return reinterpret_cast<const T*>(data + offset) + static_cast<int64_t>(s) * r.tokens * r.top_k;
 }
 
+// A pair of another rank and a token, by its number: token by token, the ranks in turn from the next one on.
+__device__ __forceinline__ void PairOfOthers(const Routing& r, int pair, int* source, int* token) {
+  *token = pair / (r.ranks - 1);
+  *source = r.rank + 1 + pair % (r.ranks - 1);
+  if (*source >= r.ranks) *source -= r.ranks;
+}
+
 // Local expert of a global one, or -1.
 __device__ __forceinline__ int LocalExpert(int expert, const Routing& r) {
   const int local = expert - r.rank * r.local_experts;

@@ -45,9 +45,8 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
     }
   }
   return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output,
-               [&](const Member& member, cudaStream_t on, const Beginning&) {
-                 p.call.control = member.control;
-                 p.call.mailbox = member.mailbox;
+               [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
+                 Bind(&p.call, member, beginning);
                  p.rank = member.rank;
                  return LaunchExchange(p, on);
                });

@@ -152,6 +152,14 @@ ffi::Error Launched(int32_t ordinal, int code);
 // them first.
 ffi::Error EndRun(int32_t ordinal, cudaStream_t stream, ffi::RunId run, const ffi::Error& error);
 
+// What a call takes from the group's member that launches it, and how it shows that it has begun.
+inline void Bind(Call* call, const Member& member, const Beginning& beginning) {
+  call->control = member.control;
+  call->mailbox = member.mailbox;
+  call->begun = beginning.word;
+  call->begin = beginning.number;
+}
+
 // Runs `launch(member, stream, beginning)` on the member of this device, with the memory ready and earlier failures
 // reported. `result`: the first of its results, by which the done half finds a flight.
 template <class Launch>

@@ -61,10 +61,7 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
                Launch launch) {
   return RunOn(plan, p->call.needs, ordinal, stream, run, result,
                [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
-                 p->call.begun = beginning.word;
-                 p->call.begin = beginning.number;
-                 p->call.control = member.control;
-                 p->call.mailbox = member.mailbox;
+                 Bind(&p->call, member, beginning);
                  p->routing.rank = member.rank;
                  if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member), member, on);
                  return launch(*p, on);
