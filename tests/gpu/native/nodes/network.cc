@@ -132,6 +132,11 @@ void Network::Hold(bool held) {
   held_ = held;
   changed_.notify_all();
 }
+bool Network::Step() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!held_) std::abort();  // the network's own thread would take turns with the caller
+  return DeliverOne(~uint64_t{0});
+}
 void Network::Kill(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   killed_.insert(rank);

@@ -58,6 +58,9 @@ class Network {
   // What a test does to it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the rank any
   // more, and nothing that it has put completes.
   void Hold(bool held);
+  // While it is held: the next piece, signal or completion arrives now, whatever its delay, in an order that the seed
+  // alone decides. False: nothing is left.
+  bool Step();
   void Kill(int rank);
   // Puts to `rank` arrive, and are read, so much later.
   void Delay(int rank, int milliseconds);

@@ -248,7 +248,7 @@ void BrokenStrongSignals() {
   Expect(SignalRounds(std::string(kLate) + ",broken=1", true, 25).earlier > 0, "the broken rule was not seen");
 }
 void BrokenSignals() {
-  Expect(SignalRounds(std::string(kBad) + ",broken=4", true, 60).own > 0, "the broken rule was not seen");
+  Expect(SignalRounds(std::string(kLate) + ",broken=4", true, 25).own > 0, "the broken rule was not seen");
 }
 
 // Counters grow by what is added, from several ranks at once.
@@ -414,7 +414,8 @@ void MeetingInMemory() {
   Meetings([&](int rank, int ranks) { return native::MeetInMemory(shared.get(), rank, ranks); });
 }
 void MeetingOverTcp() {
-  const std::string address = "127.0.0.1:" + std::to_string(20000 + getpid() % 20000);
+  // Below the ports that the system gives to whoever asks for any.
+  const std::string address = "127.0.0.1:" + std::to_string(20000 + getpid() % 12000);
   Meetings([&](int rank, int ranks) { return native::MeetOverTcp(address, rank, ranks, 20); });
 }
 
