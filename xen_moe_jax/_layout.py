@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import DispatchLayout
 
@@ -19,15 +21,16 @@ def sanitize(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     if topk_idx.dtype.itemsize < 4:  # a narrow integer cannot be compared with a large number of experts
         topk_idx = topk_idx.astype(jnp.int32)
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
-    return jnp.where(valid, topk_idx, -1).astype(jnp.int32)
+    return ops.where(valid, topk_idx.astype(jnp.int32), -1)
 
 
 def exclusive_cumsum(x: jax.Array, axis: int) -> jax.Array:
-    return jnp.cumsum(x, axis=axis, dtype=x.dtype) - x
+    return lax.cumsum(x, axis=axis % x.ndim) - x
 
 
 def round_up(x: jax.Array, multiple: int) -> jax.Array:
-    return -(-x // multiple) * multiple
+    """The next multiple of `multiple`, for integers `x >= 0`."""
+    return x if multiple == 1 else ops.divide(x + (multiple - 1), multiple) * multiple
 
 
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
@@ -37,20 +40,16 @@ def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Ar
     number of bins.
     """
     n = bins.shape[0]
-    keys = jnp.where((bins >= 0) & (bins < num_bins), bins, num_bins)
-    by_bin = jnp.argsort(keys, stable=True)
-    starts = jnp.searchsorted(keys[by_bin], jnp.arange(num_bins + 1, dtype=keys.dtype)).astype(jnp.int32)
-    order = (
-        jnp.zeros(n, jnp.int32)
-        .at[by_bin]
-        .set(jnp.arange(n, dtype=jnp.int32) - starts[keys[by_bin]], unique_indices=True)
-    )
-    return order, jnp.diff(starts)
+    keys = ops.where((bins >= 0) & (bins < num_bins), bins, num_bins)
+    counts = ops.count(keys, num_bins + 1)
+    sorted_keys, by_bin = ops.stable_order(keys, 0)
+    within = lax.iota(jnp.int32, n) - ops.take(exclusive_cumsum(counts, axis=0), sorted_keys)
+    return ops.put(lax.full((n,), 0, jnp.int32), by_bin, within), counts[:-1]
 
 
 def owners(topk_idx: jax.Array, local_experts: int) -> jax.Array:
     """Rank that owns each slot's expert, `-1` for an unused slot; `topk_idx` is sanitised."""
-    return jnp.where(topk_idx >= 0, topk_idx // local_experts, -1)
+    return ops.where(topk_idx >= 0, ops.divide(topk_idx, local_experts), -1)
 
 
 def ranks_hit(topk_idx: jax.Array, num_ranks: int, local_experts: int) -> jax.Array:
@@ -115,12 +114,13 @@ def expert_bases(counts: jax.Array, spec: Spec) -> jax.Array:
 def recv_layout(topk_idx: jax.Array, order: jax.Array, counts: jax.Array, rank: jax.Array, spec: Spec) -> RecvLayout:
     """Receiver's view of every source: `topk_idx`, `order` `[R, T, K]`, `counts [R, E]`, `rank` this rank's number."""
     local = spec.local_experts
-    local_idx = jnp.where((topk_idx >= 0) & (topk_idx // local == rank), topk_idx - rank * local, -1)
+    mine = (topk_idx >= 0) & (ops.divide(topk_idx, local) == rank)
+    local_idx = ops.where(mine, topk_idx - rank * local, -1)
     if spec.layout == "ranked":
         hit = jnp.any(local_idx >= 0, axis=-1)
         flat = hit.reshape(-1).astype(jnp.int32)
         row = exclusive_cumsum(flat, axis=0).reshape(hit.shape)
-        positions = jnp.where(hit, jnp.where(row < spec.capacity, row, -2), -1)[..., None]
+        positions = ops.where(hit, ops.where(row < spec.capacity, row, -2), -1)[..., None]
         recv_counts = jnp.zeros((spec.num_ranks, local), jnp.int32)
         recv_counts = recv_counts.at[:, 0].set(jnp.sum(hit, axis=1, dtype=jnp.int32))
         return RecvLayout(positions, recv_counts, local_idx)
@@ -128,14 +128,14 @@ def recv_layout(topk_idx: jax.Array, order: jax.Array, counts: jax.Array, rank: 
     recv_counts = jax.lax.dynamic_slice_in_dim(padded_counts, rank * local, local, axis=1)
     bases = expert_bases(recv_counts, spec)
     expert = jnp.maximum(local_idx, 0)
-    base = jnp.take_along_axis(bases[:, None, :], expert, axis=2)
-    row = base + order
+    source = lax.broadcasted_iota(jnp.int32, expert.shape, 0)
+    row = ops.take(bases.reshape(-1), source * local + expert) + order
     if spec.layout == "padded":
         stride = spec.num_ranks * spec.num_tokens
         fits = row < (expert + 1) * stride
     else:
         fits = row < spec.capacity
-    positions = jnp.where(local_idx >= 0, jnp.where(fits, row, -2), -1)
+    positions = ops.where(local_idx >= 0, ops.where(fits, row, -2), -1)
     return RecvLayout(positions, recv_counts, local_idx)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _layout
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._spec import Spec
 
 
@@ -36,14 +37,14 @@ def place_slots(values: jax.Array, positions: jax.Array, spec: Spec, *, fill: An
     `flat`: one value per slot -> `[rows]`. Otherwise (ranked) one vector `[K]` per token -> `[rows, K]`.
     """
     num_rows = spec.capacity
-    target = jnp.where(positions >= 0, positions, num_rows).reshape(-1)
+    target = ops.where(positions >= 0, positions, num_rows).reshape(-1)
     values = values.reshape(-1) if flat else values.reshape(target.shape[0], -1)
     out = jnp.full((num_rows, *values.shape[1:]), fill, values.dtype)
-    return out.at[target].set(values, mode="drop", unique_indices=True)
+    return ops.put(out, target, values)
 
 
 def place_weights(weights: jax.Array, layout: _layout.RecvLayout, spec: Spec) -> jax.Array:
     if spec.layout == "ranked":
-        local = jnp.where(layout.local_idx >= 0, weights, 0.0)
+        local = ops.where(layout.local_idx >= 0, weights, 0.0)
         return place_slots(local, layout.positions, spec, fill=0.0)
     return place_slots(weights, layout.positions, spec, fill=0.0, flat=True).reshape(spec.row_dims)

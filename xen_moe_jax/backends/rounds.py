@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 
 DEFAULT_ROUNDS = 8
@@ -60,7 +61,7 @@ def exchange(
     rows = -(-max_rows // block) * block
     shapes = jax.eval_shape(produce, jnp.int32(0))
     init = jax.tree.map(lambda a: jnp.zeros((a.shape[0], rows, *a.shape[2:]), a.dtype), shapes)
-    num_rounds = (largest_pair + block - 1) // block
+    num_rounds = ops.divide(largest_pair + (block - 1), block)
 
     def one_round(state):
         i, buffers = state

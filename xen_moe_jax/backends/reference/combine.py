@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _nodes
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
@@ -40,17 +41,17 @@ def combine(
     flat_weights = weights.reshape(-1) if weighted else None
     block = rounds.block_rows(spec.num_tokens, config)
 
-    positions = jnp.where(positions < rows.shape[0], positions, -2)  # a row that does not exist counts as dropped
+    positions = ops.where(positions < rows.shape[0], positions, -2)  # a row that does not exist counts as dropped
     came = positions != -1
     slots = jnp.sum(came, axis=-1, dtype=jnp.int32)
     order = rounds.pad_to_blocks(most_rows_first(slots), 1, block, fill=-1)
-    packed = jnp.take_along_axis(positions, jnp.argsort(~came, axis=-1, stable=True), axis=-1)
+    packed = lax.sort((~came, positions), dimension=2, num_keys=1)[1].reshape(-1, positions.shape[-1])
     largest_pair = lax.pmax(jnp.max(jnp.sum(slots > 0, axis=1, dtype=jnp.int32)), spec.axis_name)
-    source = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None]
+    first = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None] * spec.num_tokens
 
     def produce(first_row):
         token = lax.dynamic_slice_in_dim(order, first_row, block, axis=1)
-        position = jnp.where((token >= 0)[..., None], packed[source, jnp.maximum(token, 0)], -1)
+        position = ops.where(token >= 0, ops.take(packed, first + jnp.maximum(token, 0)), -1)
         partial = _reduce_slots(rows, flat_weights, position, zero)
         return _to_wire(partial, y.dtype, wire, zero)
 
@@ -62,7 +63,7 @@ def combine(
 
 def most_rows_first(slots: jax.Array) -> jax.Array:
     """int32 `[R, T]`: each source's tokens by falling number of rows, ties in token order."""
-    return jnp.argsort(-slots, axis=1, stable=True).astype(jnp.int32)
+    return ops.stable_order(-slots, axis=1)[1]
 
 
 def _reduce_slots(rows, weights, position, zero):
@@ -72,11 +73,11 @@ def _reduce_slots(rows, weights, position, zero):
     def add_slot(state):
         j, acc = state
         at = lax.dynamic_index_in_dim(position, j, axis=2, keepdims=False)
-        row = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
+        place = jnp.maximum(at, 0)
+        row = ops.take(rows, place).astype(jnp.float32)
         if weights is not None:
-            weight = weights.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds")
-            row = multiply_rounded(row, weight[..., None], zero)
-        return j + 1, jnp.where((at >= 0)[..., None], acc + row, acc)
+            row = multiply_rounded(row, ops.take(weights, place)[..., None], zero)
+        return j + 1, ops.where(at >= 0, acc + row, acc)
 
     acc = jnp.zeros((*position.shape[:2], rows.shape[-1]), jnp.float32)
     return lax.while_loop(lambda state: state[0] < deepest, add_slot, (jnp.int32(0), acc))[1]
@@ -104,15 +105,15 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
         owner[:, :, None] == jnp.arange(spec.num_ranks, dtype=jnp.int32), axis=1, dtype=jnp.int32
     ).T  # [R, T]: slots of each token on each rank
     counts = jnp.minimum(counts, spec.slots)  # as many rows as `positions` shows the expert rank
-    place = jnp.argsort(most_rows_first(counts), axis=1)
+    place = ops.stable_order(most_rows_first(counts), axis=1)[1]
     stride = received[0].shape[1]
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in received)
 
     def add_rank(rank, acc):
         hit = lax.dynamic_index_in_dim(counts, rank, axis=0, keepdims=False) > 0
         at = lax.dynamic_index_in_dim(place, rank, axis=0, keepdims=False) + rank * stride
-        partial = _from_wire(tuple(a.at[at].get(mode="promise_in_bounds") for a in flat), wire, zero)
-        return jnp.where(hit[:, None], acc + partial, acc)
+        partial = _from_wire(tuple(ops.take(a, at) for a in flat), wire, zero)
+        return ops.where(hit, acc + partial, acc)
 
     hidden = received[0].shape[-1]
     start = jnp.zeros((spec.num_tokens, hidden), jnp.float32)

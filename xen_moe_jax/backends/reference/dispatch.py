@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _layout
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
@@ -74,7 +75,7 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
 
     def produce(first_row):
         chosen = lax.dynamic_slice_in_dim(tokens, first_row, block, axis=1)
-        return tuple(a.at[chosen].get(mode="promise_in_bounds") for a in payload)
+        return tuple(ops.take(a, chosen) for a in payload)
 
     received = rounds.exchange(
         produce, largest_pair=largest_pair, max_rows=spec.num_tokens, block=block, axis_name=spec.axis_name
@@ -87,8 +88,7 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
 
     def place(staged):
         staged = staged.reshape(-1, staged.shape[-1])
-        rows = staged.at[jnp.maximum(source, 0)].get(mode="promise_in_bounds")
-        rows = jnp.where((source >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
+        rows = ops.where(source >= 0, ops.take(staged, jnp.maximum(source, 0)), 0)
         return rows.reshape(*spec.row_dims, rows.shape[-1])
 
     if wire is not None:
@@ -101,4 +101,4 @@ def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire
 
 def list_members(hit: jax.Array) -> jax.Array:
     """int32 `[R, T]`: for each rank the tokens with `hit[r, t]`, ascending, then filler (valid token numbers)."""
-    return jnp.argsort(~hit, axis=1, stable=True).astype(jnp.int32)
+    return ops.stable_order(~hit, axis=1)[1]
