@@ -159,7 +159,15 @@ def combine_with_a_handle_over(axis_name, axis_sizes, mesh):
     lowered(body, mesh, name, *jax.device_put(arrays, jax.NamedSharding(mesh, P(name))))
 
 
+def exported_for(mesh, *platforms):
+    specs = P("ep")
+    program = jax.jit(jax.shard_map(lambda x, i: good(x, i).x, mesh=mesh, in_specs=specs, out_specs=specs))
+    arrays = jnp.ones((RANKS * T, H)), jnp.zeros((RANKS * T, K), jnp.int32)
+    jax.export.export(program, platforms=platforms)(*jax.device_put(arrays, jax.NamedSharding(mesh, specs)))
+
+
 OUTSIDE = {
+    "several-platforms": lambda mesh: exported_for(mesh, "cpu", "tpu"),
     "outside-shard-map": lambda mesh: good(tokens(), slots()),
     "outside-shard-map-jit": lambda mesh: jax.jit(lambda x: good(x, slots()))(tokens()),
     "handle-other-axis": lambda mesh: combine_with_a_handle_over(("data",), (RANKS,), mesh),
