@@ -26,10 +26,11 @@ def operands():
     return x, rng.integers(0, E, (RANKS * T, K)).astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
-def test_numpy_integers_are_integers(mesh4, kind):
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, np.array, jnp.int32], ids=lambda kind: kind.__name__)
+def test_numpy_integers_and_arrays_without_dimensions_are_integers(mesh4, kind):
     """And make the same program: a NumPy integer in a config or a spec would be compiled again."""
-    config = xm.KernelConfig(num_sms=kind(8), chunk_tokens=kind(4), channel=kind(1), timeout_s=np.float32(2))
+    seconds = kind(2) if kind is np.array else np.float32(2)
+    config = xm.KernelConfig(num_sms=kind(8), chunk_tokens=kind(4), channel=kind(1), timeout_s=seconds)
     assert config == xm.KernelConfig(num_sms=8, chunk_tokens=4, channel=1, timeout_s=2.0)
     assert hash(config) == hash(dataclasses.replace(config, channel=1))
     assert all(type(v) in (int, float, str, type(None)) for v in dataclasses.asdict(config).values())
@@ -38,14 +39,46 @@ def test_numpy_integers_are_integers(mesh4, kind):
     xm.routing.group_limited_top_k(jnp.ones((T, E)), kind(2), num_groups=kind(4), topk_groups=kind(2))
     xm.get_dispatch_layout(idx, num_experts=kind(E), num_ranks=kind(4), ranks_per_node=kind(2))
     assert xm.buffer_size_hint(num_tokens=kind(T), hidden=kind(H), num_ranks=kind(4)) == 0
+    shapes = {"num_tokens": T, "hidden": H, "num_ranks": 4, "num_experts": E, "top_k": K, "nodes_per_token": 1}
+    assert xm.perf_model(**{name: kind(n) for name, n in shapes.items()}) == xm.perf_model(**shapes)
     xm.Buffer(mesh4, "ep", num_tokens=kind(T), hidden=kind(H), channel=kind(1)).close()
 
+    experts, rows, one, first = kind(E), kind(9), kind(1), kind(0)  # inside, an array of JAX's would be a traced one
+
     def body(x, idx):
-        routed = xm.dispatch(x, idx, num_experts=kind(E), axis_name="ep", capacity=kind(9), alignment=kind(1))
+        routed = xm.dispatch(x, idx, num_experts=experts, axis_name="ep", capacity=rows, alignment=one)
         assert all(type(v) is int for v in (routed.handle.spec.num_experts, routed.handle.spec.capacity))
-        return xm.all_to_all(xm.combine(routed.x, routed.handle), "ep", kind(0), kind(0), tiled=True)
+        return xm.all_to_all(xm.combine(routed.x, routed.handle), "ep", first, first, tiled=True)
 
     jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=P("ep"), out_specs=P("ep"))).lower(*place(mesh4, *operands()))
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.array(True), np.array([2]), 2.0, np.array(2.0), "2", None])
+def test_what_is_no_integer_is_refused_alike_by_operations_and_configs(value):
+    idx = jnp.zeros((T, K), jnp.int32)
+    for refuses in (
+        lambda: xm.get_dispatch_layout(idx, num_experts=value, num_ranks=1),
+        lambda: xm.routing.top_k(jnp.ones((T, E)), value),
+        lambda: xm.KernelConfig(channel=value),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"must be an int"):
+            refuses()
+
+
+def test_a_number_that_only_the_run_time_knows_is_no_integer():
+    with pytest.raises(ValueError, match="KernelConfig.num_sms=.*: must be None or a positive int"):
+        jax.jit(lambda n: xm.KernelConfig(num_sms=n) and n)(8)
+    with pytest.raises(ValueError, match="KernelConfig.timeout_s=.*: must be seconds"):
+        jax.jit(lambda n: xm.KernelConfig(timeout_s=n) and n)(8.0)
+
+
+@pytest.mark.parametrize("value", [2, np.int8(2), 2.0, np.float32(2), np.array(2.0), jnp.bfloat16(2)])
+def test_seconds_are_any_known_number(value):
+    assert xm.KernelConfig(timeout_s=value) == xm.KernelConfig(timeout_s=2.0)
+
+
+def test_a_wire_names_its_dtype_however_it_is_given():
+    assert xm.Wire(jnp.int8) == xm.Wire(np.dtype("int8")) == xm.Wire("int8")
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])

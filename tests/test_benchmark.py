@@ -315,6 +315,14 @@ def checked(*arguments):
     options.check(options.build_parser().parse_args(arguments))
 
 
+@pytest.mark.parametrize("value", ["-1", "many", str(2**63)])
+def test_a_seed_that_no_generator_takes_is_an_error(value, capsys):
+    with pytest.raises(SystemExit):
+        checked("--seed", value)
+    message = capsys.readouterr().err
+    assert "--seed" in message and value in message and "must be" in message
+
+
 @pytest.mark.parametrize(
     "argument",
     ["--tokens", "--hidden", "--experts", "--top-k", "--ranks", "--num-sms", "--chunk-tokens", "--inner", "--unroll"]

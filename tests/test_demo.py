@@ -152,6 +152,9 @@ def test_bad_arguments(tmp_path, capsys):
     assert "5 bytes; needs at least 100000" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         command.main(["--steps", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--seed", str(2**63)])
+    assert f"--seed {2**63}: must be" in capsys.readouterr().err
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
         command.main(["--output", str(tmp_path / "file" / "folder")])

@@ -106,6 +106,27 @@ def test_second_derivatives(mesh4, problem, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dispatch_has_the_linear_transpose_that_its_gradient_uses(mesh4, layout):
+    x, idx, weights, *_ = model()
+
+    def f(x, idx, weights):
+        def send(x, weights):
+            routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep", layout=layout)
+            return routed.x, routed.topk_weights if layout == "ranked" else routed.weights
+
+        rows, primal = jax.vjp(send, x, weights)
+        cotangents = jax.tree.map(jnp.cos, rows)
+        transposed = jax.linear_transpose(send, x, weights)(cotangents)
+        one = jax.linear_transpose(lambda x: send(x, None)[0], x)(cotangents[0])
+        return *transposed, *one, *primal(cotangents)
+
+    out = jax.jit(jax.shard_map(f, mesh=mesh4, in_specs=P("ep"), out_specs=P("ep")))(*place(mesh4, x, idx, weights))
+    x_ct, weights_ct, x_alone, expected_x, expected_weights = map(np.asarray, out)
+    assert np.abs(expected_x).max() > 0 and np.abs(expected_weights).max() > 0
+    assert (x_ct == expected_x).all() and (x_alone == expected_x).all() and (weights_ct == expected_weights).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear_transposes_are_adjoint(mesh4, layout):
     """`<A x, y> == <x, A^T y>` for redispatch in x and combine in y, and A^T is the other operation, bit for bit."""
     x, idx, weights, *_ = model()

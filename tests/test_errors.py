@@ -77,6 +77,8 @@ INSIDE = {
     "active-dtype": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
     "wire-unknown": lambda x, i, w: good(x, i, wire="float4"),
     "wire-scale-format": lambda x, i, w: good(x, i, wire="int8:bf16"),
+    "wire-object": lambda x, i, w: good(x, i, wire=xm.Wire("int4")),
+    "wire-object-scale-format": lambda x, i, w: good(x, i, wire=xm.Wire("int8", "bf16")),
     "wire-of-block-scaled": lambda x, i, w: good(scaled(x), i, wire="int8"),
     "axis-unknown": lambda x, i, w: good(x, i, axis_name="expert"),
     "axis-three": lambda x, i, w: good(x, i, axis_name=("a", "b", "c")),
@@ -92,6 +94,7 @@ INSIDE = {
     "y-block-scaled": lambda x, i, w: combined(x, i, y=scaled(jnp.ones((RANKS * T * K, H)))),
     "weighted-ranked": lambda x, i, w: combined(x, i, layout="ranked", weighted=True),
     "weighted-type": lambda x, i, w: combined(x, i, weighted="yes"),
+    "weighted-array": lambda x, i, w: combined(x, i, weighted=np.ones(2, bool)),
     "handle-type": lambda x, i, w: xm.combine(x, good(x, i)),
     "handle-shape": lambda x, i, w: with_handle(x, i, positions=jnp.zeros((RANKS, T), jnp.int32)),
     "handle-dtype": lambda x, i, w: with_handle(x, i, recv_counts=jnp.zeros((RANKS, E // RANKS))),
@@ -156,7 +159,15 @@ def combine_with_a_handle_over(axis_name, axis_sizes, mesh):
     lowered(body, mesh, name, *jax.device_put(arrays, jax.NamedSharding(mesh, P(name))))
 
 
+def exported_for(mesh, *platforms):
+    specs = P("ep")
+    program = jax.jit(jax.shard_map(lambda x, i: good(x, i).x, mesh=mesh, in_specs=specs, out_specs=specs))
+    arrays = jnp.ones((RANKS * T, H)), jnp.zeros((RANKS * T, K), jnp.int32)
+    jax.export.export(program, platforms=platforms)(*jax.device_put(arrays, jax.NamedSharding(mesh, specs)))
+
+
 OUTSIDE = {
+    "several-platforms": lambda mesh: exported_for(mesh, "cpu", "tpu"),
     "outside-shard-map": lambda mesh: good(tokens(), slots()),
     "outside-shard-map-jit": lambda mesh: jax.jit(lambda x: good(x, slots()))(tokens()),
     "handle-other-axis": lambda mesh: combine_with_a_handle_over(("data",), (RANKS,), mesh),
@@ -172,16 +183,21 @@ OUTSIDE = {
     "hint-ranks-per-node": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, ranks_per_node=3),
     "timeout": lambda mesh: xm.KernelConfig(timeout_s=-1.0),
     "quantize-dtype": lambda mesh: xm.quantize(jnp.ones((4, 128), jnp.int32)),
+    "quantize-not-an-array": lambda mesh: xm.quantize("tokens"),
     "quantize-wire": lambda mesh: xm.quantize(tokens(), dtype="float4"),
     "quantize-scale-format": lambda mesh: xm.quantize(tokens(), scale_format="e5m2"),
     "quantize-scalar": lambda mesh: xm.quantize(jnp.float32(1)),
     "dequantize-type": lambda mesh: xm.dequantize(tokens()),
+    "dequantize-not-arrays": lambda mesh: xm.dequantize(xm.BlockScaled(1, 2)),
+    "dequantize-values": lambda mesh: xm.dequantize(xm.BlockScaled(tokens(), jnp.ones((T, 1)))),
     "dequantize-dtype": lambda mesh: xm.dequantize(xm.quantize(tokens()), "int32"),
     "dequantize-scales": lambda mesh: xm.dequantize(xm.BlockScaled(jnp.zeros((T, 256), jnp.int8), jnp.ones((T, 1)))),
     "layout-ranks-per-node": lambda mesh: xm.get_dispatch_layout(slots(), num_experts=E, num_ranks=4, ranks_per_node=3),
     "router-k": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 9),
     "router-score": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, score="tanh"),
     "router-bias": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, bias=jnp.ones(3)),
+    "router-k-float": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2.0),
+    "router-groups-float": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=4.0),
     "router-groups": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=3),
     "router-group-size": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 3, num_groups=4, topk_groups=1),
     "buffer-axis": lambda mesh: xm.Buffer(mesh, "expert", num_tokens=T, hidden=H),

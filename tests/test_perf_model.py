@@ -121,8 +121,12 @@ def test_group_limited_routing_crosses_less():
         ({"topk_idx": np.zeros((8, 5, 8), int)}, r"topk_idx has shape \(8, 5, 8\)"),
         ({"operation": "shuffle"}, "operation='shuffle'"),
         ({"wire": "fp4"}, "wire='fp4'"),
+        ({"dtype": "float7"}, "dtype='float7': must be one of"),
+        ({"nodes_per_token": 0}, "nodes_per_token=0: must be >= 1"),
+        ({"topk_idx": np.zeros((8, 4096, 8))}, "topk_idx has dtype float64: must be an integer dtype"),
+        ({"links": "H100"}, "links='H100': must be an xm.Links"),
     ],
 )
 def test_bad_arguments_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         xm.perf_model(**({"num_tokens": 4096, "num_ranks": 8, **DEEPSEEK} | wrong))

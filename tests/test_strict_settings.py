@@ -76,6 +76,16 @@ def test_other_dtypes_without_weights(mesh4, layout, dtype):
     lower(gradients(lambda x, idx, weights: layer(x, idx, None, layout=layout)), mesh4, dtype=dtype)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_are_out(mesh4, layout):
+    def body(x, idx, weights):
+        active = jnp.arange(RANKS) != idx[0, 0]
+        return layer(x, idx, weights, layout=layout, active=active)
+
+    lower(body, mesh4)
+    lower(gradients(body), mesh4)
+
+
 def test_two_axes(node_mesh):
     axis = ("node", "gpu")
     lower(gradients(lambda *a: layer(*a, axis=axis)), node_mesh, axis=axis)

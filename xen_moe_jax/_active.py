@@ -40,7 +40,7 @@ def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
         return topk_idx
     owner = _layout.owners(topk_idx, spec.local_experts)[..., None]
     here = owner == lax.broadcasted_iota(jnp.int32, (*topk_idx.shape, spec.num_ranks), topk_idx.ndim)
-    return jnp.where(jnp.any(here & _mine(active, spec), axis=-1), topk_idx, -1)  # a gather is slow on TPUs
+    return jnp.where(jnp.any(here & _mine(active, spec)[None, None], axis=-1), topk_idx, -1)  # a gather is slow on TPUs
 
 
 def positions_of(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:

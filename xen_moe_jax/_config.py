@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
-import numpy as np
+from xen_moe_jax._numbers import as_float, as_int
 
 BACKENDS = (None, "reference", "pallas", "cuda")
 MODES = ("auto", "throughput", "low_latency")
@@ -60,14 +59,10 @@ class KernelConfig:
             self._integer(name, "must be None or a positive int", least=1)
         self._integer("channel", "must be an int in [0, 16)", least=0, below=16, optional=False)
         self._integer("collective_id", "must be None or an int >= 0", least=0)
-        seconds: Any = self.timeout_s
-        if (
-            isinstance(seconds, bool)
-            or not isinstance(seconds, int | float | np.integer | np.floating)
-            or not seconds >= 0
-        ):
-            raise ValueError(f"KernelConfig.timeout_s={seconds!r}: must be seconds >= 0 (0 waits for ever)")
-        object.__setattr__(self, "timeout_s", float(seconds))
+        seconds = as_float(self.timeout_s)
+        if seconds is None or seconds < 0:
+            raise ValueError(f"KernelConfig.timeout_s={self.timeout_s!r}: must be seconds >= 0 (0 waits for ever)")
+        object.__setattr__(self, "timeout_s", seconds)
         if not (self.interpret is None or isinstance(self.interpret, bool) or _is_interpret_params(self.interpret)):
             raise ValueError(
                 f"KernelConfig.interpret={self.interpret!r}: must be None, True, False or a pltpu.InterpretParams"
@@ -78,10 +73,7 @@ class KernelConfig:
         value = getattr(self, name)
         if value is None and optional:
             return
-        try:
-            number = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            number = None
+        number = as_int(value)
         if number is None or not least <= number < below:
             raise ValueError(f"KernelConfig.{name}={value!r}: {remedy}")
         object.__setattr__(self, name, number)

@@ -11,6 +11,7 @@ from jax._src import config as jax_config
 from jax._src import dispatch as jax_dispatch
 from jax._src import distributed, effects
 from jax._src.ad_checkpoint import name_p
+from jax._src.interpreters import mlir as jax_mlir
 from jax.interpreters import ad
 
 
@@ -38,6 +39,11 @@ def checks_varying(axis: str) -> bool:
 def lower_per_device_order(primitives: Any) -> None:
     """The mesh's devices become part of these primitives' programs: no lowering is reused for another device order."""
     jax_dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def platforms_of(ctx: Any) -> tuple[str, ...]:
+    """The platforms that an operation is being lowered for: several in a `jax.export` for several."""
+    return jax_mlir._platforms_for_eqn(ctx)
 
 
 def key_value_client() -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from xen_moe_jax import _active, _layout, _nodes, _shapes
+from xen_moe_jax import _active, _layout, _mesh, _nodes, _shapes
 from xen_moe_jax._collective_primitives import all_to_all_p
 from xen_moe_jax._primitive import declare, declare_composite
 from xen_moe_jax._spec import Spec
@@ -200,7 +200,32 @@ def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return results, dots
 
 
+def _dispatch_transpose(
+    cotangents: Any, x: Any, scales: Any, topk_idx: Any, topk_weights: Any, active: Any, **params: Any
+) -> list[Any]:
+    """Of a dispatch that is linear by itself (`jax.linear_transpose`): its routing is worked out again, of no rows."""
+    rows_ct, _, _, _, weights_ct, *_ = cotangents
+    wanted = ad.is_undefined_primal(x), ad.is_undefined_primal(topk_weights)
+    values = [jnp.zeros(v.aval.shape, v.aval.dtype) if ad.is_undefined_primal(v) else v for v in (x, topk_weights)]
+    if not are_zero(rows_ct, weights_ct):
+        values = list(_mesh.vary_alike(*values, topk_idx))
+        out = Dispatched(*dispatch_p.bind(values[0], scales, topk_idx, values[1], active, **params))
+        handle = out.topk_idx, out.positions, out.recv_counts, active
+    x_ct, topk_weights_ct = (zero_if(w, v) for w, v in zip(wanted, (x, topk_weights), strict=True))
+    if wanted[0] and not are_zero(rows_ct):
+        check_carries_gradient(values[0])
+        (x_ct,) = combine_p.bind(
+            rows_ct, *handle, jnp.zeros_like(out.weights), weighted=False, **_for_gradients(params)
+        )
+    if wanted[1] and not are_zero(weights_ct):
+        local = () if out.local_idx is None else (out.local_idx,)
+        spec, config = params["spec"], params["config"]
+        (topk_weights_ct,) = weights_from_rows_p.bind(weights_ct, *handle, *local, spec=spec, config=config)
+    return [x_ct, None, None, topk_weights_ct, None]
+
+
 ad.primitive_jvps[dispatch_p] = _dispatch_jvp
+ad.primitive_transposes[dispatch_p] = _dispatch_transpose
 
 
 def _redispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

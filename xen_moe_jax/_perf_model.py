@@ -103,7 +103,8 @@ def perf_model(
       links: bandwidths and fixed costs.
 
     Raises:
-      ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, or `topk_idx` has another shape.
+      ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, `topk_idx` has another shape, or
+        `dtype` or `wire` is unknown. TypeError: `topk_idx` holds no integers, or `links` is no `Links`.
     """
     caller = "perf_model"
     if operation not in OPERATIONS:
@@ -120,9 +121,14 @@ def perf_model(
     )
     if ranks % per_node:
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
+    if not isinstance(links, Links):
+        raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
+    dtype = _validate.dtype(dtype, caller)
     if topk_idx is None:
         nodes = ranks // per_node
-        most = nodes if nodes_per_token is None else min(nodes, nodes_per_token)
+        most = nodes
+        if nodes_per_token is not None:
+            most = min(nodes, _validate.integer(nodes_per_token, "nodes_per_token", caller, minimum=1))
         fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
         slots = float(tokens * top_k)
     else:
@@ -180,6 +186,8 @@ def _counted_rows(
         raise ValueError(
             f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
         )
+    if not np.issubdtype(topk_idx.dtype, np.integer):
+        raise TypeError(f"perf_model: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype")
     owner = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx // -(-experts // ranks), -1)
     hit = (owner[..., None] == np.arange(ranks)).any(axis=2)  # [source, token, rank]
     by_node = hit.reshape(ranks, tokens, ranks // per_node, per_node)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _active, _layout, _nodes, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
+from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
 
@@ -164,11 +165,10 @@ def combine(
     handle = _validate.handle(handle, caller)
     spec = handle.spec
     y = _validate.rows(y, spec, caller)
-    if weighted is None:
-        weighted = spec.layout != "ranked"
-    if weighted not in (True, False):
+    chosen = spec.layout != "ranked" if weighted is None else as_bool(weighted)
+    if chosen is None:
         raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
-    if weighted and spec.layout == "ranked":
+    if chosen and spec.layout == "ranked":
         raise ValueError(
             f"{caller}: weighted=True with layout='ranked': a row stands for several experts; apply "
             "routed.topk_weights while reducing over the local experts and pass weighted=False"
@@ -176,7 +176,7 @@ def combine(
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, y.shape[-1], caller)
     checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, checked, handle.weights]
-    return PreparedCombine(static, bool(weighted), *vary_over(operands, spec.axis_name))
+    return PreparedCombine(static, chosen, *vary_over(operands, spec.axis_name))
 
 
 def redispatch(

@@ -43,10 +43,18 @@ def declare(
     where a backend does not have the operation.
     """
     primitive = _primitive(operation, shapes)
-    for platform in PLATFORMS:
-        # not cacheable: two equal calls are two sites
-        lowering = _lowering(operation, platform, mask, finish, otherwise)
-        mlir.register_lowering(primitive, lowering, platform=platform, cacheable=False)
+    rules = {platform: _lowering(operation, platform, mask, finish, otherwise) for platform in PLATFORMS}
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        platforms = _jax_internals.platforms_of(ctx)
+        if len(platforms) > 1:  # rules that are registered by platform would fail here in JAX, which cannot say why
+            raise NotImplementedError(
+                f"{operation} for platforms={platforms} in one program: kernels differ by platform, and XLA runs no "
+                "program that holds another platform's. Export one program for each platform"
+            )
+        return rules.get(platforms[0], rules[None])(ctx, *operands, **params)
+
+    mlir.register_lowering(primitive, rule, cacheable=False)  # not cacheable: two equal calls are two sites
     _declared.append(primitive)
     return primitive
 

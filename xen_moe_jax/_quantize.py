@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
@@ -30,6 +31,14 @@ class Wire:
     dtype: str
     scale_format: str = "float32"
 
+    def __post_init__(self) -> None:
+        name = _dtype_name(self.dtype)
+        if name not in QMAX:
+            raise ValueError(f"Wire.dtype={self.dtype!r}: must be one of {tuple(QMAX)}")
+        if self.scale_format not in SCALE_FORMATS:
+            raise ValueError(f"Wire.scale_format={self.scale_format!r}: must be one of {SCALE_FORMATS}")
+        object.__setattr__(self, "dtype", name)
+
     @property
     def jnp_dtype(self) -> Any:
         """The dtype of what travels, as jax.numpy has it."""
@@ -40,6 +49,14 @@ class Wire:
         return hidden + 4 * scale_blocks(hidden)
 
 
+def _dtype_name(value: Any) -> str:
+    """The name of a dtype, however it is given; of anything else its text, which names none."""
+    try:
+        return jnp.dtype(value).name if value is not None else "None"
+    except TypeError:
+        return str(value)
+
+
 def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
     """None, a dtype name ("float8_e4m3fn", "int8"), "float8_e4m3fn:ue8m0", a dtype, or a `Wire`."""
     if wire is None or isinstance(wire, Wire):
@@ -47,10 +64,7 @@ def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
     if isinstance(wire, str):
         text, _, scale_format = wire.partition(":")
     else:
-        try:
-            text, scale_format = jnp.dtype(wire).name, ""
-        except TypeError:
-            text, scale_format = str(wire), ""
+        text, scale_format = _dtype_name(wire), ""
     scale_format = scale_format or "float32"
     if text not in QMAX or scale_format not in SCALE_FORMATS:
         raise ValueError(
@@ -150,17 +164,17 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
     """
     if isinstance(x, BlockScaled):
         raise TypeError("quantize: x is already a BlockScaled; dequantize() it first")
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"quantize: x is a {type(x).__name__}: must be an array") from None
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x has dtype {x.dtype}: must be float32, bfloat16 or float16")
     if x.ndim == 0:
         raise ValueError("quantize: x is a scalar: must have a hidden dimension to take blocks of")
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"quantize: scale_format={scale_format!r}: must be one of {SCALE_FORMATS}")
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
+    name = _dtype_name(dtype)
     if name not in QMAX:
         raise ValueError(f"quantize: dtype={dtype!r}: must be one of {tuple(QMAX)}")
     return BlockScaled(*quantize_arrays(x, Wire(name, scale_format)))
@@ -170,17 +184,28 @@ def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
     """`float32(values) * scales`, rounded to `dtype`; shape `[..., H]`.
 
     Raises:
-      TypeError: `x` is not a `BlockScaled`, or `dtype` is no float dtype. ValueError: the scales do not fit the values.
+      TypeError: `x` is not a `BlockScaled` of quantised values and float32 scales, or `dtype` is no float dtype.
+      ValueError: the scales do not fit the values.
     """
     if not isinstance(x, BlockScaled):
         raise TypeError(f"dequantize: x is a {type(x).__name__}: must be a BlockScaled, as quantize() returns")
+    for field in ("values", "scales"):
+        if not isinstance(getattr(x, field), jax.Array | np.ndarray):
+            raise TypeError(f"dequantize: x.{field} is a {type(getattr(x, field)).__name__}: must be an array")
+    if x.values.dtype.name not in QMAX or x.scales.dtype != jnp.float32:
+        raise TypeError(
+            f"dequantize: x holds {x.values.dtype} values with {x.scales.dtype} scales: must be values of one of "
+            f"{tuple(QMAX)} with float32 scales"
+        )
+    if x.values.ndim == 0:
+        raise ValueError("dequantize: x.values is a scalar: must have a hidden dimension that the scales divide")
     wanted = (*x.values.shape[:-1], scale_blocks(x.values.shape[-1]))
     if x.scales.shape != wanted:  # a single block's would be taken for those of all
         raise ValueError(
             f"dequantize: x.scales has shape {x.scales.shape}: must be {wanted}, one scale per 128 elements of x.values"
         )
     try:
-        known = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        known = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         known = False
     if not known:

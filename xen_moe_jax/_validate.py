@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
@@ -40,15 +40,12 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
 
 
 def integer(value: Any, name: str, caller: str, *, minimum: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{caller}: {name}={value!r}: must be an int known at trace time") from None
-    if value < minimum:
-        raise ValueError(f"{caller}: {name}={value}: must be >= {minimum}")
-    return value
+    number = as_int(value)
+    if number is None:
+        raise TypeError(f"{caller}: {name}={value!r}: must be an int known at trace time")
+    if number < minimum:
+        raise ValueError(f"{caller}: {name}={number}: must be >= {minimum}")
+    return number
 
 
 def known_shape(x: jax.Array, caller: str, name: str) -> None:

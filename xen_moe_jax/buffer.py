@@ -106,7 +106,7 @@ class Buffer:
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(f"Buffer: mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, which has devices")
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
         for name in names:
             if name not in mesh.axis_names:
                 raise ValueError(f"Buffer: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
@@ -139,7 +139,9 @@ class Buffer:
             )
         open_buffer = getattr(backends.load(self.backend), "open_buffer", None)
         per_node = checked_nodes(ranks_per_node, ranks, "Buffer")
-        self._memory = None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, channel, per_node)
+        self._memory = (
+            None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, self.channel, per_node)
+        )
 
     def close(self) -> None:
         """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from xen_moe_jax._numbers import as_int
 
 SCORES = ("softmax", "sigmoid")
 
@@ -34,7 +37,8 @@ def top_k(
     """
     if score not in SCORES:
         raise ValueError(f"top_k: score={score!r}: must be one of {SCORES}")
-    logits = _check(logits, k, "top_k", "logits")
+    logits = _check(logits, "top_k", "logits")
+    k = _check_int(k, "k", "top_k", logits.shape[1], "E")
     scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + jax.lax.stop_gradient(_check_bias(bias, scores, "top_k"))
     _, idx = jax.lax.top_k(choice, k)
@@ -67,12 +71,13 @@ def group_limited_top_k(
       `topk_idx int32 [T, k]`, best first; `topk_weights float32 [T, k]`.
     """
     caller = "group_limited_top_k"
-    scores = _check(scores, k, caller, "scores")
+    scores = _check(scores, caller, "scores")
     num_experts = scores.shape[-1]
-    if num_groups < 1 or num_experts % num_groups:
+    k = _check_int(k, "k", caller, num_experts, "E")
+    num_groups = _check_int(num_groups, "num_groups", caller, num_experts, "E")
+    if num_experts % num_groups:
         raise ValueError(f"{caller}: num_groups={num_groups}: must divide the {num_experts} experts")
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"{caller}: topk_groups={topk_groups}: must be in [1, num_groups={num_groups}]")
+    topk_groups = _check_int(topk_groups, "topk_groups", caller, num_groups, "num_groups")
     per_group = num_experts // num_groups
     if k > topk_groups * per_group:
         raise ValueError(
@@ -95,15 +100,20 @@ def _weights(scores: jax.Array, idx: jax.Array, normalize: bool, scale: float) -
     return idx.astype(jnp.int32), weights * scale
 
 
-def _check(scores: jax.Array, k: int, caller: str, name: str) -> jax.Array:
+def _check(scores: jax.Array, caller: str, name: str) -> jax.Array:
     scores = jnp.asarray(scores)
     if scores.ndim != 2:
         raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be [T, E]")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{caller}: {name} has dtype {scores.dtype}: must be a float dtype")
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= scores.shape[1]:
-        raise ValueError(f"{caller}: k={k!r}: must be an int in [1, E={scores.shape[1]}]")
     return scores.astype(jnp.float32)
+
+
+def _check_int(value: Any, name: str, caller: str, most: int, meaning: str) -> int:
+    number = as_int(value)
+    if number is None or not 1 <= number <= most:
+        raise ValueError(f"{caller}: {name}={value!r}: must be an int in [1, {meaning}={most}]")
+    return number
 
 
 def _check_bias(bias: jax.Array, scores: jax.Array, caller: str) -> jax.Array:

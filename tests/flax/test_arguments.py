@@ -25,6 +25,9 @@ def test_numpy_numbers_are_numbers():
     config = dataclasses.replace(CONFIG, **changed, capacity_factor=np.float32(1.5), aux_loss_weight=np.float64(0.1))
     assert config == dataclasses.replace(CONFIG, num_groups=2, capacity_factor=1.5, aux_loss_weight=0.1)
     assert config.chunk_capacity(8, 4) == 24
+    arrays = {name: np.array(value) for name, value in (changed | {"capacity_factor": 1.5}).items()}
+    assert hash(dataclasses.replace(config, **arrays)) == hash(config)
+    assert dataclasses.replace(config, top_k=jnp.int32(2), weight_scale=jnp.float32(1)) == config
     assert run(layer(config), tokens(6))[0].shape == (6, 16)
 
 

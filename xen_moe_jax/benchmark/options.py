@@ -45,6 +45,14 @@ def not_negative(text: str) -> int:
     return _at_least(0, text)
 
 
+def seed(text: str) -> int:
+    """What random numbers begin with; JAX's generators take 63 bits."""
+    value = _at_least(0, text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: must be below 2**63")
+    return value
+
+
 def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)
@@ -104,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     size("--routing", default="uniform", help="uniform, zipf or one-hot")
     size("--layout", help="grouped, ranked or padded (default grouped; low-latency padded)")
     size("--capacity-factor", type=factor, help="rows over the mean; default: the least that drops nothing")
-    size("--seed", type=not_negative, default=0)
+    size("--seed", type=seed, default=0)
     runs = parser.add_argument_group("running")
     run = runs.add_argument
     run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")

@@ -89,7 +89,7 @@ def autotune(
       operations: "dispatch", "combine".
       inner: dependent calls inside one compiled program, at least 1.
       repeats: timed repeats, interleaved over the candidates, at least 1.
-      progress: is told after every repeat how far it is.
+      progress: is told before programs are compiled, and after every repeat how far it is.
 
     Returns:
       operation -> its candidates, fastest first, and the best: of those within a hundredth of the fastest, the one
@@ -110,6 +110,7 @@ def autotune(
         configs = candidates(base, problem.platform, work.tokens)
     if not configs:
         raise ValueError("configs=[]: there must be at least one candidate")
+    progress(f"compiling {len(configs)} configs for {', '.join(operations)}")
     with _profiles.ignored():  # a candidate's unset fields are the defaults, not what was tuned before
         chosen = [
             (config, program)

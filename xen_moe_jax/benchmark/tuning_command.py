@@ -88,6 +88,7 @@ def tune(options: argparse.Namespace) -> int:
             # expert outputs are in the compute dtype whatever the tokens travelled in: one combine serves both
             compute = (tokens, "bfloat16" if dtype in BLOCK_SCALED_DTYPES else dtype)
             operations = ("dispatch",) if compute in known else ("dispatch", "combine")
+            report.progress(f"{tokens} tokens {dtype} on {work.ranks} ranks, layout {work.layout}: drawing tokens")
             known.add(compute)
             problem = make_problem(work)
             tuned = tuning.autotune(

@@ -53,8 +53,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: must be at least 1")
-    if options.seed < 0:
-        parser.error(f"--seed {options.seed}: must be at least 0")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed {options.seed}: must be at least 0 and below 2**63")
     try:  # before minutes of training, not after
         options.output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.output):

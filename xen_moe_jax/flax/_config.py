@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._numbers import plain
 from xen_moe_jax._spec import worst_case_capacity
 from xen_moe_jax.flax._config_checks import check
 
@@ -120,8 +120,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # a NumPy number is a number, and narrow ones would overflow
-            if isinstance(getattr(self, field.name), np.number):
-                object.__setattr__(self, field.name, getattr(self, field.name).item())
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check(self)
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) is not None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax.transfer.errors import TransferRefused, about
 
 if TYPE_CHECKING:
@@ -25,11 +24,10 @@ Origin = tuple[int, int, int]
 
 
 def check_imm(imm: Any) -> Imm:
-    if isinstance(imm, np.integer):
-        return int(imm)
-    if isinstance(imm, bool) or not isinstance(imm, int | str) or (isinstance(imm, str) and len(imm) > 256):
+    number = imm if isinstance(imm, str) else as_int(imm)
+    if number is None or (isinstance(number, str) and len(number) > 256):
         raise TransferRefused(f"imm={imm!r} must be an int or a string of at most 256 characters")
-    return imm
+    return number
 
 
 class SeenNumbers:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax.transfer import _channel, _device, _process
 from xen_moe_jax.transfer._jobs import parts_job, write_job
 from xen_moe_jax.transfer._loop import Loop
@@ -331,12 +331,13 @@ class Engine:
         """Counts arrivals of writes with number `imm`; of all peers, or of `source` alone (whose death `wait` then
         notices).
         """
-        if not isinstance(expect, int | np.integer) or expect < 0:
+        writes = as_int(expect)
+        if writes is None or writes < 0:
             raise ValueError(f"counter {imm!r}: expect={expect!r} must be a number of writes, 0 or more")
         if source is not None:
             check_peer(source, f"counter {imm!r}")
         with about("counter"):
-            return ImmCounter(self, check_imm(imm), expect, None if source is None else source.number)
+            return ImmCounter(self, check_imm(imm), writes, None if source is None else source.number)
 
     # --- messages
 

@@ -1,0 +1,60 @@
+"""What counts as a number where an argument must be known when a call is traced."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def as_int(value: Any) -> int | None:
+    """An int, a NumPy integer or an integer array without dimensions as an int; None for everything else.
+
+    A bool is no number here, nor is what only the run time knows.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # JAX's error for a traced number is one too
+        return None
+
+
+def as_float(value: Any) -> float | None:
+    """The same for a finite or infinite float, or anything that `as_int` takes; None for everything else, and NaN."""
+    whole = as_int(value)
+    if whole is not None:
+        return float(whole)
+    array = _is_scalar(value) and jnp.issubdtype(value.dtype, jnp.floating)
+    if not array and not isinstance(value, float | np.floating):
+        return None
+    found = float(value)
+    return None if math.isnan(found) else found
+
+
+def as_bool(value: Any) -> bool | None:
+    """A bool or a NumPy bool as a bool; None for everything else."""
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def plain(value: Any) -> Any:
+    """A number, NumPy's or in an array without dimensions, as Python's own; anything else as it is.
+
+    So that frozen configs hash, and are equal where their numbers are.
+    """
+    if isinstance(value, np.number):
+        return value.item()
+    if _is_scalar(value):
+        number = as_int(value)
+        found = as_float(value) if number is None else number
+        return value if found is None else found
+    return value
+
+
+def _is_scalar(value: Any) -> bool:
+    """An array without dimensions whose content is known."""
+    return isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer) and value.ndim == 0
