@@ -291,7 +291,7 @@ int PreloadNodeLowLatencyDispatch() {
   if (int e = cudaFuncGetAttributes(&attributes, NodeLowLatencyDispatchKernel<Link>)) return e;
   return cudaFuncSetAttribute(
       NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      kLowLatencySharedBytes + kNarrowRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
+      kLowLatencySharedBytes + kRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -55,7 +55,7 @@ struct RailPlan {
 
 struct RailParams {
   RailPlan plan;
-  uint64_t* expected;  // [kRailSignals], private to this rank: what each counter has reached. Zero after a reset
+  uint64_t* expected;  // [RailSignals], private to this rank: what each counter has reached. Zero after a reset
 };
 
 // PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.
@@ -111,7 +111,6 @@ inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule&
   if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
   if (s.low_latency != plan.direct) return "low latency";
   if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
-  if ((plan.direct || plan.masked) && r.ranks > kNarrowRanks) return "ranks that are out or low latency, of many ranks";
   if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
     return "ranks_per_node";
   }
