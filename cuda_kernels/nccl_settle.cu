@@ -8,7 +8,9 @@ namespace {
 constexpr int kWords = (kRanks + 63) / 64;
 struct Gone {  // a bit for each rank
   uint64_t word[kWords];
-  __device__ __forceinline__ bool Has(int rank) const { return word[kWide ? rank / 64 : 0] >> rank % 64 & 1; }
+  __device__ __forceinline__ bool Has(int rank) const {
+    return kWide ? word[rank / 64] >> rank % 64 & 1 : word[0] >> rank & 1;
+  }
 };
 
 template <class Condition>

@@ -208,7 +208,8 @@ struct FakeLink {
   static inline bool late = false;
 
   static std::string Request(int ranks, int nodes) {
-    const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef, static_cast<uint64_t>(RailSignals(ranks, nodes))};
+    const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef,
+                              static_cast<uint64_t>(RailSignals(ranks, nodes)) << 8 | nodes};
     return {reinterpret_cast<const char*>(words), sizeof(words)};
   }
   static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int ranks, int,

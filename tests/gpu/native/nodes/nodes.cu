@@ -220,6 +220,58 @@ std::string Normal(const NodeOptions& o) {
   return Text("%zu problems, each twice", pool.size());
 }
 
+// One of each operation and kernel, as small as they go, between more ranks than the other scenarios have time for:
+// what differs then is who is stored to, waited for and added, and in which order. With all ranks, without every third
+// one and the last, whose rails have gaps, and with all again.
+std::string Many(const NodeOptions& o) {
+  NodeWorld nodes(o);
+  std::mt19937 rng(o.seed);
+  std::vector<Problem> problems;
+  auto add = [&](Operation operation, Layout layout, bool few) -> Problem& {
+    Problem p;
+    p.ranks = o.ranks, p.ranks_per_node = o.per_node, p.operation = operation, p.layout = layout, p.low_latency = few;
+    p.tokens = 3, p.top_k = 4, p.experts = 2 * o.ranks, p.hidden = 64, p.seed = static_cast<uint32_t>(rng());
+    p.blocks = 2, p.push_blocks = 1, p.segment_tokens = 2;
+    p.capacity = o.ranks * p.tokens * p.local_experts();
+    problems.push_back(p);
+    return problems.back();
+  };
+  for (const bool few : {false, true}) {
+    add(Operation::kDispatch, few ? Layout::kRanked : Layout::kGrouped, few);
+    add(Operation::kCombine, Layout::kGrouped, few);
+  }
+  add(Operation::kRedispatch, Layout::kRanked, false);
+  Problem& quantised = add(Operation::kCombine, Layout::kPadded, false);
+  quantised.element = Element::kBf16, quantised.wire = WireType::kFp8, quantised.hidden = 130;
+  std::vector<std::vector<NodeOperation>> whole, some;
+  for (Problem p : problems) {
+    whole.push_back(nodes.Add(p, 2, 20));
+    for (int r = 0; r < o.ranks; r += 3) p.members.reset(r);
+    p.members.reset(o.ranks - 1);
+    some.push_back(nodes.Add(p, 2, 20));
+  }
+  auto every = whole;
+  every.insert(every.end(), some.begin(), some.end());
+  nodes.Start(every);
+  for (const auto& pool : {whole, some, whole}) {
+    for (const auto& one : pool) {
+      const Problem& p = one[0].prepared->problem;
+      Expect(one[0].low_latency() == p.low_latency, "other kernels than wanted: " + Name(p));
+#ifndef __CUDACC__
+      nodes.network->ClearTraffic();
+#endif
+      nodes.world.Each([&](int rank) { nodes.Launch(one[rank], rank); });
+      nodes.Synchronize();
+      ExpectNoFailure(nodes.world);
+      ExpectRight(nodes.world, Name(p));
+#ifndef __CUDACC__
+      if (o.network && p.members.all()) ExpectTraffic(nodes, o, one);
+#endif
+    }
+  }
+  return Text("%zu problems, with all, without every third rank, and with all again", problems.size());
+}
+
 // `calls` operations out of `pool` on every rank but those of the bit mask `absent`, with random pauses.
 void RunNodes(NodeWorld& nodes, const NodeOptions& o, const std::vector<std::vector<NodeOperation>>& pool,
               int64_t calls, const std::string& what, const Ranks& absent = {}) {
@@ -489,10 +541,10 @@ struct NodeScenario {
   std::string (*run)(const NodeOptions&);
 };
 const NodeScenario kScenarios[] = {
-    {"normal", Normal},     {"random", Random},       {"graph", Graph},   {"absent", Absent},
-    {"mismatch", Mismatch}, {"members", Members},     {"growth", Growth},
+    {"normal", Normal}, {"random", Random},       {"graph", Graph},     {"absent", Absent},
+    {"many", Many},     {"mismatch", Mismatch},   {"members", Members}, {"growth", Growth},
 #ifndef __CUDACC__
-    {"dead", Dead},         {"overtaken", Overtaken}, {"left", Left},
+    {"dead", Dead},     {"overtaken", Overtaken}, {"left", Left},
 #endif
 };
 
