@@ -14,6 +14,8 @@
 // checked before it becomes an address.
 #pragma once
 
+#include <type_traits>
+
 #include "combine.cuh"
 #include "direct.cuh"
 
@@ -306,33 +308,37 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
 struct ArrivedShared {
   uint32_t came[kWide ? kRanks : 32];  // by rail.Place(rank): tokens that the rank has sent a row for
 };
-// The same, for all lanes of a warp: a lane's own word, or, where there are more of them than lanes, where they are.
-struct Came {
-  uint32_t word;
-  const uint32_t* all;
-  __device__ __forceinline__ static Came From(const ArrivedShared& arrivals) {
-    if constexpr (kWide) return {0, arrivals.came};
-    return {arrivals.came[threadIdx.x & 31], nullptr};
+// The same, for all lanes of a warp: a lane's own word, or, where there may be more of them than lanes, where they lie.
+using Came = std::conditional_t<kWide, const uint32_t*, uint32_t>;
+__device__ __forceinline__ Came CameOf(const ArrivedShared& arrivals) {
+  if constexpr (kWide) {
+    return arrivals.came;
+  } else {
+    return arrivals.came[threadIdx.x & 31];
   }
-  __device__ __forceinline__ uint32_t Of(int place) const {
-    if constexpr (kWide) return all[place];
-    return __shfl_sync(0xFFFFFFFFu, word, place);
+}
+__device__ __forceinline__ uint32_t CameFrom(Came came, int place) {
+  if constexpr (kWide) {
+    return came[place];
+  } else {
+    return __shfl_sync(0xFFFFFFFFu, came, place);
   }
-  // The nodes whose rank on this rail has sent a row for a token: bit `BitOf(rail, node)` each.
-  template <class Link>
-  __device__ __forceinline__ uint32_t Nodes(const Rail<Link>& rail, int bit) const {
+}
+// The nodes whose rank on this rail has sent a row for a token: bit FarBit(rail, node) each.
+template <class Link>
+__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>& rail, Came came, int bit) {
+  if constexpr (kWide) {
     const int node = threadIdx.x & 31;
-    if constexpr (kWide) {
-      const bool sent = node < rail.plan.nodes && all[rail.Place(rail.RankOn(node))] >> bit & 1;
-      return __ballot_sync(0xFFFFFFFFu, sent);
-    }
-    return __ballot_sync(0xFFFFFFFFu, word >> bit & 1);
+    const bool sent = node < rail.plan.nodes && came[rail.Place(rail.RankOn(node))] >> bit & 1;
+    return __ballot_sync(0xFFFFFFFFu, sent);
+  } else {
+    return __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
   }
-  template <class Link>
-  __device__ __forceinline__ static int BitOf(const Rail<Link>& rail, int node) {
-    return kWide ? node : rail.Place(rail.RankOn(node));
-  }
-};
+}
+template <class Link>
+__device__ __forceinline__ int FarBit(const Rail<Link>& rail, int node) {
+  return kWide ? node : rail.Place(rail.RankOn(node));
+}
 
 // partial = the rows of node `node`, whose rank on the rail is out, as its ranks have sent them themselves: added up
 // and rounded as that one would have. `came`: the tokens that each rank has sent a row for.
@@ -343,7 +349,7 @@ __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared&
   Octet total[kSteps];
   Clear(total);
   for (int rank = node * rail.plan.per_node; rank < (node + 1) * rail.plan.per_node; ++rank) {
-    const uint32_t tokens = came.Of(rank);
+    const uint32_t tokens = CameFrom(came, rank);
     if (!(tokens >> bit & 1)) continue;
     const int record = __popc(tokens & ((1u << bit) - 1));
     const char* const row = shared.run.data[p.routing.rank] + rail.LandedRecord(rank, chunk, record);
@@ -378,12 +384,12 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
   for (int chunk; (chunk = BlockClaim(counter, 1)) < items;) {
     bool arrived = threadIdx.x >= 32 || await(chunk);
     if (!__syncthreads_and(arrived)) return;
-    const Came came = Came::From(arrivals);
+    const Came came = CameOf(arrivals);
     EachOwnRecord(plan, chunk, ExistingTokens(plan, chunk, r.tokens), [&](int bit, int token) {
       if (!arrived) return;
       const RankMask near = RanksOf(p.topk_idx, token, r, shared.run.meets);
       const RankMask places = Shifted(near, first), others = Shifted(near & ~OneRank(r.rank), first);
-      const uint32_t far = came.Nodes(rail, bit);
+      const uint32_t far = FarNodes(rail, came, bit);
       const GatheredRows own = GatherRows(p, shared, r.rank, token);
       auto far_row = [&](int node) -> const char* {
         const int from = rail.RankOn(node);
@@ -412,7 +418,7 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
               for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
             } else if (plan.masked && !rail.Takes(rail.RankOn(node))) {
               AddFar<Y, kWire, kSteps>(p, shared, rail, vector, node, chunk, bit, came, base, end, partial);
-            } else if (far >> Came::BitOf(rail, node) & 1) {
+            } else if (far >> FarBit(rail, node) & 1) {
               LoadPartial<Y, kWire, kSteps>(p, far_row(node), base, end, vector, partial);
             } else {
               continue;

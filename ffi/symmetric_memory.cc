@@ -442,7 +442,7 @@ void Workspace::MakeHomeAcross() {
       throw MemoryError{true, std::string("no symmetric memory for a mailbox: ") + job_.provider->reason()};
     records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
     home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
-    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, sizeof(RailMemory), {member.ordinal});
+    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, RailBytes(ranks_, Nodes()), {member.ordinal});
     job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
   } catch (...) {
     LeaveHome();
