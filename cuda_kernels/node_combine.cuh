@@ -310,30 +310,26 @@ struct ArrivedShared {
 };
 // The same, for all lanes of a warp: a lane's own word, or, where there may be more of them than lanes, where they lie.
 using Came = std::conditional_t<kWide, const uint32_t*, uint32_t>;
-__device__ __forceinline__ Came CameOf(const ArrivedShared& arrivals) {
-  if constexpr (kWide) {
+template <class T = Came>
+__device__ __forceinline__ T CameOf(const ArrivedShared& arrivals) {
+  if constexpr (std::is_pointer_v<T>) {
     return arrivals.came;
   } else {
     return arrivals.came[threadIdx.x & 31];
   }
 }
-__device__ __forceinline__ uint32_t CameFrom(Came came, int place) {
-  if constexpr (kWide) {
-    return came[place];
-  } else {
-    return __shfl_sync(0xFFFFFFFFu, came, place);
-  }
-}
+__device__ __forceinline__ uint32_t CameFrom(const uint32_t* came, int place) { return came[place]; }
+__device__ __forceinline__ uint32_t CameFrom(uint32_t came, int place) { return __shfl_sync(0xFFFFFFFFu, came, place); }
 // The nodes whose rank on this rail has sent a row for a token: bit FarBit(rail, node) each.
 template <class Link>
-__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>& rail, Came came, int bit) {
-  if constexpr (kWide) {
-    const int node = threadIdx.x & 31;
-    const bool sent = node < rail.plan.nodes && came[rail.Place(rail.RankOn(node))] >> bit & 1;
-    return __ballot_sync(0xFFFFFFFFu, sent);
-  } else {
-    return __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
-  }
+__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>& rail, const uint32_t* came, int bit) {
+  const int node = threadIdx.x & 31;
+  const bool sent = node < rail.plan.nodes && came[rail.Place(rail.RankOn(node))] >> bit & 1;
+  return __ballot_sync(0xFFFFFFFFu, sent);
+}
+template <class Link>
+__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>&, uint32_t came, int bit) {
+  return __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
 }
 template <class Link>
 __device__ __forceinline__ int FarBit(const Rail<Link>& rail, int node) {
