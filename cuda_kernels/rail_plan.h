@@ -65,7 +65,8 @@ inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, St
   const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
   plan->direct = true;
   plan->counts_bytes = combine ? 0 : up(static_cast<uint64_t>(columns) * 4, 16);
-  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + plan->chunk_tokens * plan->record_bytes;
+  const int most = r.tokens < plan->chunk_tokens ? r.tokens : plan->chunk_tokens;  // tokens of a chunk
+  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + most * plan->record_bytes;
   const uint64_t all = static_cast<uint64_t>(r.ranks) * plan->chunks * plan->chunk_bytes;
   plan->send = up(staging->data_bytes, 128);
   plan->land = up(plan->send + all, 128);
