@@ -24,24 +24,24 @@ class Meeting {
  public:
   static constexpr bool kAny = true;
   __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run)
-      : expected_(params.expected), transport_(link, run) {}
+      : expected_(params.expected), first_(JoinSignals(Sources(params.plan))), transport_(link, run) {}
   // The first warp of block 0: meets `ranks`. False: the group has failed.
   __device__ __forceinline__ bool Join(const Running& run, const RankMask& ranks) const {
-    for (RankMask m = ranks; Any(m); DropFirst(m)) transport_.PutSignal(FirstRank(m), 0, 0, 0, kJoinSignals + run.rank);
+    for (RankMask m = ranks; Any(m); DropFirst(m)) transport_.PutSignal(FirstRank(m), 0, 0, 0, first_ + run.rank);
     bool met = true;
     for (RankMask m = ranks; met && Any(m); DropFirst(m)) {
       const int rank = FirstRank(m);
-      uint64_t* const reached = expected_ + kJoinSignals + rank;
+      uint64_t* const reached = expected_ + first_ + rank;
       const uint64_t value = *reached + 1;
       __syncwarp();
-      met = transport_.Wait(kJoinSignals + rank, value, Step::kArrival, rank);
+      met = transport_.Wait(first_ + rank, value, Step::kArrival, rank);
       if (met && (threadIdx.x & 31) == 0) *reached = value;
     }
     return met;
   }
   // The same warp, where flags are cleared because numbers come round: no counter's epoch is one that is still to come.
   __device__ __forceinline__ void ForgetEpochs(const Running& run) const {
-    for (int i = threadIdx.x & 31; i < kJoinSignals - kDirectSignals; i += 32) {
+    for (int i = threadIdx.x & 31; i < first_ - kDirectSignals; i += 32) {
       unsigned long long* const word = reinterpret_cast<unsigned long long*>(expected_ + kDirectSignals + i);
       const unsigned long long seen = LoadRelaxedSystem(expected_ + kDirectSignals + i);
       if (static_cast<uint32_t>(seen >> 32) != run.epoch) atomicCAS(word, seen, seen & 0xFFFFFFFFu);
@@ -51,6 +51,7 @@ class Meeting {
 
  private:
   uint64_t* const expected_;
+  const int first_;  // of the counters that ranks meet by
   const Transport<Link> transport_;
 };
 
@@ -137,7 +138,7 @@ class Direct {
     return sizeof(ChunkHeader) + (chunk == 0 ? plan.counts_bytes : 0);
   }
   __device__ __forceinline__ uint32_t Signal(int rank, int chunk) const {
-    return kDirectSignals + ((run_.epoch & 1) * kNarrowRanks + rank) * kMaxDirectChunks + chunk;
+    return kDirectSignals + ((run_.epoch & 1) * Sources(plan) + rank) * kMaxDirectChunks + chunk;
   }
   // What counter `signal` has reached when this operation's chunk is there: low half of its word, the epoch above it.
   __device__ __forceinline__ uint32_t Reached(uint32_t signal) const {

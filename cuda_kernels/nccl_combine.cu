@@ -4,9 +4,10 @@
 #include "node_combine_launch.cuh"
 #include "node_low_latency_combine.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 int LaunchNcclCombine(const CombineParams& p, const RailParams& rails, const NcclSite& site, cudaStream_t stream) {
+  if (!kWide && p.routing.ranks > kNarrowRanks) return wide::LaunchNcclCombine(p, rails, site, stream);
   if (p.schedule.low_latency) return LaunchNodeLowLatencyCombine(p, rails, NcclLink::Of(site), stream);
   return LaunchAnyNodeCombine(p, rails, NcclLink::Of(site), stream);
 }
@@ -15,4 +16,4 @@ int PreloadNcclCombine() {
   return PreloadAnyNodeCombine<NcclLink>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -4,9 +4,10 @@
 #include "node_dispatch_launch.cuh"
 #include "node_low_latency_dispatch.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 int LaunchNcclDispatch(const DispatchParams& p, const RailParams& rails, const NcclSite& site, cudaStream_t stream) {
+  if (!kWide && p.routing.ranks > kNarrowRanks) return wide::LaunchNcclDispatch(p, rails, site, stream);
   if (p.schedule.low_latency) return LaunchNodeLowLatencyDispatch(p, rails, NcclLink::Of(site), stream);
   return LaunchAnyNodeDispatch(p, rails, NcclLink::Of(site), stream);
 }
@@ -15,4 +16,4 @@ int PreloadNcclDispatch() {
   return PreloadAnyNodeDispatch<NcclLink>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

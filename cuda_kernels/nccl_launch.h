@@ -1,5 +1,6 @@
 // The kernels across nodes over NCCL (nccl_transport.cuh), as the host sees them: nothing of NCCL is included, and what
-// its headers say passes as bytes. Only a module that was compiled with those headers has what is declared here.
+// its headers say passes as bytes. Only a module that was compiled with those headers has what is declared here. The
+// launchers go on to the kernels in `wide` for more than kNarrowRanks ranks (wide_nccl_*.cu).
 #pragma once
 
 #include <cstddef>
@@ -19,14 +20,14 @@ struct NcclSite {
 int LaunchNcclDispatch(const DispatchParams& params, const RailParams& rails, const NcclSite& site,
                        cudaStream_t stream);
 int LaunchNcclCombine(const CombineParams& params, const RailParams& rails, const NcclSite& site, cudaStream_t stream);
-// Loads all of them on the current device. A cudaError_t.
-int PreloadNccl();
+// Loads what groups of so many ranks run on the current device. A cudaError_t.
+int PreloadNccl(int ranks);
 
 // Of the headers: major * 10000 + minor * 100 + patch.
 int NcclHeaders();
 size_t NcclDeviceCommBytes();
-// What a group of `nodes` nodes asks NCCL for: ncclDevCommRequirements_t.
-std::string NcclRequest(int nodes);
+// What a group of `ranks` ranks in `nodes` nodes asks NCCL for: ncclDevCommRequirements_t.
+std::string NcclRequest(int ranks, int nodes);
 // An ncclCommProperties_t to be filled, and what it then says of the ranks of the communicator.
 std::string NcclQuestion();
 struct NcclFound {
@@ -37,10 +38,24 @@ struct NcclFound {
 NcclFound NcclAnswer(const std::string& properties);
 
 // For the start after a failure: waits until no put of this rank or to it is under way; from then on its counters count
-// from nought. Every rank of the group but those of the bit mask `gone`, whose processes have ended, launches it, on an
-// idle GPU, for the `time`th time since the device communicator was made (1 is the first), and waits `limit_ns` at
-// most. `*late`: 0, or 1 + a rank that it has waited for in vain.
-int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, uint64_t gone, uint64_t time, uint64_t limit_ns,
+// from nought. Every rank of the group but those of the bit mask `gone` (kGoneWords words), whose processes have ended,
+// launches it, on an idle GPU, for the `time`th time since the device communicator was made (1 is the first), and waits
+// `limit_ns` at most. `*late`: 0, or 1 + a rank that it has waited for in vain.
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, const uint64_t* gone, uint64_t time, uint64_t limit_ns,
                      int* late, cudaStream_t stream);
+int PreloadNcclDispatch();
+int PreloadNcclCombine();
+int PreloadNcclSettle();
+
+namespace wide {
+int LaunchNcclDispatch(const DispatchParams& params, const RailParams& rails, const NcclSite& site,
+                       cudaStream_t stream);
+int LaunchNcclCombine(const CombineParams& params, const RailParams& rails, const NcclSite& site, cudaStream_t stream);
+int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, const uint64_t* gone, uint64_t time, uint64_t limit_ns,
+                     int* late, cudaStream_t stream);
+int PreloadNcclDispatch();
+int PreloadNcclCombine();
+int PreloadNcclSettle();
+}  // namespace wide
 
 }  // namespace xen_moe

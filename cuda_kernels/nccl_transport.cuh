@@ -20,7 +20,7 @@
 #include "nccl_launch.h"
 #include "transport.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 // Puts under way to one rank. NCCL's queues have room for 32 at least.
 constexpr uint32_t kMostPuts = 32;
@@ -55,13 +55,19 @@ struct NcclLink {
     if ((threadIdx.x & 31) == 0) PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::unread), raise);
   }
   __device__ __forceinline__ uint64_t Count(uint32_t signal) const {
-    return Read(kSettleSignals + signal) - table->base[signal];
+    return Read(kSettleSignals + signal) - Base()[signal];
   }
   __device__ __forceinline__ int Pending() const {
     for (int rank = 0; rank < table->ranks; ++rank) {
-      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank) && !(table->gone >> rank & 1)) return rank;
+      if (LoadRelaxedGpu(&table->reserved[rank]) != Completed(rank) && !Gone(rank)) return rank;
     }
     return -1;
+  }
+  // What each counter stood at at the last reset.
+  __device__ __forceinline__ uint64_t* Base() const { return kWide ? WideBase(table) : table->base; }
+  // Whether a rank's process had ended by then.
+  __device__ __forceinline__ bool Gone(int rank) const {
+    return kWide ? table->gone[rank / 64] >> rank % 64 & 1 : table->gone[0] >> rank & 1;
   }
   // For LaunchNcclSettle. Counters of NCCL's: first one for each rank, which settling raises, then those of the
   // kernels.
@@ -100,14 +106,15 @@ struct NcclLink {
 };
 
 // What the host asks NCCL for.
-inline ncclDevCommRequirements_t NcclRequirements(int nodes) {
+inline ncclDevCommRequirements_t NcclRequirements(int ranks, int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
   out.ginContextCount = 1;
-  out.ginSignalCount =
-      NcclLink::kSettleSignals + kChunkSignals + 2 * (nodes < kMaxNodes ? nodes : kMaxNodes) * kRailMessages;
-  out.ginCounterCount = kRanks;
+  const int most = ranks <= kNarrowRanks ? kNarrowRanks : kMaxRanks;  // kRanks of the kernels that they run
+  const int known = nodes < kMaxNodes ? nodes : kMaxNodes;
+  out.ginSignalCount = most + ChunkSignals(SourcesOf(ranks)) + 2 * known * kRailMessages;
+  out.ginCounterCount = most;
   return out;
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

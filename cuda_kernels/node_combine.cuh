@@ -14,6 +14,8 @@
 // checked before it becomes an address.
 #pragma once
 
+#include <type_traits>
+
 #include "combine.cuh"
 #include "direct.cuh"
 
@@ -302,16 +304,48 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
   }
 }
 
+// What the warps of a block tell each other about the chunk at hand.
+struct ArrivedShared {
+  uint32_t came[kWide ? kRanks : 32];  // by rail.Place(rank): tokens that the rank has sent a row for
+};
+// The same, for all lanes of a warp: a lane's own word, or, where there may be more of them than lanes, where they lie.
+using Came = std::conditional_t<kWide, const uint32_t*, uint32_t>;
+template <class T = Came>
+__device__ __forceinline__ T CameOf(const ArrivedShared& arrivals) {
+  if constexpr (std::is_pointer_v<T>) {
+    return arrivals.came;
+  } else {
+    return arrivals.came[threadIdx.x & 31];
+  }
+}
+__device__ __forceinline__ uint32_t CameFrom(const uint32_t* came, int place) { return came[place]; }
+__device__ __forceinline__ uint32_t CameFrom(uint32_t came, int place) { return __shfl_sync(0xFFFFFFFFu, came, place); }
+// The nodes whose rank on this rail has sent a row for a token: bit FarBit(rail, node) each.
+template <class Link>
+__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>& rail, const uint32_t* came, int bit) {
+  const int node = threadIdx.x & 31;
+  const bool sent = node < rail.plan.nodes && came[rail.Place(rail.RankOn(node))] >> bit & 1;
+  return __ballot_sync(0xFFFFFFFFu, sent);
+}
+template <class Link>
+__device__ __forceinline__ uint32_t FarNodes(const Rail<Link>&, uint32_t came, int bit) {
+  return __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
+}
+template <class Link>
+__device__ __forceinline__ int FarBit(const Rail<Link>& rail, int node) {
+  return kWide ? node : rail.Place(rail.RankOn(node));
+}
+
 // partial = the rows of node `node`, whose rank on the rail is out, as its ranks have sent them themselves: added up
-// and rounded as that one would have. `came`: lane `r`'s are the tokens that rank r has sent a row for.
+// and rounded as that one would have. `came`: the tokens that each rank has sent a row for.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared& shared, const Rail<Link>& rail,
-                                    bool vector, int node, int chunk, int bit, uint32_t came, int base, int end,
+                                    bool vector, int node, int chunk, int bit, Came came, int base, int end,
                                     Octet (&partial)[kSteps]) {
   Octet total[kSteps];
   Clear(total);
   for (int rank = node * rail.plan.per_node; rank < (node + 1) * rail.plan.per_node; ++rank) {
-    const uint32_t tokens = __shfl_sync(0xFFFFFFFFu, came, rank);
+    const uint32_t tokens = CameFrom(came, rank);
     if (!(tokens >> bit & 1)) continue;
     const int record = __popc(tokens & ((1u << bit) - 1));
     const char* const row = shared.run.data[p.routing.rank] + rail.LandedRecord(rank, chunk, record);
@@ -323,11 +357,6 @@ __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared&
   for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
 }
 
-// What the warps of a block tell each other about the chunk at hand.
-struct ArrivedShared {
-  uint32_t came[32];  // by rail.Place(rank): tokens that the rank has sent a row for
-};
-
 // Sums the tokens of this rank.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail,
@@ -337,7 +366,7 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
   const int lane = threadIdx.x & 31, items = plan.chunks, first = plan.node * plan.per_node;
   uint32_t* const counter = &shared.run.control->claimed[static_cast<int>(Work::kPlace)];
   auto await = [&](int chunk) {
-    arrivals.came[lane] = 0;
+    for (int place = lane; place < static_cast<int>(sizeof(arrivals.came) / 4); place += 32) arrivals.came[place] = 0;
     __syncwarp();
     for (int turn = 0; turn < rail.Turns(); ++turn) {
       const int from = rail.RankFrom(turn);
@@ -351,12 +380,12 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
   for (int chunk; (chunk = BlockClaim(counter, 1)) < items;) {
     bool arrived = threadIdx.x >= 32 || await(chunk);
     if (!__syncthreads_and(arrived)) return;
-    const uint32_t came = arrivals.came[lane];
+    const Came came = CameOf(arrivals);
     EachOwnRecord(plan, chunk, ExistingTokens(plan, chunk, r.tokens), [&](int bit, int token) {
       if (!arrived) return;
       const RankMask near = RanksOf(p.topk_idx, token, r, shared.run.meets);
       const RankMask places = Shifted(near, first), others = Shifted(near & ~OneRank(r.rank), first);
-      const uint32_t far = __ballot_sync(0xFFFFFFFFu, came >> bit & 1);
+      const uint32_t far = FarNodes(rail, came, bit);
       const GatheredRows own = GatherRows(p, shared, r.rank, token);
       auto far_row = [&](int node) -> const char* {
         const int from = rail.RankOn(node);
@@ -385,7 +414,7 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
               for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(total[s], p.ue8m0);
             } else if (plan.masked && !rail.Takes(rail.RankOn(node))) {
               AddFar<Y, kWire, kSteps>(p, shared, rail, vector, node, chunk, bit, came, base, end, partial);
-            } else if (far >> rail.Place(rail.RankOn(node)) & 1) {
+            } else if (far >> FarBit(rail, node) & 1) {
               LoadPartial<Y, kWire, kSteps>(p, far_row(node), base, end, vector, partial);
             } else {
               continue;

@@ -1,5 +1,6 @@
 // Launchers of the kernels across nodes: a pair for each link that carries what crosses. No template and no CUDA device
-// code: what the host includes.
+// code: what the host includes. Each goes on to the kernels in `wide` for more than kNarrowRanks ranks
+// (wide_peer_*.cu).
 #pragma once
 
 #include "rail_plan.h"
@@ -21,5 +22,20 @@ int LaunchPeerLowLatencyCombine(const CombineParams& params, const RailParams& r
 int PreloadPeerDispatch();
 int PreloadPeerCombine();
 int PreloadPeerLowLatency();
+
+namespace wide {
+int LaunchPeerDispatch(const DispatchParams& params, const RailParams& rails, const PeerTable* peers,
+                       cudaStream_t stream);
+int LaunchPeerCombine(const CombineParams& params, const RailParams& rails, const PeerTable* peers,
+                      cudaStream_t stream);
+int LaunchPeerLowLatencyDispatch(const DispatchParams& params, const RailParams& rails, const PeerTable* peers,
+                                 cudaStream_t stream);
+int LaunchPeerLowLatencyCombine(const CombineParams& params, const RailParams& rails, const PeerTable* peers,
+                                cudaStream_t stream);
+// Loaded by groups of so many ranks alone.
+int PreloadPeerDispatch();
+int PreloadPeerCombine();
+int PreloadPeerLowLatency();
+}  // namespace wide
 
 }  // namespace xen_moe

@@ -289,9 +289,8 @@ template <class Link>
 int PreloadNodeLowLatencyDispatch() {
   cudaFuncAttributes attributes;
   if (int e = cudaFuncGetAttributes(&attributes, NodeLowLatencyDispatchKernel<Link>)) return e;
-  return cudaFuncSetAttribute(
-      NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-      kLowLatencySharedBytes + kNarrowRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
+  return cudaFuncSetAttribute(NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kLowLatencySharedBytes + kRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -4,14 +4,16 @@
 #include "node_low_latency_dispatch.cuh"
 #include "peer_transport.cuh"
 
-namespace xen_moe {
+namespace XEN_MOE_KERNELS {
 
 int LaunchPeerLowLatencyDispatch(const DispatchParams& p, const RailParams& rails, const PeerTable* peers,
                                  cudaStream_t stream) {
+  if (!kWide && p.routing.ranks > kNarrowRanks) return wide::LaunchPeerLowLatencyDispatch(p, rails, peers, stream);
   return LaunchNodeLowLatencyDispatch(p, rails, PeerLink{peers, p.routing.rank}, stream);
 }
 int LaunchPeerLowLatencyCombine(const CombineParams& p, const RailParams& rails, const PeerTable* peers,
                                 cudaStream_t stream) {
+  if (!kWide && p.routing.ranks > kNarrowRanks) return wide::LaunchPeerLowLatencyCombine(p, rails, peers, stream);
   return LaunchNodeLowLatencyCombine(p, rails, PeerLink{peers, p.routing.rank}, stream);
 }
 int PreloadPeerLowLatency() {
@@ -19,4 +21,4 @@ int PreloadPeerLowLatency() {
   return PreloadNodeLowLatencyCombine<PeerLink>();
 }
 
-}  // namespace xen_moe
+}  // namespace XEN_MOE_KERNELS

@@ -101,7 +101,6 @@ const char* NoLowLatency(const Routing& r, Operation operation, Element element,
   if (static_cast<int64_t>(r.ranks) * r.tokens > (r.ranks > kNarrowRanks ? kMostWideLineRows : kMostLineRows))
     return "ranks * tokens";
   if (chunk_tokens > 0 && r.tokens > kMaxDirectChunks * chunk_tokens) return "tokens, between nodes";
-  if (chunk_tokens > 0 && r.ranks > kNarrowRanks) return "ranks, between nodes";
   if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
   if (r.top_k > kLineSlots) return "top_k is more than a line holds";
   if (operation == Operation::kCombine) {

@@ -10,6 +10,10 @@
 
 namespace XEN_MOE_KERNELS {
 
+// Ranks that counters by rank are for (rail_memory.h).
+__device__ __forceinline__ int Sources(const RailPlan& plan) {
+  return kWide ? plan.nodes * plan.per_node : kNarrowRanks;
+}
 // Ranks of this rank's node.
 __device__ __forceinline__ RankMask NodeMask(const RailPlan& plan, int node) {
   return RanksFrom(node * plan.per_node, plan.per_node);
@@ -161,8 +165,9 @@ class Rail {
   // Of a chunk, or of a lead behind all chunks.
   __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int message) const {
     const uint32_t parity = run_.epoch & 1;
-    return on_rail ? kChunkSignals + (source / plan.per_node * 2 + parity) * kRailMessages + message
-                   : kPastSignals + (parity * kNarrowRanks + source) * kRailMessages + message;
+    const int sources = Sources(plan);
+    return on_rail ? ChunkSignals(sources) + (source / plan.per_node * 2 + parity) * kRailMessages + message
+                   : PastSignals(sources) + (parity * sources + source) * kRailMessages + message;
   }
   __device__ __forceinline__ bool AwaitMessage(int rank, int message, uint64_t landed, Step step,
                                                uint32_t* tokens) const {

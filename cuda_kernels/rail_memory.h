@@ -20,14 +20,27 @@ constexpr int kRailMessages = kMaxChunks + kMaxLeads;  // of one rank to one nod
 constexpr int kMaxDirectChunks = 16;                   // of one rank to another, in an operation of few tokens
 // A rank's counters. The same rank raises a counter in every operation: nobody's signal is taken for another one's.
 // Those of an operation and the next are different ones, by the parity of its number: a rank may send the chunks of the
-// next before the others have taken what it sent in this one, and no order is promised between the two. Chunks that go
-// from rank to rank, and so those of ranks that may be out, are for kNarrowRanks ranks at most.
-constexpr int kDirectSignals = 0;                                                   // [parity][rank][chunk]: direct.cuh
-constexpr int kJoinSignals = kDirectSignals + 2 * kNarrowRanks * kMaxDirectChunks;  // [rank]: direct.cuh
-constexpr int kPastSignals = kJoinSignals + kMaxRanks;  // [parity][rank][message]: past the rails
-constexpr int kChunkSignals = kPastSignals + 2 * kNarrowRanks * kRailMessages;  // [node][parity][message]: rail.cuh
-constexpr int kRailSignals = kChunkSignals + kMaxNodes * 2 * kRailMessages;     // of all kinds
-constexpr uint64_t kCounterBytes = kRailSignals * sizeof(uint64_t);
+// next before the others have taken what it sent in this one, and no order is promised between the two. What comes from
+// rank to rank is counted by rank. `sources` is how many ranks there is room for: kNarrowRanks in all groups of so many
+// (rank_mask.cuh), which have the same counters at the same places, and in a larger group its own ranks.
+constexpr int kDirectSignals = 0;                          // [parity][source][chunk]: direct.cuh
+XEN_MOE_ANYWHERE constexpr int JoinSignals(int sources) {  // [rank]: direct.cuh
+  return kDirectSignals + 2 * sources * kMaxDirectChunks;
+}
+XEN_MOE_ANYWHERE constexpr int PastSignals(int sources) {  // [parity][source][message]: past the rails
+  return JoinSignals(sources) + kMaxRanks;
+}
+XEN_MOE_ANYWHERE constexpr int ChunkSignals(int sources) {  // [node][parity][message]: rail.cuh
+  return PastSignals(sources) + 2 * sources * kRailMessages;
+}
+constexpr int SourcesOf(int ranks) { return ranks <= kNarrowRanks ? kNarrowRanks : ranks; }
+// Of all kinds, in a group of `ranks` ranks in `nodes` nodes; the first: of up to kNarrowRanks ranks.
+constexpr int kRailSignals = ChunkSignals(kNarrowRanks) + kMaxNodes * 2 * kRailMessages;
+constexpr int RailSignals(int ranks, int nodes) {
+  return ranks <= kNarrowRanks ? kRailSignals : ChunkSignals(ranks) + nodes * 2 * kRailMessages;
+}
+// Ranks whose processes have ended: a bit each.
+constexpr int kGoneWords = kMaxRanks / 64;
 
 // Where everything of the other ranks lies, as one rank sees it, for puts by pointer (peer_transport.cuh). The host
 // writes a generation's entry before it lets anybody use that generation.
@@ -46,7 +59,7 @@ struct alignas(128) WindowTable {
   int process[kMaxRanks];        // of each rank: its rank in NCCL's communicator
   uint32_t reserved[kMaxRanks];  // puts to each rank so far
   uint64_t base[kRailSignals];   // what each own counter of NCCL's stood at at the last reset
-  uint64_t gone;                 // bit mask of ranks whose processes had ended by then: what was put to them never ends
+  uint64_t gone[kGoneWords];     // ranks whose processes had ended by then: what was put to them never ends
 };
 
 struct alignas(128) RailMemory {
@@ -54,5 +67,15 @@ struct alignas(128) RailMemory {
   PeerTable peers;                  // one process
   WindowTable windows;              // several
 };
+// A group of more than kNarrowRanks ranks has other counters: behind its RailMemory lie, for each of them,
+// WindowTable::base and then `expected`, in place of those above.
+static_assert(offsetof(RailMemory, windows) + sizeof(WindowTable) == sizeof(RailMemory), "WideBase");
+XEN_MOE_ANYWHERE inline uint64_t* WideBase(WindowTable* table) { return reinterpret_cast<uint64_t*>(table + 1); }
+inline uint64_t RailBytes(int ranks, int nodes) {
+  return sizeof(RailMemory) + (ranks <= kNarrowRanks ? 0 : 2 * sizeof(uint64_t) * RailSignals(ranks, nodes));
+}
+inline uint64_t* ExpectedOf(RailMemory* rail, int ranks, int nodes) {
+  return ranks <= kNarrowRanks ? rail->expected : WideBase(&rail->windows) + RailSignals(ranks, nodes);
+}
 
 }  // namespace xen_moe

@@ -55,7 +55,7 @@ struct RailPlan {
 
 struct RailParams {
   RailPlan plan;
-  uint64_t* expected;  // [kRailSignals], private to this rank: what each counter has reached. Zero after a reset
+  uint64_t* expected;  // [RailSignals], private to this rank: what each counter has reached. Zero after a reset
 };
 
 // PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.
@@ -65,7 +65,8 @@ inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, St
   const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
   plan->direct = true;
   plan->counts_bytes = combine ? 0 : up(static_cast<uint64_t>(columns) * 4, 16);
-  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + plan->chunk_tokens * plan->record_bytes;
+  const int most = r.tokens < plan->chunk_tokens ? r.tokens : plan->chunk_tokens;  // tokens of a chunk
+  plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + most * plan->record_bytes;
   const uint64_t all = static_cast<uint64_t>(r.ranks) * plan->chunks * plan->chunk_bytes;
   plan->send = up(staging->data_bytes, 128);
   plan->land = up(plan->send + all, 128);
@@ -111,7 +112,6 @@ inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule&
   if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
   if (s.low_latency != plan.direct) return "low latency";
   if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
-  if ((plan.direct || plan.masked) && r.ranks > kNarrowRanks) return "ranks that are out or low latency, of many ranks";
   if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
     return "ranks_per_node";
   }

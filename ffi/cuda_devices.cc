@@ -91,7 +91,7 @@ void Check(CUresult e, const std::string& what) {
 
 class Cuda final : public Devices {
  public:
-  void Prepare(const std::vector<int>& ordinals, int ranks) override {
+  void Prepare(const std::vector<int>& ordinals, int ranks, int nodes, bool across) override {
     std::lock_guard<std::mutex> lock(mutex_);
     for (int ordinal : ordinals) {
       if (gpus_.count(ordinal)) continue;
@@ -113,9 +113,16 @@ class Cuda final : public Devices {
       gpus_[ordinal] = gpu;
     }
     for (int ordinal : ordinals) {
-      if (ranks <= kNarrowRanks || !wide_.insert(ordinal).second) continue;
+      if (ranks <= kNarrowRanks || (nodes > 1 && across)) continue;
+      if (!(nodes > 1 ? wide_across_ : wide_).insert(ordinal).second) continue;
       DeviceGuard guard(ordinal);
-      Check(static_cast<cudaError_t>(PreloadWideKernels()), "loading the kernels for many ranks");
+      if (nodes == 1) {
+        Check(static_cast<cudaError_t>(PreloadWideKernels()), "loading the kernels for many ranks");
+        continue;
+      }
+      for (auto* preload : {wide::PreloadPeerDispatch, wide::PreloadPeerCombine, wide::PreloadPeerLowLatency}) {
+        Check(static_cast<cudaError_t>(preload()), "loading the kernels across nodes for many ranks");
+      }
     }
     if (page_left_ == 0) AddPage();
   }
@@ -342,7 +349,7 @@ class Cuda final : public Devices {
 
   std::mutex mutex_;
   std::map<int, Gpu> gpus_;
-  std::set<int> wide_;  // GPUs that have the kernels for many ranks
+  std::set<int> wide_, wide_across_;  // GPUs that have the kernels for many ranks: of one node, of several
   std::map<char*, Block> blocks_;
   static constexpr uint64_t kPage = 256 * 1024;
   Pinned page_;  // what is left of the newest

@@ -33,8 +33,9 @@ struct Beginning {
 class Devices {
  public:
   virtual ~Devices() = default;
-  // Before the first use of these GPUs by a group of `ranks`: contexts, streams, every kernel loaded that it may run.
-  virtual void Prepare(const std::vector<int>& ordinals, int ranks) = 0;
+  // Before the first use of these GPUs by a group of `ranks` in `nodes` nodes: contexts, streams, every kernel loaded
+  // that it may run. `across` processes: but for those between nodes, which its link loads (LinkKernels::prepare).
+  virtual void Prepare(const std::vector<int>& ordinals, int ranks, int nodes, bool across) = 0;
   // Makes it the GPU of the calling thread, and returns the one that was.
   virtual int Select(int ordinal) = 0;
   virtual int SmCount(int ordinal) = 0;

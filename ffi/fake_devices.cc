@@ -52,7 +52,7 @@ void FakeDevices::Forget(const char* memory) {
   if (blocks_.erase(memory) == 0) std::abort();
 }
 
-void FakeDevices::Prepare(const std::vector<int>&, int) {}
+void FakeDevices::Prepare(const std::vector<int>&, int, int, bool) {}
 int FakeDevices::Select(int) { return 0; }
 int FakeDevices::SmCount(int) { return 132; }
 void FakeDevices::CheckPeerAccess(int, int) {}

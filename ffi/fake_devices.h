@@ -13,7 +13,7 @@ namespace xen_moe {
 class FakeDevices final : public Devices {
  public:
   static FakeDevices& Get();
-  void Prepare(const std::vector<int>& ordinals, int ranks) override;
+  void Prepare(const std::vector<int>& ordinals, int ranks, int nodes, bool across) override;
   int Select(int ordinal) override;
   int SmCount(int ordinal) override;
   void CheckPeerAccess(int from, int to) override;

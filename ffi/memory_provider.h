@@ -45,16 +45,16 @@ struct RailMemory;
 // The kernels' half of such puts, for the one provider that they were compiled for. They know its structures; the host
 // passes these on as bytes.
 struct LinkKernels {
-  std::string (*request)(int nodes);  // of a group of so many nodes: what `connect` is given
-  size_t made_bytes;                  // of what it fills
-  // Loads the kernels on a GPU. Throws MemoryError.
-  void (*prepare)(int ordinal);
+  std::string (*request)(int ranks, int nodes);  // of a group of so many: what `connect` is given
+  size_t made_bytes;                             // of what it fills
+  // Loads the kernels that a group of `ranks` runs on a GPU. Throws MemoryError.
+  void (*prepare)(int ordinal, int ranks);
   // Once nothing runs on the GPU, for the `time`th time since `connect`, by all ranks of the group at once but those of
-  // the bit mask `gone`, whose processes have ended: returns when no put between the others and this rank is under way
-  // any more, and its counters stand at nought. Throws MemoryError after `seconds`, with the rank that it has waited
-  // for.
+  // the bit mask `gone` (kGoneWords words), whose processes have ended: returns when no put between the others and this
+  // rank is under way any more, and its counters stand at nought. Throws MemoryError after `seconds`, with the rank
+  // that it has waited for.
   void (*settle)(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node,
-                 uint64_t gone, uint64_t time, double seconds);
+                 const uint64_t* gone, uint64_t time, double seconds);
 };
 
 }  // namespace xen_moe

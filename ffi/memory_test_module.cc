@@ -38,7 +38,10 @@ void WriteWord(const Member& member, T* at, T word) {
 
 // Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
 int ChunkSignal(const Workspace& workspace, int rank) {
-  return kChunkSignals + rank / workspace.ranks_per_node() * kMaxChunks;
+  return ChunkSignals(SourcesOf(workspace.ranks())) + rank / workspace.ranks_per_node() * kMaxChunks;
+}
+uint64_t* ExpectedOfMember(const Workspace& workspace, const Member& member) {
+  return ExpectedOf(member.rail, workspace.ranks(), workspace.ranks() / workspace.ranks_per_node());
 }
 bool OnRail(const Workspace& workspace, int a, int b) {
   const int per_node = workspace.ranks_per_node();
@@ -62,7 +65,7 @@ bool AwaitChunks(Workspace& workspace, const Member& member, uint32_t generation
   for (int rank = 0; rank < workspace.ranks(); ++rank) {
     if (!OnRail(workspace, member.rank, rank)) continue;
     const int signal = ChunkSignal(workspace, rank);
-    uint64_t* const expected = member.rail->expected + signal;
+    uint64_t* const expected = ExpectedOfMember(workspace, member) + signal;
     const uint64_t wanted = ReadWord(member, expected) + 1;
     const char* const staging = member.rail->peers.staging[generation % kGenerations][member.rank];
     good = good && ReadWord(member, member.rail->peers.counters[member.rank] + signal) == wanted &&
@@ -201,22 +204,27 @@ class WatchedNccl {
 // The kernels' half of puts over NCCL's place-holder, of which the host is to see to the order and the table.
 struct FakeLink {
   static inline std::vector<uint64_t> settled;  // `time` of each call
-  static inline uint64_t gone = 0;              // of the last
+  static inline std::vector<int> gone;          // ranks, of the last
   static inline bool late = false;
 
-  static std::string Request(int nodes) {
-    const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef, static_cast<uint64_t>(nodes)};
+  static std::string Request(int ranks, int nodes) {
+    const uint64_t words[] = {24, uint64_t{23203} << 32 | 0xcafebeef,
+                              static_cast<uint64_t>(RailSignals(ranks, nodes)) << 8 | nodes};
     return {reinterpret_cast<const char*>(words), sizeof(words)};
   }
-  static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int, int, uint64_t without,
-                     uint64_t time, double) {
+  static void Settle(int ordinal, const std::string&, RailMemory* rail, int rank, int ranks, int,
+                     const uint64_t* without, uint64_t time, double) {
     if (late) Refuse("reset: puts between nodes were still under way, to or from rank " + std::to_string(rank));
-    settled.push_back(time), gone = without;
+    settled.push_back(time), gone.clear();
+    for (int other = 0; other < kMaxRanks; ++other) {
+      if (without[other / 64] >> other % 64 & 1) gone.push_back(other);
+    }
     const uint64_t base = 1000 * time;
-    FakeDevices::Get().Write(ordinal, rail->windows.base, &base, sizeof(base));
+    uint64_t* const to = ranks <= kNarrowRanks ? rail->windows.base : WideBase(&rail->windows);
+    FakeDevices::Get().Write(ordinal, to, &base, sizeof(base));
   }
   static const LinkKernels* Kernels() {
-    static const LinkKernels kernels{Request, 64, [](int) {}, Settle};
+    static const LinkKernels kernels{Request, 64, [](int, int) {}, Settle};
     return &kernels;
   }
 };
@@ -327,8 +335,8 @@ NB_MODULE(_memory_test, m) {
     d["mailbox"] = reinterpret_cast<uintptr_t>(table.mailbox);
     d["processes"] = processes;
     d["connection"] = std::vector<int>{made[0], made[1]};
-    d["base"] = table.base[0];
-    d["expected"] = ReadWord(member, member.rail->expected);
+    d["base"] = w.ranks() <= kNarrowRanks ? table.base[0] : ReadWord(member, WideBase(&member.rail->windows));
+    d["expected"] = ReadWord(member, ExpectedOfMember(w, member));
     return d;
   });
   // Ranks whose mailbox, and whose newest staging area, member 0 has pointers to.

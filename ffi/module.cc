@@ -98,7 +98,7 @@ NB_MODULE(_cuda, m) {
   m.attr("cudart_version") = CUDART_VERSION;
   // What Python must know of the kernels: here and nowhere else.
   m.attr("max_ranks") = kMaxRanks;
-  m.attr("max_ranks_across") = kNarrowRanks;  // several nodes
+  m.attr("max_nodes") = kMaxNodes;
   m.attr("max_top_k") = kMaxSlots;
   m.attr("max_experts") = kMaxExperts;
   m.attr("max_chunks") = kMaxChunks;

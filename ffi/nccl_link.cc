@@ -28,9 +28,9 @@ struct OnGpu {
   ~OnGpu() { cudaSetDevice(before); }
 };
 
-void Prepare(int ordinal) {
+void Prepare(int ordinal, int ranks) {
   const OnGpu on(ordinal);
-  Check(PreloadNccl(), "loading the kernels between processes");
+  Check(PreloadNccl(ranks), "loading the kernels between processes");
 }
 
 // The kernel ends by itself; what else the GPU may be busy with is waited for a little longer.
@@ -47,8 +47,8 @@ bool Ended(cudaStream_t stream, double seconds) {
   }
 }
 
-void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node, uint64_t gone,
-            uint64_t time, double seconds) {
+void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, int ranks, int per_node,
+            const uint64_t* gone, uint64_t time, double seconds) {
   const OnGpu on(ordinal);
   RailPlan plan{};
   plan.nodes = ranks / per_node, plan.per_node = per_node;

@@ -12,8 +12,8 @@ void Workspace::MakeRails(std::vector<Home>* homes) {
     const int ordinal = members_[i].ordinal;
     std::vector<int> readers;  // ranks of other nodes raise the counters
     for (DeviceKey key : groups_[group_of_[i]].devices) readers.push_back(OrdinalOf(key));
-    (*homes)[i].counters = job_.gpus->Allocate(ordinal, kCounterBytes, readers);
-    (*homes)[i].rail = job_.gpus->Allocate(ordinal, sizeof(RailMemory), {ordinal});
+    (*homes)[i].counters = job_.gpus->Allocate(ordinal, CounterBytes(), readers);
+    (*homes)[i].rail = job_.gpus->Allocate(ordinal, RailBytes(ranks_, Nodes()), {ordinal});
   }
 }
 
@@ -33,7 +33,7 @@ void Workspace::AddRail(size_t i) {
 // Between processes: collective, once the mailbox has been shown.
 void Workspace::Connect(double seconds) {
   auto made = std::make_shared<std::string>(job_.link->made_bytes, '\0');
-  if (!job_.provider->connect(job_.link->request(ranks_ / ranks_per_node_), made.get(), seconds)) {
+  if (!job_.provider->connect(job_.link->request(ranks_, Nodes()), made.get(), seconds)) {
     Refuse(job_.provider->reason());
   }
   homes_.front().connection = std::move(made);
@@ -44,10 +44,10 @@ void Workspace::Connect(double seconds) {
 void Workspace::AddWindows() {
   Member& member = members_.front();
   const Home& home = homes_.front();
-  job_.link->prepare(member.ordinal);
+  job_.link->prepare(member.ordinal, ranks_);
   member.rail = reinterpret_cast<RailMemory*>(home.rail);
   member.connection = home.connection;
-  job_.gpus->Zero(member.ordinal, member.rail, sizeof(RailMemory));
+  job_.gpus->Zero(member.ordinal, member.rail, RailBytes(ranks_, Nodes()));
   auto windows = std::make_unique<WindowTable>();
   windows->mailbox = job_.provider->window(home.mailbox);
   windows->ranks = ranks_;
@@ -56,14 +56,14 @@ void Workspace::AddWindows() {
 }
 
 // What was put before a failure may still be under way: nothing may be cleared before it has come. Processes that have
-// ended settle nothing; there are such only where ranks may be out, so of kNarrowRanks ranks.
+// ended settle nothing; there are such only where ranks may be out.
 void Workspace::Settle(double seconds) {
   const Member& member = members_.front();
-  uint64_t gone = 0;
+  uint64_t gone[kGoneWords] = {};
   {
     std::lock_guard<std::mutex> lock(dead_mutex_);
     for (int rank = 0; masked_ && rank < ranks_; ++rank) {
-      if (dead_.count(ProcessOf(groups_.front().devices[rank]))) gone |= uint64_t{1} << rank;
+      if (dead_.count(ProcessOf(groups_.front().devices[rank]))) gone[rank / 64] |= uint64_t{1} << rank % 64;
     }
   }
   job_.link->settle(member.ordinal, *member.connection, member.rail, member.rank, ranks_, ranks_per_node_, gone,
@@ -92,8 +92,8 @@ void Workspace::WriteRail(size_t i) {
 
 // Nothing of any rank is under way. Between processes the counters are the link's, and Settle has set them back.
 void Workspace::ClearRail(size_t i) {
-  if (!across_) job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, kCounterBytes);
-  job_.gpus->Zero(members_[i].ordinal, members_[i].rail->expected, sizeof(RailMemory::expected));
+  if (!across_) job_.gpus->Zero(members_[i].ordinal, homes_[i].counters, CounterBytes());
+  job_.gpus->Zero(members_[i].ordinal, ExpectedOf(members_[i].rail, ranks_, Nodes()), CounterBytes());
 }
 
 void Workspace::FreeHome(size_t i, const Home& home) {

@@ -49,7 +49,7 @@ int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& 
 
 // `plan` as it is for this rank.
 RailParams RailsOf(const RailPlan& plan, const Member& member) {
-  RailParams rails{plan, member.rail->expected};
+  RailParams rails{plan, ExpectedOf(member.rail, plan.nodes * plan.per_node, plan.nodes)};
   rails.plan.node = member.rank / plan.per_node;
   rails.plan.index = member.rank % plan.per_node;
   return rails;

@@ -56,10 +56,11 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ran
     Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node) + ": must divide the " +
            std::to_string(ranks) + " ranks of the axis");
   }
-  if (SeveralNodes() && ranks > kNarrowRanks) {
+  if (SeveralNodes() && Nodes() > kMaxNodes) {
     Refuse("KernelConfig.ranks_per_node=" + std::to_string(ranks_per_node) + " on an axis of " + std::to_string(ranks) +
-           " ranks: the kernels between virtual nodes take at most " + std::to_string(kNarrowRanks) +
-           " ranks; leave ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference')");
+           " ranks makes " + std::to_string(Nodes()) + " nodes: the kernels between nodes take at most " +
+           std::to_string(kMaxNodes) +
+           "; put more ranks on a node or fewer on the axis, or use KernelConfig(backend='reference')");
   }
   MakeGroups();
   std::vector<int> ordinals;
@@ -67,7 +68,7 @@ Workspace::Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ran
     if (ProcessOf(key) == job_.process) ordinals.push_back(OrdinalOf(key));
   }
   for (const Member& member : members_) ordinals.push_back(member.ordinal);
-  if (!members_.empty()) job_.gpus->Prepare(ordinals, ranks_);
+  if (!members_.empty()) job_.gpus->Prepare(ordinals, ranks_, Nodes(), across_);
   if (flights_of_ == nullptr) {
     flights_ = std::make_unique<Workspace>(job_, devices_, ranks_, ranks_per_node_, channel_, this);
   }
@@ -441,7 +442,7 @@ void Workspace::MakeHomeAcross() {
       throw MemoryError{true, std::string("no symmetric memory for a mailbox: ") + job_.provider->reason()};
     records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
     home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
-    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, sizeof(RailMemory), {member.ordinal});
+    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, RailBytes(ranks_, Nodes()), {member.ordinal});
     job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
   } catch (...) {
     LeaveHome();

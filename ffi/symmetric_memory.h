@@ -171,6 +171,8 @@ class Workspace {
   void ClearRail(size_t member);
   void FreeHome(size_t member, const Home& home);
   bool SeveralNodes() const { return ranks_per_node_ != ranks_; }
+  int Nodes() const { return ranks_ / ranks_per_node_; }
+  uint64_t CounterBytes() const { return sizeof(uint64_t) * RailSignals(ranks_, Nodes()); }
   // Whether a rank's kernels may use the pointers of `rank`.
   bool SameNode(size_t member, int rank) const {
     return members_[member].rank / ranks_per_node_ == rank / ranks_per_node_;

@@ -658,6 +658,28 @@ def test_a_buffer_between_nodes_serves_after_its_closing_too(memory, nodes):
     assert run(memory, nodes, times=3)
 
 
+def test_many_ranks_in_nodes_have_counters_of_their_own(memory):
+    """More than a word has bits, and than a group of few ranks has counters for; as many nodes as there may be."""
+    for ranks, per_node in ((36, 12), (64, 2)):
+        memory.configure(0, 1, [*range(ranks)])
+        many = memory.workspace([*range(ranks)], ranks, 0, per_node)
+        memory.serve(many, *SMALL, 1.0)
+        assert run(memory, many, times=3)
+        for member in (0, ranks - 1):
+            first = member // per_node * per_node
+            own, everybody = [*range(first, first + per_node)], [*range(ranks)]
+            assert memory.pointers(many, member) == [own, own, everybody, everybody, everybody]
+        memory.stray_chunk(many, 0, ranks - per_node)  # from the first to the last of its rail
+        good = memory.run(many, *SMALL, 7)
+        assert [rank for rank in range(ranks) if not good[rank]] == [ranks - per_node]
+        memory.reset(1.0)
+        memory.serve(many, *LARGE, 1.0)
+        assert run(memory, many, LARGE, times=3)
+    memory.configure(0, 1, [*range(66)])
+    with pytest.raises(RuntimeError, match=r"ranks_per_node=2 on an axis of 66 ranks makes 33 nodes.* at most 32; put"):
+        memory.workspace([*range(66)], 66, 0, 2)
+
+
 def test_nodes_of_unequal_size_and_of_processes_without_puts_are_refused(memory):
     with pytest.raises(RuntimeError, match=r"KernelConfig.ranks_per_node=3: must divide the 4 ranks of the axis"):
         memory.workspace([0, 1, 2, 3], 4, 0, 3)

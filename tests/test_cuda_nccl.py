@@ -396,7 +396,24 @@ def test_a_reset_waits_for_nothing_of_a_process_that_has_ended(tmp_path):
             assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
         running[1].send_signal(signal.SIGKILL)
         for result in results(running, 0, 2, 3):
-            assert result == {"error": "", "without": [0, 1 << 2], "settled": [1, 2], "failure": ""}
+            assert result == {"error": "", "without": [[], [2]], "settled": [1, 2], "failure": ""}
+
+
+@pytest.mark.slow
+def test_many_ranks_in_several_nodes(tmp_path):
+    """Eighteen processes: more than a group of few ranks has counters for. One of them ends."""
+    count = 18
+    with job("many_nodes", tmp_path, count) as running:
+        for process in running:
+            assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]
+        running[1].send_signal(signal.SIGKILL)
+        others = [p for p in range(count) if p != 1]
+        for process, result in zip(others, results(running, *others), strict=True):
+            assert result["errors"] == ["", ""] and result["seen"] == [True, True], result
+            assert result["processes"] == [*reversed(range(count))]
+            first = (count - 1 - process) // 6 * 6
+            assert result["pointers"] == [[*range(first, first + 6)]] * 2
+            assert result["without"] == [16] and result["counters"] == [1000, 0] and result["failure"] == ""
 
 
 def test_processes_that_cut_an_axis_in_different_nodes_wait_no_longer_than_told(two_nodes):

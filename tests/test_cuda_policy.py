@@ -311,13 +311,47 @@ def test_what_does_not_cross_between_nodes_is_refused():
         lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))
 
 
-@pytest.mark.parametrize("ranks", [4, 16])
+@pytest.mark.parametrize(("ranks", "per_node"), [(32, 8), (72, 8), (256, 8), (18, 3)])
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_many_ranks_go_between_nodes(ranks, per_node, mode):
+    """Also with ranks that are out, and few tokens from rank to rank as far as lines go within a node."""
+    from xen_moe_jax.backends.cuda import call
+
+    config, few = nodes_of(per_node, mode=mode), spec(32, ranks)
+    lines = schedule.takes_lines(few, 7168, jnp.bfloat16, config, wire=None)
+    assert lines == (mode == "low_latency")
+    cut = schedule.dispatch(few, 7168, config, 132, lines=lines)
+    found = call.attributes(few, 7168, jnp.bfloat16, cut, config, masked=True)
+    assert (found["ranks"], found["ranks_per_node"], found["masked"]) == (ranks, per_node, 1)
+    assert found["low_latency"] == lines and 1 <= found["chunk_tokens"] <= 32
+    assert not lines or cut.layout_blocks + cut.push_blocks < cut.blocks, "nobody left to receive"
+    most = 16383 // ranks  # rows that these kernels take of all ranks
+    takes = [
+        schedule.takes_lines(spec(n, ranks), 7168, jnp.bfloat16, nodes_of(per_node, mode="low_latency"), wire=None)
+        for n in (min(most, 512), most + 1)
+    ]
+    assert takes == [True, False]
+
+
+def test_what_is_too_many_between_nodes_is_refused_with_a_remedy():
+    from xen_moe_jax.backends.cuda import call
+
+    call.check_nodes(spec(8, ranks=256), nodes_of(8))
+    with pytest.raises(ValueError, match=r"ranks_per_node=2 on an axis of 66 ranks makes 33 nodes.* at most 32: put.*"):
+        call.check_nodes(spec(8, ranks=66), nodes_of(2))
+    with pytest.raises(ValueError, match=r"at most 256 ranks, not 264.*reference"):
+        call.attributes(
+            spec(8, ranks=264), 7168, jnp.bfloat16, schedule.Schedule(4, 2, 2, 1, 8), nodes_of(8), masked=False
+        )
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 32, 72])
 def test_memory_between_nodes_stays_within_the_bound(ranks):
     """What one node takes, and a chunk of every token for every node, there and back."""
     for tokens in (1, 128, 4096):
         sizes = {"num_tokens": tokens, "hidden": 7168, "num_ranks": ranks, "backend": "cuda"}
         one = xm.buffer_size_hint(**sizes)
-        for per_node in (1, 2, ranks // 2):
+        for per_node in (n for n in (1, 2, 8, ranks // 2) if n < ranks <= 32 * n):
             chunks = 2 * 2 * (ranks // per_node) * (tokens + 32) * (7168 * 2 + 64 + 16)
             found = xm.buffer_size_hint(ranks_per_node=per_node, **sizes)
             assert found <= one + chunks + 64 * 2**20 and (

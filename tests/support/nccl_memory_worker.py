@@ -213,12 +213,12 @@ def one_dies_connecting(rank: Rank) -> dict:
     return {"error": error, "waited": time.monotonic() - began, "after": join_devices(rank)}
 
 
-def put_and_look(rank: Rank, workspace, name: str) -> bool:
-    """A word to the rank of this place on each other node of two, through the window of the newest memory, and theirs
-    in the own."""
+def put_and_look(rank: Rank, workspace, name: str, per_node: int = 2) -> bool:
+    """A word to the rank of this place on each other node, through the window of the newest memory, and theirs in the
+    own."""
     table = rank.memory.windows(workspace)
     offset = SMALL[0]
-    others = [r for r in range(rank.rank % 2, rank.count, 2) if r != rank.rank]
+    others = [r for r in range(rank.rank % per_node, rank.count, per_node) if r != rank.rank]
     for other in others:
         place = offset + 4 * rank.rank
         rank.nccl.put(table["staging"], table["processes"][other], place, 100 * rank.rank + other)
@@ -305,6 +305,36 @@ def node_goes_on(rank: Rank) -> dict:
     rank.memory.reset(30.0)
     without.append(rank.memory.settled_without())
     return {"error": first, "without": without, "settled": rank.memory.settled(), "failure": rank.memory.failure()}
+
+
+def many_nodes(rank: Rank) -> dict:
+    """Three nodes of six, whose tables are those of many ranks: puts in two memories; process 1, which is the last rank
+    but one, is killed, and the others begin again without it."""
+    rank.nccl.set("node_ranks", 6)
+    workspace = rank.workspace(0, 6)
+    errors = [rank.serve(workspace, SMALL)]
+    assert errors == [""], errors
+    seen = [put_and_look(rank, workspace, "small", 6)]
+    errors.append(rank.serve(workspace, tuple(2 * n for n in SMALL)))
+    seen.append(put_and_look(rank, workspace, "larger", 6))
+    rank.memory.leave_out_the_dead(workspace)
+    rank.meet("up")
+    print("ready", flush=True)
+    if rank.process == 1:
+        time.sleep(600)
+    rank.wait_for_death(1)
+    rank.memory.fail(workspace, 0, {"cause": 3, "rank": rank.count - 2, "other": rank.rank})
+    rank.memory.reset(60.0)
+    table = rank.memory.windows(workspace)
+    return {
+        "errors": errors,
+        "seen": seen,
+        "processes": table["processes"],
+        "pointers": rank.memory.pointers_across(workspace),
+        "without": rank.memory.settled_without(),
+        "counters": [table["base"], table["expected"]],
+        "failure": rank.memory.failure(),
+    }
 
 
 def main() -> None:

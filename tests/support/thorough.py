@@ -28,6 +28,7 @@ THOROUGH = (
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_a_kernel_is_seen[missing-wait]",
     "gpu/native/nodes/test_nodes_emulated.py::test_a_slow_link_is_as_slow_as_it_says",
+    "gpu/native/nodes/test_nodes_emulated.py::test_many_ranks[many-18-6]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[concurrent-2-2-64-2]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",

@@ -93,12 +93,11 @@ def check_nodes(spec: Spec, config: KernelConfig) -> None:
     """Raises ValueError for what the kernels between nodes do not do."""
     if not _nodes.several(spec.num_ranks, config):
         return
-    given = f"KernelConfig.ranks_per_node={config.ranks_per_node}"
-    most = module.compiled().max_ranks_across
-    if spec.num_ranks > most:
+    nodes, most = spec.num_ranks // _nodes.ranks_per_node(spec, config), module.compiled().max_nodes
+    if nodes > most:
         raise ValueError(
-            f"{given} on an axis of {spec.num_ranks} ranks: between virtual nodes the CUDA backend takes at most "
-            f"{most} ranks: leave ranks_per_node out where all ranks share NVLink, or use "
+            f"KernelConfig.ranks_per_node={config.ranks_per_node} on an axis of {spec.num_ranks} ranks makes {nodes} "
+            f"nodes: the CUDA backend takes at most {most}: put more ranks on a node or fewer on the axis, or use "
             "KernelConfig(backend='reference')"
         )
 

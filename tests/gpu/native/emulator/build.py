@@ -33,9 +33,10 @@ FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -U_FORTIFY_SOURCE -Wno-ignored-att
 
 def sources(program: str) -> list[pathlib.Path]:
     """All that a program is made of; the harness as tools/gpu_native_check.sh builds it. What launches kernels across
-    nodes for the host (peer_*.cu, nccl_*.cu) is left out: nodes.cu launches its own choice of them, and they take
-    minutes."""
-    kernels = sorted(p for p in (ROOT / "cuda_kernels").glob("*.c[cu]") if not p.name.startswith(("peer_", "nccl_")))
+    nodes for the host (peer_*.cu, nccl_*.cu, and both for many ranks) is left out: nodes.cu launches its own choice of
+    them, and they take minutes."""
+    links = ("peer_", "nccl_", "wide_peer_", "wide_nccl_")
+    kernels = sorted(p for p in (ROOT / "cuda_kernels").glob("*.c[cu]") if not p.name.startswith(links))
     return kernels + [ROOT / "tests/gpu/native" / name for name in ("world.cu", *PROGRAMS[program])]
 
 

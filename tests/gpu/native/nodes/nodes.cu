@@ -3,6 +3,7 @@
 // `peer` reaches the other nodes by pointer, on GPUs too; `network` goes over network.h, on the emulator alone. One
 // line per scenario. Exit status 0: all passed.
 #include <algorithm>
+#include <bitset>
 #include <cstdlib>
 #include <string>
 
@@ -21,8 +22,8 @@ class NodeWorld {
   explicit NodeWorld(const NodeOptions& options) : world(options.ranks, options.gpus), options_(options) {
     for (const RankState& state : world.states) {
       NATIVE_CHECK(cudaSetDevice(state.device));
-      expected_.push_back(Words(kRailSignals));
-      counters_.push_back(Words(kRailSignals));
+      expected_.push_back(Words(Signals()));
+      counters_.push_back(Words(Signals()));
       tables_.push_back(reinterpret_cast<PeerTable*>(Words(sizeof(PeerTable) / 8)));
       known_.push_back({});
       if (state.rank < options.gpus) Preload<PeerLink>();
@@ -31,7 +32,7 @@ class NodeWorld {
     Faults faults;
     faults.seed = options.seed, faults.broken = options.broken;
     faults.reorder = faults.duplicate = true, faults.most_delay_us = 100;
-    network = std::make_unique<Network>(options.ranks, options.per_node, kRailSignals, faults);
+    network = std::make_unique<Network>(options.ranks, options.per_node, Signals(), faults);
 #endif
   }
   ~NodeWorld() {
@@ -73,8 +74,8 @@ class NodeWorld {
     Synchronize();
     world.Reset();
     for (const RankState& state : world.states) {
-      NATIVE_CHECK(cudaMemset(expected_[state.rank], 0, kRailSignals * 8));
-      NATIVE_CHECK(cudaMemset(counters_[state.rank], 0, kRailSignals * 8));
+      NATIVE_CHECK(cudaMemset(expected_[state.rank], 0, Signals() * 8));
+      NATIVE_CHECK(cudaMemset(counters_[state.rank], 0, Signals() * 8));
     }
 #ifndef __CUDACC__
     network->ClearCounters();
@@ -113,6 +114,7 @@ class NodeWorld {
     own_.push_back(p);
     return reinterpret_cast<uint64_t*>(p);
   }
+  int Signals() const { return RailSignals(options_.ranks, options_.ranks / options_.per_node); }
   static Needs NeedsOfAll(const std::vector<std::vector<NodeOperation>>& pool) {
     std::vector<std::vector<Prepared*>> all;
     for (const auto& ranks : pool) all.push_back({ranks[0].prepared});
@@ -155,16 +157,22 @@ class NodeWorld {
   std::vector<PeerTable> known_;  // what is in them
 };
 
-// The kernels for few tokens, and those that may leave ranks out, are for so many ranks.
-bool TakesFew(const NodeOptions& o) { return o.ranks <= kNarrowRanks; }
+using Ranks = std::bitset<kMaxRanks>;
+Ranks AllOf(const NodeOptions& o) { return ~Ranks() >> (kMaxRanks - o.ranks); }
+Ranks Only(int rank) { return Ranks().set(rank); }
+Ranks SomeOf(std::mt19937& rng, const NodeOptions& o) {
+  Ranks out;
+  for (int word = 0; word < kRankWords; ++word) out |= Ranks(rng()) << 32 * word;
+  return out & AllOf(o);
+}
 
 // `masks`: the ranks that take part, of one after the other; none: all, and nobody is told.
 std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s,
-                                                 const std::vector<uint32_t>& masks = {}) {
+                                                 const std::vector<Ranks>& masks = {}) {
   std::mt19937 rng(o.seed + static_cast<uint32_t>(masks.size()));
   std::vector<std::vector<NodeOperation>> pool;
   for (int i = 0; i < count; ++i) {
-    const bool few = TakesFew(o) && i % 5 > 2;  // both kinds beside each other
+    const bool few = i % 5 > 2;  // both kinds beside each other
     Problem p = NodeProblem(rng, o, few ? i / 5 * 2 + i % 5 - 3 : i / 5 * 3 + i % 5, few);
     if (!masks.empty()) p.members = masks[i % masks.size()], p.told = true;
     const int sizes[] = {few ? 3 : 1, 7, 16, 32};
@@ -212,11 +220,63 @@ std::string Normal(const NodeOptions& o) {
   return Text("%zu problems, each twice", pool.size());
 }
 
+// One of each operation and kernel, as small as they go, between more ranks than the other scenarios have time for:
+// what differs then is who is stored to, waited for and added, and in which order. With all ranks, without every third
+// one and the last, whose rails have gaps, and with all again.
+std::string Many(const NodeOptions& o) {
+  NodeWorld nodes(o);
+  std::mt19937 rng(o.seed);
+  std::vector<Problem> problems;
+  auto add = [&](Operation operation, Layout layout, bool few) -> Problem& {
+    Problem p;
+    p.ranks = o.ranks, p.ranks_per_node = o.per_node, p.operation = operation, p.layout = layout, p.low_latency = few;
+    p.tokens = 3, p.top_k = 4, p.experts = 2 * o.ranks, p.hidden = 64, p.seed = static_cast<uint32_t>(rng());
+    p.blocks = 2, p.push_blocks = 1, p.segment_tokens = 2;
+    p.capacity = o.ranks * p.tokens * p.local_experts();
+    problems.push_back(p);
+    return problems.back();
+  };
+  for (const bool few : {false, true}) {
+    add(Operation::kDispatch, few ? Layout::kRanked : Layout::kGrouped, few);
+    add(Operation::kCombine, Layout::kGrouped, few);
+  }
+  add(Operation::kRedispatch, Layout::kRanked, false);
+  Problem& quantised = add(Operation::kCombine, Layout::kPadded, false);
+  quantised.element = Element::kBf16, quantised.wire = WireType::kFp8, quantised.hidden = 130;
+  std::vector<std::vector<NodeOperation>> whole, some;
+  for (Problem p : problems) {
+    whole.push_back(nodes.Add(p, 2, 20));
+    for (int r = 0; r < o.ranks; r += 3) p.members.reset(r);
+    p.members.reset(o.ranks - 1);
+    some.push_back(nodes.Add(p, 2, 20));
+  }
+  auto every = whole;
+  every.insert(every.end(), some.begin(), some.end());
+  nodes.Start(every);
+  for (const auto& pool : {whole, some, whole}) {
+    for (const auto& one : pool) {
+      const Problem& p = one[0].prepared->problem;
+      Expect(one[0].low_latency() == p.low_latency, "other kernels than wanted: " + Name(p));
+#ifndef __CUDACC__
+      nodes.network->ClearTraffic();
+#endif
+      nodes.world.Each([&](int rank) { nodes.Launch(one[rank], rank); });
+      nodes.Synchronize();
+      ExpectNoFailure(nodes.world);
+      ExpectRight(nodes.world, Name(p));
+#ifndef __CUDACC__
+      if (o.network && p.members.all()) ExpectTraffic(nodes, o, one);
+#endif
+    }
+  }
+  return Text("%zu problems, with all, without every third rank, and with all again", problems.size());
+}
+
 // `calls` operations out of `pool` on every rank but those of the bit mask `absent`, with random pauses.
 void RunNodes(NodeWorld& nodes, const NodeOptions& o, const std::vector<std::vector<NodeOperation>>& pool,
-              int64_t calls, const std::string& what, uint32_t absent = 0) {
+              int64_t calls, const std::string& what, const Ranks& absent = {}) {
   nodes.world.Each([&](int rank) {
-    if (absent >> rank & 1) return;
+    if (absent[rank]) return;
     std::mt19937 same(o.seed + 7), own(o.seed * 31 + rank);
     const cudaStream_t stream = nodes.world.states[rank].stream[0];
     for (int64_t i = 0; i < calls; ++i) {
@@ -272,13 +332,12 @@ std::string Graph(const NodeOptions& o) {
 
 // Ranks that are out: those that run the program all the same, and one that runs nothing, comes back, and dies.
 std::string Members(const NodeOptions& o) {
-  if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
-  const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
+  const Ranks all = AllOf(o), absent = Only(o.ranks - 1);
   NodeWorld nodes(o);
   std::mt19937 rng(o.seed);
-  std::vector<uint32_t> any, without;
-  for (int i = 0; i < 20; ++i) any.push_back(i < 2 ? all : i == 2 ? 0 : rng() & all);
-  for (int i = 0; i < 20; ++i) without.push_back(i < 4 ? all & ~absent : (rng() | 1) & all & ~absent);
+  std::vector<Ranks> any, without;
+  for (int i = 0; i < 20; ++i) any.push_back(i < 2 ? all : i == 2 ? Ranks() : SomeOf(rng, o));
+  for (int i = 0; i < 20; ++i) without.push_back(i < 4 ? all & ~absent : (SomeOf(rng, o) | Only(0)) & ~absent);
   const auto pool = NodePool(nodes, o, 20, 20, any), rest = NodePool(nodes, o, 20, 20, without);
   const auto whole = NodePool(nodes, o, 10, 20), needs = NodePool(nodes, o, 4, 20, {all});
   std::vector<std::vector<NodeOperation>> every = pool;
@@ -291,13 +350,13 @@ std::string Members(const NodeOptions& o) {
   nodes.Reset();  // it comes back
   RunNodes(nodes, o, whole, calls, "calls of all after reset");
   for (const RankState& state : nodes.world.states) {  // its process ends
-    NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+    NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, sizeof(state.mailbox->dead), cudaMemcpyHostToDevice));
   }
   RunNodes(nodes, o, rest, calls, "calls without a dead rank", absent);
   for (const size_t kind : {0, 3}) {  // with the kernels of many tokens, and of few
     const double start = Now();
     nodes.world.Each([&](int rank) {
-      if (!(absent >> rank & 1)) nodes.Launch(needs[kind][rank], rank, true);
+      if (!absent[rank]) nodes.Launch(needs[kind][rank], rank, true);
     });
     ExpectRight(nodes.world, "a result that needs a dead rank is not poisoned");
     for (int r = 0; r < o.ranks - 1; ++r) {
@@ -309,7 +368,7 @@ std::string Members(const NodeOptions& o) {
     Expect(Now() - start < o.patience, Text("it took %.2f s", Now() - start));
     nodes.Reset();
     for (const RankState& state : nodes.world.states) {
-      NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
+      NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, sizeof(state.mailbox->dead), cudaMemcpyHostToDevice));
     }
   }
   return Text("%lld calls with changing members, as many without a rank that calls nothing, is back, is dead",
@@ -323,7 +382,7 @@ std::string Growth(const NodeOptions& o) {
   const auto pool = NodePool(nodes, o, 20, 20);
   std::mt19937 rng(o.seed);
   const std::vector<std::vector<NodeOperation>> hasty = {nodes.Add(NodeProblem(rng, o, 0), 16, 0.2),
-                                                         nodes.Add(NodeProblem(rng, o, 0, TakesFew(o)), 16, 0.2)};
+                                                         nodes.Add(NodeProblem(rng, o, 0, true), 16, 0.2)};
   std::vector<std::vector<NodeOperation>> known(hasty);
   known.push_back(pool[0]);
   nodes.Start(known);
@@ -346,7 +405,7 @@ std::string Growth(const NodeOptions& o) {
 
 // A rank never comes: every rank of every node names it, and no result looks like one that came about.
 std::string Absent(const NodeOptions& o) {
-  for (int kind = 0; kind < 4; kind += TakesFew(o) ? 1 : 2) {
+  for (int kind = 0; kind < 4; ++kind) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     const bool few = kind % 2;
@@ -381,7 +440,7 @@ std::string Absent(const NodeOptions& o) {
 
 // All ranks of the last node run another operation: only what the chunks say can show it.
 std::string Mismatch(const NodeOptions& o) {
-  for (int few = 0; few <= TakesFew(o); ++few) {
+  for (int few = 0; few <= 1; ++few) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     Problem p = NodeProblem(rng, o, 0, few), other = p;
@@ -404,12 +463,10 @@ std::string Mismatch(const NodeOptions& o) {
 // Everything that an operation sends comes after what the next one sends, though all that the network promises is kept.
 std::string Overtaken(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer keeps the order";
-  const uint32_t all = TakesFew(o) ? (1u << o.ranks) - 1 : 0, absent = all & 1u << (o.ranks - 1);
+  const Ranks all = AllOf(o), absent = Only(o.ranks - 1);
   NodeWorld nodes(o);
   std::vector<std::vector<NodeOperation>> pool = NodePool(nodes, o, 10, 20);
-  if (all) {
-    for (const auto& one : NodePool(nodes, o, 4, 20, {all, all & ~absent})) pool.push_back(one);
-  }
+  for (const auto& one : NodePool(nodes, o, 4, 20, {all, all & ~absent})) pool.push_back(one);
   nodes.Start(pool);
   nodes.network->Overtake(10000);
   for (const auto& one : pool) RunNodes(nodes, o, {one}, 6, Name(one[0].prepared->problem));  // equal in pairs
@@ -420,8 +477,7 @@ std::string Overtaken(const NodeOptions& o) {
 // nobody sends it anything but what it was sent.
 std::string Left(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer has sent what it was given";
-  if (!TakesFew(o)) return "left out: so many ranks are all there, or none";
-  const uint32_t all = (1u << o.ranks) - 1, slow = 1u << (o.ranks - 1);
+  const Ranks all = AllOf(o), slow = Only(o.ranks - 1);
   NodeWorld nodes(o);
   const auto with = NodePool(nodes, o, 5, 20, {all});
   auto without = NodePool(nodes, o, 20, 20, {all & ~slow});
@@ -451,7 +507,7 @@ std::string Left(const NodeOptions& o) {
 // other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
-  for (int few = 0; few <= TakesFew(o); ++few) {
+  for (int few = 0; few <= 1; ++few) {
     NodeWorld nodes(o);
     std::mt19937 rng(o.seed);
     const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(NodeProblem(rng, o, 0, few), 16, 0.4)};
@@ -485,10 +541,10 @@ struct NodeScenario {
   std::string (*run)(const NodeOptions&);
 };
 const NodeScenario kScenarios[] = {
-    {"normal", Normal},     {"random", Random},       {"graph", Graph},   {"absent", Absent},
-    {"mismatch", Mismatch}, {"members", Members},     {"growth", Growth},
+    {"normal", Normal}, {"random", Random},       {"graph", Graph},     {"absent", Absent},
+    {"many", Many},     {"mismatch", Mismatch},   {"members", Members}, {"growth", Growth},
 #ifndef __CUDACC__
-    {"dead", Dead},         {"overtaken", Overtaken}, {"left", Left},
+    {"dead", Dead},     {"overtaken", Overtaken}, {"left", Left},
 #endif
 };
 

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     LinkOnlyKernel(const __grid_constant__ RailPlan plan, PacedLink link, uint64_t bytes, uint64_t value) {
   const int turns = plan.nodes - 1, items = turns * plan.chunks, warps = static_cast<int>(gridDim.x) * kWarps;
   auto signal = [&](int node, int chunk) {
-    return static_cast<uint32_t>(kChunkSignals + node * 2 * kMaxChunks + chunk);
+    return static_cast<uint32_t>(ChunkSignals(kNarrowRanks) + node * 2 * kMaxChunks + chunk);
   };
   auto place = [&](int node, int chunk) {
     return (static_cast<uint64_t>(node) * plan.chunks + chunk) * plan.chunk_bytes;

@@ -42,9 +42,10 @@ def paced() -> pathlib.Path:
 def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, **options):
     command = [program, "--ranks", ranks, "--per-node", per_node, "--gpus", ranks, "--link", link]
     command += ["--scenario", scenario, "--patience", options.pop("patience", 20)]
+    seconds = options.pop("seconds", SECONDS)
     for name, value in options.items():
         command += [f"--{name}", value]
-    return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
+    return emulate(command, seconds=seconds, multiprocessors=multiprocessors)
 
 
 # scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor nobody may wait for a block that has
@@ -82,13 +83,30 @@ def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
 
+MANY = [("many", 18, 6)]  # thorough; the others take minutes
+MANY_SLOW = [("many", 32, 8), ("many", 36, 12), ("mismatch", 18, 6), ("absent", 18, 6), ("members", 18, 6)]
+MANY_SLOW += [("left", 18, 6), ("overtaken", 18, 6), ("normal", 18, 6), ("normal", 72, 24)]
+
+
 @pytest.mark.parametrize(
-    "ranks, per_node", [pytest.param(18, 6, marks=pytest.mark.slow), pytest.param(72, 24, marks=pytest.mark.slow)]
+    "scenario, ranks, per_node", [*MANY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY_SLOW)]
 )
-def test_many_ranks(nodes_wide, ranks, per_node):
-    """Three nodes of more ranks together than a word has bits."""
-    done = run(nodes_wide, "normal", ranks, per_node, multiprocessors=3)
+def test_many_ranks(nodes_wide, scenario, ranks, per_node):
+    """Nodes of more ranks together than the kernels for few ranks take, and than a word has bits."""
+    done = run(nodes_wide, scenario, ranks, per_node, multiprocessors=3, calls=40, seconds=600)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_fault_that_shows_beyond_a_word_of_ranks_is_seen(nodes_wide):
+    """Counters of chunks from rank to rank by the rank's number in its word: ranks 1 and 33 share one."""
+    with open(nodes_wide.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fault = {"cuda_kernels/direct.cuh": ("* Sources(plan) + rank)", "* Sources(plan) + rank % 32)")}
+        program = build.build(nodes_wide.parent / "counters-by-word", fault, program="nodes_wide")
+    assert run(program, "many", 18, 6, multiprocessors=3).returncode == 0
+    done = run(program, "many", 36, 12, multiprocessors=3, patience=1, seconds=600)
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_slow_link_is_as_slow_as_it_says(paced, tmp_path):

@@ -67,7 +67,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   mailbox_ = state.mailbox = reinterpret_cast<Mailbox*>(Window(sizeof(Mailbox)));
   const double windows = Now();
   meeting->Say("making the device communicator");
-  const ncclDevCommRequirements_t wanted = NcclRequirements(o.ranks / o.per_node);
+  const ncclDevCommRequirements_t wanted = NcclRequirements(o.ranks, o.ranks / o.per_node);
   const std::string made =
       JoinNcclDevices({reinterpret_cast<const char*>(&wanted), sizeof(wanted)}, sizeof(ncclDevComm), StartSeconds());
   std::memcpy(static_cast<void*>(&link.comm), made.data(), sizeof(link.comm));
