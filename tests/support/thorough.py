@@ -196,7 +196,7 @@ THOROUGH = (
     "reference/test_conformance.py::TestReferenceOddSizes::test_dispatch_and_combine[grouped-fp8/duplicates]",
     "reference/test_conformance.py::TestReferenceOddSizes::test_dispatch_and_combine[grouped-f32/duplicates]",
     "flax/test_chunks.py::test_same_results_in_chunks[none]",
-    "flax/test_hopper.py::test_gradients_lower_for_cuda_inside_shard_map[False]",
+    "flax/test_hopper.py::test_gradients_lower_for_cuda_inside_shard_map",
     "reference/test_active.py::test_every_subset_of_four_ranks[grouped]",
     "reference/test_active.py::test_every_subset_of_four_ranks[padded]",
     "reference/test_modes.py::test_global_modes_do_not_change_the_result[checking_leaks]",
