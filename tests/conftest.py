@@ -29,6 +29,14 @@ from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E40
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
+LONGEST = (
+    "test_tpu_interpret.py",
+    "::test_readme_example_runs",
+    "::test_normal_mode_end_to_end",
+    "::test_training_learns",
+)
+"""Run first, so that nobody waits for them at the end."""
+
 
 def _mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
     need = 1
@@ -115,7 +123,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         for mark in selections.marks(item.nodeid):
             item.add_marker(mark)
-    items.sort(key=lambda item: "test_tpu_interpret.py" not in item.nodeid)  # the longest first: nobody waits for it
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])
         if missing:

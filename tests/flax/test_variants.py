@@ -31,6 +31,7 @@ from xen_moe_jax.flax._router import hashed_experts
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = dataclasses.replace(CONFIG, balancing="none")
 SHARED = dataclasses.replace(PLAIN, num_shared_experts=1)
+hashed = jax.jit(hashed_experts, static_argnums=(1, 2))
 
 
 def assert_equals_dense(config, moe, x, target, got):
@@ -187,7 +188,7 @@ def test_hash_routing(score):
     y, metrics = run(moe, x, mesh, token_ids=jnp.asarray(ids))
     weights = weights_of(moe)
     assert ("router" in weights) == (score == "softmax")
-    chosen = np.asarray(hashed_experts(jnp.asarray(ids.reshape(-1)), 8, 3))
+    chosen = np.asarray(hashed(jnp.asarray(ids.reshape(-1)), 8, 3))
     flat = x.reshape(-1, H)
     scores = np.ones((15, 8)) if score == "uniform" else np.exp(flat @ weights["router"])
     share = np.zeros((15, 8))
@@ -203,10 +204,10 @@ def test_hash_routing(score):
 
 def test_hashed_experts_are_different_stable_and_even():
     ids = jnp.arange(20_000)
-    experts = np.asarray(hashed_experts(ids, 10, 4))
+    experts = np.asarray(hashed(ids, 10, 4))
     assert experts.min() == 0 and experts.max() == 9
     assert all(len(set(row)) == 4 for row in experts[:2000])
-    np.testing.assert_array_equal(experts[::7], hashed_experts(ids[::7], 10, 4))
+    np.testing.assert_array_equal(experts[::7], hashed(ids[::7], 10, 4))
     # 20000 draws with probability 1/10: standard deviation 42; and no pair of slots goes together
     for slot in range(4):
         assert np.abs(np.bincount(experts[:, slot], minlength=10) - 2000).max() < 5 * 42

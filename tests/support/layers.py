@@ -30,11 +30,16 @@ def make_mesh(sizes, names, kind=jax.sharding.AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names), devices=jax.devices()[:need])
 
 
+def _normal(seed, shape):
+    """By NumPy: JAX would compile a program for each shape."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 def layer(config, seed=0, mesh=None):
     """An NNX layer; a router bias gets values that change the choice of experts."""
     moe = MoE(config, rngs=nnx.Rngs(seed), mesh=mesh)
     if config.balancing == "bias":
-        moe.router_bias[...] = 0.2 * jax.random.normal(jax.random.key(seed + 1), (config.num_experts,))
+        moe.router_bias[...] = jax.numpy.asarray(0.2 * _normal(seed + 1, (config.num_experts,)))
     return moe
 
 
@@ -45,7 +50,7 @@ def weights_of(moe):
 
 
 def tokens(*shape, seed=2):
-    return np.asarray(jax.random.normal(jax.random.key(seed), (*shape, H)))
+    return _normal(seed, (*shape, H))
 
 
 def run(moe, x, mesh=None, **kwargs):
@@ -74,7 +79,7 @@ def biased(moe):
     for i, name in enumerate(moe.weight_names):
         if name.endswith("_bias"):
             bias = getattr(moe, name)
-            bias[...] = 0.3 * jax.random.normal(jax.random.key(100 + i), bias[...].shape)
+            bias[...] = jax.numpy.asarray(0.3 * _normal(100 + i, bias[...].shape))
     return moe
 
 
