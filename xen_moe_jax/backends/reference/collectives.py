@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends import rounds
 
@@ -61,7 +62,7 @@ def ragged_all_to_all(
 
     def produce(first_row):
         row = input_offsets[:, None] + first_row + jnp.arange(block, dtype=jnp.int32)
-        return operand.at[jnp.clip(row, 0, longest - 1)].get(mode="promise_in_bounds")
+        return ops.take(operand, jnp.clip(row, 0, longest - 1))
 
     received = rounds.exchange(
         produce,
