@@ -17,6 +17,7 @@ import pathlib
 import shlex
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,8 +65,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def programs(options: argparse.Namespace, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The layer's state on the mesh, and `(state, x) -> ...` of each operation."""
+def layer_of(options: argparse.Namespace, fields: dict[str, Any]) -> Callable[[], MoE]:
+    """Makes the layer of a plan: with the same weights in every plan."""
     config = MoEConfig(
         hidden_size=options.hidden,
         intermediate_size=options.width,
@@ -73,7 +74,11 @@ def programs(options: argparse.Namespace, fields: dict[str, Any]) -> tuple[Any, 
         top_k=options.top_k,
         **fields,
     )
-    build = lambda: MoE(config, rngs=nnx.Rngs(0))  # noqa: E731
+    return lambda: MoE(config, rngs=nnx.Rngs(0))
+
+
+def programs(build: Callable[[], MoE]) -> dict[str, Any]:
+    """`(state, x) -> ...` of each operation."""
     graph = nnx.graphdef(nnx.eval_shape(build))
 
     def forward(state: Any, x: jax.Array) -> Any:
@@ -88,7 +93,7 @@ def programs(options: argparse.Namespace, fields: dict[str, Any]) -> tuple[Any, 
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
 
-    return jax.jit(lambda: nnx.state(build()))(), {"forward": forward, "forward+backward": with_gradients}
+    return {"forward": forward, "forward+backward": with_gradients}
 
 
 def difference(y: jax.Array, expected: jax.Array) -> float:
@@ -113,10 +118,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         x = draw()
         compiling = {}
         names = list(dict.fromkeys([DEFAULT, *options.plans]))
+        state = jax.jit(lambda: nnx.state(layer_of(options, PLANS[DEFAULT])()))()
         with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
             for name in names:
-                state, functions = programs(options, PLANS[name])  # the same seed: the same weights
-                for operation, function in functions.items():
+                for operation, function in programs(layer_of(options, PLANS[name])).items():
                     report.progress(f"compiling {name}: {operation}")
                     compiling[name, operation] = pool.submit(jax.jit(function).lower(state, x).compile)
         compiled = {key: program.result() for key, program in compiling.items()}

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, chaos, members, processes, programs, random_calls, stress
+from tests.gpu import bodies, chaos, layers, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
 from tests.support import quick_compiler
 from tests.support.cases import CASES
@@ -169,6 +169,20 @@ def test_random_calls_agree_and_a_wrong_one_is_found():
     broken = (dataclasses.replace(some[0], run=off_by_one), *some[1:])
     result = random_calls.run(mesh, STAND_IN, calls=60, length=30, steps=broken)
     assert result.wrong and "grouped" in result.first
+
+
+def test_layers_are_close_to_the_dense_one_and_a_wrong_number_is_found(monkeypatch):
+    config = layers.CASES["tokens on every rank"]
+    sizes, names = layers.axes_of(config, 2)
+    layers.assert_close(config, cpu_mesh(sizes, names))
+    exact = layers.dense_moe
+
+    def of_other_weights(config, weights, x):
+        return exact(config, weights | {"down": weights["down"].at[3, 5].multiply(-1)}, x)
+
+    monkeypatch.setattr(layers, "dense_moe", of_other_weights)
+    with pytest.raises(AssertionError, match="'y'"):
+        layers.assert_close(config, cpu_mesh(sizes, names))
 
 
 def test_programs_of_the_failure_tests_give_back_what_they_got():

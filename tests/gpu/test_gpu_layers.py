@@ -1,0 +1,55 @@
+"""Whole Flax layers on two GPUs: outputs and gradients of the dense layer, and the bits of plain JAX's transport."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+
+import xen_moe_jax as xm
+from tests.gpu import layers
+from xen_moe_jax import cuda
+from xen_moe_jax.flax import _chunks, hopper
+
+pytestmark = pytest.mark.gpu2
+
+
+@pytest.fixture
+def mesh(gpu_mesh):
+    yield lambda config: gpu_mesh(*layers.axes_of(config, 2))
+    xm.check()
+
+
+@pytest.mark.parametrize("name", layers.CASES)
+def test_equals_the_dense_layer(mesh, name):
+    config = layers.CASES[name]
+    layers.assert_close(config, mesh(config))
+
+
+@pytest.mark.parametrize("name", layers.OVERLAPPING)
+def test_chunks_whose_flights_overlap(mesh, name, monkeypatch):
+    """As the chunks of `layer_bound.py`, and the work of a user's own `xm.overlap`: matmuls claim their tiles."""
+    config, plans, genuine = layers.OVERLAPPING[name], [], hopper.plan
+
+    def plan(*shape):
+        plans.append(genuine(*shape))
+        return plans[-1]
+
+    monkeypatch.setattr(_chunks, "OVERLAPPING", ("cuda",))
+    monkeypatch.setattr(hopper, "plan", plan)
+    before = sum(w["launches"] for w in cuda.workspaces() if w["flights"])
+    layers.assert_close(config, mesh(config))
+    assert sum(w["launches"] for w in cuda.workspaces() if w["flights"]) > before
+    assert not hopper.on_hopper() or any(found.forward.claimed for found in plans)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
+def test_the_bits_of_the_reference_backend(mesh, name):
+    """The same matmuls on rows that came another way."""
+    config = layers.CASES[name]
+    plain = dataclasses.replace(config, kernel=xm.KernelConfig(backend="reference"))
+    got, expected = (layers.output(c, mesh(config)).view(np.uint16) for c in (config, plain))
+    np.testing.assert_array_equal(got, expected)
