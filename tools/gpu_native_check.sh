@@ -22,7 +22,7 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 objects=()
 pids=()
 for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,wide,harness,nodes/nodes}.cu; do
-  case $source in cuda_kernels/nccl_*) continue ;; esac  # they need NCCL's headers, and native_processes runs them
+  case $source in cuda_kernels/*nccl_*) continue ;; esac  # they need NCCL's headers, and native_processes runs them
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac
   timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
