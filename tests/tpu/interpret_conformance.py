@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from tests.support import conformance, members
+from tests.support import conformance, interpreter, members
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
 from xen_moe_jax.backends.pallas import hardware, headers
@@ -29,7 +29,8 @@ NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError sa
 def kernels_are_clean(capfd):
     """Interpret mode only prints what it finds: a race, or a semaphore that is not back at zero when a kernel ends."""
     pltpu.reset_tpu_interpret_mode_state()
-    yield
+    with interpreter.quick():
+        yield
     out, err = capfd.readouterr()
     for complaint in ("RACE DETECTED", "non-zero count"):
         assert complaint not in out + err, (out + err)[-4000:]

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import interpreter
 from xen_moe_jax.pallas_kernels import send
 
 
@@ -123,4 +124,5 @@ def main(name: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with interpreter.quick():
+        main(*sys.argv[1:])

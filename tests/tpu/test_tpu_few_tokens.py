@@ -7,11 +7,19 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from tests.support import interpreter
 from xen_moe_jax.pallas_kernels.index_tokens import Slabs, index_tokens
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_tokens import order_tokens
 from xen_moe_jax.pallas_kernels.place import TOKEN_BITS
 from xen_moe_jax.pallas_kernels.record import Header, Record
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter():
+    with interpreter.quick():
+        yield
+
 
 LAUNCH = Launch(16, interpret=pltpu.InterpretParams())
 RANK, BLOCK, GROUP = 1, 16, 32

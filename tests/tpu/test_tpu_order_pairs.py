@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from tests.support import interpreter
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import order_pairs
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter():
+    with interpreter.quick():
+        yield
 
 
 def expected_block(rows, peer, slots):

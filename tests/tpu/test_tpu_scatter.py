@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from tests.support import interpreter
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.scatter import scatter
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter():
+    with interpreter.quick():
+        yield
 
 
 @pytest.mark.parametrize(
