@@ -177,7 +177,7 @@ template <class Link>
 __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const Call& call, Operation operation,
                                             const Routing& r, const RailParams& rails, const Link& link) {
   const Meeting<Link> meeting(rails, link, run);
-  if (threadIdx.x == 0) run.repeats = false;
+  if (threadIdx.x == 0) run.repeats = run.settled = false;
   BeginFirstWarp(run, call, operation, r.ranks, r.rank, NodeMask(rails.plan, rails.plan.node), meeting);
   __syncwarp();
   if (threadIdx.x == 0) {

@@ -47,6 +47,7 @@ struct Running {
   bool refused;         // the group had failed when this block started
   bool outside;         // this block could not check in: it has no part in the operation
   bool repeats;         // low latency: another block does the share of this one
+  bool settled;         // low latency: Control has these members already
   bool last;            // this block is the last to finish
   bool all_refused;
 };

@@ -6,7 +6,9 @@
 // early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
 // ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
 // read while the block's slower warps finish, and again before it takes its ticket if they had not come; a block that
-// gave up says so in its ticket, so the last one knows of it without another look.
+// gave up says so in its ticket, so the last one knows of it without another look. No fence is on the way of an
+// operation that goes well: the kernel's end makes its rows visible, and a ticket is an atomic operation whose sum says
+// whether all blocks have come and leaves nothing to be cleared.
 #pragma once
 
 #include "claims.cuh"
@@ -16,10 +18,12 @@
 
 namespace XEN_MOE_KERNELS {
 
-constexpr uint32_t kGaveUp = 1u << 31;  // in Control::ticket, above the numbers of blocks
+// The most that the last block of a failed operation waits for rows to land, which takes microseconds: longer only if a
+// word of Control::landed was written over by a block of an earlier operation, which nobody has seen.
+constexpr uint64_t kLandedNs = 100000000;
 
-// {owner, epoch, generation, members} in one load: of one aligned sector, which no store splits. It is relaxed; the
-// fence before the ticket makes it an acquire for all that the operation does to Control.
+// {owner, epoch, generation, members} in one load: of one aligned sector, which no store splits. It is relaxed: an
+// operation gives `owner` back after the atomic operations of all its blocks on Control.
 __device__ __forceinline__ uint4 LoadVectorGpu(const uint4* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -70,7 +74,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
   const RankMask everybody = AllRanks(ranks);
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
-  if (lane == 0) run.repeats = false;
+  if (lane == 0) run.repeats = run.settled = false;
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
   const uint32_t reported = LoadRelaxedSystem(&control->reported);
   const uint32_t cleared = LoadRelaxedSystem(&control->cleared[lane & 1]);
@@ -118,20 +122,64 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     run.generation = run.current = current & 0xFF;
     run.reported = reported;
     run.refused = run.outside = false;
+    run.settled = true;
   }
 }
 
 // A warp's place among those that share the work: the first warp finds the operation's number and comes last.
 __device__ __forceinline__ int LateFirstWarp() { return static_cast<int>(threadIdx.x / 32 + kWarps - 1) % kWarps; }
 
-// All threads of every block call FinishLowLatency last, with whether the thread has done all it had to.
+// Control::ticket of a low-latency operation. The parts of all its blocks add up to zero in the low bits, and no others
+// do; above are the numbers of blocks that were refused and that gave up. So it is zero again after an operation that
+// went well.
+struct LowLatencyTicket {
+  static constexpr int kRefusedBit = 10, kGaveUpBit = 21;
+  static constexpr uint32_t kCount = (1u << (kGaveUpBit - kRefusedBit)) - 1;
+  static_assert(kMaxBlocks < 1 << kRefusedBit, "the low bits are zero only if all have come");
+  uint32_t sum;
+
+  __device__ __forceinline__ static LowLatencyTicket Take(Control* control, bool refused, bool gave_up) {
+    const uint32_t part = (blockIdx.x == 0 ? 1u - gridDim.x : 1u) + (static_cast<uint32_t>(refused) << kRefusedBit) +
+                          (static_cast<uint32_t>(gave_up) << kGaveUpBit);
+    return {atomicAdd(&control->ticket, part) + part};
+  }
+  __device__ __forceinline__ bool Last() const { return (sum & ((1u << kRefusedBit) - 1)) == 0; }
+  __device__ __forceinline__ uint32_t Refused() const { return sum >> kRefusedBit & kCount; }  // of the last one
+  __device__ __forceinline__ bool AllRefused() const { return Refused() == gridDim.x; }
+};
+
+// All threads of the last block: waits until the other blocks' rows have landed, so that none of them lands on poison.
+// Blocks that were refused have written none.
+static __device__ __noinline__ void AwaitLanded(const Running& run) {
+  const uint32_t refused = LowLatencyTicket{LoadRelaxedGpu(&run.control->ticket)}.Refused();
+  const uint64_t start = NowNs();
+  for (bool late = false; !late;) {
+    uint32_t landed = refused;
+    for (uint32_t base = 0; base < gridDim.x; base += blockDim.x) {
+      const uint32_t block = base + threadIdx.x;
+      landed += __syncthreads_count(block < gridDim.x && LoadRelaxedGpu(&run.control->landed[block]) == run.epoch);
+    }
+    if (landed >= gridDim.x) break;
+    late = __syncthreads_or(threadIdx.x == 0 && NowNs() - start > kLandedNs);
+  }
+  FenceGpu();
+}
+
 template <class Poison>
 __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
-  FinishOperation(run, poison);
+  FinishOperation<LowLatencyTicket>(run, poison);
 }
+// All threads of every block call it last, with whether the thread has done all it had to. A block takes its ticket
+// without having made its rows visible: another warp does that meanwhile, and says so in Control::landed. Only the last
+// block of an operation that fails asks for that.
 template <class Poison>
-__device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison) {
-  if (kWide || run.refused || run.outside) return FinishRefused(run, poison);
+__device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison_share) {
+  if constexpr (kWide) return FinishOperation(run, poison_share);
+  auto poison = [&](uint32_t index, uint32_t count) {
+    if (count == 1 && gridDim.x > 1) AwaitLanded(run);
+    poison_share(index, count);
+  };
+  if (run.refused || run.outside) return FinishRefused(run, poison);
   __shared__ bool last, plain;
   const int lane = threadIdx.x & 31;
   uint64_t word = 0, failure = 0;
@@ -142,26 +190,29 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x == 0) AllowNextKernel();  // nobody in this block waits for a rank any more
+  if (threadIdx.x == 32) {
+    FenceGpu();
+    StoreRelaxedGpu(&run.control->landed[blockIdx.x], run.epoch);
+  }
   if (threadIdx.x < 32) {
     if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();
-    uint32_t now = 0;
+    LowLatencyTicket ticket{};
     if (lane == 0) {
-      if (gave_up) atomicOr(&run.control->ticket, kGaveUp);
-      FenceGpu();
-      now = atomicAdd(&run.control->ticket, 1u) + 1;
+      if (gave_up) FenceGpu();  // the last block is to see why
+      ticket = LowLatencyTicket::Take(run.control, false, gave_up);
     }
-    now = __shfl_sync(0xFFFFFFFFu, now, 0);
     const bool fits =
         !Holds(run.active, lane) || (AnnouncedEpoch(word) == run.epoch && AnnouncedSignature(word) == run.signature &&
                                      AnnouncedGeneration(word) == run.current);
     const bool all_fit = __all_sync(0xFFFFFFFFu, fits && failure == 0);
     if (lane == 0) {
-      last = (now & 0xFFFF) == gridDim.x;
-      plain = now == gridDim.x && all_fit && Any(run.active) && run.reported == run.generation;
+      last = ticket.Last();
+      plain = ticket.sum == 0 && all_fit && Any(run.active) && run.reported == run.generation;
       if (last && plain) {
-        run.control->ticket = 0;
-        StoreMembers(run.control->current, run.members);
-        FenceGpu();  // acquires what the other blocks did before their tickets
+        if (!run.settled) {
+          StoreMembers(run.control->current, run.members);
+          FenceGpu();
+        }
         StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&run.control->owner), static_cast<uint64_t>(run.epoch) << 32);
       } else if (last) {
         run.last = true;

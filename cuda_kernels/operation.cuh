@@ -435,20 +435,29 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   if (threadIdx.x == 0) CompleteOperation(run);
 }
 
+// How blocks count in Control::ticket who has finished, and above, who was refused.
+struct Ticket {
+  uint32_t sum;
+  __device__ __forceinline__ static Ticket Take(Control* control, bool refused, bool) {
+    const uint32_t part = refused ? 0x10001u : 1u;
+    return {atomicAdd(&control->ticket, part) + part};
+  }
+  __device__ __forceinline__ bool Last() const { return (sum & 0xFFFF) == gridDim.x; }
+  __device__ __forceinline__ bool AllRefused() const { return sum >> 16 == gridDim.x; }
+};
+
 // All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
 // failed result. A block that was refused fills its share; if not all were, the last block fills everything.
-template <class Poison>
+template <class Tickets = Ticket, class Poison>
 __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
   if (run.refused) poison(blockIdx.x, gridDim.x);
   if (run.outside) return;
-  Control* const control = run.control;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    const uint32_t mine = run.refused ? 0x10001u : 1u;  // blocks that have finished, and above, those refused
-    const uint32_t now = atomicAdd(&control->ticket, mine) + mine;
-    run.last = (now & 0xFFFF) == gridDim.x;
-    run.all_refused = now >> 16 == gridDim.x;
+    const Tickets ticket = Tickets::Take(run.control, run.refused, false);
+    run.last = ticket.Last();
+    run.all_refused = ticket.AllRefused();
     if (run.last) __threadfence();
   }
   __syncthreads();

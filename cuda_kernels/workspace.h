@@ -252,13 +252,14 @@ struct alignas(128) Control {
   alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
   uint32_t epoch;                                 // operations completed, as NextEpoch counts
   MemoryTable current;                            // what the next operation uses; its first words are read with the two
-  alignas(128) uint32_t ticket;                   // blocks that have finished the current operation
+  alignas(128) uint32_t ticket;                   // says which blocks have finished the current operation
   uint32_t claimed[7];                            // next unclaimed items of the current operation
   uint32_t completed[2];                          // items of it that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`
   uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
+  uint32_t landed[kMaxBlocks];                    // by block: the last low-latency epoch whose rows others can see
 };
 
 static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");

@@ -101,6 +101,56 @@ std::string Few(const Options& o) {
   return Text("%zu problems, %lld calls", pool.size(), calls);
 }
 
+// The group fails at any moment of small operations that follow each other: every result is right or poisoned, all of
+// it. A row that lands after the poison would be neither.
+std::string Broken(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int kind = 0; kind < 8; ++kind) {
+    Problem p;
+    p.seed = static_cast<uint32_t>(rng());
+    p.ranks = o.ranks, p.tokens = kind < 4 ? 64 : 5, p.top_k = 8, p.experts = 32,
+    p.hidden = kind % 4 == 3 ? 7168 : 1024;
+    p.operation = kind % 2 ? Operation::kCombine : Operation::kDispatch;
+    p.element = Element::kBf16, p.low_latency = true;
+    p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
+    p.push_blocks = std::max(1, p.blocks * 3 / 8);
+    p.capacity = p.ranks * p.tokens * 8;
+    pool.push_back(world.AddAll(p, 20 * o.patience));
+  }
+  world.Start(Largest(pool));
+  const int trials = static_cast<int>(std::clamp<int64_t>(o.calls / 10, 3, 300));
+  const uint64_t word = PackFailure({Cause::kDead, Operation::kDispatch, Step::kArrival, o.ranks - 1, 0, 1});
+  int failed = 0;
+  for (int trial = 0; trial < trials; ++trial) {
+    const auto moment = std::chrono::microseconds(rng() % 600);
+    world.Each([&](int rank) {
+      const RankState& state = world.states[rank];
+      for (int i = 0; i < 16; ++i) {
+        const Prepared* const operation = pool[(trial + i) % pool.size()][rank];
+        operation->Launch(state.stream[0]);
+        operation->VerifyEither(state.stream[0]);
+      }
+      if (rank == trial % o.ranks) {
+        const auto until = std::chrono::steady_clock::now() + moment;
+        while (std::chrono::steady_clock::now() < until) {
+        }
+        NATIVE_CHECK(cudaMemcpyAsync(&state.mailbox->failure, &word, 8, cudaMemcpyHostToDevice, state.side));
+      }
+    });
+    world.Synchronize();
+    failed += world.FailureOf(0) != 0;
+    ExpectRight(world, "results that are neither right nor poisoned");
+    world.Reset();
+  }
+  Expect(failed > 0, "no operation was caught");
+  RunRandom(world, pool, o, 20, false);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls after the last reset");
+  return Text("%d of %d trials failed while operations ran; every result whole", failed, trials);
+}
+
 // Batches as they fly on few SMs: dispatches and redispatches that place four rows at a time by bulk copies, and
 // combines, of every number of slots up to eight, rows of several chunks, more rows than the capacity, ranks left out.
 std::string Flying(const Options& o) {
@@ -604,25 +654,16 @@ std::string Graphs(const Options& o) {
 
 const std::vector<Scenario>& Scenarios() {
   static const std::vector<Scenario> all = {
-      {"normal", Normal, 40},
-      {"flying", Flying, 60},
-      {"decode", Decode, 40},
-      {"few", Few, 40},
-      {"wrap", EpochWrap, 20},
-      {"late", Late, 30},
-      {"absent", Absent, 20},
-      {"skip", Skip, 20},
-      {"shapes", Shapes, 30},
-      {"order", Order, 30},
-      {"dead", Dead, 20},
-      {"indices", Indices, 60},
-      {"generations", Generations, 40},
-      {"company", Company, 60},
-      {"concurrent", Concurrent, 60},
-      {"graphs", Graphs, 60},
-      {"members", Members, 60},
-      {"wide", Wide, 60},
-      {"leaver", Leaver, 60},
+      {"normal", Normal, 40},   {"flying", Flying, 60},
+      {"decode", Decode, 40},   {"few", Few, 40},
+      {"broken", Broken, 40},   {"wrap", EpochWrap, 20},
+      {"late", Late, 30},       {"absent", Absent, 20},
+      {"skip", Skip, 20},       {"shapes", Shapes, 30},
+      {"order", Order, 30},     {"dead", Dead, 20},
+      {"indices", Indices, 60}, {"generations", Generations, 40},
+      {"company", Company, 60}, {"concurrent", Concurrent, 60},
+      {"graphs", Graphs, 60},   {"members", Members, 60},
+      {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"random", Random, 60},
   };
   return all;

@@ -77,6 +77,22 @@ __global__ void VerifyKernel(uint4* arena, const uint4* expected, const uint4* m
   }
 }
 
+// Counts one if `arena` is neither `expected` where `mask` says so nor `poisoned` everywhere, and writes `initial`
+// back.
+__global__ void VerifyEitherKernel(uint4* arena, const uint4* expected, const uint4* mask, const uint4* poisoned,
+                                   const uint4* initial, uint64_t vectors, uint32_t* wrong) {
+  bool right = true, failed = true;
+  for (uint64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+    const uint4 a = arena[i], e = expected[i], m = mask[i], p = poisoned[i];
+    right &= !(((a.x ^ e.x) & m.x) | ((a.y ^ e.y) & m.y) | ((a.z ^ e.z) & m.z) | ((a.w ^ e.w) & m.w));
+    failed &= !((a.x ^ p.x) | (a.y ^ p.y) | (a.z ^ p.z) | (a.w ^ p.w));
+    arena[i] = initial[i];
+  }
+  right = __syncthreads_and(right);
+  failed = __syncthreads_and(failed);
+  if (threadIdx.x == 0 && !right && !failed) atomicAdd(wrong, 1u);
+}
+
 }  // namespace
 
 void Sleep(cudaStream_t stream, double microseconds) {
@@ -219,6 +235,13 @@ void Prepared::Verify(cudaStream_t stream, bool poisoned) const {
                                       reinterpret_cast<const uint4*>(initial_), bytes_ / 16, wrong_);
   NATIVE_CHECK(cudaGetLastError());
 }
+void Prepared::VerifyEither(cudaStream_t stream) const {
+  VerifyEitherKernel<<<1, 512, 0, stream>>>(reinterpret_cast<uint4*>(arena_), reinterpret_cast<const uint4*>(expected_),
+                                            reinterpret_cast<const uint4*>(mask_),
+                                            reinterpret_cast<const uint4*>(poisoned_),
+                                            reinterpret_cast<const uint4*>(initial_), bytes_ / 16, wrong_);
+  NATIVE_CHECK(cudaGetLastError());
+}
 void Prepared::VerifyBorders(cudaStream_t stream) const {
   VerifyKernel<<<8, 256, 0, stream>>>(reinterpret_cast<uint4*>(arena_), reinterpret_cast<const uint4*>(initial_),
                                       reinterpret_cast<const uint4*>(borders_),
@@ -242,6 +265,7 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
     NATIVE_CHECK(cudaFuncGetAttributes(&attributes, SleepKernel));
     NATIVE_CHECK(cudaFuncGetAttributes(&attributes, OccupyKernel));
     NATIVE_CHECK(cudaFuncGetAttributes(&attributes, VerifyKernel));
+    NATIVE_CHECK(cudaFuncGetAttributes(&attributes, VerifyEitherKernel));
   }
   for (int r = 0; r < ranks; ++r) {
     RankState state;

@@ -41,6 +41,8 @@ class Prepared {
   void Launch(cudaStream_t stream) const;
   void Verify(cudaStream_t stream, bool poisoned) const;
   void LaunchAndVerify(cudaStream_t stream, bool poisoned = false) const { Launch(stream), Verify(stream, poisoned); }
+  // The result must be right or that of a failed operation, all of it.
+  void VerifyEither(cudaStream_t stream) const;
   // What lies between the results, and has to stay as it was whatever they hold.
   void VerifyBorders(cudaStream_t stream) const;
   const xen_moe::Needs& needs() const { return call().needs; }

@@ -51,7 +51,7 @@ int Multiprocessors() {
 // -- a block ----------------------------------------------------------------------------------------------------------
 
 struct Gate {
-  int arrived = 0, wanted = 0, any = 0, all = 1, any_before = 0, all_before = 1;
+  int arrived = 0, wanted = 0, count = 0, count_before = 0;
   uint64_t opened = 0;
 };
 // Lanes that talk to each other, by the mask that they name.
@@ -368,15 +368,15 @@ void Barrier(int id, int threads) {
   if (id >= kBarriers) Broken("there are 16 barriers");
   WaitAt(block->barriers[id], threads ? threads : block->alive);
 }
-int Vote(int predicate, bool all) {
+int Count(int predicate) {
   Gate& gate = block->barriers[0];
-  if (gate.arrived == 0) gate.any = 0, gate.all = 1;
-  gate.any |= predicate != 0;
-  gate.all &= predicate != 0;
-  if (gate.arrived + 1 == block->alive) gate.any_before = gate.any, gate.all_before = gate.all;
+  if (gate.arrived == 0) gate.count = 0;
+  gate.count += predicate != 0;
+  if (gate.arrived + 1 == block->alive) gate.count_before = gate.count;
   WaitAt(gate, block->alive);
-  return all ? gate.all_before : gate.any_before;
+  return gate.count_before;
 }
+int Vote(int predicate, bool all) { return all ? Count(!predicate) == 0 : Count(predicate) != 0; }
 const uint64_t* Exchange(unsigned mask, uint64_t value) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = Lane();
   const int lanes = std::min(32, static_cast<int>(blockDim.x) - 32 * warp);

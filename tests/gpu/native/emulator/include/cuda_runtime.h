@@ -34,6 +34,7 @@ void* DynamicShared();
 char* SharedWindow();
 // All `threads` threads that name the barrier `id`; 0: all threads of the block that have not ended.
 void Barrier(int id, int threads);
+int Count(int predicate);
 int Vote(int predicate, bool all);
 // Gives `value` to the lanes of `mask`, and returns what they gave: [32].
 const uint64_t* Exchange(unsigned mask, uint64_t value);
@@ -152,6 +153,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 }
 
 inline void __syncthreads() { emulator::Barrier(0, 0); }
+inline int __syncthreads_count(int predicate) { return emulator::Count(predicate); }
 inline int __syncthreads_or(int predicate) { return emulator::Vote(predicate, false); }
 inline int __syncthreads_and(int predicate) { return emulator::Vote(predicate, true); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { emulator::SyncWarp(mask); }
