@@ -16,11 +16,11 @@ THOROUGH = (
     "tpu/test_tpu_planted_bugs.py::test_planted_bug_is_noticed",
     "tpu/test_tpu_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
     "tpu/test_tpu_few_tokens.py::test_index_tokens[2-200-3-5-grouped-640-8]",
-    # whole programs compiled for a TPU: 20 to 30 s each; the one for v4 stays
+    # whole programs compiled for a TPU: 10 to 30 s each; the one for v4 stays
     "tpu/test_tpu_aot.py::test_full_size_program[v5e-decode-int8]",
-    "tpu/test_tpu_aot.py::test_large_topology[v5e]",
+    "tpu/test_tpu_aot.py::test_large_topology[v5e-64]",
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
-    "tpu/test_tpu_aot.py::test_halves_on_a_large_topology",
+    "tpu/test_tpu_aot.py::test_halves_on_a_large_topology[v5e-64]",
     "tpu/test_tpu_layer.py::test_a_layer_needs_less_memory_than_the_peer",
     "tpu/test_tpu_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
