@@ -130,6 +130,10 @@ def test_a_policy_of_your_own_repeats_no_dispatch():
     for config in (CONFIG, dataclasses.replace(CONFIG, layout="padded"), dataclasses.replace(CONFIG, num_chunks=2)):
         assert count(gradient_program(config, policy=names), "xen_moe_dispatch") == config.num_chunks
         assert count(gradient_program(config, policy=nothing), "xen_moe_dispatch") == 2 * config.num_chunks
+    # chunks whose flights overlap: their rows are named behind the barrier too
+    config = dataclasses.replace(CONFIG, num_chunks=2, kernel=SPLIT)
+    assert count(gradient_program(config, policy=names), "xen_moe_dispatch_start") == 2
+    assert count(gradient_program(config, policy=nothing), "xen_moe_dispatch_start") == 4
 
 
 def test_worst_case_rows_shrink_by_the_chunks():

@@ -71,6 +71,38 @@ def test_config(changes, error, message):
         dataclasses.replace(CONFIG, **changes)
 
 
+CALLABLE_ERRORS = {
+    "narrower": (lambda rows, *_: rows[..., :3], ValueError, r"returned shape \[8, 3\]: must be \[8, 16\]"),
+    "fewer rows": (lambda rows, *_: rows[:1], ValueError, r"returned shape \[1, 16\]: must be \[8, 16\]"),
+    "nothing": (lambda *_: None, TypeError, r"returned a NoneType: must return one array"),
+    "several": (lambda rows, *_: (rows, rows), TypeError, r"returned a tuple: must return one array"),
+    "integers": (lambda rows, *_: rows.astype(int), TypeError, r"returned dtype int32: must be floating point"),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLE_ERRORS)
+@pytest.mark.parametrize("replicated", [False, True])
+def test_experts_of_your_own_that_return_no_rows(name, replicated):
+    """Where tokens are replicated, rows that are missing would be zeros in the output, and nothing would say so."""
+    experts, error, message = CALLABLE_ERRORS[name]
+    where = {"token_axes": ()} if replicated else {}
+    moe = layer(dataclasses.replace(CONFIG, experts=experts, capacity=None if replicated else 8, **where))
+    with pytest.raises(error, match=rf"MoEConfig.experts=<lambda> {message}"):
+        jax.eval_shape(moe, jnp.asarray(tokens(4)))
+
+
+def test_a_grouped_matmul_that_returns_another_shape():
+    moe = layer(dataclasses.replace(CONFIG, grouped_matmul=lambda rows, weights, sizes: rows))
+    with pytest.raises(ValueError, match=r"grouped_matmul=.*<lambda> returned shape \[8, 16\]: must be \[8, 24\]"):
+        jax.eval_shape(moe, jnp.asarray(tokens(4)))
+
+
+def test_experts_of_another_dtype_leave_the_output_in_that_of_the_tokens():
+    config = dataclasses.replace(CONFIG, experts=lambda rows, *_: rows.astype(jnp.float32))
+    y, _ = jax.eval_shape(layer(config), jnp.zeros((4, H), jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+
+
 def test_config_is_required():
     with pytest.raises(TypeError, match="MoEConfig"):
         MoE({"hidden_size": 4}, rngs=nnx.Rngs(0))

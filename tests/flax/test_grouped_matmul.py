@@ -28,7 +28,7 @@ from tests.support.layers import (
     tokens,
 )
 from xen_moe_jax import doctor
-from xen_moe_jax.flax import grouped_matmul
+from xen_moe_jax.flax import grouped_matmul, hopper
 
 
 def dense_groups(rows, weights, group_sizes):
@@ -132,6 +132,32 @@ def test_tokamax_where_it_is_installed(monkeypatch, forget):
     y, _ = run(layer(dataclasses.replace(CONFIG, grouped_matmul="tokamax")), x, mesh)
     np.testing.assert_array_equal(y, run(layer(CONFIG), x, mesh)[0])
     assert len(calls) == 3 and calls[0].varying == {"ep"}
+
+
+def test_the_weights_gradient_that_tokamax_gets_wrong_is_not_used(monkeypatch):
+    """On a Hopper GPU: a stand-in whose gradient of the weights is wrong, as tokamax's was measured to be."""
+
+    @jax.custom_vjp
+    def wrong(lhs, rhs, group_sizes):
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+    def backward(kept, cotangent):
+        _, pull = jax.vjp(lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, kept[2]), *kept[:2])
+        by_rows, by_weights = pull(cotangent)
+        return by_rows, 1.5 * by_weights, None
+
+    wrong.defvjp(lambda *kept: (wrong(*kept), kept), backward)
+    module = types.ModuleType("tokamax")
+    module.ragged_dot = lambda lhs, rhs, group_sizes, *, manual_axis_type: wrong(lhs, rhs, group_sizes)
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: True)
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    x, target, mesh = tokens(8), tokens(8, seed=9), make_mesh((2,), ("ep",))
+    config = dataclasses.replace(CONFIG, balancing="none")
+    expected = run_with_gradients(layer(dataclasses.replace(config, grouped_matmul="ragged_dot")), x, target, mesh)
+    got = run_with_gradients(layer(dataclasses.replace(config, grouped_matmul="tokamax")), x, target, mesh)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(got[2], expected[2])
 
 
 def test_tokamax_asked_for_and_missing(monkeypatch):

@@ -76,6 +76,40 @@ def changed(tmp_path, **config):
     return functools.partial(load_hugging_face, tmp_path, layer)
 
 
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        (
+            "model-00001-of-00001.safetensors",
+            b"version https://git-lfs.github.com/spec/v1",
+            r"not a whole safetensors file.*lfs pull",
+        ),
+        ("config.json", b'{"model_type": "mixtral"', r"config.json: not JSON .*; fetch it again"),
+        ("config.json", b"[]", r"config.json: holds a list and must hold an object"),
+        ("config.json", b'{"model_type": "mixtral"}', r"config.json: has no 'hidden_size', which every mixtral"),
+    ],
+)
+def test_broken_files(file, content, message, tmp_path):
+    layer, _ = hugging_face.mixtral(tmp_path)
+    assert (tmp_path / file).exists()
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_hugging_face(tmp_path, layer)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"layer": "1"}, "layer='1': must be an int"),
+        ({"layer": 1.0}, "layer=1.0: must be an int"),
+        ({"layer": 1, "mesh": "ep"}, "mesh='ep': must be a jax.sharding.Mesh"),
+    ],
+)
+def test_arguments_of_another_type(arguments, message, tmp_path):
+    with pytest.raises(TypeError, match=message):
+        load_hugging_face(tmp_path, **arguments)
+
+
 def test_errors(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*has no config.json; give the folder"):
         load_hugging_face(tmp_path / "nowhere", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import xen_moe_jax as xm
 from tests.support import quick_compiler
 from xen_moe_jax.benchmark import layer, layer_programs, options
+from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.verify import WrongResultError
+from xen_moe_jax.flax._chunks import Chunk, through_experts
+from xen_moe_jax.flax._experts import built_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -78,6 +83,45 @@ def test_results_that_differ_are_an_error():
     for wrong in (same | {"b": jnp.zeros(3)}, same | {"a": jnp.full((4, 3), jnp.nan)}):
         with pytest.raises(WrongResultError, match="a way: differs by"):
             layer.compare(Given, "a way", wrong, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["xen_moe_jax", "xen_moe_jax, 4 chunks", "xen_moe_jax, alignment 128"])
+def test_dropped_rows_are_those_of_the_layer(name):
+    sizes = SIZES.replace("--capacity-factor 4", "--capacity-factor 0.6 --routing zipf").split()
+    asked = options.build_parser().parse_args(["--mode", "layer", *sizes])
+    work = options.workload(asked, 2)
+    config = layer_programs.layer_config(work, 48, "ragged_dot", xm.KernelConfig())
+    given = layer_programs.LayerProblem(make_problem(work), config, 1)
+    config = dataclasses.replace(config, **layer_programs.OWN[name], experts=lambda rows, *_: rows)
+
+    @jax.jit
+    @jax.shard_map(mesh=given.problem.mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
+    def dropped(x, topk_idx):
+        tokens = Chunk(x, topk_idx, jnp.ones_like(topk_idx, jnp.float32))
+        return through_experts(config, built_in(config), {"up": x}, tokens)[1][None]
+
+    inputs = given.problem.inputs
+    expected = int(dropped(inputs.x, inputs.topk_idx[0]).sum())
+    assert layer_programs.dropped_rows(given, name) == expected
+    assert (expected > 0) == (name != "xen_moe_jax, alignment 128"), "its padding has room for all rows here"
+
+
+def test_ways_that_drop_rows_are_timed_and_not_compared(monkeypatch):
+    """By their capacities two ways drop different rows: they differ, and neither is wrong."""
+    work = options.workload(options.build_parser().parse_args(["--mode", "layer", *SIZES.split()]), 2)
+    given = layer_programs.LayerProblem(
+        make_problem(work), layer_programs.layer_config(work, 48, "auto", xm.KernelConfig()), 1
+    )
+    monkeypatch.setattr(layer_programs, "operands_for", lambda *_: ())
+    pairs = [("forward", name) for name in ("xen_moe_jax", "padded all_to_all")]
+    programs = [jax.jit(lambda n=n: n * jnp.ones(3)).lower().compile() for n in (1, 2)]
+    with pytest.raises(WrongResultError, match="padded all_to_all: differs by 1"):
+        list(layer.measured(given, (), pairs, programs, 1, 1))  # type: ignore[arg-type]
+    monkeypatch.setattr(layer_programs, "dropped_rows", lambda given, name: 3 * (name == "padded all_to_all"))
+    plain, padded = layer.measured(given, (), pairs, programs, 1, 1)  # type: ignore[arg-type]
+    assert "dropped_rows" not in plain and padded["dropped_rows"] == 3
+    assert "us_median" in padded and "max difference" not in padded
+    assert layer.results_table([plain, padded]).splitlines()[-1].split()[-2:] == ["-", "3"]
 
 
 def test_without_the_plain_layer_nothing_is_timed_unchecked():

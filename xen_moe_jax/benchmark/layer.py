@@ -76,7 +76,8 @@ def measure(
 def measured(
     given: LayerProblem, operands: Operands, pairs: list[Any], programs: list[Any], calls: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows, one after the other."""
+    """The rows, one after the other. Ways with capacities of their own drop other rows: where one of two drops any,
+    their results are not compared."""
     expected: dict[str, Any] = {}
     for (operation, name), program in zip(pairs, programs, strict=True):
         row: dict[str, Any] = {"name": name, "operation": operation}
@@ -93,7 +94,9 @@ def measured(
             elif name != MATMULS and operation not in expected:
                 yield row | {"error": f"not timed: {PLAIN}, which its results are compared with, did not run"}
                 continue
-            elif name != MATMULS:
+            if dropped := layer_programs.dropped_rows(given, name):
+                row["dropped_rows"] = dropped
+            elif name not in (PLAIN, MATMULS) and not layer_programs.dropped_rows(given, PLAIN):
                 row["max difference"] = compare(given, name, result, expected[operation])
             del result
             row |= times(program, own, calls, repeats, given)
@@ -165,10 +168,11 @@ def add_shares(results: list[dict[str, Any]]) -> None:
 def results_table(results: list[dict[str, Any]]) -> str:
     """A line for each way and operation."""
     columns = ["way", "operation", "us", "min..max", "tokens/s/rank", "matmuls", "vs ours", "temp MiB", "difference"]
+    columns.append("dropped")
     lines = []
     for row in results:
         if "error" in row:
-            lines.append([row["name"], row["operation"], row["error"].splitlines()[0][:60], *["-"] * 6])
+            lines.append([row["name"], row["operation"], row["error"].splitlines()[0][:60], *["-"] * 7])
             continue
         lines.append(
             [
@@ -181,6 +185,7 @@ def results_table(results: list[dict[str, Any]]) -> str:
                 f"{row['times_own']:.2f}x" if "times_own" in row else "-",
                 f"{row['memory_bytes']['temp'] / 2**20:.0f}" if row["memory_bytes"] else "-",
                 f"{row['max difference']:.1e}" if "max difference" in row else "-",
+                str(row.get("dropped_rows", 0)),
             ]
         )
     return report.format_table(columns, lines)
@@ -195,7 +200,8 @@ def describe_results(document: dict[str, Any]) -> str:
 FOOTNOTE = (
     "us: median per call, of calls queued at once. matmuls: the time of the experts alone, on as many\n"
     "rows in equal groups, over the layer's. temp MiB: the compiler's temporaries of a call, per device. difference:\n"
-    "from the library's plain layer, of the largest element."
+    "from the library's plain layer, of the largest element, where neither drops a row. dropped: rows of all ranks\n"
+    "for which a way has no room."
 )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xen_moe_jax.benchmark import peers
 from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, Problem
-from xen_moe_jax.benchmark.workload import Capacities, Workload, round_up
+from xen_moe_jax.benchmark.workload import Capacities, Workload, round_up, rows_per_expert
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
@@ -205,6 +205,36 @@ def peer_capacities(given: LayerProblem) -> Capacities:
     """Those of the problem, whose grouped rows are a multiple of 128, as matmul kernels like them."""
     caps = given.problem.caps
     return dataclasses.replace(caps, grouped=round_up(caps.grouped, 128))
+
+
+def dropped_rows(given: LayerProblem, name: str) -> int:
+    """Rows of all ranks for which the way has no room, counted from the routing; 0 for the experts alone."""
+    if name == MATMULS:
+        return 0
+    work, caps = given.work, peer_capacities(given)
+    topk_idx = given.problem.topk_idx[0]
+    if name in PEERS:
+        counts = _rows_by_source(work, topk_idx)
+        if name.startswith("padded"):
+            return int(np.maximum(counts - caps.per_source_expert, 0).sum())
+        return int(np.maximum(counts.sum((0, 2)) - caps.grouped, 0).sum())
+    config = dataclasses.replace(given.config, **OWN[name])
+    size, dropped = -(-work.tokens // config.num_chunks), 0
+    capacity = config.chunk_capacity(size, work.ranks)
+    if capacity is None:
+        return 0
+    for chunk in range(config.num_chunks):
+        counts = _rows_by_source(work, topk_idx[:, chunk * size : (chunk + 1) * size]).sum(0)
+        groups = -(-counts // config.alignment) * config.alignment
+        starts = groups.cumsum(-1) - groups
+        dropped += int(np.clip(starts + counts - capacity, 0, counts).sum())
+    return dropped
+
+
+def _rows_by_source(work: Workload, topk_idx: np.ndarray) -> np.ndarray:
+    """int64 `[source, rank, local expert]` for `topk_idx [R, T, K]`."""
+    counts = rows_per_expert(dataclasses.replace(work, pool=1, tokens=max(topk_idx.shape[1], 1)), topk_idx[None])[0]
+    return counts.reshape(work.ranks, work.ranks, work.local_experts)
 
 
 def stacked(layer: Layer, layers: int) -> Layer:

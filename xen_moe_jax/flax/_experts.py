@@ -21,9 +21,9 @@ for each row: factors of the activation, in front of the last matmul (`MoEConfig
 
 
 def built_in(config: MoEConfig) -> Experts:
-    """The layer's own experts, as the callable that `MoEConfig.experts` may replace."""
+    """The layer's own experts, as the callable that `MoEConfig.experts` may replace; that one's rows are checked."""
     if config.experts is not None:
-        return config.experts
+        return functools.partial(_experts_of_the_caller, config.experts)
 
     def experts(
         rows: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
@@ -32,6 +32,16 @@ def built_in(config: MoEConfig) -> Experts:
         return apply(config, rows, group_sizes, weights, row_weights)
 
     return experts
+
+
+def _experts_of_the_caller(
+    experts: Callable[..., Any], rows: jax.Array, group_sizes: jax.Array, weights: Weights
+) -> jax.Array:
+    """Raises TypeError or ValueError where the callable does not return a row for every row."""
+    given = f"experts={grouped_matmul.name_of(experts)}"
+    return grouped_matmul.checked(
+        experts(rows, group_sizes, weights), rows.shape, given, "a row of H for each of `rows`"
+    )
 
 
 @jax.custom_jvp

@@ -72,9 +72,10 @@ def moe_on_rank(
     if config.replicated_tokens:
         out = through_own_experts(config, built_in(config), parts, tokens)
         # over the expert ranks in float32, as combine adds
-        out, dropped = jax.lax.psum(out, config.axis_name).astype(dtype), jnp.zeros((), jnp.int32)
+        out, dropped = jax.lax.psum(out, config.axis_name), jnp.zeros((), jnp.int32)
     else:
         out, dropped = through_experts(config, built_in(config), parts, tokens, active)
+    out = out.astype(dtype)  # experts=... may have returned another one
     if config.num_shared_experts:
         out = out + shared_expert(config, tokens.x, shared)
     if config.tensor_axis:

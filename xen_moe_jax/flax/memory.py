@@ -131,26 +131,42 @@ PLANS: dict[str, dict[str, Any]] = {
 """Rows of the table: changes of a `MoEConfig`."""
 
 
+BUFFER_PLANS = ("no capacity", "no capacity, 4 chunks", "capacity 1.25", "capacity 1.25, 4 chunks, remat all")
+"""Whose buffers are listed one by one: remat changes nothing about those of the forward pass."""
+
+
 def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> str:
-    """The table, in Markdown: a rank's MiB for one layer, and below it every buffer of the first plan."""
+    """Three tables in Markdown, of a rank and one layer: sums, every buffer of the forward pass, what is kept."""
+    plans = {name: dataclasses.replace(config, **changes) for name, changes in PLANS.items()}
+    forward = {name: forward_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
+    kept = {name: kept_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
     lines = [
         "| plan | rows of a chunk | forward, MiB | kept for the backward pass, MiB |",
         "|---|---:|---:|---:|",
     ]
-    for name, changes in PLANS.items():
-        plan = dataclasses.replace(config, **changes)
-        forward = total(forward_buffers(plan, num_tokens, num_ranks, dtype)) / 2**20
-        kept = total(kept_buffers(plan, num_tokens, num_ranks, dtype)) / 2**20
-        lines.append(f"| {name} | {chunk_rows(plan, num_tokens, num_ranks)} | {forward:.1f} | {kept:.1f} |")
-    lines += ["", "| buffer, forward, no capacity | shape | MiB |", "|---|---|---:|"]
-    for buffer in forward_buffers(config, num_tokens, num_ranks, dtype):
-        times = f"{buffer.count} x " if buffer.count > 1 else ""
-        lines.append(f"| {buffer.name} | {times}{buffer.dtype}{list(buffer.shape)} | {buffer.nbytes / 2**20:.2f} |")
+    for name, plan in plans.items():
+        sums = " | ".join(f"{total(buffers[name]) / 2**20:.1f}" for buffers in (forward, kept))
+        lines.append(f"| {name} | {chunk_rows(plan, num_tokens, num_ranks)} | {sums} |")
+    columns = [name.removesuffix(", remat all") for name in BUFFER_PLANS]
+    lines += ["", f"| buffer, forward, MiB | shape, no capacity | {' | '.join(columns)} |", "|---|---|" + "---:|" * 4]
+    for same in zip(*(forward[name] for name in BUFFER_PLANS), strict=True):
+        sizes = " | ".join(f"{buffer.nbytes / 2**20:.2f}" for buffer in same)
+        lines.append(f"| {same[0].name} | {described(same[0])} | {sizes} |")
+    lines += ["", "| plan | arrays kept for the backward pass | the rest, MiB |", "|---|---|---:|"]
+    for name, buffers in kept.items():
+        large = sorted((b for b in buffers if 100 * b.nbytes >= total(buffers)), key=lambda b: -b.nbytes)
+        rest = (total(buffers) - total(large)) / 2**20
+        lines.append(f"| {name} | {', '.join(map(described, large))} | {rest:.2f} |")
     return "\n".join(lines)
 
 
+def described(buffer: Buffer) -> str:
+    times = f"{buffer.count} x " if buffer.count > 1 else ""
+    return f"{times}{buffer.dtype}{list(buffer.shape)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table for the sizes asked for."""
+    """Prints the tables for the sizes asked for."""
     parser = argparse.ArgumentParser(prog="xen-moe-jax memory", description=__doc__)
     sizes = {"tokens": 4096, "ranks": 4, "hidden": 4096, "width": 1536, "experts": 64, "top-k": 8}
     for name, default in sizes.items():

@@ -17,18 +17,29 @@ FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 Index = tuple[slice, ...]
 
 
+def _json_object(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ValueError(f"{file}: not JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: holds a {type(found).__name__} and must hold an object; fetch it again")
+    return found
+
+
 class Checkpoint:
     """Tensors of all `*.safetensors` files of a folder by name, and its `config.json`. A context manager.
 
     Raises:
       FileNotFoundError: no such folder, no config.json or no safetensors file in it.
+      ValueError: one of them is not what its name says.
       ModuleNotFoundError: safetensors is not installed.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "load_hugging_face needs safetensors: pip install 'xen-moe-jax[hugging-face]'", name="safetensors"
@@ -37,12 +48,19 @@ class Checkpoint:
         for what, there in (("config.json", (self.folder / "config.json").exists()), ("*.safetensors", bool(files))):
             if not there:
                 raise FileNotFoundError(f"folder={str(folder)!r}: has no {what}; give the folder of a checkpoint")
-        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
-        self._close = contextlib.ExitStack()
+        self.config = _json_object(self.folder / "config.json")
         self._file_of: dict[str, tuple[pathlib.Path, Any]] = {}
-        for file in files:
-            opened = self._close.enter_context(safe_open(file, framework="np"))
-            self._file_of |= dict.fromkeys(opened.keys(), (file, opened))
+        with contextlib.ExitStack() as stack:
+            for file in files:
+                try:
+                    opened = stack.enter_context(safe_open(file, framework="np"))
+                except SafetensorError as error:
+                    raise ValueError(
+                        f"{file}: not a whole safetensors file ({error}), of {file.stat().st_size} bytes; fetch it "
+                        "again (a hundred bytes or so are a pointer of git-lfs: run git lfs pull)"
+                    ) from error
+                self._file_of |= dict.fromkeys(opened.keys(), (file, opened))
+            self._close = stack.pop_all()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -46,8 +46,14 @@ def load_hugging_face(
 
     Raises:
       FileNotFoundError, KeyError: the folder or a tensor is missing.
-      ValueError: an unknown model type, a layer without experts, or a tensor of another shape than the config says.
+      ValueError: an unknown model type, a layer without experts, a tensor of another shape than the config says, or a
+        file that is broken.
+      TypeError: an argument of another type.
     """
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+        raise TypeError(f"layer={layer!r}: must be an int, the number of the decoder layer")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh or None")
     with Checkpoint(folder) as checkpoint:
         kind = checkpoint.config.get("model_type")
         if kind not in FAMILIES:
@@ -56,7 +62,12 @@ def load_hugging_face(
         count = checkpoint.config.get("num_hidden_layers", layer + 1)
         if not 0 <= layer < count or not family.is_moe(checkpoint.config, layer):
             raise ValueError(f"layer={layer}: the checkpoint has {count} layers, and this is not one with experts")
-        config = MoEConfig(**(family.fields(checkpoint.config) | {"param_dtype": dtype} | changes))
+        try:
+            fields = family.fields(checkpoint.config)
+        except KeyError as error:
+            file = checkpoint.folder / "config.json"
+            raise ValueError(f"{file}: has no {error}, which every {kind} checkpoint has; fetch it again") from error
+        config = MoEConfig(**(fields | {"param_dtype": dtype} | changes))
         if mesh is None:
             mesh = jax.sharding.get_mesh()
             mesh = None if mesh.empty else mesh
