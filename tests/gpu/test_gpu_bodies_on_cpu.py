@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, chaos, layers, members, processes, programs, random_calls, stress
+from tests.gpu import bodies, chaos, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
 from tests.support import quick_compiler
 from tests.support.cases import CASES
@@ -172,6 +172,9 @@ def test_random_calls_agree_and_a_wrong_one_is_found():
 
 
 def test_layers_are_close_to_the_dense_one_and_a_wrong_number_is_found(monkeypatch):
+    pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+    from tests.gpu import layers
+
     config = layers.CASES["tokens on every rank"]
     sizes, names = layers.axes_of(config, 2)
     layers.assert_close(config, cpu_mesh(sizes, names))
