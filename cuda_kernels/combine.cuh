@@ -15,6 +15,7 @@
 #include "claims.cuh"
 #include "octet.cuh"
 #include "operation.cuh"
+#include "rounds.cuh"
 #include "routing.cuh"
 #include "row_stream.cuh"
 #include "signal.cuh"
@@ -151,8 +152,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
   if (!Way::Takes(shared.run, target)) return;
-  char* wire =
-      shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
+  char* wire = shared.run.data[target] + p.staging.rows + StagedRow(r, p.staging, slot, token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
   const int end = min(r.hidden, begin + p.schedule.part_elements);
   auto store = [&](int base, const Octet(&acc)[kSteps]) {
@@ -192,10 +192,12 @@ template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straig
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
-  const int items = Way::Pairs(p.routing) * s.parts;
+  const int pairs =
+      InRounds(p.staging) ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
+  const int items = pairs * s.parts;
   const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
   if (block >= s.push_blocks || items == 0) return;
-  const bool few = items <= s.push_blocks * kWarps;
+  const bool few = !InRounds(p.staging) && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   if (!few && warp == kSignalWarp) return signaller.Serve();
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
@@ -260,7 +262,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
     if (i >= first_own && i < first_above) return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * r.hidden;
     const int rank = shared.sources[warp][i < first_own ? i : i - own];
     return reinterpret_cast<const Y*>(shared.run.data[r.rank] + p.staging.rows +
-                                      (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes);
+                                      StagedRow(r, p.staging, rank, token) * p.staging.row_bytes);
   };
   Octet total[kSteps], partial[kSteps];
   auto clear = [&](int) {
@@ -307,8 +309,7 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
     if (!Any(to_load)) return;
     const int rank = FirstRank(to_load);
     DropFirst(to_load);
-    chunk.Load(staged + (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes, p.staging.scale_offset,
-               base, end);
+    chunk.Load(staged + StagedRow(r, p.staging, rank, token) * p.staging.row_bytes, p.staging.scale_offset, base, end);
   };
   auto begin_batch = [&](int base) {
     Clear(partial);
@@ -346,16 +347,13 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 
 // kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
 // over the nodes.
-template <class Y, WireType kWire, int kSteps, bool kGeneral>
-__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            uint32_t epoch) {
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items>
+__device__ __forceinline__ void SumClaimed(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                           uint32_t epoch, int items, Items& claims) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
-  const int items = r.tokens * p.schedule.parts;
   const char* half = shared.run.half[r.rank];
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-                items <= static_cast<int>(gridDim.x) * kWarps);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
@@ -403,8 +401,8 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
           } else {
-            const char* wire = shared.run.data[r.rank] + p.staging.rows +
-                               (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes;
+            const char* wire =
+                shared.run.data[r.rank] + p.staging.rows + StagedRow(r, p.staging, rank, token) * p.staging.row_bytes;
             LoadPartial<Y, kWire, kSteps>(p, wire, base, end, vector, partial);
           }
 #pragma unroll
@@ -417,6 +415,36 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
           StoreOctet(out, e, end, vector, Narrow<Y>(kGeneral && nodes_apart ? nodes[kGeneral ? s : 0] : total[s]));
         }
       }
+  }
+}
+
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
+__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                            uint32_t epoch) {
+  const int items = p.routing.tokens * p.schedule.parts;
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+                items <= static_cast<int>(gridDim.x) * kWarps);
+  SumClaimed<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch, items, claims);
+}
+
+// The same through rings, and what is pushed behind what PushPartials has pushed. False: nothing goes through rings.
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
+__device__ __forceinline__ bool SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                            uint32_t epoch) {
+  if constexpr (!kWide) {
+    return false;
+  } else {
+    if (!InRounds(p.staging)) return false;
+    const int parts = p.schedule.parts;
+    GoThroughRounds(
+        shared.run, shared.signals, p.routing, p.staging, 0, parts, (p.routing.ranks - 1) * parts,
+        [&](Signaller& signaller, int item) {
+          PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
+        },
+        [&](auto& claims) {
+          SumClaimed<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch, claims.End(), claims);
+        });
+    return true;
   }
 }
 
@@ -438,7 +466,9 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     const uint32_t epoch = shared.run.epoch;
     const bool vector = !kGeneral || p.routing.hidden % kOctet == 0;
     PushPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
-    SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    if (!SumInRounds<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch)) {
+      SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    }
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);

@@ -152,6 +152,17 @@ static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) 
          LoadAcquireSystem(&run.mailbox->joins[rank]) == 0;
 }
 
+// Whether a wait for a credit steps back behind waits for rows (rounds.cuh): who gives none may itself wait for rows,
+// of a rank that this one waits for too.
+__device__ __forceinline__ bool StepsBack(const Running& run, Step step) {
+  return kWide && step == Step::kCredit && run.operation != Operation::kExchange;
+}
+// Whether this rank shows that it waits for rows.
+__device__ __forceinline__ bool ShowsRows(const Running& run) {
+  const uint64_t shown = LoadRelaxedSystem(&run.mailbox->progress);
+  return ProgressEpoch(shown) == run.epoch && ProgressWaits(shown) && ProgressStep(shown) == Step::kRows;
+}
+
 struct Waiting {
   uint64_t start = 0, shown = 0;
   uint64_t alone = 0;  // since when the rank awaited seems to have gone on without this one
@@ -176,8 +187,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    StoreRelaxedSystem(&run.mailbox->progress,
-                       PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
+    if (!StepsBack(run, step) || !ShowsRows(run)) {
+      StoreRelaxedSystem(&run.mailbox->progress,
+                         PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
+    }
     if (!WentOnWithout(run, rank)) {
       waiting->alone = 0;
     } else if (waiting->alone == 0) {
@@ -189,7 +202,8 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time.
-  const uint64_t counts = rank == run.rank ? waited / 2 : Holds(run.reachable, rank) ? waited : waited / 3 * 2;
+  const bool direct = Holds(run.reachable, rank) && !StepsBack(run, step);
+  const uint64_t counts = rank == run.rank ? waited / 2 : direct ? waited : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;

@@ -21,7 +21,7 @@ from tests.gpu.native.emulator.translate import Untranslated, translate  # noqa:
 
 FOLDERS = ("cuda_kernels", "tests/gpu/native", "tests/gpu/native/nodes")
 PROGRAMS = {
-    "harness": ("harness.cu", "scenarios.cu", "members.cu", "wide.cu"),
+    "harness": ("harness.cu", "scenarios.cu", "members.cu", "rings.cu", "wide.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
     "nodes_wide": ("nodes/nodes_wide.cu", "nodes/network.cc"),
