@@ -347,13 +347,17 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 
 // kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
 // over the nodes.
-template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items>
-__device__ __forceinline__ void SumClaimed(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                           uint32_t epoch, int items, Items& claims) {
+// `rounds`: of an operation that goes through rings.
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Through>
+__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                            uint32_t epoch, const Through&... rounds) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
+  const int items = r.tokens * p.schedule.parts;
   const char* half = shared.run.half[r.rank];
+  Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+               items <= static_cast<int>(gridDim.x) * kWarps, rounds...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
@@ -418,15 +422,6 @@ __device__ __forceinline__ void SumClaimed(const CombineParams& p, CombineShared
   }
 }
 
-template <class Y, WireType kWire, int kSteps, bool kGeneral>
-__device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            uint32_t epoch) {
-  const int items = p.routing.tokens * p.schedule.parts;
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-                items <= static_cast<int>(gridDim.x) * kWarps);
-  SumClaimed<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch, items, claims);
-}
-
 // The same through rings, and what is pushed behind what PushPartials has pushed. False: nothing goes through rings.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ bool SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
@@ -437,12 +432,13 @@ __device__ __forceinline__ bool SumInRounds(const CombineParams& p, CombineShare
     if (!InRounds(p.staging)) return false;
     const int parts = p.schedule.parts;
     GoThroughRounds(
-        shared.run, shared.signals, p.routing, p.staging, 0, parts, (p.routing.ranks - 1) * parts,
+        shared.run, shared.signals, p.routing, p.staging, parts, (p.routing.ranks - 1) * parts,
         [&](Signaller& signaller, int item) {
           PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
         },
-        [&](auto& claims) {
-          SumClaimed<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch, claims.End(), claims);
+        [&](const auto& rounds) {
+          SumPartials<Y, kWire, kSteps, kGeneral, RoundClaims<std::decay_t<decltype(rounds)>>>(p, shared, ring, vector,
+                                                                                               epoch, rounds);
         });
     return true;
   }

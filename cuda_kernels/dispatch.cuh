@@ -192,17 +192,19 @@ struct AsPushed {
   }
 };
 
-// The items that `claims` gives, of `items`.
-template <class Codec, class Order, class Items>
-__device__ __forceinline__ void PlaceClaimed(const DispatchParams& p, DispatchShared& shared,
-                                             const LayoutScratch& scratch, const int* starts, uint32_t epoch, int items,
-                                             Items& claims) {
+// `rounds`: of an operation that goes through rings.
+template <class Codec, class Order = AsPushed, class Items = Claims, class... Through>
+__device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
+                                          const int* starts, uint32_t epoch, const Through&... rounds) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const char* half = shared.run.half[r.rank];
   const char* data = shared.run.data[r.rank];
   int* list = shared.rows[warp];
   const int own_items = r.tokens * p.schedule.parts;
+  const int items = r.ranks * own_items;
+  Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+               items <= static_cast<int>(gridDim.x) * kWarps, rounds...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
@@ -230,14 +232,6 @@ __device__ __forceinline__ void PlaceClaimed(const DispatchParams& p, DispatchSh
     }
   }
 }
-template <class Codec, class Order = AsPushed>
-__device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
-                                          const int* starts, uint32_t epoch) {
-  const int items = p.routing.ranks * p.routing.tokens * p.schedule.parts;
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-                items <= static_cast<int>(gridDim.x) * kWarps);
-  PlaceClaimed<Codec, Order>(p, shared, scratch, starts, epoch, items, claims);
-}
 
 // The same through rings, and what is pushed behind what Send has pushed. False: nothing goes through rings.
 template <class Codec>
@@ -250,9 +244,12 @@ __device__ __forceinline__ bool PlaceInRounds(const DispatchParams& p, DispatchS
     const Routing& r = p.routing;
     const int parts = p.schedule.parts;
     GoThroughRounds(
-        shared.run, shared.signals, r, p.staging, r.tokens * parts, (r.ranks - 1) * parts, parts,
+        shared.run, shared.signals, r, p.staging, (r.ranks - 1) * parts, parts,
         [&](Signaller& signaller, int item) { PushRow<Codec>(p, shared, signaller, item); },
-        [&](auto& claims) { PlaceClaimed<Codec, AsPushed>(p, shared, scratch, starts, epoch, claims.End(), claims); });
+        [&](const auto& rounds) {
+          PlaceRows<Codec, AsPushed, RoundClaims<std::decay_t<decltype(rounds)>>>(p, shared, scratch, starts, epoch,
+                                                                                  rounds);
+        });
     return true;
   }
 }

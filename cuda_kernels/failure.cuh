@@ -202,8 +202,9 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time.
-  const bool direct = Holds(run.reachable, rank) && !StepsBack(run, step);
-  const uint64_t counts = rank == run.rank ? waited / 2 : direct ? waited : waited / 3 * 2;
+  const uint64_t counts = rank == run.rank                                      ? waited / 2
+                          : Holds(run.reachable, rank) && !StepsBack(run, step) ? waited
+                                                                                : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;

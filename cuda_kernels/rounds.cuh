@@ -23,6 +23,8 @@
 // shows (failure.cuh): the rank that owes is named by one that waits for it.
 #pragma once
 
+#include <type_traits>
+
 #include "claims.cuh"
 #include "params.h"
 #include "signal.cuh"
@@ -47,20 +49,35 @@ __device__ __forceinline__ int TokensAhead(const Routing& r, const Staging& s) {
 }
 __device__ __forceinline__ bool InRounds(const Staging& s) { return kWide && s.ring_tokens > 0; }
 
-// What is claimed behind the pushes ahead, as Claims: First and Next give the items of taking, from 0 on: first `own`
-// that are of no round, then `takes` for each token. In between they push, by `push(item)`, `pushes` items for each
-// token.
+// How an operation goes through its rings: each token has `takes` items of taking and `pushes` of pushing, by
+// `push(item)`.
 template <class Push>
+struct Rounds {
+  const Running& run;
+  const Routing& routing;
+  const Staging& staging;
+  int takes, pushes;
+  const Push& push;
+};
+
+// What is claimed behind the pushes ahead, as Claims: First and Next give the `items` items of taking, first those of
+// no round, then a round after the other; and in between they push. `items`: nothing is left, or the group has failed.
+template <class Through>
 class RoundClaims {
  public:
-  __device__ __forceinline__ RoundClaims(const Running& run, const Routing& r, const Staging& s, int own, int takes,
-                                         int pushes, const Push& push)
-      : run_(run), push_(push), flags_(s.credit_flags), own_(own), takes_(takes), pushes_(pushes), tokens_(r.tokens) {
-    round_ = s.ring_tokens / kRingRounds;
-    rounds_ = (r.tokens + round_ - 1) / round_;
+  __device__ __forceinline__ RoundClaims(uint32_t* counter, int items, bool, const Through& rounds)
+      : through_(rounds),
+        run_(rounds.run),
+        counter_(counter),
+        flags_(rounds.staging.credit_flags),
+        end_(items),
+        own_(items - rounds.takes * rounds.routing.tokens),
+        takes_(rounds.takes),
+        pushes_(rounds.pushes),
+        tokens_(rounds.routing.tokens) {
+    round_ = rounds.staging.ring_tokens / kRingRounds;
+    rounds_ = (tokens_ + round_ - 1) / round_;
   }
-  // What First and Next say when nothing is left, or the group has failed.
-  __device__ __forceinline__ int End() const { return own_ + takes_ * tokens_; }
   __device__ __forceinline__ int First() {
     next_ = Take();
     return Find();
@@ -71,22 +88,19 @@ class RoundClaims {
   }
 
  private:
-  __device__ __forceinline__ uint32_t* Counter() const {
-    return &run_.control->claimed[static_cast<int>(Work::kPlace)];
-  }
   __device__ __forceinline__ int Take() {
-    return (threadIdx.x & 31) == 0 ? static_cast<int>(atomicAdd(Counter(), 1u)) : 0;
+    return (threadIdx.x & 31) == 0 ? static_cast<int>(atomicAdd(counter_, 1u)) : 0;
   }
   __device__ __forceinline__ const uint32_t* Flag(char* half, int rank, int round) const {
     return reinterpret_cast<const uint32_t*>(half + flags_) + static_cast<uint32_t>(rank) * rounds_ + round;
   }
 
   __device__ __forceinline__ int Find() {
-    const int all = End() + pushes_ * max(0, tokens_ - kRoundsAhead * round_);
+    const int all = end_ + pushes_ * max(0, tokens_ - kRoundsAhead * round_);
     for (;;) {
       const int item = __shfl_sync(0xFFFFFFFFu, next_, 0);
       taking_ = -1;
-      if (item >= all) return End();
+      if (item >= all) return end_;
       next_ = Take();
       if (item < own_) return item;
       // Blocks of a round that is taken and a whole one that is pushed, then the same with the last that is pushed,
@@ -101,8 +115,8 @@ class RoundClaims {
         taking_ = take / taken;
         return own_ + take;
       }
-      if (!AwaitCredits(block + kRoundsAhead - kRingRounds)) return End();
-      push_((block + kRoundsAhead) * pushed + rest - taken);
+      if (!AwaitCredits(block + kRoundsAhead - kRingRounds)) return end_;
+      through_.push((block + kRoundsAhead) * pushed + rest - taken);
     }
   }
 
@@ -115,7 +129,9 @@ class RoundClaims {
       given = WaitFlag(Flag(run_.half[run_.rank], rank, round), run_, run_.epoch, Step::kCredit, rank);
     });
     credited_ = round;
-    return __all_sync(0xFFFFFFFFu, given);
+    given = __all_sync(0xFFFFFFFFu, given);
+    __syncwarp();  // what one lane has acquired, all lanes may rely on
+    return given;
   }
   // An item of taking is done; with the last one of a round that others wait for, they get the credit.
   __device__ __forceinline__ void Done() {
@@ -137,28 +153,27 @@ class RoundClaims {
     });
   }
 
+  const Through& through_;
   const Running& run_;
-  const Push& push_;
+  uint32_t* const counter_;
   const uint64_t flags_;
-  const int own_, takes_, pushes_, tokens_;
+  const int end_, own_, takes_, pushes_, tokens_;
   int round_, rounds_;  // tokens of a round, and how many rounds there are
   int next_ = 0, taking_ = -1, credited_ = -1;
 };
 
-// `take(claims)` with the claims of all warps but the signalling one, which raises the flags of what `push(signaller,
-// item)` pushes. All threads of the block call it.
+// `take(rounds)` by all warps but the signalling one, which raises the flags of what `push(signaller, item)` pushes.
+// All threads of the block call it.
 template <class Push, class TakeAll>
 __device__ __forceinline__ void GoThroughRounds(const Running& run, SignalBox& signals, const Routing& r,
-                                                const Staging& s, int own, int takes, int pushes, Push push,
-                                                TakeAll take) {
+                                                const Staging& s, int takes, int pushes, Push push, TakeAll take) {
   __syncthreads();
   InitSignalBox(signals);
   __syncthreads();
   Signaller signaller{signals, run, s.row_flags, run.epoch, false};
   if (threadIdx.x / 32 == kSignalWarp) return signaller.Serve();
   const auto push_one = [&](int item) { push(signaller, item); };
-  RoundClaims<decltype(push_one)> claims(run, r, s, own, takes, pushes, push_one);
-  take(claims);
+  take(Rounds<decltype(push_one)>{run, r, s, takes, pushes, push_one});
   signaller.Finish();
 }
 
