@@ -82,10 +82,7 @@ class RoundClaims {
     next_ = Take();
     return Find();
   }
-  __device__ __forceinline__ int Next() {
-    Done();
-    return Find();
-  }
+  __device__ __forceinline__ int Next() { return Find(); }
 
  private:
   __device__ __forceinline__ int Take() {
@@ -95,11 +92,12 @@ class RoundClaims {
     return reinterpret_cast<const uint32_t*>(half + flags_) + static_cast<uint32_t>(rank) * rounds_ + round;
   }
 
-  __device__ __forceinline__ int Find() {
+  // No part of the loop that takes: what is pushed in between would need the registers of that one.
+  __device__ __noinline__ int Find() {
+    Done();
     const int all = end_ + pushes_ * max(0, tokens_ - kRoundsAhead * round_);
     for (;;) {
       const int item = __shfl_sync(0xFFFFFFFFu, next_, 0);
-      taking_ = -1;
       if (item >= all) return end_;
       next_ = Take();
       if (item < own_) return item;
@@ -135,10 +133,12 @@ class RoundClaims {
   }
   // An item of taking is done; with the last one of a round that others wait for, they get the credit.
   __device__ __forceinline__ void Done() {
-    if (taking_ < 0 || taking_ + kRingRounds >= rounds_) return;
+    const int round = taking_;
+    taking_ = -1;
+    if (round < 0 || round + kRingRounds >= rounds_) return;
     __syncwarp();
     uint32_t done = 0;
-    uint32_t* const counter = &run_.control->taken[taking_];
+    uint32_t* const counter = &run_.control->taken[round];
     if ((threadIdx.x & 31) == 0) {
       __threadfence();
       done = atomicAdd(counter, 1u) + 1;
@@ -149,7 +149,7 @@ class RoundClaims {
     EachOwnRank(threadIdx.x & 31, run_.ranks, [&](int rank) {
       if (!Holds(run_.meets, rank) || rank == run_.rank) return;
       FenceSystem();
-      StoreRelaxedSystem(const_cast<uint32_t*>(Flag(run_.half[rank], run_.rank, taking_)), run_.epoch);
+      StoreRelaxedSystem(const_cast<uint32_t*>(Flag(run_.half[rank], run_.rank, round)), run_.epoch);
     });
   }
 
