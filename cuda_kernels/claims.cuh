@@ -21,6 +21,7 @@ enum class Work : int {
   kSegments = 2,
   kColumns = 3,
   kRailSend = 4,
+  kLaterRounds = 4,  // in one node: rounds.cuh
   kRailReceive = 5,
   kRailLead = 6
 };

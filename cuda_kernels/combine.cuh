@@ -192,12 +192,11 @@ template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straig
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
-  const int pairs =
-      InRounds(p.staging) ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
+  const int pairs = kRings ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
   const int items = pairs * s.parts;
   const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
   if (block >= s.push_blocks || items == 0) return;
-  const bool few = !InRounds(p.staging) && items <= s.push_blocks * kWarps;
+  const bool few = !kRings && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   if (!few && warp == kSignalWarp) return signaller.Serve();
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
@@ -347,17 +346,17 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 
 // kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
 // over the nodes.
-// `rounds`: of an operation that goes through rings.
-template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Through>
+// `taking`: of an operation that goes through rings.
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Takes>
 __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            uint32_t epoch, const Through&... rounds) {
+                                            uint32_t epoch, const Takes&... taking) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
   const int items = r.tokens * p.schedule.parts;
   const char* half = shared.run.half[r.rank];
   Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-               items <= static_cast<int>(gridDim.x) * kWarps, rounds...);
+               items <= static_cast<int>(gridDim.x) * kWarps, taking...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
@@ -422,26 +421,20 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   }
 }
 
-// The same through rings, and what is pushed behind what PushPartials has pushed. False: nothing goes through rings.
+// The same through rings, and the pushing of what PushPartials has left.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
-__device__ __forceinline__ bool SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+__device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             uint32_t epoch) {
-  if constexpr (!kWide) {
-    return false;
-  } else {
-    if (!InRounds(p.staging)) return false;
-    const int parts = p.schedule.parts;
-    GoThroughRounds(
-        shared.run, shared.signals, p.routing, p.staging, parts, (p.routing.ranks - 1) * parts,
-        [&](Signaller& signaller, int item) {
-          PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
-        },
-        [&](const auto& rounds) {
-          SumPartials<Y, kWire, kSteps, kGeneral, RoundClaims<std::decay_t<decltype(rounds)>>>(p, shared, ring, vector,
-                                                                                               epoch, rounds);
-        });
-    return true;
-  }
+  const int parts = p.schedule.parts;
+  GoThroughRounds(
+      shared.run, shared.signals, p.routing, p.staging, (p.routing.ranks - 1) * parts,
+      [&](Signaller& signaller, int item) {
+        PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
+      },
+      [&](const Rounds& rounds) {
+        const Taking taking{rounds, parts};
+        SumPartials<Y, kWire, kSteps, kGeneral, RoundClaims>(p, shared, ring, vector, epoch, taking);
+      });
 }
 
 // Warp steps whose accumulators a warp holds in registers.
@@ -462,7 +455,9 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     const uint32_t epoch = shared.run.epoch;
     const bool vector = !kGeneral || p.routing.hidden % kOctet == 0;
     PushPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
-    if (!SumInRounds<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch)) {
+    if constexpr (kRings) {
+      SumInRounds<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    } else {
       SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
     }
   }
@@ -473,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 
 template <class Y, WireType kWire, bool kGeneral>
 int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
-  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
   CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, rings, stream>>>(p);
   return cudaGetLastError();

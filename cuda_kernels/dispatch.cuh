@@ -105,7 +105,7 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   if (slice >= 0 && StartShare(control, slice, epoch, once)) SendMetadata(p, shared, epoch, slice);
   if (block >= s.push_blocks) return;
   const int items = p.routing.ranks > 1 ? TokensAhead(p.routing, p.staging) * s.parts : 0;
-  const bool few = !InRounds(p.staging) && items <= s.push_blocks * kWarps;
+  const bool few = !kRings && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   Claims claims(&control->claimed[static_cast<int>(Work::kPush)], items, false);
   int item = items;
@@ -192,10 +192,10 @@ struct AsPushed {
   }
 };
 
-// `rounds`: of an operation that goes through rings.
-template <class Codec, class Order = AsPushed, class Items = Claims, class... Through>
+// `taking`: of an operation that goes through rings.
+template <class Codec, class Order = AsPushed, class Items = Claims, class... Takes>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
-                                          const int* starts, uint32_t epoch, const Through&... rounds) {
+                                          const int* starts, uint32_t epoch, const Takes&... taking) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const char* half = shared.run.half[r.rank];
@@ -204,7 +204,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   const int own_items = r.tokens * p.schedule.parts;
   const int items = r.ranks * own_items;
   Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-               items <= static_cast<int>(gridDim.x) * kWarps, rounds...);
+               items <= static_cast<int>(gridDim.x) * kWarps, taking...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
@@ -233,25 +233,19 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   }
 }
 
-// The same through rings, and what is pushed behind what Send has pushed. False: nothing goes through rings.
+// The same through rings, and the pushing of what Send has left.
 template <class Codec>
-__device__ __forceinline__ bool PlaceInRounds(const DispatchParams& p, DispatchShared& shared,
+__device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchShared& shared,
                                               const LayoutScratch& scratch, const int* starts, uint32_t epoch) {
-  if constexpr (!kWide) {
-    return false;
-  } else {
-    if (!InRounds(p.staging)) return false;
-    const Routing& r = p.routing;
-    const int parts = p.schedule.parts;
-    GoThroughRounds(
-        shared.run, shared.signals, r, p.staging, (r.ranks - 1) * parts, parts,
-        [&](Signaller& signaller, int item) { PushRow<Codec>(p, shared, signaller, item); },
-        [&](const auto& rounds) {
-          PlaceRows<Codec, AsPushed, RoundClaims<std::decay_t<decltype(rounds)>>>(p, shared, scratch, starts, epoch,
-                                                                                  rounds);
-        });
-    return true;
-  }
+  const Routing& r = p.routing;
+  const int parts = p.schedule.parts;
+  GoThroughRounds(
+      shared.run, shared.signals, r, p.staging, parts,
+      [&](Signaller& signaller, int item) { PushRow<Codec>(p, shared, signaller, item); },
+      [&](const Rounds& rounds) {
+        const Taking taking{rounds, (r.ranks - 1) * parts};
+        PlaceRows<Codec, AsPushed, RoundClaims>(p, shared, scratch, starts, epoch, taking);
+      });
 }
 
 // A codec's own way to place all rows, where it has one (bulk_place.cuh). False: nothing is done.
@@ -371,8 +365,9 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, scratch, &starts, [&] { return AwaitMetadata(p, shared, epoch); })) {
-      if (!PlaceInRounds<Codec>(p, shared, scratch, starts, epoch) &&
-          !PlaceGroups(static_cast<Codec*>(nullptr), p, shared, scratch, starts, epoch)) {
+      if constexpr (kRings) {
+        PlaceInRounds<Codec>(p, shared, scratch, starts, epoch);
+      } else if (!PlaceGroups(static_cast<Codec*>(nullptr), p, shared, scratch, starts, epoch)) {
         PlaceRows<Codec>(p, shared, scratch, starts, epoch);
       }
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
@@ -386,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
 
 template <class Codec>
 int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
-  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }

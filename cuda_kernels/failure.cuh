@@ -154,9 +154,7 @@ static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) 
 
 // Whether a wait for a credit steps back behind waits for rows (rounds.cuh): who gives none may itself wait for rows,
 // of a rank that this one waits for too.
-__device__ __forceinline__ bool StepsBack(const Running& run, Step step) {
-  return kWide && step == Step::kCredit && run.operation != Operation::kExchange;
-}
+__device__ __forceinline__ bool StepsBack(Step step) { return kRings && step == Step::kCredit; }
 // Whether this rank shows that it waits for rows.
 __device__ __forceinline__ bool ShowsRows(const Running& run) {
   const uint64_t shown = LoadRelaxedSystem(&run.mailbox->progress);
@@ -187,7 +185,7 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    if (!StepsBack(run, step) || !ShowsRows(run)) {
+    if (!StepsBack(step) || !ShowsRows(run)) {
       StoreRelaxedSystem(&run.mailbox->progress,
                          PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
     }
@@ -202,9 +200,9 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time.
-  const uint64_t counts = rank == run.rank                                      ? waited / 2
-                          : Holds(run.reachable, rank) && !StepsBack(run, step) ? waited
-                                                                                : waited / 3 * 2;
+  const uint64_t counts = rank == run.rank                                 ? waited / 2
+                          : Holds(run.reachable, rank) && !StepsBack(step) ? waited
+                                                                           : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
