@@ -89,8 +89,12 @@ def test_rounds_of_many_ranks(harness, ranks, multiprocessors, calls):
 
 
 RING_FAULTS = {
-    "no-credit": ("rounds.cuh", "if (!AwaitCredits(block + kRoundsAhead - kRingRounds)) return end_;", ""),
-    "early-credit": ("rounds.cuh", "!= static_cast<uint32_t>(round_ * takes_)", "!= 1u"),
+    "no-credit": (
+        "rounds.cuh",
+        "if (!rounds.AwaitCredits(item / per_round + kRoundsAhead - kRingRounds + 1, &credited)) return;",
+        "",
+    ),
+    "early-credit": ("rounds.cuh", "!= static_cast<uint32_t>(items)", "!= 1u"),
     "no-row": (
         "dispatch.cuh",
         "arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), shared.run, epoch, Step::kRows, source);",
@@ -101,6 +105,11 @@ RING_FAULTS = {
         "arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);",
         "arrived = true;",
     ),
+    "rows-first": (
+        "rounds.cuh",
+        "|| rounds_.AwaitCredits(round_ - kRingRounds + 1, &credited_) ? item : items_",
+        "? item : item",
+    ),
 }
 
 
@@ -108,13 +117,15 @@ RING_FAULTS = {
     "fault", [*list(RING_FAULTS)[:1], *(pytest.param(f, marks=pytest.mark.slow) for f in list(RING_FAULTS)[1:])]
 )
 def test_a_fault_in_the_rings_is_seen(harness, fault):
-    """Rows stored before their place is free, in two ways, and rows taken before they have come."""
+    """Rows stored before their place is free, in two ways, and rows taken before they have come. And who takes does not
+    ask for credits first: then ranks wait for each other's rows, and do not name the one that owes all a credit."""
     file, *texts = RING_FAULTS[fault]
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)})
     done = rings(program, 18, 3)
-    assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
+    seen = "step 2 " if fault == "rows-first" else "wrong vectors"
+    assert done.returncode == 1 and seen in done.stdout, done.stdout + done.stderr
 
 
 def wide(program, ranks, multiprocessors):
