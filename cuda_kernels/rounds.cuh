@@ -91,6 +91,7 @@ struct Rounds {
       __threadfence();
     }
     if (__shfl_sync(0xFFFFFFFFu, done, 0) != static_cast<uint32_t>(items)) return;
+    __syncwarp();  // what lane 0 has acquired, all lanes may rely on
     if ((threadIdx.x & 31) == 0) *counter = 0;
     EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
       if (!Holds(run.meets, rank) || rank == run.rank) return;

@@ -122,7 +122,7 @@ def test_a_fault_in_the_rings_is_seen(harness, fault):
     file, *texts = RING_FAULTS[fault]
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)})
+        program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)}, units="rings_")
     done = rings(program, 18, 3)
     seen = "step 2 " if fault == "rows-first" else "wrong vectors"
     assert done.returncode == 1 and seen in done.stdout, done.stdout + done.stderr
