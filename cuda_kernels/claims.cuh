@@ -6,7 +6,8 @@
 // pushing blocks, block 0 among them, adopt what nobody has started. A late block may repeat an adopted share: it
 // stores the same bytes and flags once more, inside the same operation. Not so where ranks may be left out: the others
 // may be two operations ahead of a rank that they leave out (workspace.h). Work that nobody waits for (placing rows,
-// summing) may have fixed owners: the others end and make room for them.
+// summing) may have fixed owners: the others end and make room for them. Where rows go through rings, placing and
+// summing is awaited too: rounds.cuh.
 #pragma once
 
 #include "failure.cuh"
@@ -20,6 +21,7 @@ enum class Work : int {
   kSegments = 2,
   kColumns = 3,
   kRailSend = 4,
+  kLaterRounds = 4,  // in one node: rounds.cuh
   kRailReceive = 5,
   kRailLead = 6
 };

@@ -15,6 +15,7 @@
 #include "claims.cuh"
 #include "octet.cuh"
 #include "operation.cuh"
+#include "rounds.cuh"
 #include "routing.cuh"
 #include "row_stream.cuh"
 #include "signal.cuh"
@@ -151,8 +152,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   if (!rows.belongs) return;
   const int target = Way::Target(r, source), slot = Way::Slot(r, source);
   if (!Way::Takes(shared.run, target)) return;
-  char* wire =
-      shared.run.data[target] + p.staging.rows + (static_cast<uint64_t>(slot) * r.tokens + token) * p.staging.row_bytes;
+  char* wire = shared.run.data[target] + p.staging.rows + StagedRow(r, p.staging, slot, token) * p.staging.row_bytes;
   const int begin = min(r.hidden, part * p.schedule.part_elements);
   const int end = min(r.hidden, begin + p.schedule.part_elements);
   auto store = [&](int base, const Octet(&acc)[kSteps]) {
@@ -192,10 +192,11 @@ template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straig
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
-  const int items = Way::Pairs(p.routing) * s.parts;
+  const int pairs = kRings ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
+  const int items = pairs * s.parts;
   const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
   if (block >= s.push_blocks || items == 0) return;
-  const bool few = items <= s.push_blocks * kWarps;
+  const bool few = !kRings && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   if (!few && warp == kSignalWarp) return signaller.Serve();
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
     if (i >= first_own && i < first_above) return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * r.hidden;
     const int rank = shared.sources[warp][i < first_own ? i : i - own];
     return reinterpret_cast<const Y*>(shared.run.data[r.rank] + p.staging.rows +
-                                      (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes);
+                                      StagedRow(r, p.staging, rank, token) * p.staging.row_bytes);
   };
   Octet total[kSteps], partial[kSteps];
   auto clear = [&](int) {
@@ -307,8 +308,7 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
     if (!Any(to_load)) return;
     const int rank = FirstRank(to_load);
     DropFirst(to_load);
-    chunk.Load(staged + (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes, p.staging.scale_offset,
-               base, end);
+    chunk.Load(staged + StagedRow(r, p.staging, rank, token) * p.staging.row_bytes, p.staging.scale_offset, base, end);
   };
   auto begin_batch = [&](int base) {
     Clear(partial);
@@ -346,16 +346,17 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 
 // kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
 // over the nodes.
-template <class Y, WireType kWire, int kSteps, bool kGeneral>
+// `taking`: of an operation that goes through rings.
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Takes>
 __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                            uint32_t epoch) {
+                                            uint32_t epoch, const Takes&... taking) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
   const int items = r.tokens * p.schedule.parts;
   const char* half = shared.run.half[r.rank];
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-                items <= static_cast<int>(gridDim.x) * kWarps);
+  Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+               items <= static_cast<int>(gridDim.x) * kWarps, taking...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
@@ -403,8 +404,8 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) partial[s] = RoundToWire<Y, kWire>(partial[s], p.ue8m0);
           } else {
-            const char* wire = shared.run.data[r.rank] + p.staging.rows +
-                               (static_cast<uint64_t>(rank) * r.tokens + token) * p.staging.row_bytes;
+            const char* wire =
+                shared.run.data[r.rank] + p.staging.rows + StagedRow(r, p.staging, rank, token) * p.staging.row_bytes;
             LoadPartial<Y, kWire, kSteps>(p, wire, base, end, vector, partial);
           }
 #pragma unroll
@@ -418,6 +419,22 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
         }
       }
   }
+}
+
+// The same through rings, and the pushing of what PushPartials has left.
+template <class Y, WireType kWire, int kSteps, bool kGeneral>
+__device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                            uint32_t epoch) {
+  const int parts = p.schedule.parts;
+  GoThroughRounds(
+      shared.run, shared.signals, p.routing, p.staging, (p.routing.ranks - 1) * parts,
+      [&](Signaller& signaller, int item) {
+        PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
+      },
+      [&](const Rounds& rounds) {
+        const Taking taking{rounds, parts};
+        SumPartials<Y, kWire, kSteps, kGeneral, RoundClaims>(p, shared, ring, vector, epoch, taking);
+      });
 }
 
 // Warp steps whose accumulators a warp holds in registers.
@@ -438,7 +455,11 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     const uint32_t epoch = shared.run.epoch;
     const bool vector = !kGeneral || p.routing.hidden % kOctet == 0;
     PushPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
-    SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    if constexpr (kRings) {
+      SumInRounds<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    } else {
+      SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    }
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
@@ -447,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 
 template <class Y, WireType kWire, bool kGeneral>
 int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
-  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
   CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, rings, stream>>>(p);
   return cudaGetLastError();

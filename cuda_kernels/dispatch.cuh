@@ -5,9 +5,10 @@
 // Who does it: the last `layout_blocks` blocks send the routing metadata, the first `push_blocks` blocks push rows and
 // raise a flag per (source, token, part); the others count and compute positions meanwhile, and whoever has done its
 // part joins; then every block places rows, own ones first, each as soon as its flag is up. Who waits for whom: pushing
-// and sending wait for nobody. Counting waits for every peer's metadata, placing for this GPU's counting and for the
-// row's flag. What others wait for is done by whatever blocks run (claims.cuh), before they wait themselves: so every
-// wait ends, with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or
+// and sending wait for nobody (in large groups with many tokens, rows go through rings: rounds.cuh). Counting waits for
+// every peer's metadata, placing for this GPU's counting and for the row's flag. What others wait for is done by
+// whatever blocks run (claims.cuh), before they wait themselves: so every wait ends, with any number of resident blocks
+// on any rank. Memory order: stores to a peer, __syncwarp or
 // __syncthreads, system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them
 // visible. workspace.h says why two halves suffice. Topk indices, positions and counts are checked before they become
 // addresses, those that a peer sent and those of a handle too. What concerns a rank that is out is treated as an unused
@@ -16,6 +17,7 @@
 
 #include "layout.cuh"
 #include "operation.cuh"
+#include "rounds.cuh"
 #include "row_codec.cuh"
 #include "signal.cuh"
 
@@ -42,7 +44,7 @@ __device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchS
   const int token = item / p.schedule.parts, part = item % p.schedule.parts;
   const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.meets) & ~OneRank(r.rank);
   if (!Any(ranks)) return;
-  const uint64_t row = p.staging.rows + (static_cast<uint64_t>(r.rank) * r.tokens + token) * p.staging.row_bytes;
+  const uint64_t row = p.staging.rows + StagedRow(r, p.staging, r.rank, token) * p.staging.row_bytes;
   Codec::Push(p, token, PartOf(part, p.schedule, r.hidden),
               Targets{TurnedRanks::Of(ranks, first, r.ranks), shared.run.data, row});
   signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
@@ -91,7 +93,8 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
 }
 
 // What the peers wait for. Slices of the metadata are shares of the last blocks. Rows are pushed by the first blocks:
-// claimed one by one, flags raised by the signalling warp; when there is at most one per warp, they are shares too.
+// claimed one by one, flags raised by the signalling warp; when there is at most one per warp, they are shares too. Of
+// an operation that goes through rings, what is pushed ahead: as claims alone, since nothing may be stored twice.
 template <class Codec>
 __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
   const Schedule& s = p.schedule;
@@ -101,8 +104,8 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   const bool once = p.call.active != nullptr;
   if (slice >= 0 && StartShare(control, slice, epoch, once)) SendMetadata(p, shared, epoch, slice);
   if (block >= s.push_blocks) return;
-  const int items = p.routing.ranks > 1 ? p.routing.tokens * s.parts : 0;
-  const bool few = items <= s.push_blocks * kWarps;
+  const int items = p.routing.ranks > 1 ? TokensAhead(p.routing, p.staging) * s.parts : 0;
+  const bool few = !kRings && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
   Claims claims(&control->claimed[static_cast<int>(Work::kPush)], items, false);
   int item = items;
@@ -189,9 +192,10 @@ struct AsPushed {
   }
 };
 
-template <class Codec, class Order = AsPushed>
+// `taking`: of an operation that goes through rings.
+template <class Codec, class Order = AsPushed, class Items = Claims, class... Takes>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
-                                          const int* starts, uint32_t epoch) {
+                                          const int* starts, uint32_t epoch, const Takes&... taking) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const char* half = shared.run.half[r.rank];
@@ -199,8 +203,8 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   int* list = shared.rows[warp];
   const int own_items = r.tokens * p.schedule.parts;
   const int items = r.ranks * own_items;
-  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
-                items <= static_cast<int>(gridDim.x) * kWarps);
+  Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+               items <= static_cast<int>(gridDim.x) * kWarps, taking...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
@@ -223,11 +227,25 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
       __syncwarp();  // what one lane has acquired, all lanes may read
       if (!arrived) return;
       if (rows.count == 0) continue;  // dropped, but sent, and so awaited: workspace.h
-      Codec::PlaceStaged(
-          p, data + p.staging.rows + (static_cast<uint64_t>(source) * r.tokens + token) * p.staging.row_bytes, range,
-          rows);
+      Codec::PlaceStaged(p, data + p.staging.rows + StagedRow(r, p.staging, source, token) * p.staging.row_bytes, range,
+                         rows);
     }
   }
+}
+
+// The same through rings, and the pushing of what Send has left.
+template <class Codec>
+__device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchShared& shared,
+                                              const LayoutScratch& scratch, const int* starts, uint32_t epoch) {
+  const Routing& r = p.routing;
+  const int parts = p.schedule.parts;
+  GoThroughRounds(
+      shared.run, shared.signals, r, p.staging, parts,
+      [&](Signaller& signaller, int item) { PushRow<Codec>(p, shared, signaller, item); },
+      [&](const Rounds& rounds) {
+        const Taking taking{rounds, (r.ranks - 1) * parts};
+        PlaceRows<Codec, AsPushed, RoundClaims>(p, shared, scratch, starts, epoch, taking);
+      });
 }
 
 // A codec's own way to place all rows, where it has one (bulk_place.cuh). False: nothing is done.
@@ -347,7 +365,9 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, scratch, &starts, [&] { return AwaitMetadata(p, shared, epoch); })) {
-      if (!PlaceGroups(static_cast<Codec*>(nullptr), p, shared, scratch, starts, epoch)) {
+      if constexpr (kRings) {
+        PlaceInRounds<Codec>(p, shared, scratch, starts, epoch);
+      } else if (!PlaceGroups(static_cast<Codec*>(nullptr), p, shared, scratch, starts, epoch)) {
         PlaceRows<Codec>(p, shared, scratch, starts, epoch);
       }
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
@@ -361,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
 
 template <class Codec>
 int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
-  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+  if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }

@@ -152,6 +152,15 @@ static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) 
          LoadAcquireSystem(&run.mailbox->joins[rank]) == 0;
 }
 
+// Whether a wait for a credit steps back behind waits for rows (rounds.cuh): who gives none may itself wait for rows,
+// of a rank that this one waits for too.
+__device__ __forceinline__ bool StepsBack(Step step) { return kRings && step == Step::kCredit; }
+// Whether this rank shows that it waits for rows.
+__device__ __forceinline__ bool ShowsRows(const Running& run) {
+  const uint64_t shown = LoadRelaxedSystem(&run.mailbox->progress);
+  return ProgressEpoch(shown) == run.epoch && ProgressWaits(shown) && ProgressStep(shown) == Step::kRows;
+}
+
 struct Waiting {
   uint64_t start = 0, shown = 0;
   uint64_t alone = 0;  // since when the rank awaited seems to have gone on without this one
@@ -176,8 +185,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    StoreRelaxedSystem(&run.mailbox->progress,
-                       PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
+    if (!StepsBack(step) || !ShowsRows(run)) {
+      StoreRelaxedSystem(&run.mailbox->progress,
+                         PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
+    }
     if (!WentOnWithout(run, rank)) {
       waiting->alone = 0;
     } else if (waiting->alone == 0) {
@@ -189,7 +200,9 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time.
-  const uint64_t counts = rank == run.rank ? waited / 2 : Holds(run.reachable, rank) ? waited : waited / 3 * 2;
+  const uint64_t counts = rank == run.rank                                 ? waited / 2
+                          : Holds(run.reachable, rank) && !StepsBack(step) ? waited
+                                                                           : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;

@@ -46,7 +46,9 @@ int PreloadWideKernels() {
   if (int e = wide::PreloadCombine()) return e;
   if (int e = wide::PreloadLowLatencyDispatch()) return e;
   if (int e = wide::PreloadLowLatencyCombine()) return e;
-  return wide::PreloadExchange();
+  if (int e = wide::PreloadExchange()) return e;
+  if (int e = rings::PreloadDispatch()) return e;
+  return rings::PreloadCombine();
 }
 
 }  // namespace xen_moe

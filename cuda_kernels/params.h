@@ -46,20 +46,27 @@ struct Routing {
 };
 
 // Where things lie in a half of the staging area: flags in bytes from its start, data from the start of its data, lines
-// (low latency) counted from the first one.
+// (low latency) counted from the first one. Of groups of more than kNarrowRanks ranks, rows may lie in rings, which the
+// low-latency kernels do not have.
 struct Staging {
   uint64_t metadata_flags;  // [R][kMaxBlocks]
   uint64_t row_flags;       // [R][T][parts]
   uint64_t flag_bytes;
   uint64_t topk_idx;      // [R][T][K] int32
   uint64_t topk_weights;  // [R][T][K] float32
-  uint64_t rows;          // [R][T] wire rows
+  uint64_t rows;          // [R][T] wire rows, or [R][ring_tokens]
   uint64_t row_bytes;     // of one wire row: values, then scales, each padded to 16 bytes
   uint64_t scale_offset;  // of the scales in a wire row
   uint64_t data_bytes;    // data start at half_bytes - data_bytes
-  int count_lines;        // of a source's message: its rows per local expert; then a line per token
-  int row_rounds;         // rounds of a row (lines.cuh)
-  uint64_t row_lines;     // the first of [R][T][row_rounds] rounds, behind [R] messages
+  union {
+    int count_lines;  // of a source's message: its rows per local expert; then a line per token
+    int ring_tokens;  // of each source, kRingRounds rounds: token t lies at t % ring_tokens. 0: all T have a row
+  };
+  int row_rounds;  // rounds of a row (lines.cuh)
+  union {
+    uint64_t row_lines;     // the first of [R][T][row_rounds] rounds, behind [R] messages
+    uint64_t credit_flags;  // [R][rounds]: rank r has taken that round out of its rings
+  };
 };
 
 // How the work is cut. Any number of resident blocks makes progress; how many do what decides the speed alone.
@@ -146,8 +153,16 @@ int LaunchExchange(const ExchangeParams& params, cudaStream_t stream);
 int PreloadKernels();
 int PreloadWideKernels();  // those for more than kNarrowRanks ranks, which the other one leaves out
 
+// How much staged rows may take in groups of more than kNarrowRanks ranks: `bytes` of a half, or `tokens` of every
+// source where that is more. An operation of more tokens goes through them in rounds (rounds.cuh). All ranks must
+// agree.
+struct RingLimits {
+  uint64_t bytes = 128ull << 20;
+  int tokens = 256;
+};
 // Sizes and places, from the shapes: plan.cc. `scaled`: x comes with scales.
-Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled);
+Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled,
+                    const RingLimits& limits = RingLimits());
 // The same for the low-latency kernels: schedule.low_latency. `operation`: dispatch or combine.
 Staging PlanLines(const Routing& routing, Operation operation, Element element, bool scaled);
 // Null, or why the low-latency kernels do not take the operation; the others take every one. `chunk_tokens`: of the

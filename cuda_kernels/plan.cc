@@ -12,8 +12,14 @@ namespace {
 uint64_t AlignUp(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 uint64_t ScaleBytes(int hidden) { return static_cast<uint64_t>((hidden + kScaleBlock - 1) / kScaleBlock) * 4; }
 
-Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule& s, WireType wire, uint32_t flags,
-                           uint32_t dtype, uint32_t site) {
+int RingTokens(const Staging& m, const Schedule& s) { return s.low_latency ? 0 : m.ring_tokens; }
+int RoundsOf(const Routing& r, int ring_tokens) {
+  const int round = ring_tokens / kRingRounds;
+  return ring_tokens ? (r.tokens + round - 1) / round : 1;
+}
+
+Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule& s, const Staging& m, WireType wire,
+                           uint32_t flags, uint32_t dtype, uint32_t site) {
   Descriptor d{};
   d.operation = static_cast<uint32_t>(operation);
   d.dtype = dtype;
@@ -28,7 +34,7 @@ Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule
   d.hidden = static_cast<uint32_t>(r.hidden);
   d.capacity = static_cast<uint32_t>(r.capacity);
   d.alignment = static_cast<uint32_t>(r.alignment);
-  d.parts = static_cast<uint32_t>(s.parts);
+  d.parts = static_cast<uint32_t>(s.parts) | static_cast<uint32_t>(RingTokens(m, s)) << 8;
   d.metadata_slices = operation == Operation::kDispatch ? static_cast<uint32_t>(s.layout_blocks) : 0;
   d.metadata_slices |= static_cast<uint32_t>(s.chunk_tokens) << 16;
   d.site = site;
@@ -41,7 +47,7 @@ void Complete(Call* call, const Descriptor& descriptor, const Needs& needs) {
   call->needs = needs;
 }
 
-const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s) {
+const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s, const Staging& m) {
   if (call.call_id == 0) return "call_id is 0";
   if (r.ranks < 1 || r.ranks > kMaxRanks || r.rank < 0 || r.rank >= r.ranks) return "ranks";
   if (r.tokens < 1 || r.hidden < 1 || r.capacity < 1 || r.alignment < 1) return "tokens, hidden, capacity or alignment";
@@ -53,16 +59,29 @@ const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s) 
   if (s.parts < 1 || s.parts > kMaxParts || s.part_elements % 256 != 0) return "parts";
   if (static_cast<int64_t>(s.parts) * s.part_elements < r.hidden) return "part_elements";
   if (s.segment_tokens < 1) return "segment_tokens";
+  const int ring = RingTokens(m, s);
+  if (ring < 0 || ring % kRingRounds != 0 || RoundsOf(r, ring) > kMaxRounds) return "ring_tokens";
+  if (ring > 0 && (r.ranks <= kNarrowRanks || s.chunk_tokens > 0 || ring >= r.tokens)) return "ring_tokens";
   // Warps count items in an int, and each may ask for one behind the last.
   constexpr uint64_t kMostItems = 0x7FFFFFFFu - 2 * kMaxBlocks * kWarps;
-  if (static_cast<uint64_t>(r.ranks) * r.tokens * s.parts > kMostItems) return "ranks * tokens * parts";
+  if (static_cast<uint64_t>(r.ranks + (ring > 0)) * r.tokens * s.parts > kMostItems) return "ranks * tokens * parts";
   if (static_cast<uint64_t>(r.ranks) * r.tokens * r.top_k > 0x7FFFFFFFu) return "ranks * tokens * top_k";
   return nullptr;
 }
 
 }  // namespace
 
-Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireType wire, bool scaled) {
+// Tokens of a source that have a row at once, where `limits` give less than all of them; else 0.
+static int PlanRing(const Routing& r, const Schedule& s, uint64_t row_bytes, const RingLimits& limits) {
+  if (r.ranks <= kNarrowRanks || s.chunk_tokens > 0) return 0;
+  const uint64_t fit = limits.bytes / (static_cast<uint64_t>(r.ranks) * row_bytes);
+  const uint64_t most = (static_cast<uint64_t>(r.tokens) + kMaxRounds - 1) / kMaxRounds;  // of a round, at least
+  const uint64_t round = std::max({fit / kRingRounds, static_cast<uint64_t>(limits.tokens) / kRingRounds, most});
+  return round * kRingRounds < static_cast<uint64_t>(r.tokens) ? static_cast<int>(round * kRingRounds) : 0;
+}
+
+Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireType wire, bool scaled,
+                    const RingLimits& limits) {
   Staging m{};
   const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
   m.metadata_flags = 0;
@@ -74,7 +93,16 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   m.topk_idx = 0;
   m.topk_weights = AlignUp(pairs * r.top_k * 4, 128);
   m.rows = AlignUp(m.topk_weights + pairs * r.top_k * 4, 128);
-  m.data_bytes = AlignUp(m.rows + pairs * m.row_bytes, 256);
+  m.ring_tokens = PlanRing(r, s, m.row_bytes, limits);
+  uint64_t row_bytes = pairs * m.row_bytes;
+  if (m.ring_tokens > 0) {
+    m.credit_flags = m.row_flags + pairs * s.parts * 4;
+    const uint64_t credits = static_cast<uint64_t>(r.ranks) * RoundsOf(r, m.ring_tokens) * 4;
+    m.flag_bytes = FlagAndLineBytes(m.credit_flags + credits, 0);
+    // All of the limit, also where no whole number of rounds fills it: what suffices for long rows must for short ones.
+    row_bytes = std::max(limits.bytes, static_cast<uint64_t>(r.ranks) * m.ring_tokens * m.row_bytes);
+  }
+  m.data_bytes = AlignUp(m.rows + row_bytes, 256);
   return m;
 }
 
@@ -135,14 +163,15 @@ void Describe(DispatchParams* p, bool scaled, uint32_t dtype, uint32_t site) {
   const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (scaled ? kDescribedScaled : 0) |
                          (p->schedule.low_latency ? kDescribedLowLatency : 0);
   const Operation operation = p->known_positions ? Operation::kRedispatch : Operation::kDispatch;
-  Complete(&p->call, DescribeRouting(operation, p->routing, p->schedule, p->wire, flags, dtype, site),
+  Complete(&p->call, DescribeRouting(operation, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
            NeedsOf(p->routing, p->schedule, p->staging));
 }
 
 void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
   const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (weighted ? kDescribedWeighted : 0) |
                          (p->schedule.low_latency ? kDescribedLowLatency : 0);
-  Complete(&p->call, DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->wire, flags, dtype, site),
+  Complete(&p->call,
+           DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
            {p->staging.flag_bytes, p->staging.data_bytes, 0});
 }
 
@@ -164,7 +193,7 @@ void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
 }
 
 const char* Unfit(const DispatchParams& p) {
-  if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
+  if (const char* e = UnfitRouting(p.call, p.routing, p.schedule, p.staging)) return e;
   if (p.schedule.low_latency) {
     const Operation operation = p.known_positions ? Operation::kRedispatch : Operation::kDispatch;
     return NoLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens);
@@ -173,7 +202,7 @@ const char* Unfit(const DispatchParams& p) {
   return nullptr;
 }
 const char* Unfit(const CombineParams& p) {
-  if (const char* e = UnfitRouting(p.call, p.routing, p.schedule)) return e;
+  if (const char* e = UnfitRouting(p.call, p.routing, p.schedule, p.staging)) return e;
   if (!p.schedule.low_latency) return nullptr;
   return NoLowLatency(p.routing, Operation::kCombine, p.element, p.wire, p.schedule.chunk_tokens);
 }

@@ -1,10 +1,11 @@
 // Sets of ranks, and loops with a lane for each rank.
 //
-// The kernels are compiled twice. For groups of up to kNarrowRanks ranks a set is one register, a lane looks after one
-// rank, and nothing of what follows costs anything. A translation unit that begins with wide_rank_mask.cuh (wide_*.cu)
-// has the kernels for up to kMaxRanks ranks, in a namespace of their own: there a set is several words, and a lane
-// looks after every 32nd rank. Both see the same structures in memory (workspace.h), and nothing else differs:
-// everything that knows how many ranks there can be is in these two files.
+// The kernels are compiled for two numbers of ranks. For groups of up to kNarrowRanks ranks a set is one register, a
+// lane looks after one rank, and nothing of what follows costs anything. A translation unit that begins with
+// wide_rank_mask.cuh (wide_*.cu) has the kernels for up to kMaxRanks ranks, in a namespace of their own: there a set is
+// several words, and a lane looks after every 32nd rank. Both see the same structures in memory (workspace.h), and
+// nothing else differs: everything that knows how many ranks there can be is in these two files. What begins with
+// rings_rank_mask.cuh (rings_*.cu) has dispatch and combine once more, for rows that go through rings (rounds.cuh).
 #pragma once
 
 #ifndef XEN_MOE_KERNELS
@@ -16,6 +17,7 @@
 namespace XEN_MOE_KERNELS {
 
 constexpr bool kWide = false;
+constexpr bool kRings = false;        // rows go through rings: rounds.cuh
 constexpr int kRanks = kNarrowRanks;  // that these kernels take
 using RankMask = uint32_t;
 using RankIndex = int;  // a rank, where many are kept

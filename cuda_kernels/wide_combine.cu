@@ -30,7 +30,8 @@ int PreloadWire() {
 }  // namespace
 
 int LaunchCombine(const CombineParams& p, cudaStream_t stream) {
-  if (p.schedule.low_latency) return LaunchLowLatencyCombine(p, stream);
+  if (!kRings && p.schedule.low_latency) return wide::LaunchLowLatencyCombine(p, stream);
+  if (!kRings && p.staging.ring_tokens > 0) return rings::LaunchCombine(p, stream);
   const bool general = p.routing.ranks_per_node != p.routing.ranks || p.routing.hidden % kOctet != 0;
   switch (p.element) {
     case Element::kBf16:

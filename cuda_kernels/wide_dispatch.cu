@@ -9,7 +9,8 @@
 namespace XEN_MOE_KERNELS {
 
 int LaunchDispatch(const DispatchParams& p, cudaStream_t stream) {
-  if (p.schedule.low_latency) return LaunchLowLatencyDispatch(p, stream);
+  if (!kRings && p.schedule.low_latency) return wide::LaunchLowLatencyDispatch(p, stream);
+  if (!kRings && p.staging.ring_tokens > 0) return rings::LaunchDispatch(p, stream);
   if (p.wire == WireType::kFp8) return LaunchWire<WireType::kFp8>(p, stream);
   if (p.wire == WireType::kInt8) return LaunchWire<WireType::kInt8>(p, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);

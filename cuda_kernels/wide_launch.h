@@ -19,4 +19,14 @@ int PreloadLowLatencyDispatch();
 int PreloadLowLatencyCombine();
 
 }  // namespace wide
+
+// The same for rows that go through rings.
+namespace rings {
+
+int LaunchDispatch(const DispatchParams& params, cudaStream_t stream);  // rings_dispatch.cu
+int LaunchCombine(const CombineParams& params, cudaStream_t stream);    // rings_combine.cu
+int PreloadDispatch();
+int PreloadCombine();
+
+}  // namespace rings
 }  // namespace xen_moe

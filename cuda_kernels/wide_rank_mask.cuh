@@ -4,7 +4,11 @@
 #ifdef XEN_MOE_KERNELS
 #error "wide_rank_mask.cuh comes before every other header of the kernels"
 #endif
+#ifdef XEN_MOE_RINGS  // by rings_rank_mask.cuh
+#define XEN_MOE_KERNELS xen_moe::rings
+#else
 #define XEN_MOE_KERNELS xen_moe::wide
+#endif
 
 #include "memory_order.cuh"
 #include "workspace.h"
@@ -12,6 +16,11 @@
 namespace XEN_MOE_KERNELS {
 
 constexpr bool kWide = true;
+#ifdef XEN_MOE_RINGS
+constexpr bool kRings = true;
+#else
+constexpr bool kRings = false;
+#endif
 constexpr int kRanks = kMaxRanks;
 using RankIndex = uint8_t;
 

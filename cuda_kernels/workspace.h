@@ -64,6 +64,8 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kScaleBlock = 128;  // elements that share one scale
 constexpr int kGenerations = 4;   // memory tables that a rank keeps
+constexpr int kRingRounds = 4;    // rounds of tokens that a ring of staged rows holds (rounds.cuh)
+constexpr int kMaxRounds = 1024;  // of one operation
 
 enum class Operation : uint32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kExchange = 3 };
 
@@ -154,7 +156,7 @@ struct Descriptor {
   uint32_t hidden;           // exchange: bytes of a unit, low half
   uint32_t capacity;         // exchange: units of the output
   uint32_t alignment;        // exchange: bytes of a unit, high half
-  uint32_t parts;            // exchange: lanes
+  uint32_t parts;            // and above 8 bits, where rows lie in rings: tokens of a ring. Exchange: lanes
   uint32_t metadata_slices;  // and above 16 bits, between nodes: tokens of a chunk
   uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
 };
@@ -260,6 +262,7 @@ struct alignas(128) Control {
   uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
   uint32_t landed[kMaxBlocks];                    // by block: the last low-latency epoch whose rows others can see
+  alignas(128) uint32_t taken[kMaxRounds];        // items of a round that are done; 0 again when all are (rounds.cuh)
 };
 
 static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");

@@ -105,6 +105,19 @@ def test_memory_stays_within_the_bound(ranks, hidden):
         assert rows <= size <= rows + 64 * 2**20
 
 
+@pytest.mark.parametrize("ranks", [18, 72, 256])
+def test_memory_of_many_ranks_goes_through_rings(ranks):
+    """Rows take at most 256 MiB, or 256 tokens of every rank; routing and flags stay whole."""
+    found = []
+    for tokens in (128, 256, 1024, 4096, 8192):
+        sizes = {"num_tokens": tokens, "hidden": 7168, "num_ranks": ranks, "top_k": 8, "backend": "cuda"}
+        found.append(xm.buffer_size_hint(**sizes))
+        lines = 64 * 2**20 if tokens > 256 else 3 * 2 * ranks * tokens * 7168 * 2
+        routing = 2 * ranks * tokens * (8 * 8 + 7 * 4 * 16 + 64)
+        assert found[-1] <= max(256 * 2**20, 2 * ranks * 256 * 7168 * 2) + routing + lines
+    assert found[-1] < 2 * ranks * 8192 * 7168 * 2 / 4
+
+
 def test_lowered_program_carries_groups_and_sizes():
     mesh = jax.make_mesh((2, 2), ("dp", "ep"))
 

@@ -21,7 +21,7 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 
 objects=()
 pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,wide,harness,nodes/nodes}.cu; do
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
   case $source in cuda_kernels/*nccl_*) continue ;; esac  # they need NCCL's headers, and native_processes runs them
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac
@@ -33,7 +33,7 @@ failed=0
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 cat "$BUILD"/*.o.log >"$OUT/native_build.log"
 kernels=()
-for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness* | */wide.cu.o) ;; *) kernels+=("$object") ;; esac; done
+for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness* | */rings.cu.o | */wide.cu.o) ;; *) kernels+=("$object") ;; esac; done
 if [ $failed = 0 ]; then
   "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 &&
     "$NVCC" "$target" "${kernels[@]}" "$BUILD"/{world,nodes}.cu.o -o "$BUILD/nodes" >>"$OUT/native_build.log" 2>&1 || failed=1

@@ -86,8 +86,13 @@ int main(int argc, char** argv) {
   for (const native::Scenario& scenario : native::Scenarios()) {
     if (wanted != "all" && wanted != scenario.name) continue;
     found = true;
-    if (options.ranks > xen_moe::kNarrowRanks && scenario.run != native::Wide) {
-      if (wanted != "all") return Fail("more than 16 ranks: --scenario wide");
+    const bool of_many = scenario.run == native::Wide || scenario.run == native::Rings;
+    if (options.ranks > xen_moe::kNarrowRanks && !of_many) {
+      if (wanted != "all") return Fail("more than 16 ranks: --scenario wide or rings");
+      continue;
+    }
+    if (options.ranks <= xen_moe::kNarrowRanks && scenario.run == native::Rings) {
+      if (wanted != "all") return Fail("--scenario rings: more than 16 ranks");
       continue;
     }
     const auto start = std::chrono::steady_clock::now();

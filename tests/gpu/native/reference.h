@@ -30,6 +30,7 @@ struct Problem {
   bool low_latency = false;  // if the kernels take it
   bool bulk = false;         // rows placed by bulk copies
   int chunk_tokens = 0;      // tokens that cross to another node together; 0: one node
+  int ring_tokens = 0;       // tokens of a source that have a staged row at once, if so many ranks have rings; 0: all
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site

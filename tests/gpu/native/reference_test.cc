@@ -130,6 +130,80 @@ static void Plans() {
   }
 }
 
+// Rings of groups of many ranks: what they hold, that no memory grows with ranks times tokens but routing and flags,
+// and that what suffices for one operation does for a smaller one.
+static void Rings() {
+  const RingLimits limits;
+  auto plan = [&](int ranks, int tokens, int hidden, WireType wire, CombineParams* c) {
+    *c = CombineParams{};
+    Routing& r = c->routing;
+    r.ranks = r.ranks_per_node = ranks, r.tokens = tokens, r.top_k = r.slots = 8, r.hidden = hidden;
+    r.local_experts = 4, r.experts = 4 * ranks, r.capacity = 8 * tokens, r.alignment = 1;
+    c->schedule.blocks = 64, c->schedule.push_blocks = 32, c->schedule.layout_blocks = c->schedule.parts = 1;
+    c->schedule.part_elements = (hidden + 255) / 256 * 256, c->schedule.segment_tokens = 32;
+    c->staging = PlanStaging(r, c->schedule, Element::kBf16, wire, false);
+    c->call.call_id = 1;
+    Describe(c, true, 0, 0);
+    EXPECT(Unfit(*c) == nullptr);
+    return c->staging;
+  };
+  CombineParams c;
+  for (const int ranks : {2, 16, 17, 18, 32, 72, 128, 256}) {
+    for (const int tokens : {1, 4, 100, 255, 256, 257, 1000, 4096, 8192, 65536, 262143}) {
+      for (const int hidden : {8, 2048, 5120, 7168}) {
+        for (const WireType wire : {WireType::kFp8, WireType::kNative}) {
+          if (static_cast<int64_t>(ranks) * tokens * 8 > 0x7FFFFFFF) continue;
+          const Staging m = plan(ranks, tokens, hidden, wire, &c);
+          const uint64_t pairs = static_cast<uint64_t>(ranks) * tokens, all = pairs * m.row_bytes;
+          EXPECT((m.ring_tokens == 0) == (ranks <= kNarrowRanks || all <= limits.bytes || tokens <= limits.tokens ||
+                                          pairs / ranks <= limits.bytes / (ranks * m.row_bytes)));
+          for (const int fewer : {tokens - 1, tokens / 2}) {  // an xm.Buffer serves smaller calls too
+            if (fewer < 1) continue;
+            const Staging less = plan(ranks, fewer, hidden, wire, &c);
+            EXPECT(less.data_bytes <= m.data_bytes && less.flag_bytes <= m.flag_bytes);
+          }
+          const Staging shorter = plan(ranks, tokens, (hidden + 1) / 2, wire, &c);
+          EXPECT(shorter.data_bytes <= m.data_bytes && shorter.flag_bytes <= m.flag_bytes);
+          plan(ranks, tokens, hidden, wire, &c);
+          if (m.ring_tokens == 0) {
+            EXPECT(m.data_bytes >= m.rows + all);
+            continue;
+          }
+          const int round = m.ring_tokens / kRingRounds, rounds = (tokens + round - 1) / round;
+          EXPECT(m.ring_tokens % kRingRounds == 0 && m.ring_tokens >= limits.tokens && m.ring_tokens < tokens);
+          EXPECT(rounds > kRingRounds && rounds <= kMaxRounds);
+          EXPECT(m.rows + static_cast<uint64_t>(ranks) * m.ring_tokens * m.row_bytes <= m.data_bytes);
+          EXPECT(m.row_flags + 4 * pairs <= m.credit_flags &&
+                 m.credit_flags + 4ull * ranks * rounds <= LineBorder(m.flag_bytes));
+          if (tokens <= kMaxRounds * limits.tokens / kRingRounds) {
+            const uint64_t least = static_cast<uint64_t>(ranks) * limits.tokens * m.row_bytes;
+            EXPECT(m.data_bytes <= m.rows + std::max(limits.bytes, least) + 256);
+          }
+          const uint32_t signature = c.call.signature;
+          CombineParams other = c;
+          other.staging.ring_tokens -= kRingRounds;
+          Describe(&other, true, 0, 0);
+          EXPECT(other.call.signature != signature);  // ranks with other limits do not go together
+          other = c, other.staging.ring_tokens = tokens + kRingRounds;
+          EXPECT(Unfit(other) != nullptr);
+          other = c, other.staging.ring_tokens += 1;
+          EXPECT(Unfit(other) != nullptr);
+        }
+      }
+    }
+  }
+  // The table of docs/nodes.md, in bytes of a rank.
+  auto bytes = [&](int ranks, WireType wire) {
+    plan(ranks, 4096, 7168, wire, &c);
+    return 2 * (c.call.needs.flag_bytes + c.call.needs.data_bytes);
+  };
+  for (const int ranks : {8, 16, 18, 32, 72, 256}) {
+    std::printf("%d ranks, 4096 tokens of 7168: %.2f GB in bf16, %.2f in fp8\n", ranks,
+                bytes(ranks, WireType::kNative) * 1e-9, bytes(ranks, WireType::kFp8) * 1e-9);
+  }
+  EXPECT(bytes(72, WireType::kNative) < 600'000'000 && bytes(16, WireType::kNative) > 1'800'000'000);
+}
+
 // The reference against what must hold whatever the routing.
 static void References() {
   std::mt19937 rng(9);
@@ -160,6 +234,7 @@ int main() {
   Words();
   Signatures();
   Plans();
+  Rings();
   References();
   std::printf("words, signatures, plans and references: passed\n");
   return 0;

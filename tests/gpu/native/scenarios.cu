@@ -664,7 +664,7 @@ const std::vector<Scenario>& Scenarios() {
       {"company", Company, 60}, {"concurrent", Concurrent, 60},
       {"graphs", Graphs, 60},   {"members", Members, 60},
       {"wide", Wide, 60},       {"leaver", Leaver, 60},
-      {"random", Random, 60},
+      {"rings", Rings, 60},     {"random", Random, 60},
   };
   return all;
 }

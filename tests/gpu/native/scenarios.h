@@ -28,5 +28,7 @@ std::string Members(const Options& options);
 std::string Leaver(const Options& options);
 // Groups of more ranks than a word has bits for, with few and small operations: wide.cu.
 std::string Wide(const Options& options);
+// And with many tokens for their rings: rings.cu.
+std::string Rings(const Options& options);
 
 }  // namespace native

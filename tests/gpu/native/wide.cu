@@ -97,7 +97,8 @@ std::string Wide(const Options& o) {
   }
   other[0].site = 7;
   const auto without = PoolOf(world, o, some, 20), mismatched = PoolOf(world, o, other, 20);
-  const auto whole = PoolOf(world, o, {problems[0], problems[1]}, 20), late = PoolOf(world, o, {problems[0]}, 0.5);
+  const auto whole = PoolOf(world, o, {problems[0], problems[1]}, 20),
+             late = PoolOf(world, o, {problems[0]}, LateSeconds(o));
   auto all = pool;
   for (const auto* more : {&without, &mismatched, &whole, &late}) all.insert(all.end(), more->begin(), more->end());
   world.Start(Largest(all));

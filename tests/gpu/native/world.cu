@@ -167,6 +167,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   r.ranks = p.ranks, r.rank = rank.rank, r.tokens = p.tokens, r.top_k = p.top_k, r.slots = p.slots();
   r.experts = p.experts, r.local_experts = p.local_experts(), r.hidden = p.hidden, r.capacity = p.capacity;
   r.alignment = p.alignment, r.ranks_per_node = p.per_node(), r.layout = p.layout;
+  const RingLimits rings = p.ring_tokens ? RingLimits{0, p.ring_tokens} : RingLimits();
   Schedule s{};
   s.blocks = p.blocks, s.push_blocks = p.push_blocks, s.layout_blocks = p.slices, s.parts = p.parts;
   s.part_elements = ((p.hidden + p.parts - 1) / p.parts + 255) / 256 * 256;
@@ -189,8 +190,8 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
     k.wire = p.wire, k.ue8m0 = p.ue8m0;
-    k.staging =
-        s.low_latency ? PlanLines(r, p.operation, p.element, false) : PlanStaging(r, s, p.element, p.wire, false);
+    k.staging = s.low_latency ? PlanLines(r, p.operation, p.element, false)
+                              : PlanStaging(r, s, p.element, p.wire, false, rings);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
     k.out = out(0);
     Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
@@ -198,8 +199,8 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     DispatchParams& d = dispatch;
     d.call = call, d.routing = r, d.schedule = s, d.element = p.element;
     d.wire = p.wire, d.ue8m0 = p.ue8m0;
-    d.staging =
-        s.low_latency ? PlanLines(r, p.operation, p.element, p.scaled) : PlanStaging(r, s, p.element, p.wire, p.scaled);
+    d.staging = s.low_latency ? PlanLines(r, p.operation, p.element, p.scaled)
+                              : PlanStaging(r, s, p.element, p.wire, p.scaled, rings);
     d.known_positions = p.operation == Operation::kRedispatch;
     d.x = inputs_[0], d.scales = reinterpret_cast<float*>(inputs_[1]), d.topk_idx = Input(2);
     d.rows = out(0), d.row_scales = reinterpret_cast<float*>(out(1));

@@ -21,7 +21,7 @@ from tests.gpu.native.emulator.translate import Untranslated, translate  # noqa:
 
 FOLDERS = ("cuda_kernels", "tests/gpu/native", "tests/gpu/native/nodes")
 PROGRAMS = {
-    "harness": ("harness.cu", "scenarios.cu", "members.cu", "wide.cu"),
+    "harness": ("harness.cu", "scenarios.cu", "members.cu", "rings.cu", "wide.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
     "nodes_wide": ("nodes/nodes_wide.cu", "nodes/network.cc"),
@@ -76,13 +76,17 @@ def includes(source: pathlib.Path) -> set[pathlib.Path]:
 
 
 def build(
-    folder: pathlib.Path, faults: dict[str, tuple[str, str]] | None = None, program: str = "harness"
+    folder: pathlib.Path,
+    faults: dict[str, tuple[str, str]] | None = None,
+    program: str = "harness",
+    units: str = "",
 ) -> pathlib.Path:
     """Compiles what is out of date. Returns the program.
 
     Args:
       faults: file to (text, what to put there instead), to see that the tests find it. Only what includes these files
         is compiled; `folder` lies in the one of the whole program then, and takes the rest from there.
+      units: how the names of the files begin that get them; the others stay right.
     """
     compiler = [
         *shlex.split(os.environ.get("CXX", "c++")),
@@ -105,8 +109,9 @@ def build(
     work.append((HERE / "runtime.cc", HERE / "runtime.cc"))
     if faults:
         spoilt = {ROOT / name for name in faults}
-        ready = [folder.parent / f"{p.name}.o" for p, original in work if not includes(original) & spoilt]
-        work = [(p, original) for p, original in work if includes(original) & spoilt]
+        wrong = [(p, original) for p, original in work if p.name.startswith(units) and includes(original) & spoilt]
+        ready = [folder.parent / f"{p.name}.o" for p, original in work if (p, original) not in wrong]
+        work = wrong
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [*pool.map(lambda w: compile_one(*w), work), *(ready if faults else ())]
     subprocess.run([*compiler, *map(str, objects), "-o", str(folder / program)], check=True)

@@ -67,6 +67,59 @@ def test_many_ranks(harness, ranks, multiprocessors):
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
 
+def rings(program, ranks, multiprocessors, calls=0):
+    command = [program, "--ranks", ranks, "--gpus", ranks, "--scenario", "rings", "--patience", 4, "--calls", calls]
+    return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize(
+    "ranks, multiprocessors, calls",
+    [
+        (17, 1, 0),
+        (18, 3, 40),
+        pytest.param(18, 1, 100, marks=pytest.mark.slow),
+        pytest.param(33, 3, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_of_many_ranks(harness, ranks, multiprocessors, calls):
+    """More tokens than their rings hold: docs/nodes_rings.md. One multiprocessor: one block at a time."""
+    done = rings(harness, ranks, multiprocessors, calls)
+    assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
+
+
+RING_FAULTS = {
+    "no-credit": (
+        "rounds.cuh",
+        "if (!rounds.AwaitCredits(item / per_round + kRoundsAhead - kRingRounds + 1, &credited)) return;",
+        "",
+    ),
+    "early-credit": ("rounds.cuh", "!= static_cast<uint32_t>(items)", "!= 1u"),
+    "no-row": (
+        "dispatch.cuh",
+        "arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), shared.run, epoch, Step::kRows, source);",
+        "arrived = true;",
+    ),
+    "no-partial": (
+        "combine.cuh",
+        "arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);",
+        "arrived = true;",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [*list(RING_FAULTS)[:1], *(pytest.param(f, marks=pytest.mark.slow) for f in list(RING_FAULTS)[1:])]
+)
+def test_a_fault_in_the_rings_is_seen(harness, fault):
+    """Rows stored before their place is free, in two ways, and rows taken before they have come."""
+    file, *texts = RING_FAULTS[fault]
+    with open(harness.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)}, units="rings_")
+    done = rings(program, 18, 3)
+    assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
+
+
 def wide(program, ranks, multiprocessors):
     command = [program, "--ranks", ranks, "--gpus", ranks, "--scenario", "wide", "--patience", 4]
     return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
@@ -78,7 +131,7 @@ def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
     faults = {"cuda_kernels/wide_rank_mask.cuh": (before, before.replace("w < kRankWords", "w < 1"))}
     with open(harness.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(harness.parent / "wide-fault", faults)
+        program = build.build(harness.parent / "wide-fault", faults, units="wide_")
     done = wide(program, 33, 3)
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
