@@ -385,10 +385,10 @@ int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = 
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
+// Loads the kernel and lets it use its shared memory: of many ranks, static and dynamic together are more than 48 KiB.
 template <class Codec>
 int Preload() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, DispatchKernel<Codec>);
+  return cudaFuncSetAttribute(DispatchKernel<Codec>, cudaFuncAttributeMaxDynamicSharedMemorySize, kLayoutSharedBytes);
 }
 
 int LaunchQuantizedDispatch(const DispatchParams& params, cudaStream_t stream);  // dispatch_quantized.cu

@@ -108,10 +108,13 @@ int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);
   return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, cut);
 }
+// Loads the kernels and lets them use their shared memory: of many ranks, static and dynamic together may be more than
+// 48 KiB.
 int PreloadLowLatencyDispatch() {
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel<NumberedByReceiver>)) return e;
-  return cudaFuncGetAttributes(&attributes, LowLatencyDispatchKernel<NumberedBySender>);
+  constexpr auto kMost = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  constexpr int bytes = kLowLatencySharedBytes;
+  if (int e = cudaFuncSetAttribute(LowLatencyDispatchKernel<NumberedByReceiver>, kMost, bytes)) return e;
+  return cudaFuncSetAttribute(LowLatencyDispatchKernel<NumberedBySender>, kMost, bytes);
 }
 
 }  // namespace XEN_MOE_KERNELS

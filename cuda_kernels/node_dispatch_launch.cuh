@@ -31,10 +31,11 @@ int LaunchAnyNodeDispatch(const DispatchParams& p, const RailParams& rails, cons
   return LaunchNodeDispatch<CopyCodec<unsigned char>>(p, rails, link, stream);
 }
 
+// Loads the kernel and lets it use its shared memory: of many ranks, static and dynamic together are more than 48 KiB.
 template <class Codec, class Link>
 int PreloadNodeDispatch() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, NodeDispatchKernel<Codec, Link>);
+  return cudaFuncSetAttribute(NodeDispatchKernel<Codec, Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kLayoutSharedBytes);
 }
 template <WireType kWire, class Link>
 int PreloadNodeDispatchWire() {
