@@ -22,6 +22,7 @@ THOROUGH = (
     "tpu/test_tpu_aot.py::test_full_size_program[tpu7x-decode]",
     "tpu/test_tpu_aot.py::test_halves_on_a_large_topology[v5e-64]",
     "tpu/test_tpu_layer.py::test_a_layer_needs_less_memory_than_the_peer",
+    "tpu/test_tpu_layer.py::test_a_decode_of_the_flax_layer_is_grouped_and_goes_to_everybody",
     "tpu/test_tpu_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
@@ -35,6 +36,7 @@ THOROUGH = (
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[generations-2-2-64-0]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[company-2-2-8-0]",
     "gpu/test_gpu_bodies_on_cpu.py::test_stress",
+    "gpu/test_gpu_bodies_on_cpu.py::test_layers_are_close_to_the_dense_one_and_a_wrong_number_is_found",
     "gpu/test_gpu_bodies_on_cpu.py::test_random_calls_agree_and_a_wrong_one_is_found",
     # whole commands and pages; the first page, the first example and the demo's short run stay
     "test_benchmark.py::test_low_latency_and_sweep_modes",
@@ -55,6 +57,7 @@ THOROUGH = (
     "test_jax_best.py::test_the_command_end_to_end[2]",
     "test_profiles.py::test_autotune_measures_saves_and_loads",
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
+    "flax/test_grouped_matmul.py::test_the_weights_gradient_that_tokamax_gets_wrong_is_not_used",
     "flax/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
     "flax/test_layer_benchmark.py::test_the_pieces_of_a_layer_are_measured",
     "flax/test_layer_benchmark.py::test_layers_without_dependencies_are_measured",
@@ -123,6 +126,7 @@ THOROUGH = (
     "reference/test_modes.py::test_global_modes_do_not_change_the_result[eager]",
     "reference/test_multiprocess.py::test_two_processes_equal_one[one axis]",
     "transfer/test_transfer_device_memory.py::test_windows_in_device_memory[python]",
+    "transfer/test_transfer_host_copies.py::test_kills_and_the_adversary",
     "transfer/test_transfer_benchmark.py::test_the_command",
     "test_examples.py::test_example[push_weights]",
     "test_jax_best.py::test_the_command_end_to_end[1]",
