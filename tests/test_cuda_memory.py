@@ -12,7 +12,7 @@ from tests.support import memory_module
 
 RANKS = 2
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)
-HOME = 2 * (8192 + 16384)
+HOME = 2 * (16384 + 16384)
 """More than what a workspace of two ranks holds besides staging and scratch: mailboxes, controls, error records."""
 
 
