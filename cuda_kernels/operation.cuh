@@ -50,6 +50,15 @@ struct Announcements {
   uint64_t word = 0;
 
   __device__ __forceinline__ explicit Announcements(const Running& running) : run(running) {}
+  // Block 0 of a rank that joins announces when all others have come, and shows who is missing until then. The other
+  // blocks wait for it first: what they would show is a rank that waits for this one, and a time-out would end there.
+  __device__ __forceinline__ void AwaitOwn() {
+    if ((threadIdx.x & 31) == 0) {
+      const uint64_t* at = At(run.rank);
+      WaitUntil([&] { return AnnouncedEpoch(LoadAcquireSystem(at)) == run.epoch; }, run, Step::kLocalBlocks, run.rank);
+    }
+    __syncwarp();
+  }
   // Every lane waits for its own ranks. All lanes call it.
   __device__ __forceinline__ void Await() {
     const uint32_t epoch = run.epoch;
@@ -157,6 +166,7 @@ struct LaneMemory {
 // All ranks see the same words, hence take the same table or fail alike.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
   Announcements announcements(run);
+  announcements.AwaitOwn();
   announcements.Await();
   if (__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&run.mailbox->failure), 0)) return nullptr;
   int rank;

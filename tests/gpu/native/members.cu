@@ -21,6 +21,15 @@ std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const
   return pool;
 }
 
+// Whom `rank` shows that it waits for; -1: nobody.
+int Awaited(const RankState& rank) {
+  uint64_t shown = 0;
+  NATIVE_CHECK(cudaSetDevice(rank.device));
+  NATIVE_CHECK(cudaMemcpyAsync(&shown, &rank.mailbox->progress, sizeof(shown), cudaMemcpyDeviceToHost, rank.side));
+  NATIVE_CHECK(cudaStreamSynchronize(rank.side));
+  return ProgressWaits(shown) ? ProgressRank(shown) : -1;
+}
+
 }  // namespace
 
 // Ranks that are out: those that run the program all the same, and those that run nothing.
@@ -98,6 +107,58 @@ std::string Members(const Options& o) {
       "%lld calls with changing members, %.1f us each; as many without a rank that calls nothing; dead named; "
       "disagreement named:%s",
       static_cast<long long>(calls), each, seen.c_str());
+}
+
+// One rank stays away from the first operation after a reset, in which all of them meet. The others show that they wait
+// for it, and for nobody else, however many blocks wait; then they name it. Then all come.
+std::string Unmet(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  const double timeout_s = 0.05 * o.patience;
+  std::vector<std::vector<Prepared*>> pool;
+  for (int i = 0; i < 6; ++i) {
+    Problem p = RandomProblem(rng, o.ranks, std::min(8, MostBlocks(o)));
+    p.blocks = std::min(8, MostBlocks(o));
+    pool.push_back(world.AddAll(p, timeout_s));
+  }
+  world.Start(Largest(pool));
+  const auto trials = static_cast<size_t>(std::max<int64_t>(6, o.calls / 200));
+  int samples = 0;
+  for (size_t trial = 0; trial < trials; ++trial) {
+    const auto& ranks = pool[trial % pool.size()];
+    const int absent = static_cast<int>(rng() % o.ranks);
+    world.Each([&](int rank) {
+      if (rank != absent) ranks[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
+    });
+    // Until all wait for it; a rank that began late is shown no longer then. Nobody has given up.
+    double from = Now();
+    for (int r = 0; r < o.ranks; ++r) {
+      while (r != absent && Awaited(world.states[r]) != absent && Now() - from < timeout_s) {
+      }
+    }
+    from = Now();
+    while (Now() - from < 0.3 * timeout_s) {
+      const int r = static_cast<int>(rng() % o.ranks), awaited = Awaited(world.states[r]);
+      if (r == absent || awaited < 0 || Now() - from < 0.1 * timeout_s) continue;
+      Expect(awaited == absent,
+             Text("rank %d shows that it waits for %d, not %d: ", r, awaited, absent) + Name(ranks[0]->problem));
+      ++samples;
+    }
+    world.Synchronize();
+    ExpectRight(world, "results that are not poisoned: " + Name(ranks[0]->problem));
+    for (int r = 0; r < o.ranks; ++r) {
+      const Failure f = UnpackFailure(world.FailureOf(r));
+      Expect(r == absent || (f.cause == Cause::kTimeout && f.rank == absent && f.step == Step::kArrival),
+             Text("rank %d, not %d: ", r, absent) + FailureText(world.FailureOf(r)));
+    }
+    world.Reset();
+  }
+  Expect(samples > 0, "nobody showed anything");
+  RunRandom(world, pool, o, 50, false);
+  ExpectNoFailure(world);
+  ExpectRight(world, "calls of all after reset");
+  return Text("%zu times the rank that stayed away from the first operation was shown (%d samples) and named", trials,
+              samples);
 }
 
 // A rank is left out while it is still busy with the operation before: blocks of it that start late, and rows that

@@ -48,6 +48,16 @@ long long RunCalls(World& world, const std::vector<std::vector<Prepared*>>& pool
   return calls;
 }
 
+// A problem of few tokens, in bf16, and the blocks that the host gives it.
+Problem SmallBatch(const Options& o, std::mt19937& rng) {
+  Problem p;
+  p.seed = static_cast<uint32_t>(rng()), p.ranks = o.ranks, p.top_k = 8;
+  p.element = Element::kBf16, p.low_latency = true;
+  p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
+  p.push_blocks = std::max(1, p.blocks * 3 / 8);
+  return p;
+}
+
 // Rows and batches as a decoding server has them: many lines in flight at once.
 std::string Decode(const Options& o) {
   World world(o.ranks, o.gpus);
@@ -55,15 +65,11 @@ std::string Decode(const Options& o) {
   std::vector<std::vector<Prepared*>> pool;
   for (int tokens : {1, 2, 17, 64, 200}) {
     for (int kind = 0; kind < 5; ++kind) {
-      Problem p;
-      p.seed = static_cast<uint32_t>(rng());
-      p.ranks = o.ranks, p.tokens = tokens, p.top_k = 8, p.experts = 64, p.hidden = kind == 3 ? 2048 : 7168;
+      Problem p = SmallBatch(o, rng);
+      p.tokens = tokens, p.experts = 64, p.hidden = kind == 3 ? 2048 : 7168;
       p.operation = kind == 0 || kind == 4 ? Operation::kCombine : Operation::kDispatch;
       p.layout = static_cast<Layout>(kind == 4 ? 1 : kind == 3 && tokens > 17 ? 0 : (kind + tokens) % 3);
-      p.element = kind == 1 ? Element::kByte : Element::kBf16;
-      p.scaled = kind == 1, p.low_latency = true;
-      p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
-      p.push_blocks = std::max(1, p.blocks * 3 / 8);
+      if (kind == 1) p.element = Element::kByte, p.scaled = true;
       p.capacity = p.layout == Layout::kRanked   ? p.ranks * tokens
                    : p.layout == Layout::kPadded ? p.local_experts() * p.ranks * tokens
                                                  : p.ranks * tokens * 8;
@@ -108,14 +114,9 @@ std::string Broken(const Options& o) {
   std::mt19937 rng(o.seed);
   std::vector<std::vector<Prepared*>> pool;
   for (int kind = 0; kind < 8; ++kind) {
-    Problem p;
-    p.seed = static_cast<uint32_t>(rng());
-    p.ranks = o.ranks, p.tokens = kind < 4 ? 64 : 5, p.top_k = 8, p.experts = 32,
-    p.hidden = kind % 4 == 3 ? 7168 : 1024;
+    Problem p = SmallBatch(o, rng);
+    p.tokens = kind < 4 ? 64 : 5, p.experts = 32, p.hidden = kind % 4 == 3 ? 7168 : 1024;
     p.operation = kind % 2 ? Operation::kCombine : Operation::kDispatch;
-    p.element = Element::kBf16, p.low_latency = true;
-    p.blocks = std::min(96, MostBlocks(o)), p.slices = std::max(1, p.blocks / 40);
-    p.push_blocks = std::max(1, p.blocks * 3 / 8);
     p.capacity = p.ranks * p.tokens * 8;
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
@@ -665,6 +666,7 @@ const std::vector<Scenario>& Scenarios() {
       {"graphs", Graphs, 60},   {"members", Members, 60},
       {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"rings", Rings, 60},     {"random", Random, 60},
+      {"unmet", Unmet, 60},
   };
   return all;
 }

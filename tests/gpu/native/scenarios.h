@@ -26,6 +26,7 @@ const std::vector<Scenario>& Scenarios();
 // Ranks that are out: members.cu.
 std::string Members(const Options& options);
 std::string Leaver(const Options& options);
+std::string Unmet(const Options& options);
 // Groups of more ranks than a word has bits for, with few and small operations: wide.cu.
 std::string Wide(const Options& options);
 // And with many tokens for their rings: rings.cu.

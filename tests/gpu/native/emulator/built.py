@@ -30,6 +30,15 @@ def built(program: str) -> pathlib.Path:
         return build.build(folder, program=program)
 
 
+def with_fault(
+    program: pathlib.Path, name: str, faults: dict[str, tuple[str, str]], *, units: str = ""
+) -> pathlib.Path:
+    """A `built` program again, with `faults` (of `build.build`) put in: in the folder `name` beside it."""
+    with open(program.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(program.parent / name, faults, program=program.name, units=units)
+
+
 def emulate(command: Sequence[Any], *, seconds: float, multiprocessors: int = 64) -> subprocess.CompletedProcess[str]:
     """Runs one of them on GPUs of so many multiprocessors."""
     environment = {**os.environ, "EMULATOR_SMS": str(multiprocessors)}

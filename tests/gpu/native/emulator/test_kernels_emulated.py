@@ -1,13 +1,12 @@
 """The CUDA kernels, run on host threads by the emulator of this folder (README.md): no GPU, no CUDA, a minute or so."""
 
-import fcntl
 import json
 import pathlib
 
 import pytest
 
 from tests.gpu.native.emulator import build
-from tests.gpu.native.emulator.built import built, emulate
+from tests.gpu.native.emulator.built import built, emulate, with_fault
 
 PATIENCE = 20  # other tests run beside
 SECONDS = 240
@@ -43,6 +42,7 @@ CASES = [
     ("few", 2, 2, 64, 300),
     ("few", 3, 3, 1, 60),
     ("broken", 2, 2, 8, 30),
+    ("unmet", 3, 3, 64, 0),
     ("random", 2, 2, 64, 1500),
     ("random", 4, 2, 64, 300),
     ("random", 3, 3, 2, 300),
@@ -113,9 +113,7 @@ RING_FAULTS = {
 def test_a_fault_in_the_rings_is_seen(harness, fault):
     """Rows stored before their place is free, in two ways, and rows taken before they have come."""
     file, *texts = RING_FAULTS[fault]
-    with open(harness.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)}, units="rings_")
+    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)}, units="rings_")
     done = rings(program, 18, 3)
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
@@ -129,10 +127,7 @@ def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
     """Ranks of the second word are not counted: their partial rows are left out of sums."""
     before = "for (int w = 0; w < kRankWords; ++w) count += __popc(ranks.word[w]);"
     faults = {"cuda_kernels/wide_rank_mask.cuh": (before, before.replace("w < kRankWords", "w < 1"))}
-    with open(harness.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(harness.parent / "wide-fault", faults, units="wide_")
-    done = wide(program, 33, 3)
+    done = wide(with_fault(harness, "wide-fault", faults, units="wide_"), 33, 3)
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
 
@@ -165,13 +160,20 @@ FAULTS = {
 def test_a_fault_in_a_kernel_is_seen(harness, fault):
     """The kernels with one fault in them: a chunk sent again and again, rows or lines taken before they came."""
     file, *texts = FAULTS[fault]
-    with open(harness.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(harness.parent / fault, {f"cuda_kernels/{file}": tuple(texts)})
+    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)})
     scenario = ["few", "--calls", "100"] if fault == "row-twice" else ["normal"]
     command = [program, "--ranks", "2", "--gpus", "2", "--scenario", *scenario, "--patience", "20"]
     done = emulate(command, seconds=SECONDS)
     assert done.returncode == 1 and "FAILED" in done.stdout and "wrong vectors" in done.stdout, done.stdout
+
+
+def test_a_rank_that_shows_the_wrong_one_is_seen(harness):
+    """Blocks that wait beside the one that meets the others: `Announcements::AwaitOwn` of operation.cuh."""
+    faults = {"cuda_kernels/operation.cuh": ("  announcements.AwaitOwn();\n", "")}
+    program = with_fault(harness, "not-own", faults, units="exchange")
+    command = [program, "--ranks", 3, "--gpus", 3, "--scenario", "unmet", "--calls", 0, "--patience", PATIENCE]
+    done = emulate(command, seconds=SECONDS)
+    assert done.returncode == 1 and "shows that it waits for" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

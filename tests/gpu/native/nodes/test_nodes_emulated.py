@@ -1,13 +1,11 @@
 """Kernels across nodes, on the emulator: the network that they are tested over by itself, then the kernels over it."""
 
-import fcntl
 import json
 import pathlib
 
 import pytest
 
-from tests.gpu.native.emulator import build
-from tests.gpu.native.emulator.built import built, emulate
+from tests.gpu.native.emulator.built import built, emulate, with_fault
 
 SECONDS = 120
 
@@ -100,10 +98,8 @@ def test_many_ranks(nodes_wide, scenario, ranks, per_node):
 @pytest.mark.slow
 def test_a_fault_that_shows_beyond_a_word_of_ranks_is_seen(nodes_wide):
     """Counters of chunks from rank to rank by the rank's number in its word: ranks 1 and 33 share one."""
-    with open(nodes_wide.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fault = {"cuda_kernels/direct.cuh": ("* Sources(plan) + rank)", "* Sources(plan) + rank % 32)")}
-        program = build.build(nodes_wide.parent / "counters-by-word", fault, program="nodes_wide")
+    fault = {"cuda_kernels/direct.cuh": ("* Sources(plan) + rank)", "* Sources(plan) + rank % 32)")}
+    program = with_fault(nodes_wide, "counters-by-word", fault)
     assert run(program, "many", 18, 6, multiprocessors=3).returncode == 0
     done = run(program, "many", 36, 12, multiprocessors=3, patience=1, seconds=600)
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
@@ -264,8 +260,6 @@ def test_a_fault_in_a_kernel_is_seen(nodes, fault):
     """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came, and what
     else the names say."""
     file, before, after, says, scenario = FAULTS[fault]
-    with open(nodes.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = build.build(nodes.parent / fault, {f"cuda_kernels/{file}": (before, after)}, program="nodes")
+    program = with_fault(nodes, fault, {f"cuda_kernels/{file}": (before, after)})
     done = run(program, scenario, 6, 2, patience=2 if says == "FAILED" else 20)
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr
