@@ -13,6 +13,7 @@
 #pragma once
 
 #include "claims.cuh"
+#include "load_kernel.cuh"
 #include "octet.cuh"
 #include "operation.cuh"
 #include "rounds.cuh"
@@ -489,13 +490,10 @@ int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
       return LaunchCombineWire<Y, WireType::kInt8>(p, stream);
   }
 }
-// Loads the kernel and lets it use the shared memory of its rings.
 template <class Y, WireType kWire, bool kGeneral>
 int PreloadCombineKernel() {
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(kGeneral)>::kChunkBytes;
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, CombineKernel<Y, kWire, kGeneral>)) return e;
-  return cudaFuncSetAttribute(CombineKernel<Y, kWire, kGeneral>, cudaFuncAttributeMaxDynamicSharedMemorySize, rings);
+  return LoadKernel(CombineKernel<Y, kWire, kGeneral>, rings);
 }
 template <class Y, WireType kWire>
 int PreloadCombineWire() {

@@ -167,6 +167,7 @@ class Direct {
   uint2* const seen_;          // [rank][chunk]: its mask of tokens, and whether it has come
 };
 // Of the shared memory of a block.
+constexpr int kMostSeenBytes = kRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2));
 inline uint32_t SeenBytes(const RailPlan& plan) {
   return static_cast<uint32_t>(plan.nodes * plan.per_node * plan.chunks * sizeof(uint2));
 }

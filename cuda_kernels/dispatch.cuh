@@ -16,6 +16,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "load_kernel.cuh"
 #include "operation.cuh"
 #include "rounds.cuh"
 #include "row_codec.cuh"
@@ -385,10 +386,9 @@ int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = 
   DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
-// Loads the kernel and lets it use its shared memory: of many ranks, static and dynamic together are more than 48 KiB.
 template <class Codec>
 int Preload() {
-  return cudaFuncSetAttribute(DispatchKernel<Codec>, cudaFuncAttributeMaxDynamicSharedMemorySize, kLayoutSharedBytes);
+  return LoadKernel(DispatchKernel<Codec>, kLayoutSharedBytes);
 }
 
 int LaunchQuantizedDispatch(const DispatchParams& params, cudaStream_t stream);  // dispatch_quantized.cu

@@ -1,5 +1,6 @@
 // Dispatch of rows that travel as they are and are placed by bulk copies: in flight, on few SMs.
 #include "bulk_place.cuh"
+#include "load_kernel.cuh"
 
 namespace xen_moe {
 namespace {
@@ -24,8 +25,7 @@ int LaunchBulkDispatch(const DispatchParams& p, cudaStream_t stream) {
 
 int PreloadBulkDispatch() {
   if (!HasBulkCopies()) return cudaSuccess;
-  if (int e = Preload<BulkCodec>()) return e;
-  return cudaFuncSetAttribute(DispatchKernel<BulkCodec>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  return LoadKernel(DispatchKernel<BulkCodec>, kSharedBytes);
 }
 
 }  // namespace xen_moe

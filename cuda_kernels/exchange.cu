@@ -11,6 +11,7 @@
 // order: as in dispatch.cuh; a credit is released after the half block has read the slot. After a failed wait nothing
 // more is stored at a peer.
 #include "claims.cuh"
+#include "load_kernel.cuh"
 #include "operation.cuh"
 #include "wide_launch.h"
 
@@ -219,9 +220,6 @@ int LaunchExchange(const ExchangeParams& p, cudaStream_t stream) {
   ExchangeKernel<<<ExchangeBlocks(p), kBlockThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
-int PreloadExchange() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, ExchangeKernel);
-}
+int PreloadExchange() { return LoadKernel(ExchangeKernel); }
 
 }  // namespace XEN_MOE_KERNELS

@@ -10,6 +10,7 @@
 // and add are rounded separately.
 #pragma once
 
+#include "load_kernel.cuh"
 #include "low_latency.cuh"
 #include "octet.cuh"
 #include "phases.cuh"
@@ -366,9 +367,8 @@ int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
 }
 template <class Y>
 int PreloadLowLatencyCombineOf() {
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>)) return e;
-  return cudaFuncGetAttributes(&attributes, LowLatencyCombineKernel<Y, kSumRounds, 3>);
+  if (int e = LoadKernel(LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>)) return e;
+  return LoadKernel(LowLatencyCombineKernel<Y, kSumRounds, 3>);
 }
 
 }  // namespace XEN_MOE_KERNELS

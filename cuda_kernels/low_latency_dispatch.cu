@@ -13,6 +13,7 @@
 //
 // Few tokens are numbered by those who receive them (low_latency_few.cuh): the same, without the counts.
 #include "dispatch.cuh"
+#include "load_kernel.cuh"
 #include "low_latency_few.cuh"
 #include "low_latency_rows.cuh"
 
@@ -108,13 +109,9 @@ int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);
   return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, cut);
 }
-// Loads the kernels and lets them use their shared memory: of many ranks, static and dynamic together may be more than
-// 48 KiB.
 int PreloadLowLatencyDispatch() {
-  constexpr auto kMost = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  constexpr int bytes = kLowLatencySharedBytes;
-  if (int e = cudaFuncSetAttribute(LowLatencyDispatchKernel<NumberedByReceiver>, kMost, bytes)) return e;
-  return cudaFuncSetAttribute(LowLatencyDispatchKernel<NumberedBySender>, kMost, bytes);
+  if (int e = LoadKernel(LowLatencyDispatchKernel<NumberedByReceiver>, kLowLatencySharedBytes)) return e;
+  return LoadKernel(LowLatencyDispatchKernel<NumberedBySender>, kLowLatencySharedBytes);
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -1,4 +1,5 @@
 // The quiet over NCCL after a failure.
+#include "load_kernel.cuh"
 #include "nccl_launch.h"
 #include "nccl_transport.cuh"
 
@@ -60,9 +61,6 @@ int LaunchNcclSettle(const NcclSite& site, const RailPlan& plan, const uint64_t*
   SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, signals, out, time, limit_ns, late);
   return cudaGetLastError();
 }
-int PreloadNcclSettle() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, SettleKernel);
-}
+int PreloadNcclSettle() { return LoadKernel(SettleKernel); }
 
 }  // namespace XEN_MOE_KERNELS

@@ -18,6 +18,7 @@
 
 #include "combine.cuh"
 #include "direct.cuh"
+#include "load_kernel.cuh"
 
 namespace XEN_MOE_KERNELS {
 
@@ -471,13 +472,10 @@ int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Lin
   NodeCombineKernel<Y, kWire, Link><<<p.schedule.blocks, kThreads, rings, stream>>>(p, rails, link);
   return cudaGetLastError();
 }
-// Loads the kernel and lets it use the shared memory of its rings.
 template <class Y, WireType kWire, class Link>
 int PreloadNodeCombine() {
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, NodeCombineKernel<Y, kWire, Link>)) return e;
-  return cudaFuncSetAttribute(NodeCombineKernel<Y, kWire, Link>, cudaFuncAttributeMaxDynamicSharedMemorySize, rings);
+  return LoadKernel(NodeCombineKernel<Y, kWire, Link>, rings);
 }
 
 }  // namespace XEN_MOE_KERNELS

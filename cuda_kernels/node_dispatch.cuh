@@ -16,6 +16,7 @@
 
 #include "direct.cuh"
 #include "dispatch.cuh"
+#include "load_kernel.cuh"
 
 namespace XEN_MOE_KERNELS {
 
@@ -314,6 +315,10 @@ int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const L
   }
   NodeDispatchKernel<Codec, Link><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p, rails, link);
   return cudaGetLastError();
+}
+template <class Codec, class Link>
+int PreloadNodeDispatch() {
+  return LoadKernel(NodeDispatchKernel<Codec, Link>, kLayoutSharedBytes);
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -31,12 +31,6 @@ int LaunchAnyNodeDispatch(const DispatchParams& p, const RailParams& rails, cons
   return LaunchNodeDispatch<CopyCodec<unsigned char>>(p, rails, link, stream);
 }
 
-// Loads the kernel and lets it use its shared memory: of many ranks, static and dynamic together are more than 48 KiB.
-template <class Codec, class Link>
-int PreloadNodeDispatch() {
-  return cudaFuncSetAttribute(NodeDispatchKernel<Codec, Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kLayoutSharedBytes);
-}
 template <WireType kWire, class Link>
 int PreloadNodeDispatchWire() {
   if (int e = PreloadNodeDispatch<QuantizeCodec<__nv_bfloat16, kWire>, Link>()) return e;

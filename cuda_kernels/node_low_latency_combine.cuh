@@ -11,6 +11,7 @@
 #pragma once
 
 #include "direct.cuh"
+#include "load_kernel.cuh"
 #include "low_latency_combine.cuh"
 
 namespace XEN_MOE_KERNELS {
@@ -265,9 +266,8 @@ int LaunchNodeLowLatencyCombine(const CombineParams& p, const RailParams& rails,
 
 template <class Y, class Link>
 int PreloadNodeLowLatencyCombineOf() {
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>)) return e;
-  return cudaFuncGetAttributes(&attributes, NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>);
+  if (int e = LoadKernel(NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>, kMostSeenBytes)) return e;
+  return LoadKernel(NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>, kMostSeenBytes);
 }
 // Loads all of them on the current device. A cudaError_t.
 template <class Link>

@@ -12,6 +12,7 @@
 
 #include "direct.cuh"
 #include "dispatch.cuh"
+#include "load_kernel.cuh"
 #include "low_latency_rows.cuh"
 
 namespace XEN_MOE_KERNELS {
@@ -284,13 +285,9 @@ int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rail
   kernel<<<p.schedule.blocks, kThreads, shared, stream>>>(near, cut, rails, link, p.clean_topk_idx);
   return cudaGetLastError();
 }
-// Loads the kernel and lets it use its shared memory.
 template <class Link>
 int PreloadNodeLowLatencyDispatch() {
-  cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, NodeLowLatencyDispatchKernel<Link>)) return e;
-  return cudaFuncSetAttribute(NodeLowLatencyDispatchKernel<Link>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kLowLatencySharedBytes + kRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2)));
+  return LoadKernel(NodeLowLatencyDispatchKernel<Link>, kLowLatencySharedBytes + kMostSeenBytes);
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -176,6 +176,13 @@ def test_a_rank_that_shows_the_wrong_one_is_seen(harness):
     assert done.returncode == 1 and "shows that it waits for" in done.stdout, done.stdout + done.stderr
 
 
+def test_shared_memory_that_no_kernel_asked_for_is_an_error(harness):
+    faults = {"cuda_kernels/load_kernel.cuh": ("if (shared_bytes == 0)", "if (shared_bytes >= 0)")}
+    program = with_fault(harness, "not-asked", faults, units="dispatch.cu")
+    done = emulate([program, "--ranks", 2, "--gpus", 2, "--scenario", "normal"], seconds=SECONDS)
+    assert done.returncode != 0 and "shared memory that it was not granted" in done.stderr, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "statement",
     [

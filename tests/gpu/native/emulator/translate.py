@@ -237,6 +237,7 @@ def _launches(text: str) -> str:
         shape += ["0", "nullptr"][len(shape) - 2 :]
         end = _end(text, close + 3, "(", ")")
         call = f"{text[begin:at]}{text[close + 3 : end]}"
+        shape.append(f"::emulator::Key({text[begin:at]})")
         text = f"{text[:begin]}::emulator::Launch({', '.join(shape)}, [=] {{ {call}; }}){text[end:]}"
     return text
 

@@ -75,15 +75,14 @@ int LaunchOne(const NodeOperation& o, const Link& link, cudaStream_t stream) {
 // Loaded before any of them spins.
 template <class Link>
 void Preload() {
-  cudaFuncAttributes a;
   NATIVE_CHECK(PreloadNodeLowLatencyDispatch<Link>());
   NATIVE_CHECK(PreloadNodeLowLatencyCombine<Link>());
   NATIVE_CHECK((PreloadNodeCombine<float, WireType::kNative, Link>()));
   NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kNative, Link>()));
   NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kFp8, Link>()));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<int4>, Link>));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<unsigned short>, Link>));
-  NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<QuantizeCodec<__nv_bfloat16, WireType::kFp8>, Link>));
+  NATIVE_CHECK((PreloadNodeDispatch<CopyCodec<int4>, Link>()));
+  NATIVE_CHECK((PreloadNodeDispatch<CopyCodec<unsigned short>, Link>()));
+  NATIVE_CHECK((PreloadNodeDispatch<QuantizeCodec<__nv_bfloat16, WireType::kFp8>, Link>()));
 }
 
 // Operations that the kernels across nodes take, every kind in every layout first. `few`: with the kernels for few

@@ -26,7 +26,11 @@ class NodeWorld {
       counters_.push_back(Words(Signals()));
       tables_.push_back(reinterpret_cast<PeerTable*>(Words(sizeof(PeerTable) / 8)));
       known_.push_back({});
-      if (state.rank < options.gpus) Preload<PeerLink>();
+      if (state.rank >= options.gpus) continue;
+      Preload<PeerLink>();
+#ifndef __CUDACC__
+      Preload<NetworkLink>();
+#endif
     }
 #ifndef __CUDACC__
     Faults faults;

@@ -60,7 +60,7 @@ class Paced {
         NATIVE_CHECK((PreloadNodeCombine<__nv_bfloat16, WireType::kNative, PacedLink>()));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, PacerKernel));
         NATIVE_CHECK(cudaFuncGetAttributes(&a, LinkOnlyKernel));
-        NATIVE_CHECK(cudaFuncGetAttributes(&a, NodeDispatchKernel<CopyCodec<int4>, PacedLink>));
+        NATIVE_CHECK((PreloadNodeDispatch<CopyCodec<int4>, PacedLink>()));
       }
       expected_.push_back(New<uint64_t>(kRailSignals)), counters_.push_back(New<uint64_t>(kRailSignals));
       tables_.push_back(New<PeerTable>(1)), queues_.push_back(New<PostQueue>(1));

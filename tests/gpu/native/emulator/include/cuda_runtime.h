@@ -38,7 +38,8 @@ int Count(int predicate);
 int Vote(int predicate, bool all);
 // Gives `value` to the lanes of `mask`, and returns what they gave: [32].
 const uint64_t* Exchange(unsigned mask, uint64_t value);
-void Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, std::function<void()> body);
+void Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const void* kernel,
+            std::function<void()> body);
 
 void CopyLater(void* to, const void* from, size_t bytes, size_t zeros);
 void CommitCopies();
@@ -137,7 +138,8 @@ struct cudaLaunchConfig_t {
 };
 template <class... P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const P&... p) {
-  emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, [=] { kernel(p...); });
+  emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, emulator::Key(kernel),
+                   [=] { kernel(p...); });
   return cudaSuccess;
 }
 

@@ -119,7 +119,14 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
   attributes->ptxVersion = 90;
   return cudaSuccess;
 }
+namespace emulator {
+template <class... P>
+const void* Key(void (*kernel)(P...)) {
+  return reinterpret_cast<const void*>(kernel);
+}
+cudaError_t Grant(const void* kernel, int shared_bytes);
+}  // namespace emulator
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
-  return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+  return emulator::Grant(emulator::Key(kernel), bytes);
 }
