@@ -215,7 +215,7 @@ std::string Leaver(const Options& o) {
       world.Each([&](int rank) {
         const RankState& state = world.states[rank];
         if (rank == slow) {
-          Occupy(state.side, drops ? 3 : 1, stop);  // 1: one block at a time
+          Occupy(state.side, drops ? 3 : 1, stop, 20 * o.patience);  // 1: one block at a time
           std::this_thread::sleep_for(std::chrono::milliseconds(20));
         }
         before[rank]->LaunchAndVerify(state.stream[0]);

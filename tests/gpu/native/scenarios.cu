@@ -573,7 +573,7 @@ std::string Company(const Options& o) {
   for (int leave : {1, 2, 5}) {
     *stop = 0;
     world.Each([&](int rank) {
-      Occupy(world.states[rank].side, leave, stop);
+      Occupy(world.states[rank].side, leave, stop, 20 * o.patience);
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       for (const auto& operation : pool) operation[rank]->LaunchAndVerify(world.states[rank].stream[0]);
       NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));

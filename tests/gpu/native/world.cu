@@ -45,7 +45,7 @@ __global__ void SleepKernel(uint64_t ns) {
   } while (now - start < ns);
 }
 
-__global__ void OccupyKernel(const volatile int* stop) {
+__global__ void OccupyKernel(const volatile int* stop, uint64_t most_ns) {
   extern __shared__ char room[];
   room[threadIdx.x] = 0;
   if (threadIdx.x > 0) return;  // one thread keeps the room, and does not drown the bus in polls
@@ -54,7 +54,7 @@ __global__ void OccupyKernel(const volatile int* stop) {
   do {
     __nanosleep(2000);
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (!*stop && now - start < 20000000000ull);
+  } while (!*stop && now - start < most_ns);
 }
 
 // Makes the driver set up a stream, with local memory: it does so at a first launch, and may wait for the GPU to be
@@ -104,12 +104,12 @@ int Multiprocessors(int device) {
   NATIVE_CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device));
   return n;
 }
-void Occupy(cudaStream_t stream, int leave, const int* stop) {
+void Occupy(cudaStream_t stream, int leave, const int* stop, double most_s) {
   int device = 0, bytes = 0;
   NATIVE_CHECK(cudaGetDevice(&device));
   NATIVE_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   NATIVE_CHECK(cudaFuncSetAttribute(OccupyKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  OccupyKernel<<<Multiprocessors(device) - leave, 1024, bytes, stream>>>(stop);
+  OccupyKernel<<<Multiprocessors(device) - leave, 1024, bytes, stream>>>(stop, static_cast<uint64_t>(most_s * 1e9));
   NATIVE_CHECK(cudaGetLastError());
 }
 

@@ -106,8 +106,9 @@ class World {
 
 // Occupies `stream` for that long.
 void Sleep(cudaStream_t stream, double microseconds);
-// Fills all but `leave` multiprocessors of the current GPU until *stop (mapped host memory) is not 0, 20 s at most.
-void Occupy(cudaStream_t stream, int leave, const int* stop);
+// Fills all but `leave` multiprocessors of the current GPU until *stop (mapped host memory) is not 0, for `most_s` at
+// most.
+void Occupy(cudaStream_t stream, int leave, const int* stop, double most_s);
 int Multiprocessors(int device);
 
 void RunThreads(const std::vector<RankState>& states, void (*call)(void*, int), void* context);
