@@ -520,31 +520,25 @@ void CopyWords(void* to, const void* from, size_t bytes) {
   }
 }
 
+// Dynamic shared memory that kernels have asked for, by GPU. CUDA wants it beyond 48 KiB together with what is static,
+// which is less here than on a GPU (fewer threads); so here it is wanted always.
+std::mutex granted_mutex;
+std::map<std::pair<int, const void*>, size_t> granted;
+
 }  // namespace
 
-// Dynamic shared memory that kernels have asked for, on each GPU. CUDA wants it beyond 48 KiB together with what is
-// static, which is less here than on a GPU (fewer threads); so here it is wanted always.
-struct Granted {
-  std::mutex mutex;
-  std::map<std::pair<int, const void*>, int> bytes;
-};
-Granted& AllGranted() {
-  static Granted* const granted = new Granted;
-  return *granted;
-}
 cudaError_t Grant(const void* kernel, int shared_bytes) {
   if (shared_bytes > static_cast<int>(sizeof(shared_window)) - 512) return cudaErrorInvalidValue;
-  std::lock_guard<std::mutex> lock(AllGranted().mutex);
-  AllGranted().bytes[{current_gpu, kernel}] = shared_bytes;
+  std::lock_guard<std::mutex> lock(granted_mutex);
+  granted[{current_gpu, kernel}] = static_cast<size_t>(shared_bytes);
   return cudaSuccess;
 }
 
 void Launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t stream, const void* kernel,
             std::function<void()> body) {
-  if (shared_bytes) {
-    std::lock_guard<std::mutex> lock(AllGranted().mutex);
-    const auto granted = AllGranted().bytes.find({current_gpu, kernel});
-    if (granted == AllGranted().bytes.end() || static_cast<size_t>(granted->second) < shared_bytes) {
+  {
+    std::lock_guard<std::mutex> lock(granted_mutex);
+    if (granted[{current_gpu, kernel}] < shared_bytes) {
       Broken("a kernel is launched with dynamic shared memory that it was not granted on this GPU");
     }
   }
