@@ -30,7 +30,6 @@ uint64_t Shown(const RankState& rank) {
   NATIVE_CHECK(cudaStreamSynchronize(rank.side));
   return word;
 }
-bool ShowsOther(uint64_t word, int rank) { return ProgressWaits(word) && ProgressRank(word) != rank; }
 bool Shows(uint64_t word, int rank) { return ProgressWaits(word) && ProgressRank(word) == rank; }
 
 }  // namespace
@@ -144,7 +143,7 @@ std::string Unmet(const Options& o) {
       const int r = static_cast<int>(rng() % o.ranks);
       const uint64_t word = r == absent ? 0 : Shown(world.states[r]);
       samples += Shows(word, absent);
-      if (!ShowsOther(word, absent)) continue;
+      if (!ProgressWaits(word) || Shows(word, absent)) continue;
       others[r].insert(word);
       Expect(others[r].size() < 3, Text("rank %d shows that it waits for %d, not %d: ", r, ProgressRank(word), absent) +
                                        Name(ranks[0]->problem));
