@@ -18,9 +18,21 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support import oracle, quick_compiler
-from xen_moe_jax.benchmark import accounting, decode_step, options, overlap, peers, programs, report, timing, verify
+from xen_moe_jax.benchmark import (
+    accounting,
+    decode_step,
+    layer_programs,
+    options,
+    overlap,
+    peers,
+    programs,
+    report,
+    timing,
+    verify,
+)
 from xen_moe_jax.benchmark.problem import SPECS, make_problem
 from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
+from xen_moe_jax.flax import MoEConfig
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -531,13 +543,14 @@ def test_a_decode_step_takes_batches():
 def small_step():
     problem = make_problem(dataclasses.replace(SMALL, experts=7, tokens=3))
     weights = decode_step.make_weights(problem.work, problem.mesh, layers=2, width=8)
+    config = layer_programs.layer_config(problem.work, 8, "auto", REFERENCE)
     own = programs.own_round_trip(problem.work, problem.caps, REFERENCE)
-    return decode_step.lower_step("own", own, problem, weights)(), weights
+    return decode_step.lower_step("own", own, problem, config, weights)(), config, weights
 
 
 def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
-    step, weights = small_step
-    truth = decode_step.plain_results(step.problem, weights, REFERENCE)
+    step, config, weights = small_step
+    truth = decode_step.plain_results(step.problem, config, weights)
     row = decode_step.measure(step, weights, truth, 8)
     assert row["wrong"] == 0 and row["relative_error"] < 0.02
     genuine = decode_step.first_results
@@ -555,7 +568,7 @@ def test_a_replay_with_another_result_is_an_error(small_step, monkeypatch):
 
 
 def test_a_wrong_first_result_is_an_error(small_step):
-    step, weights = small_step
+    step, _, weights = small_step
     truth, _ = decode_step.first_results(step, weights)
     with pytest.raises(verify.WrongResultError, match="relative error .* against plain JAX"):
         decode_step.measure(step, weights, [t + 1 for t in truth], 4)
@@ -570,19 +583,23 @@ def test_the_digest_sees_every_bit_and_its_place():
 
 
 def test_experts_are_the_same_in_every_layout_of_rows():
-    """By expert, in blocks, and as the padded exchange brings them: against a loop over the rows."""
+    """By expert, counted or not, in blocks, and as the padded exchange brings them: against a loop over the rows."""
     rng = np.random.default_rng(0)
-    up, down = rng.standard_normal((3, 8, 10)).astype(np.float32), rng.standard_normal((3, 5, 8)).astype(np.float32)
-    experts = decode_step.grouped_matmuls((jnp.asarray(up), jnp.asarray(down)), 4)
+    shapes = {"gate": (3, 8, 5), "up": (3, 8, 5), "down": (3, 5, 8)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    config = MoEConfig(hidden_size=8, intermediate_size=5, num_experts=3, top_k=2)
+    experts = decode_step.on_any_rows(config, jax.tree.map(jnp.asarray, weights))
     rows = rng.standard_normal((7, 8)).astype(np.float32)
     local = np.array([0, 0, 2, 2, 2, 3, 3])  # none for 1; two rows past the last group
 
     def one(row, expert):
-        gate, value = np.split(row @ up[expert], 2)
-        return (gate / (1 + np.exp(-gate)) * value) @ down[expert]
+        gate, value = row @ weights["gate"][expert], row @ weights["up"][expert]
+        return (gate / (1 + np.exp(-gate)) * value) @ weights["down"][expert]
 
     want = np.stack([one(rows[i], local[i]) for i in range(5)])
-    np.testing.assert_allclose(experts(jnp.asarray(rows), jnp.asarray(local))[:5], want, rtol=1e-4, atol=1e-4)
+    for sizes in (None, jnp.array([2, 0, 3], jnp.int32)):
+        got = experts(jnp.asarray(rows), jnp.asarray(local), sizes)[:5]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     blocks = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
     want = np.stack([[[one(row, e) for row in blocks[r, e]] for e in range(3)] for r in range(2)])
     np.testing.assert_allclose(experts(jnp.asarray(blocks), None), want, rtol=1e-4, atol=1e-4)

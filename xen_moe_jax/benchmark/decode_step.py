@@ -2,10 +2,9 @@
 
 The step is `--layers` MoE layers in one compiled program (normalise, dispatch, grouped matmuls of a SwiGLU expert,
 combine, residual), with weights of their own, CUDA graphs on. Every implementation has the same weights, routings and
-matmuls: rows are gathered into blocks `[L, M, H]`, M the most rows that any expert gets. Replays cycle through a pool
-of routings; each hashes its result on the device and compares it with the first result of that routing, which was
-compared with plain JAX. So one wrong bit in one replay of ten thousand shows, and nothing but a count leaves the
-device.
+grouped matmuls, those of the Flax layers. Replays cycle through a pool of routings; each hashes its result on the
+device and compares it with the first result of that routing, which was compared with plain JAX. So one wrong bit in
+one replay of ten thousand shows, and nothing but a count leaves the device.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import xen_moe_jax as xm
 from xen_moe_jax import cuda
+from xen_moe_jax.benchmark import layer_programs, peers, report
 from xen_moe_jax.benchmark import options as command_options
-from xen_moe_jax.benchmark import peers, report
 from xen_moe_jax.benchmark.problem import AXIS, POOL_SPEC, RANK_SPEC, Problem, make_mesh, make_problem
-from xen_moe_jax.benchmark.programs import RoundTrip, own_round_trip
+from xen_moe_jax.benchmark.programs import Experts, RoundTrip, own_round_trip
 from xen_moe_jax.benchmark.timing import on_ranks
 from xen_moe_jax.benchmark.verify import WrongResultError
-from xen_moe_jax.benchmark.workload import ROW_MULTIPLE, Workload, round_up, rows_per_expert
+from xen_moe_jax.benchmark.workload import Workload
+from xen_moe_jax.flax import MoEConfig
+from xen_moe_jax.flax._experts import built_in
 
 BATCHES = (1, 32, 128)
 BLOCK = 100
@@ -70,23 +70,25 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     )
     mesh = make_mesh(ranks)
     weights = make_weights(base, mesh, options.layers, options.intermediate)
-    config = command_options.kernel_config(options)
+    kernel = command_options.kernel_config(options)
+    config = layer_programs.layer_config(base, options.intermediate, options.grouped_matmul, kernel)
     head = report.header(arguments, base)
     del head["workload"]["tokens"]
     document = head | {
         "mode": options.mode,
         "layers": options.layers,
         "intermediate": options.intermediate,
-        "weight_bytes_per_layer_and_rank": sum(leaf.nbytes for leaf in weights[0]) // ranks,
+        "weight_bytes_per_layer_and_rank": sum(leaf.nbytes for leaf in weights[0].values()) // ranks,
+        "grouped_matmul": layer_programs.name_of_matmul(options.grouped_matmul),
         "results": [],
     }
     problems = [make_problem(dataclasses.replace(base, tokens=batch), mesh) for batch in options.batches or BATCHES]
-    lowered = [lower_all(problem, weights, config, options) for problem in problems]
+    lowered = [lower_all(problem, config, weights, options) for problem in problems]
     count = sum(map(len, lowered))
     report.progress(f"compiling {count} programs of {options.layers} layers")
     with futures.ThreadPoolExecutor(max(1, min(count, os.cpu_count() or 1))) as pool:
         compiling = [[pool.submit(finish) for finish in programs] for programs in lowered]
-        truths = [plain_results(problem, weights, config) for problem in problems]
+        truths = [plain_results(problem, config, weights) for problem in problems]
         for programs, truth in zip(compiling, truths, strict=True):
             for program in programs:
                 own = program is programs[0]
@@ -101,44 +103,36 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     return document
 
 
-def make_weights(work: Workload, mesh: jax.sharding.Mesh, layers: int, width: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Of each layer: gate and up `[R*L, H, 2F]`, down `[R*L, F, H]`, scaled so that the tokens keep their size."""
+def make_weights(work: Workload, mesh: jax.sharding.Mesh, layers: int, width: int) -> list[dict[str, jax.Array]]:
+    """Of each layer: `gate`, `up` `[R*L, H, F]`, `down` `[R*L, F, H]`, scaled so that the tokens keep their size."""
     experts, hidden, dtype = work.ranks * work.local_experts, work.hidden, work.compute_dtype
+    shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
     def draw(key):
-        first, second = jax.random.split(key)
-        up = jax.random.normal(first, (experts, hidden, 2 * width), dtype) * hidden**-0.5
-        down = jax.random.normal(second, (experts, width, hidden), dtype) * width**-0.5
-        return up.astype(dtype), down.astype(dtype)
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: (jax.random.normal(one, (experts, *shape), dtype) * shape[0] ** -0.5).astype(dtype)
+            for one, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
 
     return [draw(key) for key in jax.random.split(jax.random.key(work.seed), layers)]
 
 
-def grouped_matmuls(weights: tuple[jax.Array, jax.Array], most_rows: int) -> Any:
-    """A SwiGLU expert as `programs.Experts`, whatever shape the rows arrive in."""
-    up, down = weights
+def on_any_rows(config: MoEConfig, weights: dict[str, jax.Array]) -> Experts:
+    """The experts of the Flax layers on rows in whatever shape they arrive."""
+    grouped = built_in(config)
+    count = weights["gate"].shape[0]
 
-    def on_blocks(blocks):
-        """`[L, M, H]`."""
-        gate, value = jnp.split(jnp.einsum("lmh,lhf->lmf", blocks, up), 2, axis=-1)
-        return jnp.einsum("lmf,lfh->lmh", jax.nn.silu(gate) * value, down)
-
-    def experts(rows, local_expert):
-        count, hidden = up.shape[0], rows.shape[-1]
-        if rows.ndim == 3:  # [L, M, H]
-            return on_blocks(rows)
-        if rows.ndim == 4:  # [R, L, cap, H]
-            blocks = rows.swapaxes(0, 1).reshape(count, -1, hidden)
-            return on_blocks(blocks).reshape(count, rows.shape[0], -1, hidden).swapaxes(0, 1)
-        # [C, H] by expert. What lies past the rows of an expert in its block is computed and never read.
-        local = jnp.minimum(local_expert, count - 1)
-        here = local[None, :] == jnp.arange(count, dtype=local.dtype)[:, None]
-        starts = jnp.argmax(here, axis=1).astype(jnp.int32)
-        at = jnp.minimum(starts[:, None] + jnp.arange(most_rows, dtype=jnp.int32), rows.shape[0] - 1)
-        y = on_blocks(rows.at[at].get(mode="promise_in_bounds"))
-        place = jnp.arange(rows.shape[0], dtype=jnp.int32) - starts[local]
-        return y.at[local, jnp.clip(place, 0, most_rows - 1)].get(mode="promise_in_bounds")
+    def experts(rows, local_expert, group_sizes=None):
+        if rows.ndim == 2:  # [C, H] by expert; what lies past the last group is never read
+            if group_sizes is None:
+                group_sizes = (local_expert[None, :] == jnp.arange(count, dtype=jnp.int32)[:, None]).sum(1)
+            return grouped(rows, group_sizes.astype(jnp.int32), weights)
+        by_expert = rows if rows.ndim == 3 else rows.swapaxes(0, 1)  # [L, M, H], or [R, L, cap, H]
+        flat = by_expert.reshape(-1, rows.shape[-1])
+        y = grouped(flat, jnp.full((count,), flat.shape[0] // count, jnp.int32), weights).reshape(by_expert.shape)
+        return y if rows.ndim == 3 else y.swapaxes(0, 1)
 
     return experts
 
@@ -159,11 +153,13 @@ class State(NamedTuple):
     wrong: jax.Array
 
 
-def lower_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list[Any]) -> Callable[[], Step]:
+def lower_step(
+    name: str, round_trip: RoundTrip, problem: Problem, config: MoEConfig, weights: list[Any]
+) -> Callable[[], Step]:
     """The step as `(state, x, routings, their weights, weights) -> state`; the call compiles it, in any thread. Replay
     `i` begins with routing `i`."""
     work = problem.work
-    layer = jax.jit(one_layer(round_trip, problem))  # traced once for all
+    layer = jax.jit(one_layer(round_trip, config))  # traced once for all
 
     def on_rank(state, x, idx_pool, weights_pool, weights):
         turn = jax.lax.rem(state.replay[0], jnp.int32(work.pool))
@@ -193,22 +189,21 @@ def lower_step(name: str, round_trip: RoundTrip, problem: Problem, weights: list
     return finish
 
 
-def one_layer(round_trip: RoundTrip, problem: Problem) -> Callable[..., jax.Array]:
+def one_layer(round_trip: RoundTrip, config: MoEConfig) -> Callable[..., jax.Array]:
     """`(x, topk_idx, topk_weights, weights) -> x`, on one rank."""
-    most_rows = round_up(rows_per_expert(problem.work, problem.topk_idx).sum(1).max(), ROW_MULTIPLE)
 
     def layer(x, topk_idx, topk_weights, own):
         wide = x.astype(jnp.float32)
         normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return x + round_trip(normal.astype(x.dtype), topk_idx, topk_weights, grouped_matmuls(own, most_rows))
+        return x + round_trip(normal.astype(x.dtype), topk_idx, topk_weights, on_any_rows(config, own))
 
     return layer
 
 
-def plain_results(problem: Problem, weights: list[Any], config: xm.KernelConfig) -> list[np.ndarray]:
+def plain_results(problem: Problem, config: MoEConfig, weights: list[Any]) -> list[np.ndarray]:
     """What plain JAX gives for every input of the pool, layer after layer."""
-    plain = dataclasses.replace(config, backend="reference", chunk_tokens=None)
-    layer = one_layer(own_round_trip(problem.work, problem.caps, plain), problem)
+    plain = dataclasses.replace(config.kernel, backend="reference", chunk_tokens=None)
+    layer = one_layer(own_round_trip(problem.work, problem.caps, plain), config)
     run = on_ranks(layer, problem.mesh, (RANK_SPEC,) * 4)
     routings = list(zip(problem.inputs.topk_idx, problem.inputs.topk_weights, strict=True))
     found = []
@@ -247,18 +242,18 @@ def digest(values: jax.Array) -> jax.Array:
 
 
 def lower_all(
-    problem: Problem, weights: list[Any], config: xm.KernelConfig, options: argparse.Namespace
+    problem: Problem, config: MoEConfig, weights: list[Any], options: argparse.Namespace
 ) -> list[Callable[[], Step]]:
     """The library's own step, then the peers'."""
     work = problem.work
     names = command_options.peer_names(options)
     if names is None:
         names = tuple(n for n, e in peers.PEERS.items() if e.usual and not any(part in n for part in NOT_BY_DEFAULT))
-    chosen: list[tuple[str, RoundTrip]] = [("xen_moe_jax", own_round_trip(work, problem.caps, config))]
+    chosen: list[tuple[str, RoundTrip]] = [("xen_moe_jax", own_round_trip(work, problem.caps, config.kernel))]
     for program in peers.peer_programs(work, problem.caps, problem.platform, names):
         assert program.round_trip is not None
         chosen.append((program.name, program.round_trip))
-    return [lower_step(name, round_trip, problem, weights) for name, round_trip in chosen]
+    return [lower_step(name, round_trip, problem, config, weights) for name, round_trip in chosen]
 
 
 def first_results(step: Step, weights: list[Any]) -> tuple[list[np.ndarray], State]:
@@ -347,7 +342,7 @@ def describe(document: dict[str, Any]) -> str:
     mib = document["weight_bytes_per_layer_and_rank"] / 2**20
     model = (
         f"{document['layers']} layers; expert width {document['intermediate']}, {mib:.0f} MiB of expert weights a "
-        "layer and rank"
+        f"layer and rank; grouped matmul: {document['grouped_matmul']}"
     )
     lines = [
         [

@@ -15,7 +15,6 @@ from xen_moe_jax.benchmark import options as command_options
 from xen_moe_jax.benchmark.layer_programs import MATMULS, MODEL_LAYERS, OPERATIONS, PLAIN, LayerProblem, Operands
 from xen_moe_jax.benchmark.problem import make_problem
 from xen_moe_jax.benchmark.verify import WrongResultError
-from xen_moe_jax.flax import grouped_matmul
 
 TOLERANCE = {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
 """Largest difference from the library's plain layer, relative to the largest element."""
@@ -39,9 +38,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "mode": options.mode,
         "width": width,
         "layers": given.layers,
-        "grouped_matmul": grouped_matmul.describe(given.problem.platform)["choice"]
-        if options.grouped_matmul == "auto"
-        else options.grouped_matmul,
+        "grouped_matmul": layer_programs.name_of_matmul(options.grouped_matmul),
     }
     chosen = layer_programs.layers_of(given, options.ways)
     results = measure(given, operands, chosen, options)

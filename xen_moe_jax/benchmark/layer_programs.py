@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xen_moe_jax.benchmark import peers
 from xen_moe_jax.benchmark.problem import AXIS, RANK_SPEC, Problem
 from xen_moe_jax.benchmark.workload import Capacities, Workload, round_up, rows_per_expert
-from xen_moe_jax.flax import MoEConfig
+from xen_moe_jax.flax import MoEConfig, grouped_matmul
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.flax._logits import router_logits
@@ -80,6 +80,11 @@ def layer_config(work: Workload, width: int, grouped_matmul: str, kernel: Any) -
         kernel=kernel,
         param_dtype=work.compute_dtype,
     )
+
+
+def name_of_matmul(chosen: str) -> str:
+    """`--grouped-matmul`, and for "auto" what it means on this machine."""
+    return grouped_matmul.describe(jax.default_backend())["choice"] if chosen == "auto" else chosen
 
 
 def weight_specs(layers: int) -> dict[str, PartitionSpec]:

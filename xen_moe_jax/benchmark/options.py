@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
     run("--operations", default="dispatch,combine,round trip", help="comma-separated")
     run("--peers", default="all", help="'all', 'none', or comma-separated names")
-    run("--grouped-matmul", default="auto", help="--mode layer, model: as MoEConfig.grouped_matmul (default auto)")
+    run("--grouped-matmul", default="auto", help="--mode layer, model, decode-step: as in MoEConfig (default auto)")
     run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
     run("--lock", metavar="FILE", help="--mode layer, model: hold this file's lock while measuring")
     run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
@@ -200,17 +200,12 @@ def check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
     elif options.settings:
         raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
-    if options.mode not in LAYER_MODES and (
-        options.width or options.ways or options.lock or options.grouped_matmul != "auto"
-    ):
-        layer: dict[str, Any] = {
-            "width": options.width,
-            "ways": options.ways,
-            "lock": options.lock,
-            "grouped-matmul": options.grouped_matmul,
-        }
-        name = next(name for name, value in layer.items() if value)
-        raise ValueError(f"--{name} {layer[name]}: needs --mode layer or --mode model")
+    if options.mode not in LAYER_MODES:
+        for name in ("width", "ways", "lock"):
+            if getattr(options, name):
+                raise ValueError(f"--{name} {getattr(options, name)}: needs --mode layer or --mode model")
+    if options.mode not in (*LAYER_MODES, "decode-step") and options.grouped_matmul != "auto":
+        raise ValueError(f"--grouped-matmul {options.grouped_matmul}: needs --mode layer, model or decode-step")
     if options.mode in NOTHING_TO_TUNE and options.tune:
         raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
     if options.mode in NOTHING_TO_DRAW and options.plot:

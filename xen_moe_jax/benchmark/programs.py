@@ -18,18 +18,19 @@ import xen_moe_jax as xm
 from xen_moe_jax.benchmark.problem import AXIS
 from xen_moe_jax.benchmark.workload import Capacities, Workload
 
-Experts = Callable[[jax.Array, jax.Array], jax.Array]
-"""`(rows [..., H], local expert of each row int32 [...]) -> rows`."""
+Experts = Callable[..., jax.Array]
+"""`(rows [..., H], local expert of each row int32 [...], group_sizes=None) -> rows`; `group_sizes` int32 `[L]` where
+rows come grouped from somebody who has counted them."""
 
 RoundTrip = Callable[[jax.Array, jax.Array, jax.Array, Experts], jax.Array]
 """`(x [T,H], topk_idx [T,K], topk_weights [T,K], experts) -> [T,H]`, on one rank inside `shard_map`."""
 
 
-def identity_experts(rows: jax.Array, local_expert: jax.Array) -> jax.Array:
+def identity_experts(rows: jax.Array, local_expert: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
     """Nothing but the promise that the rows exist in memory, grouped for a matrix product, as a real expert needs
     them.
     """
-    del local_expert
+    del local_expert, group_sizes
     return jax.lax.optimization_barrier(rows)
 
 
@@ -38,8 +39,11 @@ def expert_scale(expert: Any) -> Any:
     return 1.0 + (expert % 7) / 8.0
 
 
-def scaling_experts(rows: jax.Array, local_expert: jax.Array, local_experts: int) -> jax.Array:
+def scaling_experts(
+    rows: jax.Array, local_expert: jax.Array, group_sizes: jax.Array | None = None, *, local_experts: int
+) -> jax.Array:
     """Every expert multiplies by its own factor, so that a row at the wrong expert shows."""
+    del group_sizes
     scale = expert_scale(local_expert + jax.lax.axis_index(AXIS) * local_experts)
     return rows * jax.lax.expand_dims(scale, [scale.ndim]).astype(rows.dtype)
 
@@ -128,7 +132,8 @@ def apply_experts(work: Workload, routed: Any, rows: jax.Array, experts: Experts
         return experts(rows, jnp.broadcast_to(local[:, None], rows.shape[:2]))
     if work.layout == "grouped":
         ends = jnp.cumsum(routed.group_sizes)
-        return experts(rows, jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right").astype(jnp.int32))
+        local = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right").astype(jnp.int32)
+        return experts(rows, local, routed.group_sizes)
     total = jnp.zeros(rows.shape, jnp.float32)
     for slot in range(work.top_k):
         local = routed.topk_idx[:, slot]

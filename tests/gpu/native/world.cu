@@ -278,14 +278,19 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
     state.begun = reinterpret_cast<uint32_t*>(Device(sizeof(uint32_t)));
     NATIVE_CHECK(cudaHostAlloc(&state.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
-    for (cudaStream_t& stream : state.stream) NATIVE_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    NATIVE_CHECK(cudaStreamCreateWithFlags(&state.side, cudaStreamNonBlocking));
-    for (cudaStream_t stream : {state.stream[0], state.stream[1], state.side}) {
+    states.push_back(state);
+  }
+  // All first streams, then all second ones: streams share a GPU's queues when there are more, and kernels of ranks that
+  // wait for each other must not.
+  for (int i = 0; i <= kStreams; ++i) {
+    for (RankState& state : states) {
+      NATIVE_CHECK(cudaSetDevice(state.device));
+      cudaStream_t& stream = i < kStreams ? state.stream[i] : state.side;
+      NATIVE_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
       WarmKernel<<<1, 64, 0, stream>>>(nullptr, 64);
       NATIVE_CHECK(cudaGetLastError());
+      NATIVE_CHECK(cudaStreamSynchronize(stream));
     }
-    NATIVE_CHECK(cudaDeviceSynchronize());
-    states.push_back(state);
   }
   for (const RankState& state : states) {
     Control control{};
