@@ -85,9 +85,10 @@ inline std::string FailureText(uint64_t word) {
   return Text("cause %d operation %d step %d rank %d other %d epoch %u", static_cast<int>(f.cause),
               static_cast<int>(f.operation), static_cast<int>(f.step), f.rank, f.other, f.epoch);
 }
-inline void ExpectNoFailure(const World& world) {
+inline void ExpectNoFailure(World& world) {
   for (int r = 0; r < world.ranks(); ++r) {
-    Expect(world.FailureOf(r) == 0, Text("rank %d failed: ", r) + FailureText(world.FailureOf(r)));
+    const uint64_t failure = world.FailureOf(r);
+    if (failure != 0) Expect(false, Text("rank %d failed: ", r) + FailureText(failure) + world.Picture());
   }
 }
 // All ranks that ran anything hold the same failure.

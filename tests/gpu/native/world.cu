@@ -20,6 +20,13 @@ void Check(int error, const char* what) {
 namespace {
 
 std::mutex allocations_mutex;
+// Ranks of one GPU that were seen to have a queue each, on an H200. The emulator has one for every stream.
+#ifdef __CUDACC__
+constexpr int kRanksWithAQueue = 9;
+#else
+constexpr int kRanksWithAQueue = kMaxRanks;
+#endif
+bool queues_shared = false;      // in the world at hand
 std::vector<char*> allocations;  // freed with the world
 
 char* Device(uint64_t bytes) {
@@ -229,7 +236,17 @@ void Prepared::Launch(cudaStream_t stream) const {
     NATIVE_CHECK(LaunchDispatch(dispatch, stream));
   }
 }
+// A kernel that waits for the one before it in its stream may stand in front of another stream's in a queue of the
+// GPU. Ranks that share a GPU wait for each other's kernels, so where there are more of them than were seen to have a
+// queue each, nothing is put behind an operation before it has ended.
+void Prepared::AwaitIfQueuesAreShared(cudaStream_t stream) const {
+  if (!queues_shared) return;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  NATIVE_CHECK(cudaStreamIsCapturing(stream, &capturing));
+  if (capturing == cudaStreamCaptureStatusNone) NATIVE_CHECK(cudaStreamSynchronize(stream));
+}
 void Prepared::Verify(cudaStream_t stream, bool poisoned) const {
+  AwaitIfQueuesAreShared(stream);
   VerifyKernel<<<8, 256, 0, stream>>>(reinterpret_cast<uint4*>(arena_),
                                       reinterpret_cast<const uint4*>(poisoned ? poisoned_ : expected_),
                                       reinterpret_cast<const uint4*>(poisoned ? nullptr : mask_),
@@ -251,6 +268,7 @@ void Prepared::VerifyBorders(cudaStream_t stream) const {
 }
 
 World::World(int ranks, int gpus, uint32_t epochs_done) {
+  queues_shared = ranks > kRanksWithAQueue * gpus;
   for (int i = 0; i < gpus; ++i) {
     NATIVE_CHECK(cudaSetDevice(i));
     for (int j = 0; j < gpus; ++j) {
@@ -280,8 +298,8 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
     std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
     states.push_back(state);
   }
-  // All first streams, then all second ones: streams share a GPU's queues when there are more, and kernels of ranks that
-  // wait for each other must not.
+  // All first streams, then all second ones: streams share a GPU's queues when there are more, and kernels of ranks
+  // that wait for each other must not.
   for (int i = 0; i <= kStreams; ++i) {
     for (RankState& state : states) {
       NATIVE_CHECK(cudaSetDevice(state.device));

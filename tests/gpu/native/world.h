@@ -56,6 +56,7 @@ class Prepared {
 
  private:
   const xen_moe::Call& call() const;
+  void AwaitIfQueuesAreShared(cudaStream_t stream) const;
   std::vector<char*> inputs_;
   char *arena_ = nullptr, *expected_ = nullptr, *mask_ = nullptr, *poisoned_ = nullptr, *borders_ = nullptr;
   char* initial_ = nullptr;
