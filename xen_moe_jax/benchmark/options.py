@@ -193,6 +193,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {' '.join(getattr(options, name))}: needs --mode tpu-static")
     if options.mode == "decode-step" and options.tokens:
         raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
+    if options.mode == "decode-step" and options.layout == "ranked":
+        raise ValueError("--layout ranked: --mode decode-step multiplies rows by expert; give grouped or padded")
     if options.mode == "jax-best":
         jax_settings.check(options)
         for name in ("plot", "tune", "link_ceiling"):
