@@ -102,7 +102,7 @@ THOROUGH = (
     "test_documents.py::test_blocks_of_a_document_run_in_order[docs/tpu.md]",
     "test_halves.py::test_gradients[names-grouped]",
     "gpu/native/emulator/test_kernels_emulated.py::test_scenario[leaver-3-3-12-0]",
-    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[absent-2-2-64-0]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_scenario[absent-2-2-64-100]",
     "gpu/test_gpu_bodies_on_cpu.py::test_ranks_that_come_and_go_from_one_trace",
     "tpu/test_tpu_bundles.py::test_kernels_stay_within_their_budgets[throughput]",
     "tpu/test_tpu_gradient_programs.py::test_gradients_exchange_counts_and_their_own_slots[v5e-v5e:4x8-32-grouped]",
