@@ -76,8 +76,6 @@ def swiglu_rows(
       The activation, and with `projections` the products `[C, F]` of `gate` and `up`; rows past the last group are
       unspecified.
     """
-    if tiles.split != "m":
-        raise ValueError(f"{tiles}: split must be 'm', since a warpgroup needs both projections of its rows")
     # a tile's rows may be past the last one: a load is not cut off there as a store is
     extra = () if row_weights is None else (jnp.pad(row_weights.astype(jnp.float32), (0, tiles.cluster_m)),)
 
@@ -115,8 +113,8 @@ def _product(
     """
     (capacity, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
     beside = len(pairs[0][1])
-    width, tile_width = tiles.n // beside, tiles.cluster_n // beside
-    if columns[0] % tile_width or width % ring.STORE_TILE or depth % tiles.k or capacity % ROW_ALIGNMENT:
+    width, tile_width, own_width = (n // beside for n in (tiles.n, tiles.cluster_n, tiles.warpgroup_n))
+    if columns[0] % tile_width or own_width % ring.STORE_TILE or depth % tiles.k or capacity % ROW_ALIGNMENT:
         raise ValueError(
             f"rows {[capacity, depth]}, weights {[list(w.shape) for w in pairs[0][1]]}, {tiles}: columns must be a "
             f"multiple of {tile_width}, the contracted dimension of {tiles.k}, and the rows of {ROW_ALIGNMENT}"
@@ -126,23 +124,23 @@ def _product(
         if shapes != (pairs[0][0].shape, {pairs[0][1][0].shape}):
             raise ValueError(f"rows and weights of two products: {shapes} must be {pairs[0][0].shape} and the same")
     n_tiles, k_steps = columns[0] // tile_width, depth // tiles.k
-    meta = row_tiles(group_sizes, capacity, tiles.cluster_m)
+    tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
 
     def body(*refs: Any, **s: Any) -> None:
-        given, (group, first, skip, end, total), outputs = (
+        given, (facts, last_tile), outputs = (
             refs[: len(operands)],
-            refs[len(operands) : len(operands) + 5],
-            refs[len(operands) + 5 :],
+            refs[len(operands) : len(operands) + 2],
+            refs[len(operands) + 2 :],
         )
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
         counter = claims.counter(tiles)
-        grid = (total[0] * n_tiles,)
+        grid = (last_tile[group_sizes.shape[0] - 1] * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
             (number,) = index
             m, n = lax.div(number, jnp.int32(n_tiles)), lax.rem(number, jnp.int32(n_tiles))
-            row = pl.multiple_of(first[m], ROW_ALIGNMENT)
+            row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
             column = n * tile_width
             if tiles.cluster == "m":
                 row = pl.multiple_of(row + peer * tiles.m, ROW_ALIGNMENT)
@@ -155,9 +153,10 @@ def _product(
 
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
+                group = facts[0, m]
 
                 def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
-                    matrices = [w.at[group[m]] for w in weights]
+                    matrices = [w.at[group] for w in weights]
 
                     def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                         depth_at = pl.ds(k * tiles.k, tiles.k)
@@ -189,25 +188,24 @@ def _product(
         def multiply_all() -> None:
             plgpu.set_max_registers(ring.COMPUTE_REGISTERS, action="increase")
             m_at = pl.ds(wg * tiles.warpgroup_m, tiles.warpgroup_m) if tiles.split == "m" else slice(None)
-            n_at = pl.ds(wg * tiles.warpgroup_n, tiles.warpgroup_n) if tiles.split == "n" else slice(None)
+            n_at = pl.ds(wg * own_width, own_width) if tiles.split == "n" else slice(None)
 
             def multiply(accumulators: tuple[Any, ...], slot: Any) -> None:
                 for number, acc in enumerate(accumulators):
                     right = s["right"].at[slot] if beside == 1 else s["right"].at[slot, number]
-                    if beside == 1:
-                        right = right.at[n_at] if transposed else right.at[:, n_at]
+                    right = right.at[n_at] if transposed else right.at[:, n_at]
                     plgpu.wgmma(acc, s["left"].at[slot, m_at], right.transpose((1, 0)) if transposed else right)
 
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 # read now: a load from memory takes as long as half a piece of the store that needs it
-                low, high, offset = skip[m], end[m], row - first[m]
+                low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
                 steps = len(pairs) * k_steps
                 accumulators, done = ring.multiply_steps(tiles, s, steps, carry, multiply, beside=beside)
                 if tiles.split == "m":
                     offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
                 else:
-                    column = column + wg * tiles.warpgroup_n
+                    column = column + wg * own_width
 
                 def store(out: Any, m: int, n: int) -> Callable[[Any], None]:
                     def copy(buffer: Any) -> None:
@@ -229,4 +227,4 @@ def _product(
     right = right if beside == 1 else (beside, *right)
     out_type = [jax.ShapeDtypeStruct((capacity, count), dtype) for count in columns]
     scratch = ring.scratch(tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside)
-    return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *meta, *extra))
+    return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *tables, *extra))

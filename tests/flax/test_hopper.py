@@ -20,22 +20,28 @@ from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles
 
 SIZES = (70, 0, 131, 37)
-SMALL = {"plain": Tiles(m=128, n=128, stages=2), "cluster m": Tiles(m=128, n=128, stages=2, cluster="m")}
+SMALL = {
+    "plain": Tiles(m=128, n=128, stages=2),
+    "cluster m": Tiles(m=128, n=128, stages=2, cluster="m"),
+    "few rows": Tiles(m=64, n=128, stages=2, split="n"),
+}
+SMALL_SWIGLU = {"plain": SMALL["plain"], "few rows": Tiles(m=64, stages=2, split="n")}
 
 
 @pytest.mark.parametrize("tile_m", [64, 128, 256])
 @pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (512,), (8, 8, 256)])
 def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m):
     capacity = sum(sizes) + 13
-    group, first, skip, end, total = map(np.asarray, row_tiles(jnp.asarray(sizes, jnp.int32), capacity, tile_m))
+    facts, last_tile = map(np.asarray, row_tiles(jnp.asarray(sizes, jnp.int32), capacity, tile_m))
+    group, first, skip, end = facts
     seen = np.full(capacity, -1)
-    for tile in range(int(total[0])):
+    for tile in range(int(last_tile[-1])):
         rows = first[tile] + np.arange(max(skip[tile], 0), min(end[tile], tile_m))
         assert rows.size and first[tile] % 8 == 0
         assert (seen[rows] == -1).all()
         seen[rows] = group[tile]
     np.testing.assert_array_equal(seen[: sum(sizes)], np.repeat(np.arange(len(sizes)), sizes))
-    assert (seen[sum(sizes) :] == -1).all() and total[0] <= group.size
+    assert (seen[sum(sizes) :] == -1).all() and last_tile[-1] <= group.size
 
 
 def operands():
@@ -75,7 +81,8 @@ def test_kernels_in_the_interpreter(tiles):
             assert not np.asarray(by_weights[group], np.float32).any()
 
 
-def test_two_products_in_the_interpreter():
+@pytest.mark.parametrize("tiles", SMALL_SWIGLU)
+def test_two_products_in_the_interpreter(tiles):
     """Their sum in one accumulator, and SwiGLU in front of the store."""
     rows, gate, _, sizes = operands()
     up, used = gate[:, ::-1], sum(SIZES)
@@ -88,7 +95,7 @@ def test_two_products_in_the_interpreter():
 
     g, u = product(rows, gate / 8), product(rows, up)
     with plgpu.force_gpu_interpret_mode():
-        run = {"tiles": SMALL["plain"], "num_sms": 2}
+        run = {"tiles": SMALL_SWIGLU[tiles], "num_sms": 2}
         both = rows_by_weights(rows, gate, sizes, (-2 * rows, up), transposed=False, **run)
         out, *projections = swiglu_rows(rows, gate / 8, up, sizes, factors, projections=True, **run)
     close(both[:used], product(rows, gate) - 2 * u)
@@ -102,12 +109,12 @@ def test_shapes_of_two_products_are_those_of_one():
     rows = rows[: sum(SIZES) // 8 * 8]
     with pytest.raises(ValueError, match="rows and weights of two products"):
         rows_by_weights(rows, weights, sizes, (rows, weights[:2]), transposed=False, tiles=SMALL["plain"], num_sms=2)
-    with pytest.raises(ValueError, match="split must be 'm'"):
-        swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(split="n"), num_sms=2)
+    with pytest.raises(ValueError, match="columns must be a multiple of 64"):  # of which a warpgroup would have 32
+        swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(n=128, split="n"), num_sms=2)
 
 
-@pytest.mark.parametrize("claimed", [False, True])
-def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed):
+@pytest.mark.parametrize(("claimed", "rows_a_rank"), [(False, 1001), (True, 1001), (True, 101)])
+def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_rank):
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
     monkeypatch.setattr(hopper, "beside_flights", lambda: claimed)
@@ -125,7 +132,7 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed):
         specs = (jax.P("ep"),) * 3
         return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))(rows, weights, sizes).sum()
 
-    rows = jax.ShapeDtypeStruct((2 * 1001, 512), jnp.bfloat16)  # rows that are no multiple of 8
+    rows = jax.ShapeDtypeStruct((2 * rows_a_rank, 512), jnp.bfloat16)  # rows that are no multiple of 8
     weights = jax.ShapeDtypeStruct((8, 512, 768), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -180,6 +187,14 @@ def test_plans():
     assert hopper.plan(2048, 128) is not None
     for depth, columns in ((4096, 100), (100, 4096), (4096, 64)):
         assert hopper.plan(depth, columns) is None
+
+
+def test_plans_for_few_rows():
+    """By the rows of the buffer for each group."""
+    many, few = hopper.plan(7168, 2048, 65 * 8, 8), hopper.plan(7168, 2048, 64 * 8, 8)
+    assert many == hopper.plan(7168, 2048)
+    assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0])
+    assert hopper.plan(7168, 128, 2048, 64).forward == hopper.FEW[1]
 
 
 def test_not_on_this_machine():

@@ -28,6 +28,8 @@ TILINGS = {
     "clusters m": Tiles(cluster="m"),
     "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
     "split n": Tiles(split="n"),
+    "half as high": Tiles(m=64, split="n"),
+    "half as high, claimed": Tiles(m=64, split="n", claimed=True),
     "no delay": Tiles(delay=0),
     "claimed": Tiles(claimed=True),
     "claimed, small": Tiles(n=128, stages=6, claimed=True),
@@ -161,7 +163,9 @@ def test_two_projections_have_one_gradient_of_rows(groups, tiles):
     compare(("out", "out", "rows", "gate", "up"), got, expected, first[3])
 
 
-@pytest.mark.parametrize("tiling", ["no clusters", "clusters m", "no delay"])
+@pytest.mark.parametrize(
+    "tiling", ["no clusters", "clusters m", "no delay", "split n", "half as high", "half as high, claimed"]
+)
 def test_tilings_of_swiglu(tiling, monkeypatch):
     monkeypatch.setattr(hopper, "SWIGLU", TILINGS[tiling])
     rows, gate, sizes, cotangent = operands((1, 700, 9, 3000), depth=512)

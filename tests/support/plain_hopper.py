@@ -56,6 +56,6 @@ def take_the_place(monkeypatch):
     """From here on layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype."""
     for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, name, globals()[name])
-    monkeypatch.setattr(hopper, "plan", lambda depth, columns: hopper.Plan(*[hopper.SWIGLU] * 3))
+    monkeypatch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.SWIGLU] * 3))
     monkeypatch.setattr(hopper, "supports", lambda rows, weights: True)
     monkeypatch.setattr(grouped_matmul, "auto", hopper.grouped_matmul)

@@ -131,6 +131,7 @@ THOROUGH = (
     "test_examples.py::test_example[push_weights]",
     "test_jax_best.py::test_the_command_end_to_end[1]",
     "flax/test_hopper.py::test_kernels_in_the_interpreter[cluster m]",
+    "flax/test_hopper.py::test_kernels_in_the_interpreter[few rows]",
     "flax/test_chunks.py::test_the_compiled_tpu_program_keeps_the_order",
     "gpu/native/nodes/test_nodes_emulated.py::test_a_fault_in_a_kernel_is_seen[crosses-twice]",
     "gpu/native/nodes/test_nodes_emulated.py::test_scenario[dead-4-2-network-64]",

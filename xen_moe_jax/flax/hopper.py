@@ -31,15 +31,20 @@ blocks that share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on grou
 by them (benchmarks/results/variants_of_layer_h200x4.json), and tiles twice as high fit small groups worse."""
 SWIGLU = Tiles()
 """Of the kernel that multiplies both projections: half of a tile's columns are of each."""
+FEW_ROWS = 64
+"""Up to so many rows a group, by the size of the buffer, the weights take longer to come than to be multiplied."""
+FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
+"""PREFERRED and SWIGLU for few rows: half as high, so that less is multiplied and stored in vain."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tiles of the three kernels: forward, gradient of the rows, gradient of the weights."""
+    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, and SwiGLU forward."""
 
     forward: Tiles
     rows: Tiles
     weights: Tiles
+    swiglu: Tiles = SWIGLU
 
 
 @functools.cache
@@ -49,14 +54,16 @@ def on_hopper() -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == COMPUTE_CAPABILITY
 
 
-def plan(depth: int, columns: int) -> Plan | None:
-    """Tiles for rows `[C, depth]` times weights `[L, depth, columns]`; None where the kernels have none.
+def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan | None:
+    """Tiles for `[rows, depth]` times weights `[groups, depth, columns]`; None where the kernels have none.
 
     Beside flights (`xm.overlap`) thread blocks claim their tiles, and those of the backward pass too.
     """
+    few = rows is not None and rows <= FEW_ROWS * groups
+    of_rows = FEW if few else PREFERRED
 
-    def fits(height: int | None, width: int, depth: int | None) -> Tiles | None:
-        for tiles in PREFERRED:
+    def fits(preferred: tuple[Tiles, ...], height: int | None, width: int, depth: int | None) -> Tiles | None:
+        for tiles in preferred:
             if (
                 width % tiles.cluster_n == 0
                 and (height is None or height % tiles.cluster_m == 0)
@@ -66,12 +73,18 @@ def plan(depth: int, columns: int) -> Plan | None:
         return None
 
     found = (
-        fits(None, columns, depth),
-        fits(None, depth, columns),
-        fits(depth, columns, None),
+        fits(of_rows, None, columns, depth),
+        fits(of_rows, None, depth, columns),
+        fits(PREFERRED, depth, columns, None),
     )
-    kinds = [dataclasses.replace(tiles, claimed=beside_flights()) for tiles in found if tiles is not None]
-    return Plan(*kinds) if len(kinds) == len(found) else None
+    swiglu = FEW[0] if few else SWIGLU
+    kinds = [dataclasses.replace(tiles, claimed=beside_flights()) for tiles in (*found, swiglu) if tiles is not None]
+    return Plan(*kinds) if len(kinds) == len(dataclasses.fields(Plan)) else None
+
+
+def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan | None:
+    groups, depth, columns = weights.shape
+    return plan(depth, columns, rows.shape[0], groups)
 
 
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
@@ -80,8 +93,8 @@ def supports(rows: jax.Array, weights: jax.Array) -> bool:
         rows.dtype == weights.dtype
         and rows.dtype.name in DTYPES
         and rows.shape[0] > 0
-        and plan(*weights.shape[1:]) is not None
         and on_hopper()
+        and _plan_for(rows, weights) is not None
     )
 
 
@@ -92,7 +105,7 @@ def grouped_matmul(
 
     Raises ValueError where the kernels do not support the operands: `supports`.
     """
-    chosen = plan_of or plan(*weights.shape[1:])
+    chosen = plan_of or _plan_for(rows, weights)
     if chosen is None or not supports(rows, weights):
         raise ValueError(
             f"grouped_matmul='hopper': rows {rows.dtype}{list(rows.shape)}, weights {weights.dtype}"
@@ -107,7 +120,7 @@ def two_projections(
     rows: jax.Array, one: jax.Array, other: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`grouped_matmul` of rows `[C, A]` with each of two weights `[L, A, B]` -> two of `[C, B]`; `supports` holds."""
-    chosen = plan(*one.shape[1:])
+    chosen = _plan_for(rows, one)
     assert chosen is not None
     padded, *operands = vary_alike(_whole_tiles(rows), one, other, group_sizes)
     first, second = _multiply_two(chosen, padded, *operands)
@@ -128,7 +141,7 @@ def swiglu(
     Returns:
       `[C, F]`. Its derivatives take the projections as they are in the dtype of the rows.
     """
-    chosen = plan(*gate.shape[1:])
+    chosen = _plan_for(rows, gate)
     assert chosen is not None
     weighted = [] if row_weights is None else [_whole_tiles(row_weights)]
     padded, *operands = vary_alike(_whole_tiles(rows), gate, up, group_sizes, *weighted)
@@ -185,18 +198,14 @@ def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
 _multiply_two.defvjp(_two_forward, _two_backward)
 
 
-def _swiglu_tiles(chosen: Plan) -> Tiles:
-    return dataclasses.replace(SWIGLU, claimed=chosen.forward.claimed)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _swiglu(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> Any:
-    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=_swiglu_tiles(chosen))
+    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=chosen.swiglu)
     return vary(out, varying_axes(rows))
 
 
 def _swiglu_forward(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> tuple[Any, Any]:
-    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=_swiglu_tiles(chosen))
+    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=chosen.swiglu)
     out, *projections = (vary(result, varying_axes(rows)) for result in results)
     return out, (rows, gate, up, group_sizes, row_weights, projections)
 
