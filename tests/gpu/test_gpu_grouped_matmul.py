@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from xen_moe_jax.flax import hopper
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +33,8 @@ TILINGS = {
     "split n": Tiles(split="n"),
     "half as high": Tiles(m=64, split="n"),
     "half as high, claimed": Tiles(m=64, split="n", claimed=True),
+    "a piece a tile": Tiles(m=64, n=128, stages=8, split="n"),
+    "a piece a tile, claimed": Tiles(m=64, n=128, stages=8, split="n", claimed=True),
     "no delay": Tiles(delay=0),
     "claimed": Tiles(claimed=True),
     "claimed, small": Tiles(n=128, stages=6, claimed=True),
@@ -174,6 +179,21 @@ def test_tilings_of_swiglu(tiling, monkeypatch):
     got = jax.jit(lambda *given: hopper.swiglu(*given, sizes, factors))(rows, gate, gate[:, ::-1])
     expected = exact_swiglu(rows, gate, gate[:, ::-1], sizes, factors, cotangent)[0]
     compare(("out",), (got,), (expected,), used)
+
+
+@pytest.mark.parametrize("tiling", ["half as high", "a piece a tile", "a piece a tile, claimed", "claimed, small"])
+def test_many_short_tiles_have_the_bits_of_few_long_ones(tiling):
+    """A tile of two steps is stored when the one before may still be on its way, from the same buffer."""
+    rows, weights, sizes, _ = operands((16, 9, 21) * 21, depth=128, columns=7168)
+    used = int(sizes.sum())
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(rows, weights, tiles):
+        return rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles)[:used]
+
+    for factor in range(1, 13):  # other numbers each time: what an earlier call left would show
+        expected, got = (np.asarray(run(rows * factor, weights, t)) for t in (Tiles(), TILINGS[tiling]))
+        np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
 def test_float16_and_rows_that_are_no_multiple_of_eight():
