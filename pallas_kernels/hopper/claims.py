@@ -4,6 +4,12 @@ With tiles dealt out at the start, a block that begins late, because another ker
 many left as all others: the kernel ends late by that time. With `Tiles(claimed=True)` a counter in the GPU's memory
 numbers the tiles, and a block that begins late computes fewer. The loading warpgroup claims, and hands the number on
 through shared memory.
+
+The counter is the last entry of a table that the kernel reads, zero as XLA computes it. The last claim of a kernel
+sets it back to zero, so the table is what it was, and the next kernel that has the same one counts from zero too. A
+semaphore of Pallas' own (`pl.get_global`) is four bytes that XLA copies from a constant for each kernel, into whatever
+memory is free. In some programs with several such kernels, on H200s with jax 0.11.2, those bytes were not what they had
+to be when a kernel began, and tiles were left out.
 """
 
 from __future__ import annotations
@@ -36,15 +42,17 @@ def scratch(tiles: Tiles) -> dict[str, Any]:
     }
 
 
-def counter(tiles: Tiles) -> Any:
-    """Of tiles that have been claimed: zero when the kernel begins. To be called by all warpgroups."""
-    return pl.get_global(plgpu.SemaphoreType.REGULAR) if tiles.claimed else None
+def counter(table: Any) -> Any:
+    """The counter at the end of a table (`tiles.up_to_each`)."""
+    return table.at[pl.ds(table.shape[0] - 1, 1)]
 
 
 def loads(tiles: Tiles, scratch: dict[str, Any], counter: Any, grid: Sequence[Any], tile: Tile) -> Any:
     """Runs `tile` on every tile of `grid` that this block computes, in the loading warpgroup; the last carry."""
     if not tiles.claimed:
         return _dealt(grid, tile)
+    # every block claims until it gets none: so many claims there are
+    last = _total(grid) + lax.axis_size("sm") - 1
 
     def claim(turn: Any) -> Any:
         slot = lax.rem(turn, jnp.int32(SLOTS))
@@ -53,7 +61,7 @@ def loads(tiles: Tiles, scratch: dict[str, Any], counter: Any, grid: Sequence[An
         def _() -> None:
             plgpu.barrier_wait(scratch["taken"].at[slot])
 
-        _take(counter, scratch["claims"].at[pl.ds(slot, 1)])
+        _take(counter, scratch["claims"].at[pl.ds(slot, 1)], last)
         plgpu.barrier_arrive(scratch["claimed"].at[slot])
         return scratch["claims"][slot]
 
@@ -75,15 +83,20 @@ def multiplies(tiles: Tiles, scratch: dict[str, Any], grid: Sequence[Any], tile:
     return _while(grid, tile, claim)
 
 
+def _total(grid: Sequence[Any]) -> Any:
+    total = jnp.int32(1)
+    for size in grid:
+        total = total * size
+    return total
+
+
 def _dealt(grid: Sequence[Any], tile: Tile) -> Any:
     loop = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
     return loop(lambda info, carry: tile(info.index, carry))
 
 
 def _while(grid: Sequence[Any], tile: Tile, claim: Callable[[Any], Any]) -> Any:
-    total = jnp.int32(1)
-    for size in grid:
-        total = total * size
+    total = _total(grid)
 
     def go_on(state: tuple[Any, Any, Any]) -> Any:
         return state[0] < total
@@ -101,9 +114,10 @@ def _while(grid: Sequence[Any], tile: Tile, claim: Callable[[Any], Any]) -> Any:
     return lax.while_loop(go_on, step, (claim(first), first, jnp.int32(0)))[2]
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-def _take(context: Any, counter: Any, place: Any) -> None:
-    """Adds one to the counter, in one thread, and writes what it was to `place`, for the whole warpgroup."""
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+def _take(context: Any, counter: Any, place: Any, last: Any) -> None:
+    """Adds one to the counter, or sets it to zero if it is `last`, in one thread; what it was goes to `place`, for the
+    whole warpgroup."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import memref
@@ -111,7 +125,7 @@ def _take(context: Any, counter: Any, place: Any) -> None:
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
         number = utils.inline_ptx(
-            "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", utils.memref_ptr(counter), utils.c(1, i32),
+            "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", utils.memref_ptr(counter), last.registers.item(),
             result_types=i32, has_side_effects=True,
         )  # fmt: skip
         memref.store(number, place, [utils.c(0, index)])

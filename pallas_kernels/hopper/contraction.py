@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.pallas_kernels.hopper import claims, ring
-from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "num_sms"))  # calls alike are lowered once
@@ -29,12 +29,12 @@ def rows_by_rows(
         )
     m_tiles, n_tiles = height // tiles.cluster_m, width // tiles.cluster_n
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
+    ends = up_to_each(sizes)
+    starts = ends[:num_groups] - sizes
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        counter = claims.counter(tiles)
+        counter = claims.counter(ends)
         grid = (num_groups, m_tiles, n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:

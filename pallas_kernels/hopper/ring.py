@@ -146,7 +146,7 @@ def store(pieces: Any, scratch: Any, wg: Any) -> None:
     """Writes pieces of output through `scratch`: each is `(its rows and columns, how to copy them from a buffer)`."""
     for number, (value, copy) in enumerate(pieces):
         buffer = scratch.at[wg, number % 2]
-        # of the two buffers the first may be that of the last tile's last piece, where a tile has an odd number of pieces
+        # the last piece of the tile before may be in the first buffer: a tile's pieces may be odd in number
         plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
         buffer[...] = value
         plgpu.commit_smem()

@@ -128,14 +128,14 @@ def _product(
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
 
     def body(*refs: Any, **s: Any) -> None:
-        given, (facts, last_tile), outputs = (
+        given, (facts, up_to), outputs = (
             refs[: len(operands)],
             refs[len(operands) : len(operands) + 2],
             refs[len(operands) + 2 :],
         )
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        counter = claims.counter(tiles)
-        grid = (last_tile[group_sizes.shape[0] - 1] * n_tiles,)
+        counter = claims.counter(up_to)
+        grid = (up_to[group_sizes.shape[0] - 1] * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
             (number,) = index

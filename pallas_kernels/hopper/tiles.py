@@ -58,31 +58,37 @@ class Tiles:
         return self.n * (2 if self.cluster == "n" else 1)
 
 
+def up_to_each(values: jax.Array) -> jax.Array:
+    """int32 `[L]` -> `[L + 1]`: the sum of the values up to each one, then a zero, with which `claims` count.
+
+    By one reduction, a kernel of a microsecond. A cumulative sum would be several.
+    """
+    num = values.shape[0]
+    at, each = jnp.arange(num + 1, dtype=jnp.int32)[:, None], jnp.arange(num, dtype=jnp.int32)
+    return jnp.sum(jnp.where((each <= at) & (at < num), values, 0), axis=1)
+
+
 def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
     """Cuts the groups' rows into tiles.
-
-    Three sums make it, each a kernel of a microsecond: cumulative sums and gathers would be six, and take 13.
 
     Returns:
       int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
       beginning, and the end of the valid rows, counted from its first. `N` is the most tiles that any groups of
-      `capacity` rows can need. And int32 `[L]`: tiles of all groups up to each one, so the last is how many there are.
+      `capacity` rows can need. And `up_to_each` group, how many tiles there are, int32 `[L + 1]`.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    groups = jnp.arange(num_groups, dtype=jnp.int32)
-
-    def up_to(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(groups <= groups[:, None], values, 0), axis=1)
-
-    ends = up_to(sizes)
+    ends = up_to_each(sizes)[:num_groups]
     starts = ends - sizes
     aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
     tiles = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
-    last_tile = up_to(tiles)
+    up_to = up_to_each(tiles)
+    last_tile = up_to[:num_groups]
     most = pl.cdiv(capacity, tile_m) + num_groups - 1
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     first_tile = last_tile - tiles
     first = aligned + (index - first_tile) * tile_m
-    facts = jnp.stack([jnp.broadcast_to(groups, first.shape), first, jnp.maximum(starts - first, 0), ends - first])
-    return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), last_tile
+    groups = jnp.broadcast_to(jnp.arange(num_groups, dtype=jnp.int32), first.shape)
+    facts = jnp.stack([groups, first, jnp.maximum(starts - first, 0), ends - first])
+    # of one group each: a sum, since gathers would be kernels of their own
+    return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), up_to

@@ -184,7 +184,7 @@ def test_tilings_of_swiglu(tiling, monkeypatch):
 @pytest.mark.parametrize("tiling", ["half as high", "a piece a tile", "a piece a tile, claimed", "claimed, small"])
 def test_many_short_tiles_have_the_bits_of_few_long_ones(tiling):
     """A tile of two steps is stored when the one before may still be on its way, from the same buffer."""
-    rows, weights, sizes, _ = operands((16, 9, 21) * 21, depth=128, columns=7168)
+    rows, weights, sizes, _ = operands((16, 9, 23) * 21, depth=128, columns=7168)
     used = int(sizes.sum())
 
     @functools.partial(jax.jit, static_argnums=2)
