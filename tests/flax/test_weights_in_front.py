@@ -64,6 +64,14 @@ def test_on_hopper(name, monkeypatch):
         assert_equal(result(ON_HOPPER[name], where), expected)
 
 
+def test_replicated_tokens_on_hopper(monkeypatch):
+    """No gradient of rows past the last group, here NaN, reaches a token."""
+    config = dataclasses.replace(PLAIN, token_axes=())
+    expected = result(config)
+    plain_hopper.take_the_place(monkeypatch)
+    assert_equal(result(config), expected)
+
+
 def test_no_rows_of_experts_are_kept():
     """Of what the backward pass keeps, nothing has the experts' outputs: fewer arrays `[rows, hidden]`."""
     from xen_moe_jax.flax import memory

@@ -70,10 +70,12 @@ def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
     return moe, x, target
 
 
-def differences(config: MoEConfig, mesh: Mesh) -> dict[str, float]:
-    """From the dense layer, of the output ("y") and of each gradient by name ("x" too), over the largest element."""
+def differences(config: MoEConfig, mesh: Mesh, kept: list | None = None) -> dict[str, float]:
+    """From the dense layer, of the output ("y") and of each gradient by name ("x" too), over the largest element.
+
+    `kept` gets the layer's program."""
     moe, x, target = draw(config, mesh)
-    y, metrics, gradients = layers.run_with_gradients(moe, x, target, mesh)
+    y, metrics, gradients = layers.run_with_gradients(moe, x, target, mesh, kept)
     assert metrics.num_dropped == 0
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in layers.weights_of(moe).items()}
 
@@ -97,8 +99,8 @@ def distance(got: Any, expected: Any) -> float:
     return float(np.abs(got - expected).max() / scale)
 
 
-def assert_close(config: MoEConfig, mesh: Mesh) -> None:
-    wrong = {name: far for name, far in differences(config, mesh).items() if not far <= TOLERANCE}
+def assert_close(config: MoEConfig, mesh: Mesh, kept: list | None = None) -> None:
+    wrong = {name: far for name, far in differences(config, mesh, kept).items() if not far <= TOLERANCE}
     assert not wrong, f"further from the dense layer than {TOLERANCE} of the largest element: {wrong}"
 
 

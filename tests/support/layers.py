@@ -83,8 +83,11 @@ def biased(moe):
     return moe
 
 
-def run_with_gradients(moe, x, target, mesh=None, **kwargs):
-    """Output, metrics, and gradients of `sum(y * target) + aux_loss` by name ("x" too), in one program."""
+def run_with_gradients(moe, x, target, mesh=None, kept=None, **kwargs):
+    """Output, metrics, and gradients of `sum(y * target) + aux_loss` by name ("x" too), in one program.
+
+    `kept`: a list that gets the program, whose memory on GPUs goes with it.
+    """
     graph, params, rest = nnx.split(moe, nnx.Param, ...)
 
     def loss(params, x):
@@ -92,6 +95,8 @@ def run_with_gradients(moe, x, target, mesh=None, **kwargs):
         return (y * target).sum() + metrics.aux_loss, (y, metrics)
 
     call = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    if kept is not None:
+        kept.append(call)
     if mesh is None:
         (by_name, x_gradient), (y, metrics) = call(params, x)
     else:

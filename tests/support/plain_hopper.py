@@ -53,7 +53,8 @@ def swiglu_rows(rows, gate, up, sizes, row_weights=None, *, projections, tiles, 
 
 
 def take_the_place(monkeypatch):
-    """From here on layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype."""
+    """From here on layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype; traced before, too."""
+    jax.clear_caches()
     for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, name, globals()[name])
     monkeypatch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.SWIGLU] * 3))

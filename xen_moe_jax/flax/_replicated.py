@@ -46,9 +46,10 @@ def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any,
     position = starts[jnp.maximum(own.topk_idx, 0)] + order.reshape(own.topk_idx.shape)
     position = jnp.where(own.topk_idx >= 0, position, rows)
     token = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
-    token_of_row = jnp.zeros(rows, jnp.int32).at[position].set(token, mode="drop")
-    y = experts(own.x[token_of_row], counts, weights)
-    # rows past the last group are unspecified: not even a weight of zero may meet them
+    # Rows past the last group are no token's. What comes back there is unspecified, gradients too: no token may get
+    # it, and not even a weight of zero may meet it.
+    token_of_row = jnp.full(rows, num_tokens, jnp.int32).at[position].set(token, mode="drop")
+    y = experts(own.x.at[token_of_row].get(mode="fill", fill_value=0), counts, weights)
     slots = y.at[position].get(mode="fill", fill_value=0).astype(jnp.float32)
     return jnp.sum(slots * own.topk_weights[..., None], axis=1)
 
