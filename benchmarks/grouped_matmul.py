@@ -404,6 +404,8 @@ def tilings() -> list[Any]:
         Tiles(m=256, n=128, cluster="n", delay=0),
         Tiles(n=128, stages=6),
         Tiles(k=128, stages=2),
+        Tiles(m=64, split="n"),
+        Tiles(m=64, n=128, stages=8, split="n"),
     ]
 
 

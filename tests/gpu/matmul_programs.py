@@ -1,0 +1,125 @@
+"""Many programs with several grouped matmuls each, on one Hopper GPU: every result against one program's, bit for bit.
+
+    python tests/gpu/matmul_programs.py --json FILE [--programs 49] [--threads 8] [--runs 4] [--dealt]
+
+A program is a chain of 2 to 8 matmuls with weights of their own, of one kind and tiling. They are compiled side by side
+and run one after the other, each on rows of its own, so that what an earlier program left in memory shows. Tiles are
+claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. The exit status is 1 if a result differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
+from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
+
+GROUPS, ROWS_A_GROUP, WIDTH, CAPACITY = 32, 2, 2048, 512
+LENGTHS = (8, 6, 3, 2, 7, 5, 4)
+NARROW = Tiles(n=128, stages=6)
+KINDS = [
+    *(("swiglu", tiles) for tiles in (Tiles(m=64, split="n"), Tiles(), NARROW)),
+    *(("rows", tiles) for tiles in (Tiles(m=64, split="n"), Tiles(), NARROW, Tiles(m=64, n=128, stages=8, split="n"))),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """`length` matmuls of one kind; `number` names the program, so that no two are one."""
+
+    kind: str
+    tiles: Tiles
+    length: int
+    number: int
+
+    def compiled(self, operands: tuple[Any, ...]) -> Any:
+        def run(rows: jax.Array, weights: list[jax.Array], sizes: jax.Array) -> list[jax.Array]:
+            outs = []
+            for number in range(self.length):
+                one, other = weights[number], weights[(number + 1) % len(weights)]
+                if self.kind == "swiglu":
+                    (out,) = swiglu_rows(rows, one, other, sizes, projections=False, tiles=self.tiles)
+                else:
+                    out = rows_by_weights(rows, one, sizes, transposed=False, tiles=self.tiles)
+                rows, out = jax.lax.optimization_barrier((rows, out))
+                outs.append(out)
+            return outs
+
+        run.__name__ = f"{self.kind}{self.length}_{self.number}"
+        return jax.jit(run).lower(*operands).compile()
+
+
+def used(outs: list[jax.Array]) -> list[np.ndarray]:
+    return [np.asarray(out[: GROUPS * ROWS_A_GROUP]).view(np.uint16) for out in outs]
+
+
+def difference(got: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
+    """How many elements, and the first of them: row, column, what it is, what it must be."""
+    at = np.argwhere(got != expected)
+    first = [[int(row), int(column), hex(got[row, column]), hex(expected[row, column])] for row, column in at[:8]]
+    return {"elements": len(at), "first": first}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--programs", type=int, default=len(KINDS) * len(LENGTHS))
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=4, help="of each program")
+    parser.add_argument("--dealt", action="store_true", help="tiles are dealt out at the start")
+    options = parser.parse_args()
+
+    keys = jax.random.split(jax.random.key(0), 1 + max(LENGTHS))
+    rows = jax.random.normal(keys[0], (CAPACITY, WIDTH), jnp.bfloat16)
+    weights = [jax.random.normal(key, (GROUPS, WIDTH, WIDTH), jnp.bfloat16) * WIDTH**-0.5 for key in keys[1:]]
+    operands = rows, weights, jnp.full((GROUPS,), ROWS_A_GROUP, jnp.int32)
+    truth = {kind: Chain(kind, Tiles(), max(LENGTHS), -1).compiled(operands) for kind, _ in KINDS}
+    cases = itertools.islice(itertools.cycle(itertools.product(LENGTHS, KINDS)), options.programs)
+    chains = [
+        Chain(kind, dataclasses.replace(tiles, claimed=not options.dealt), length, number)
+        for number, (length, (kind, tiles)) in enumerate(cases)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        programs = list(pool.map(lambda chain: chain.compiled(operands), chains))
+
+    wrong: list[dict[str, Any]] = []
+    operations = 0
+    for chain, program in zip(chains, programs, strict=True):
+        for run in range(options.runs):
+            given = (rows * (1 + chain.number * options.runs + run) / 64).astype(rows.dtype), *operands[1:]
+            expected, got = used(truth[chain.kind](*given)), used(program(*given))
+            operations += len(got)
+            for number, (one, other) in enumerate(zip(got, expected, strict=False)):
+                if not np.array_equal(one, other):
+                    wrong.append({"program": str(chain), "run": run, "matmul": number} | difference(one, other))
+    found = {
+        "command": "python tests/gpu/matmul_programs.py " + " ".join(sys.argv[1:]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "programs": len(chains),
+        "operations": operations,
+        "wrong_programs": len({entry["program"] for entry in wrong}),
+        "wrong": wrong,
+    }
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{found['wrong_programs']} of {len(chains)} programs gave wrong results, in {operations} operations")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
