@@ -4,7 +4,8 @@
 
 A program is a chain of 2 to 8 matmuls with weights of their own, of one kind and tiling. They are compiled side by side
 and run one after the other, each on rows of its own, so that what an earlier program left in memory shows. Tiles are
-claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. The exit status is 1 if a result differed.
+claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. Each program also adds one to an array that it
+overwrites: how often it has run on the GPU. The exit status is 1 if a result or a count differed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Chain:
     number: int
 
     def compiled(self, operands: tuple[Any, ...]) -> Any:
-        def run(rows: jax.Array, weights: list[jax.Array], sizes: jax.Array) -> list[jax.Array]:
+        def run(
+            rows: jax.Array, weights: list[jax.Array], sizes: jax.Array, runs: jax.Array
+        ) -> tuple[list[jax.Array], jax.Array]:
             outs = []
             for number in range(self.length):
                 one, other = weights[number], weights[(number + 1) % len(weights)]
@@ -58,10 +61,14 @@ class Chain:
                     out = rows_by_weights(rows, one, sizes, transposed=False, tiles=self.tiles)
                 rows, out = jax.lax.optimization_barrier((rows, out))
                 outs.append(out)
-            return outs
+            return outs, runs + 1
 
         run.__name__ = f"{self.kind}{self.length}_{self.number}"
-        return jax.jit(run).lower(*operands).compile()
+        return jax.jit(run, donate_argnums=3).lower(*operands, start()).compile()
+
+
+def start() -> jax.Array:
+    return jnp.zeros((1,), jnp.int32)
 
 
 def used(outs: list[jax.Array]) -> list[np.ndarray]:
@@ -100,13 +107,18 @@ def main() -> int:
     wrong: list[dict[str, Any]] = []
     operations = 0
     for chain, program in zip(chains, programs, strict=True):
+        runs = start()
         for run in range(options.runs):
             given = (rows * (1 + chain.number * options.runs + run) / 64).astype(rows.dtype), *operands[1:]
-            expected, got = used(truth[chain.kind](*given)), used(program(*given))
+            expected = used(truth[chain.kind](*given, start())[0])
+            outs, runs = program(*given, runs)
+            got = used(outs)
             operations += len(got)
             for number, (one, other) in enumerate(zip(got, expected, strict=False)):
                 if not np.array_equal(one, other):
                     wrong.append({"program": str(chain), "run": run, "matmul": number} | difference(one, other))
+            if int(runs[0]) != run + 1:
+                wrong.append({"program": str(chain), "run": run, "runs counted": int(runs[0])})
     found = {
         "command": "python tests/gpu/matmul_programs.py " + " ".join(sys.argv[1:]),
         "device": jax.devices()[0].device_kind,
