@@ -8,8 +8,8 @@ through shared memory.
 The counter is the last entry of a table that the kernel reads, zero as XLA computes it. The last claim of a kernel
 sets it back to zero, so the table is what it was, and the next kernel that has the same one counts from zero too. A
 semaphore of Pallas' own (`pl.get_global`) is four bytes that XLA copies from a constant for each kernel, into whatever
-memory is free. In some programs with several such kernels, on H200s with jax 0.11.2, those bytes were not what they had
-to be when a kernel began, and tiles were left out.
+memory is free. In some programs with several such kernels, on H200s with jax 0.11.2, tiles were left out, as if those
+bytes had not been zero when a kernel began.
 """
 
 from __future__ import annotations
