@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from xen_moe_jax.flax import grouped_matmul, hopper
 
@@ -52,11 +55,15 @@ def swiglu_rows(rows, gate, up, sizes, row_weights=None, *, projections, tiles, 
     return (out, g, u) if projections else (out,)
 
 
-def take_the_place(monkeypatch):
-    """From here on layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype; traced before, too."""
+@contextlib.contextmanager
+def in_the_kernels_place():
+    """Inside it layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype. They are traced anew."""
     jax.clear_caches()
-    for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
-        monkeypatch.setattr(hopper, name, globals()[name])
-    monkeypatch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.SWIGLU] * 3))
-    monkeypatch.setattr(hopper, "supports", lambda rows, weights: True)
-    monkeypatch.setattr(grouped_matmul, "auto", hopper.grouped_matmul)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
+            patch.setattr(hopper, name, globals()[name])
+        patch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.SWIGLU] * 3))
+        patch.setattr(hopper, "supports", lambda rows, weights: True)
+        patch.setattr(grouped_matmul, "auto", hopper.grouped_matmul)
+        yield
+    jax.clear_caches()
