@@ -42,15 +42,13 @@ def scratch(tiles: Tiles) -> dict[str, Any]:
     }
 
 
-def counter(table: Any) -> Any:
-    """The counter at the end of a table (`tiles.up_to_each`)."""
-    return table.at[pl.ds(table.shape[0] - 1, 1)]
-
-
-def loads(tiles: Tiles, scratch: dict[str, Any], counter: Any, grid: Sequence[Any], tile: Tile) -> Any:
-    """Runs `tile` on every tile of `grid` that this block computes, in the loading warpgroup; the last carry."""
+def loads(tiles: Tiles, scratch: dict[str, Any], table: Any, grid: Sequence[Any], tile: Tile) -> Any:
+    """Runs `tile` on every tile of `grid` that this block computes, in the loading warpgroup; the last carry. The
+    counter is at the end of `table` (`tiles.up_to_each`).
+    """
     if not tiles.claimed:
         return _dealt(grid, tile)
+    counter = table.at[pl.ds(table.shape[0] - 1, 1)]
     # every block claims until it gets none: so many claims there are
     last = _total(grid) + lax.axis_size("sm") - 1
 

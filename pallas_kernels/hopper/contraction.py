@@ -34,7 +34,6 @@ def rows_by_rows(
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        counter = claims.counter(ends)
         grid = (num_groups, m_tiles, n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
@@ -72,7 +71,7 @@ def rows_by_rows(
 
                 return ring.load_steps(tiles, s, steps, carry, load)
 
-            done = claims.loads(tiles, s, counter, grid, tile)
+            done = claims.loads(tiles, s, ends, grid, tile)
             ring.drain(tiles, s, done)
 
         def multiply_all() -> None:

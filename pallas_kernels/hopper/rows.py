@@ -134,7 +134,6 @@ def _product(
             refs[len(operands) + 2 :],
         )
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        counter = claims.counter(up_to)
         grid = (up_to[group_sizes.shape[0] - 1] * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
@@ -182,7 +181,7 @@ def _product(
                     carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair))
                 return carry
 
-            done = claims.loads(tiles, s, counter, grid, tile)
+            done = claims.loads(tiles, s, up_to, grid, tile)
             ring.drain(tiles, s, done)
 
         def multiply_all() -> None:

@@ -27,15 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax.flax import hopper
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 GROUPS, ROWS_A_GROUP, WIDTH, CAPACITY = 32, 2, 2048, 512
 LENGTHS = (8, 6, 3, 2, 7, 5, 4)
-NARROW = Tiles(n=128, stages=6)
 KINDS = [
-    *(("swiglu", tiles) for tiles in (Tiles(m=64, split="n"), Tiles(), NARROW)),
-    *(("rows", tiles) for tiles in (Tiles(m=64, split="n"), Tiles(), NARROW, Tiles(m=64, n=128, stages=8, split="n"))),
+    *(("swiglu", tiles) for tiles in (hopper.FEW[0], *hopper.PREFERRED)),
+    *(("rows", tiles) for tiles in (*hopper.FEW, *hopper.PREFERRED)),
 ]
 
 
