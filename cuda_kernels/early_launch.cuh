@@ -2,13 +2,12 @@
 //
 // A kernel that is launched by LaunchEarly may get its thread blocks while the one before it on its stream still ends.
 // It calls AwaitKernelBefore first: until that kernel has ended, and what it wrote is visible, it touches no memory but
-// its parameters. So nothing else needs to know of it, and any kernel may come before it. Earlier than a kernel's end
-// that happens only behind a kernel that has called AllowNextKernel in all its blocks.
+// its parameters. So nothing else needs to know of it, and any kernel may come before it.
 //
-// AllowNextKernel is called when a block waits for no other rank any more. Before that, the next kernel's blocks would
-// take the multiprocessors that are left to other programs, and wait there for an operation that waits for a rank which
-// may wait for such a program. After it, none but the last block of an operation can wait (for announcements), and as
-// many multiprocessors are free as while it ran, less one.
+// No kernel of ours lets the next one in before its blocks end (griddepcontrol.launch_dependents). XLA launches its own
+// kernels early too (jax 0.11.2: xla_gpu_enable_pdl, on by default from compute capability 9.0 on). They wait as ours
+// do, but read their operands by ld.global.nc, which is defined only for memory that nobody writes while the kernel
+// runs. Behind a kernel that let them in they would run while results are still written or poisoned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,11 +22,6 @@ namespace XEN_MOE_KERNELS {
 __device__ __forceinline__ void AwaitKernelBefore() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void AllowNextKernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

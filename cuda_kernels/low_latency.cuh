@@ -189,7 +189,6 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   };
   if (threadIdx.x < 32) look();
   const bool gave_up = !__syncthreads_and(good);
-  if (threadIdx.x == 0) AllowNextKernel();  // nobody in this block waits for a rank any more
   if (threadIdx.x == 32) {
     FenceGpu();
     StoreRelaxedGpu(&run.control->landed[blockIdx.x], run.epoch);

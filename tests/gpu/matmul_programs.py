@@ -3,9 +3,12 @@
     python tests/gpu/matmul_programs.py --json FILE [--programs 49] [--threads 8] [--runs 4] [--dealt]
 
 A program is a chain of 2 to 8 matmuls with weights of their own, of one kind and tiling. They are compiled side by side
-and run one after the other, each on rows of its own, so that what an earlier program left in memory shows. Tiles are
-claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. Each program also adds one to an array that it
-overwrites: how often it has run on the GPU. The exit status is 1 if a result or a count differed.
+and run one after the other, each on rows of its own. Before each run the memory that its results will get is filled
+with NaNs: else it would hold the same results of the program that they are compared with, and a tile that is left out
+would not show. Tiles are claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. Each program also adds
+one to an array that it overwrites: how often it has run on the GPU. The exit status is 1 if a result or a count
+differed. What XLA is suspected of is left out by XLA_FLAGS: CUDA graphs by --xla_gpu_enable_command_buffer= and kernels
+that are launched early by --xla_gpu_enable_pdl=false.
 """
 
 from __future__ import annotations
@@ -71,6 +74,12 @@ def start() -> jax.Array:
     return jnp.zeros((1,), jnp.int32)
 
 
+def spoil(count: int) -> None:
+    """Fills the memory that `count` results will get, if the allocator gives out what was freed last, with NaNs."""
+    arrays = [jnp.full((CAPACITY, WIDTH), jnp.nan, jnp.bfloat16) for _ in range(count)]
+    jax.block_until_ready(arrays)
+
+
 def used(outs: list[jax.Array]) -> list[np.ndarray]:
     return [np.asarray(out[: GROUPS * ROWS_A_GROUP]).view(np.uint16) for out in outs]
 
@@ -110,17 +119,22 @@ def main() -> int:
         runs = start()
         for run in range(options.runs):
             given = (rows * (1 + chain.number * options.runs + run) / 64).astype(rows.dtype), *operands[1:]
+            spoil(2 * max(LENGTHS))
             expected = used(truth[chain.kind](*given, start())[0])
+            spoil(2 * max(LENGTHS))
             outs, runs = program(*given, runs)
+            places = [hex(out.unsafe_buffer_pointer()) for out in outs]
             got = used(outs)
             operations += len(got)
             for number, (one, other) in enumerate(zip(got, expected, strict=False)):
                 if not np.array_equal(one, other):
-                    wrong.append({"program": str(chain), "run": run, "matmul": number} | difference(one, other))
+                    which = {"program": str(chain), "run": run, "matmul": number, "at": places[number]}
+                    wrong.append(which | difference(one, other))
             if int(runs[0]) != run + 1:
                 wrong.append({"program": str(chain), "run": run, "runs counted": int(runs[0])})
     found = {
         "command": "python tests/gpu/matmul_programs.py " + " ".join(sys.argv[1:]),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "programs": len(chains),

@@ -193,3 +193,9 @@ def test_shared_memory_that_no_kernel_asked_for_is_an_error(harness):
 def test_an_unknown_instruction_is_an_error(statement):
     with pytest.raises(build.Untranslated):
         build.translate(statement)
+
+
+def test_a_kernel_that_lets_the_next_one_in_is_an_error():
+    """XLA launches its kernels early, and reads our results as if nobody wrote them any more."""
+    with pytest.raises(build.Untranslated, match="early_launch.cuh"):
+        build.translate('asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')

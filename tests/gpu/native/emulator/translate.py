@@ -138,8 +138,10 @@ def _instruction(text: str, operand) -> str:
             return f"::emulator::Set({operand(to)}, {done});" if to else f"{done};"
         case ["fence" | "membar", *_]:
             return "::emulator::Fence();"
-        case ["griddepcontrol", "wait" | "launch_dependents"]:  # a kernel starts when the one before it has ended
+        case ["griddepcontrol", "wait"]:  # a kernel starts when the one before it has ended
             return ""
+        case ["griddepcontrol", "launch_dependents"]:
+            raise Untranslated("no kernel lets the next one in before it ends: cuda_kernels/early_launch.cuh says why")
         case ["bar" | "barrier", *kind] if "sync" in kind:
             count = value(arguments[1]) if len(arguments) > 1 else "0"
             return f"::emulator::Barrier({value(arguments[0])}, {count});"
