@@ -29,6 +29,7 @@ THOROUGH = (
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
     "gpu/native/emulator/test_kernels_emulated.py::test_rounds_of_many_ranks[18-3-40]",
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_the_rings_is_seen[no-credit]",
+    "gpu/native/emulator/test_kernels_emulated.py::test_a_wait_for_rows_that_is_hidden_is_seen",
     "gpu/native/emulator/test_kernels_emulated.py::test_a_fault_in_a_kernel_is_seen[missing-wait]",
     "gpu/native/nodes/test_nodes_emulated.py::test_a_slow_link_is_as_slow_as_it_says",
     "gpu/native/nodes/test_nodes_emulated.py::test_many_ranks[many-18-6]",

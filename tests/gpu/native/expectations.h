@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
+#include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "tests/gpu/native/scenarios.h"
 #include "tests/gpu/native/world.h"
@@ -108,6 +110,45 @@ inline void ExpectRight(World& world, const std::string& what) {
   const uint64_t wrong = world.Wrong();
   Expect(wrong == 0, Text("%llu wrong vectors: ", static_cast<unsigned long long>(wrong)) + what);
   world.ClearWrong();
+}
+
+// What `rank` shows: whom it waits for.
+inline uint64_t Shown(const RankState& rank) {
+  uint64_t word = 0;
+  NATIVE_CHECK(cudaSetDevice(rank.device));
+  NATIVE_CHECK(cudaMemcpyAsync(&word, &rank.mailbox->progress, sizeof(word), cudaMemcpyDeviceToHost, rank.side));
+  NATIVE_CHECK(cudaStreamSynchronize(rank.side));
+  return word;
+}
+
+// While rank `absent` stays away from an operation that gives up after `timeout_s`, and when all others have long
+// begun: a rank that shows that it waits for `absent` in `step` shows nothing else. How often that was seen. Each rank
+// needs a GPU of its own: a copy could have to wait behind the operation of another rank.
+inline int ExpectToShow(World& world, int absent, Step step, double timeout_s, const std::string& what) {
+  const double from = Now();
+  std::this_thread::sleep_for(std::chrono::duration<double>(0.7 * timeout_s));
+  std::vector<int> samples(world.ranks());
+  std::vector<std::set<uint64_t>> others(world.ranks());  // a word that was shown earlier stands; a wait shows new ones
+  for (int r = 0; Now() - from < 0.95 * timeout_s; r = (r + 1) % world.ranks()) {
+    const uint64_t word = r == absent ? 0 : Shown(world.states[r]);
+    if (!ProgressWaits(word)) continue;
+    if (ProgressRank(word) == absent && ProgressStep(word) == step) {
+      ++samples[r];
+    } else {
+      others[r].insert(word);
+    }
+  }
+  int all = 0;
+  for (int r = 0; r < world.ranks(); ++r) {
+    all += samples[r];
+    if (samples[r] == 0 || others[r].size() < 3) continue;
+    const uint64_t word = *others[r].begin();
+    Expect(false, Text("rank %d shows that it waits for %d in step %d, not for %d in step %d: ", r, ProgressRank(word),
+                       static_cast<int>(ProgressStep(word)), absent, static_cast<int>(step)) +
+                      what);
+  }
+  Expect(all > 0, Text("nobody shows that it waits for %d in step %d: ", absent, static_cast<int>(step)) + what);
+  return all;
 }
 
 // `calls` operations out of the pool on every rank, with random pauses; never far ahead of the GPU, so that one rank's

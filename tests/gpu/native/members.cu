@@ -1,4 +1,3 @@
-#include <set>
 #include <thread>
 
 #include "tests/gpu/native/expectations.h"
@@ -21,16 +20,6 @@ std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const
   }
   return pool;
 }
-
-// What `rank` shows: whom it waits for.
-uint64_t Shown(const RankState& rank) {
-  uint64_t word = 0;
-  NATIVE_CHECK(cudaSetDevice(rank.device));
-  NATIVE_CHECK(cudaMemcpyAsync(&word, &rank.mailbox->progress, sizeof(word), cudaMemcpyDeviceToHost, rank.side));
-  NATIVE_CHECK(cudaStreamSynchronize(rank.side));
-  return word;
-}
-bool Shows(uint64_t word, int rank) { return ProgressWaits(word) && ProgressRank(word) == rank; }
 
 }  // namespace
 
@@ -132,22 +121,7 @@ std::string Unmet(const Options& o) {
     world.Each([&](int rank) {
       if (rank != absent) ranks[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
     });
-    double from = Now();  // until all wait for it, and nobody has given up
-    for (int r = 0; r < o.ranks; ++r) {
-      while (r != absent && !Shows(Shown(world.states[r]), absent) && Now() - from < timeout_s) {
-      }
-    }
-    from = Now();
-    std::vector<std::set<uint64_t>> others(o.ranks);  // a word that was shown earlier stands; what waits shows new ones
-    while (Now() - from < 0.3 * timeout_s) {
-      const int r = static_cast<int>(rng() % o.ranks);
-      const uint64_t word = r == absent ? 0 : Shown(world.states[r]);
-      samples += Shows(word, absent);
-      if (!ProgressWaits(word) || Shows(word, absent)) continue;
-      others[r].insert(word);
-      Expect(others[r].size() < 3, Text("rank %d shows that it waits for %d, not %d: ", r, ProgressRank(word), absent) +
-                                       Name(ranks[0]->problem));
-    }
+    samples += ExpectToShow(world, absent, Step::kArrival, timeout_s, Name(ranks[0]->problem));
     world.Synchronize();
     ExpectRight(world, "results that are not poisoned: " + Name(ranks[0]->problem));
     for (int r = 0; r < o.ranks; ++r) {
@@ -157,7 +131,6 @@ std::string Unmet(const Options& o) {
     }
     world.Reset();
   }
-  Expect(samples > 0, "nobody showed anything");
   RunRandom(world, pool, o, 50, false);
   ExpectNoFailure(world);
   ExpectRight(world, "calls of all after reset");

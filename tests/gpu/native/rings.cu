@@ -78,12 +78,14 @@ void RunAll(World& world, const Pools& pool, int times, const char* what) {
   }
 }
 
-// The last rank does not come to `ranks`: all others name it, and what it owed. Then everything goes on.
-void WithoutTheLast(World& world, const std::vector<Prepared*>& ranks, Step owed) {
+// The last rank does not come to `ranks`: all others name it, and what it owed. Those that wait for its rows show that,
+// though they also wait for credits of one another. Then everything goes on.
+void WithoutTheLast(World& world, const Options& o, const std::vector<Prepared*>& ranks, Step owed) {
   const int last = world.ranks() - 1;
   world.Each([&](int rank) {
     if (rank != last) ranks[rank]->LaunchAndVerify(world.states[rank].stream[0], true);
   });
+  if (o.gpus >= o.ranks) ExpectToShow(world, last, owed, LateSeconds(o) * o.patience, Name(ranks[0]->problem));
   world.Synchronize();
   ExpectRight(world, "results that are not poisoned: " + Name(ranks[0]->problem));
   for (int r = 0; r < last; ++r) {
@@ -147,8 +149,10 @@ std::string Rings(const Options& o) {
     ExpectRight(world, "random operations");
   }
   constexpr Step kOwed[] = {Step::kCredit, Step::kRows, Step::kMetadata};
-  for (size_t i = 0; i < late.size(); ++i) WithoutTheLast(world, late[i], kOwed[i]);
-  RunAll(world, all, 1, "after reset: ");
+  for (size_t i = 0; i < late.size(); ++i) {
+    WithoutTheLast(world, o, late[i], kOwed[i]);
+    RunAll(world, all, 1, "after reset: ");  // in the first operation after one ranks wait for each other's beginning
+  }
   // A graph of all of them, replayed.
   const int replays = quick ? 2 : 3;
   std::vector<cudaGraphExec_t> graphs(o.ranks);

@@ -118,6 +118,13 @@ def test_a_fault_in_the_rings_is_seen(harness, fault):
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_wait_for_rows_that_is_hidden_is_seen(harness):
+    """A rank shows whose credit it waits for though it waits for rows too: who gives up could name the wrong one."""
+    faults = {"cuda_kernels/failure.cuh": ("if (!StepsBack(step) || !ShowsRows(run)) {", "{")}
+    done = rings(with_fault(harness, "hides-rows", faults, units="rings_"), 18, 3)
+    assert done.returncode == 1 and "not for 17 in step 2" in done.stdout, done.stdout + done.stderr
+
+
 def wide(program, ranks, multiprocessors):
     command = [program, "--ranks", ranks, "--gpus", ranks, "--scenario", "wide", "--patience", 4]
     return emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
