@@ -109,7 +109,7 @@ def pytest_runtest_setup(item):
     The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
     """
     _spare_the_collector(item.module)
-    few = _few_optimizations and not any(map(item.get_closest_marker, ("optimized", "tpu_aot")))
+    few = _few_optimizations and not any(map(item.get_closest_marker, ("optimized", "tpu_aot", "gpu_aot")))
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))
 

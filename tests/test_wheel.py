@@ -26,6 +26,11 @@ def run(*command: str, folder: pathlib.Path) -> str:
 
 NO_WHEEL = "XEN_MOE_WHEEL names no wheel; CI's packaging step builds one and does"
 CUDA = bool(os.environ.get("XEN_MOE_WHEEL_CUDA"))
+HALVES_FOR_CUDA = (
+    "test_halves_are_two_calls_on_a_gpu",
+    "test_everything_under_way_is_aliased_through_and_operands_stay_alive",
+    "test_work_stands_between_the_halves",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,16 @@ def pip_install(python: str, *what: str, folder: pathlib.Path) -> None:
     run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *what, folder=folder)
 
 
+def run_tests(python: str, *tests: str, folder: pathlib.Path, path: str = "") -> None:
+    """Tests of the CUDA backend over the installed wheel, without a GPU and with nothing skipped."""
+    pip_install(python, "pytest", "hypothesis", "psutil", folder=folder)
+    shutil.copytree(ROOT / "tests", folder / "tests")
+    shutil.copy(ROOT / "pyproject.toml", folder)  # its pythonpath is this folder, where no checkout is
+    variables = ["XEN_MOE_EXPECT_CUDA=1", "JAX_PLATFORMS=cpu", f"PYTHONPATH={path}"]
+    output = run("env", *variables, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, folder=folder)
+    assert "passed" in output and "skipped" not in output, output
+
+
 def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
     assert "the wheel is whole" in run(python, str(PROGRAM), *(["--cuda"] if CUDA else []), folder=tmp_path)
     installed = run(python, "-m", "pip", "list", "--format=freeze", folder=tmp_path)
@@ -57,13 +72,19 @@ def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
 
 @pytest.mark.skipif(not CUDA, reason="the wheel need not have the CUDA modules")
 def test_the_python_half_of_the_cuda_backend_over_the_built_module(python, tmp_path):
-    """Lowering, limits and plans without a GPU; XEN_MOE_EXPECT_CUDA lets nothing of it be skipped."""
-    pip_install(python, "pytest", "hypothesis", "psutil", folder=tmp_path)
-    shutil.copytree(ROOT / "tests", tmp_path / "tests")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # its pythonpath is this folder, where no checkout is
-    arguments = ["-q", "-p", "no:cacheprovider"]
-    program = ["env", "XEN_MOE_EXPECT_CUDA=1", python, "-m", "pytest", *arguments, "tests/test_cuda_policy.py"]
-    assert "passed" in run(*program, folder=tmp_path)
+    """Lowering, limits and plans."""
+    lowered = [f"tests/test_halves.py::{name}" for name in HALVES_FOR_CUDA]
+    run_tests(python, "tests/test_cuda_policy.py", *lowered, folder=tmp_path)
+
+
+@pytest.mark.skipif(not CUDA, reason="the wheel need not have the CUDA modules")
+def test_programs_compiled_for_gpus(python, tmp_path):
+    """XLA's GPU compiler needs no GPU. Its packages stay beside the environment, which has nothing of CUDA."""
+    version = run(python, "-c", "import jax; print(jax.__version__)", folder=tmp_path).strip()
+    packages = [f"jax-cuda13-pjrt=={version}", f"jax-cuda13-plugin=={version}", "nvidia-cuda-nvcc<14", "nvidia-nvvm<14"]
+    compiler = tmp_path / "compiler"
+    pip_install(python, "--no-deps", "--target", str(compiler), *packages, folder=tmp_path)
+    run_tests(python, "tests/test_cuda_aot.py", folder=tmp_path, path=str(compiler))
 
 
 def test_the_program_refuses_a_checkout(tmp_path):

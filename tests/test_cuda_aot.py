@@ -1,0 +1,138 @@
+"""Programs of the CUDA backend, compiled ahead of time for H100s by XLA's GPU compiler: in which order they run what,
+and what they copy. No GPU is needed, but the library's CUDA module, the plugin of `jax[cuda13]`, and a process of its
+own: nothing of the library may have been lowered for CUDA before. CI runs it over the wheel (test_wheel.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.gpu import flights
+from tests.support import gpu_topology
+from xen_moe_jax.backends import load
+from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import module
+
+pytestmark = pytest.mark.gpu_aot
+
+RANKS = 4
+CONFIG = xm.KernelConfig(backend="cuda")
+NAMES = jax.checkpoint_policies.save_only_these_names("xen_moe_rows", "xen_moe_handle")
+LITTLE = 4 * flights.TOKENS * flights.TOP_K
+"""Bytes: of a rank's routing. Nothing larger is ever copied."""
+
+
+def absent(reason: str) -> None:
+    assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Four H100s. The library's calls have targets without the state that they make for a program on its GPUs."""
+    if module.loaded() is not None or jax.default_backend() == "gpu":
+        pytest.skip("this process has the library's targets with their state: run this file alone, without a GPU")
+    try:
+        load("cuda").check_available()
+        found = gpu_topology.mesh(RANKS, "ep")
+    except (BackendUnavailable, jax.errors.JaxRuntimeError) as reason:
+        absent(f"the CUDA module, or jax-cuda13-plugin with nvidia-cuda-nvcc and nvidia-nvvm, is not here: {reason}")
+    compiled = module.compiled()
+    for name, target in compiled.targets().items():
+        jax.ffi.register_ffi_target(name, {"execute": target["execute"]}, platform="CUDA")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "registered", lambda: compiled)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def program(mesh):
+    """`(body, way) -> str`: one of `flights`' bodies as it was scheduled."""
+    here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS])
+    sharding = NamedSharding(mesh, P("ep"))
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in flights.arguments(here)]
+
+    def compiled(body, way=flights.SPLIT):
+        on_rank = lambda *args: body(way, CONFIG, *args)  # noqa: E731
+        mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+        text = jax.jit(mapped).lower(*given).compile().as_text()
+        assert "is_scheduled=true" in text
+        return text
+
+    return compiled
+
+
+def computations(text):
+    """Those with calls of this library: the program, or the body of its loop."""
+    return [part for part in text.split("\n\n") if 'custom_call_target="xen_moe_' in part]
+
+
+def schedules(text):
+    """Of each such computation: these calls and the matmuls, in their order."""
+    ours, matmul = r'custom_call_target="xen_moe_(\w+)"', r'%gemm_fusion\S* = .* fusion\(|"__cublas\$|(?<= )dot\('
+    return [[call or "matmul" for call in re.findall(f"{ours}|{matmul}", part)] for part in computations(text)]
+
+
+def between_halves(order):
+    """What stands between each start and the next done."""
+    ends = [order.index("done", at) for at, name in enumerate(order) if name.endswith("_start")]
+    starts = [at for at, name in enumerate(order) if name.endswith("_start")]
+    return [order[start + 1 : end] for start, end in zip(starts, ends, strict=True)]
+
+
+def training(remat):
+    """A layer's loss and gradients. All matmuls of the forward pass are needed."""
+
+    def body(way, config, x, idx, weights, a, w):
+        def loss(x, weights, a, w):
+            out, after = flights.one_layer(way, config, x, idx, weights, a, w)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(after))
+
+        again = {"none": loss, "all": jax.checkpoint(loss), "names": jax.checkpoint(loss, policy=NAMES)}[remat]
+        return [v[None] for v in jax.tree.leaves(jax.value_and_grad(again, (0, 1, 2, 3))(x, weights, a, w))]
+
+    return body
+
+
+def test_a_matmul_runs_between_the_halves(program):
+    layer = ["dispatch_start", "matmul", "done", "combine_start", "matmul", "done"]
+    assert schedules(program(flights.one_layer)) == [layer]
+    assert schedules(program(flights.layers_in_a_scan)) == [layer]  # the body of the loop
+
+
+def test_whole_operations_run_where_nothing_is_to_overlap(program):
+    (order,) = schedules(program(flights.one_layer, flights.WHOLE))
+    assert sorted(order) == ["combine", "dispatch", "matmul", "matmul"]
+
+
+def test_one_matmul_runs_between_the_halves_of_two_batches(program):
+    (order,) = schedules(program(flights.two_batches))
+    two = ["matmul", "done", "done"]
+    halves = ["dispatch_start", "dispatch_start", *two, "combine_start", "combine_start", *two]
+    assert [name for name in order if name not in ("dispatch", "combine")] == halves
+
+
+@pytest.mark.parametrize(("remat", "flights_in_all"), [("none", 4), ("all", 6), ("names", 5)])
+def test_every_flight_of_the_backward_pass_has_a_matmul_to_itself(program, remat, flights_in_all):
+    """With remat the layer flies again, but for a dispatch whose names are saved."""
+    (order,) = schedules(program(training(remat)))
+    gaps = between_halves(order)
+    assert len(gaps) == flights_in_all and all("matmul" in gap for gap in gaps), order
+
+
+@pytest.mark.parametrize("body", [*flights.BODIES.values(), training("none")], ids=lambda f: f.__name__)
+def test_nothing_is_copied(program, body):
+    """Halves alias what is under way through their calls, and operands stay where they are."""
+    (part,) = computations(program(body))
+    copies = re.findall(r"%(\S+) = (?:f|s|u|bf)(\d+)\[([\d,]*)\]\S* copy(?:-start)?\(", part)
+    bits = {name: int(width) * math.prod(map(int, filter(None, shape.split(",")))) for name, width, shape in copies}
+    assert not {name: size for name, size in bits.items() if size > 8 * LITTLE}
