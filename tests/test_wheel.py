@@ -84,7 +84,7 @@ def test_programs_compiled_for_gpus(python, tmp_path):
     packages = [f"jax-cuda13-pjrt=={version}", f"jax-cuda13-plugin=={version}", "nvidia-cuda-nvcc<14", "nvidia-nvvm<14"]
     compiler = tmp_path / "compiler"
     pip_install(python, "--no-deps", "--target", str(compiler), *packages, folder=tmp_path)
-    run_tests(python, "tests/test_cuda_aot.py", folder=tmp_path, path=str(compiler))
+    run_tests(python, "tests/test_cuda_aot.py", "tests/flax/test_hopper_aot.py", folder=tmp_path, path=str(compiler))
 
 
 def test_the_program_refuses_a_checkout(tmp_path):
