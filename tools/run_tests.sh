@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # run_tests.sh PYTHON MARKS [PYTEST_ARGUMENT ...]: the selected tests, those marked `optimized` in processes of their own.
 # XLA reads its flags once: where everything is compiled in a hurry, tests/support/quick_compiler.py halves the time.
+# So are the kernels on host threads: each of their programs keeps all cores busy, and tests of JAX beside one take twice
+# as long.
 set -u
 python=$1 marks=$2
 shift 2
 none=5  # pytest's status where nothing is selected
 status=$none
-for part in "not optimized" "optimized"; do
+parts=("not optimized" "optimized")
+[[ $marks == *"not kernels"* ]] || parts=("kernels" "not kernels and not optimized" "not kernels and optimized")
+for part in "${parts[@]}"; do
   "$python" -m pytest -m "($marks) and $part" "$@"
   ended=$?
   [ $ended = 2 ] && exit 2  # interrupted
