@@ -122,8 +122,8 @@ inline uint64_t Shown(const RankState& rank) {
 }
 
 // While rank `absent` stays away from an operation that gives up after `timeout_s`, and when all others have long
-// begun: a rank that shows that it waits for `absent` in `step` shows nothing else. How often that was seen. Each rank
-// needs a GPU of its own: a copy could have to wait behind the operation of another rank.
+// begun: a rank that shows that it waits for `absent` in `step` shows nothing else. How often that was seen. Not for
+// many ranks on one GPU, where a copy could have to wait behind the operation of another rank.
 inline int ExpectToShow(World& world, int absent, Step step, double timeout_s, const std::string& what) {
   const double from = Now();
   std::this_thread::sleep_for(std::chrono::duration<double>(0.7 * timeout_s));
