@@ -49,9 +49,9 @@ def gradient_of_weights(tiles, rows, wide, group_sizes, **_):
 def operands():
     try:
         mesh = gpu_topology.mesh(1, "ep")
-    except jax.errors.JaxRuntimeError as reason:
+    except RuntimeError as reason:
         assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
-        pytest.skip(f"jax-cuda13-plugin with nvidia-cuda-nvcc and nvidia-nvvm is not here: {reason}")
+        pytest.skip(str(reason))
     sharding = NamedSharding(mesh, P())
     shapes = {"rows": (ROWS, HIDDEN), "wide": (ROWS, WIDTH), "up": (GROUPS, HIDDEN, WIDTH)}
     given = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for name, s in shapes.items()}

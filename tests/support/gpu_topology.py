@@ -50,7 +50,11 @@ def mesh(ranks: int, axis: str) -> jax.sharding.Mesh:
     """`ranks` H100s of one process, to compile for.
 
     Raises:
-      jax.errors.JaxRuntimeError: the plugin is missing (`pip install jax-cuda13-plugin jax-cuda13-pjrt`).
+      RuntimeError: the compiler is missing.
     """
-    description: Any = topologies.get_topology_desc("", "cuda", target_config=H100, topology=f"1x1x{ranks}")
+    try:
+        description: Any = topologies.get_topology_desc("", "cuda", target_config=H100, topology=f"1x1x{ranks}")
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        packages = "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm"
+        raise RuntimeError(f"compiling for GPUs needs pip install --no-deps {packages}") from error
     return jax.sharding.Mesh(np.array(description.devices), (axis,))
