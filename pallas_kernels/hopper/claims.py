@@ -7,9 +7,7 @@ through shared memory.
 
 The counter is the last entry of a table that the kernel reads, zero as XLA computes it. The last claim of a kernel
 sets it back to zero, so the table is what it was, and the next kernel that has the same one counts from zero too. A
-semaphore of Pallas' own (`pl.get_global`) is four bytes that XLA copies from a constant for each kernel, into whatever
-memory is free. In some programs with several such kernels, on H200s with jax 0.11.2, tiles were left out, as if those
-bytes had not been zero when a kernel began.
+semaphore of Pallas' own (`pl.get_global`) would be four bytes that XLA copies from a constant for each kernel.
 """
 
 from __future__ import annotations
@@ -118,13 +116,17 @@ def _take(context: Any, counter: Any, place: Any, last: Any) -> None:
     whole warpgroup."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import memref
+    from jaxlib.mlir.dialects import memref, scf
 
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+    # Not utils.single_thread: while one program is lowered within it, it chooses no thread in programs that other
+    # threads lower (jax 0.11.2: it remembers in a variable of the process where it is). All 128 threads would claim.
+    one = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))
+    with ir.InsertionPoint(one.then_block):
         number = utils.inline_ptx(
             "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", utils.memref_ptr(counter), last.registers.item(),
             result_types=i32, has_side_effects=True,
         )  # fmt: skip
         memref.store(number, place, [utils.c(0, index)])
+        scf.YieldOp([])
     utils.warpgroup_barrier()

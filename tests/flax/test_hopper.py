@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 import xen_moe_jax as xm
 from tests.support import plain_hopper
@@ -174,6 +178,59 @@ def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch
 
     assert gradient(True) == ({True}, 7)
     assert gradient(False) == ({False}, 7)
+
+
+CLAIMING = {
+    "products": Tiles(n=128, claimed=True),
+    "swiglu": Tiles(claimed=True),
+    "weights": Tiles(n=128, claimed=True),
+}
+
+
+def lowered(name):
+    """The program of one kernel for CUDA; none of these is found in a cache of JAX's."""
+    shapes = {"rows": (512, 512), "wide": (512, 256), "weights": (4, 512, 256)}
+    rows, wide, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values())
+    tiles, sizes = CLAIMING[name], jax.ShapeDtypeStruct((4,), jnp.int32)
+    if name == "products":
+        kernel = functools.partial(rows_by_weights.__wrapped__, transposed=False, tiles=tiles, num_sms=132)
+        args = rows, weights, sizes
+    elif name == "swiglu":
+        kernel = functools.partial(swiglu_rows.__wrapped__, projections=True, tiles=tiles, num_sms=132)
+        args = rows, weights, weights, sizes
+    else:
+        kernel = functools.partial(rows_by_rows.__wrapped__, tiles=tiles, num_sms=132)
+        args = rows, wide, sizes
+    return jax.jit(lambda *a: kernel(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def kernel_in(program):
+    """The Mosaic module in a lowered program, as text, without the number that each one gets."""
+    found = []
+
+    def visit(operation):
+        if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
+            config = operation.attributes["mhlo.backend_config"]
+            found.append(ir.StringAttr(config["module"]).value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    program.compiler_ir().operation.walk(visit)
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    mosaic_gpu.dialect.register_dialect(context)
+    with context, ir.Location.unknown(context):
+        module = ir.Module.parse(*found)
+        del module.operation.attributes["mosaic_gpu.dump_basename"]
+        return module.operation.get_asm(enable_debug_info=False)
+
+
+@pytest.mark.parametrize("name", CLAIMING)
+def test_claims_are_of_one_thread_whatever_is_lowered_beside(name, monkeypatch):
+    """jax 0.11.2 keeps in a variable of the process that it lowers for one thread, and others read it."""
+    alone = kernel_in(lowered(name))
+    assert "atom.relaxed.gpu.global.inc" in alone
+    monkeypatch.setattr(mosaic_utils, "_ONCE_PER", mosaic_utils.ThreadSubset.BLOCK)
+    assert kernel_in(lowered(name)) == alone
 
 
 def test_blocks_of_a_cluster_do_not_claim():
