@@ -101,9 +101,8 @@ def link_commands(context: Context) -> list[list[str]]:
 
 
 def conformance_class(context: Context) -> str:
-    return {2: "TestTwoRanks", 3: "TestTwoRanks"}.get(
-        context.gpus, "TestFourRanks" if context.gpus < 8 else "TestEightRanks"
-    )
+    classes = {8: "TestEightRanks", 4: "TestFourRanks", 2: "TestTwoRanks", 1: "TestOneRank"}
+    return next(name for gpus, name in classes.items() if context.gpus >= gpus)
 
 
 def conformance_commands(context: Context) -> list[list[str]]:
@@ -154,10 +153,10 @@ def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) ->
     return [[*script, *limits, "--json", str(context.out / "chaos-figures.json")]]
 
 
-ONE_GPU = ("info", "build", "dead-process", "chaos", "sanitizer")
+ONE_GPU = ("info", "build", "smoke", "conformance", "processes", "dead-process", "chaos", "sanitizer")
 """Steps that a machine with a single GPU can run."""
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
-SOME_PROCESSES = "two_processes or see_one or opposite or stress"
+SOME_PROCESSES = "two_processes or share_a_gpu or see_one or opposite or stress"
 DEATHS = ("tests/gpu/test_gpu_processes.py", "tests/gpu/test_gpu_active.py")
 VARIANTS = "not TestFourRanks or LowLatency"
 

@@ -71,6 +71,8 @@ def main() -> int:
     gpu = options.process_id % (options.gpus or options.num_processes)
     if options.local_gpu is not None:
         gpu = options.local_gpu
+    if (options.gpus or options.num_processes) < options.num_processes and not per_node:
+        virtual_nodes.share_a_gpu(options.process_id)
     if options.hide:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     local = None if options.cpu_devices else [0 if options.hide else gpu]

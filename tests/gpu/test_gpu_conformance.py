@@ -12,6 +12,14 @@ class GpuConformance(conformance.Conformance):
     config = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 
 
+@pytest.mark.gpu1
+class TestOneRank(GpuConformance):
+    """What a program goes through beside the way to other ranks: arguments, layouts, types, gradients, graphs."""
+
+    num_ranks = 1
+    two_axis_sizes = None
+
+
 @pytest.mark.gpu2
 class TestTwoRanks(GpuConformance):
     num_ranks = 2
@@ -22,6 +30,13 @@ class TestTwoRanks(GpuConformance):
 class TestFourRanks(GpuConformance):
     num_ranks = 4
     two_axis_sizes = (2, 2)
+
+
+@pytest.mark.gpu1
+class TestOneRankThroughput(GpuConformance):
+    config = xm.KernelConfig(backend="cuda", mode="throughput", timeout_s=20.0)
+    num_ranks = 1
+    two_axis_sizes = None
 
 
 @pytest.mark.gpu2

@@ -17,7 +17,6 @@ from tests.gpu.programs import assert_poisoned, dispatch, operands, over, round_
 from tests.support import conformance
 from xen_moe_jax import cuda
 
-pytestmark = pytest.mark.gpu2
 CONFIG = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 HASTY = dataclasses.replace(CONFIG, timeout_s=3.0)
 
@@ -38,6 +37,13 @@ def launched(channel: int) -> int:
     return sum(w["launches"] for w in cuda.workspaces() if w["flights"] and w["channel"] == channel)
 
 
+@pytest.mark.gpu1
+class TestOneRank(Halves):
+    num_ranks = 1
+    two_axis_sizes = None
+
+
+@pytest.mark.gpu2
 class TestTwoRanks(Halves):
     num_ranks = 2
     two_axis_sizes = None
@@ -49,8 +55,19 @@ class TestFourRanks(Halves):
     two_axis_sizes = (2, 2)
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.gpu4)])
+ONE, TWO, FOUR = (pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in (1, 2, 4))
+
+
+@pytest.fixture(params=[ONE, TWO, FOUR])
 def mesh(request, gpu_mesh):
+    yield gpu_mesh((request.param,), ("ep",))
+    cuda.reset()
+    xm.check()
+
+
+@pytest.fixture(params=[TWO, FOUR])
+def several(request, gpu_mesh):
+    """A mesh of ranks, one of which does what the others do not."""
     yield gpu_mesh((request.param,), ("ep",))
     cuda.reset()
     xm.check()
@@ -111,8 +128,8 @@ def both_halves(x, idx, weights):
     return routed.x, routed.handle.positions, routed.num_tokens_per_expert, routed.handle
 
 
-def test_a_rank_that_does_not_start_is_named(mesh):
-    args = operands(mesh)
+def test_a_rank_that_does_not_start_is_named(several):
+    args = operands(several)
 
     def body(x, idx, weights):
         def operation():
@@ -121,20 +138,20 @@ def test_a_rank_that_does_not_start_is_named(mesh):
         return skipped_on(1, operation, zeros_like_results(operation))[:3]
 
     began = time.monotonic()
-    program = over(mesh, body)  # its memory goes with it
+    program = over(several, body)  # its memory goes with it
     rows, positions, counts = jax.block_until_ready(program(*args))
     assert time.monotonic() - began < 30.0
-    per_rank = rows.shape[0] // mesh.size
+    per_rank = rows.shape[0] // several.size
     assert_poisoned(np.asarray(rows)[:per_rank])
-    assert np.all(np.asarray(counts)[: counts.shape[0] // mesh.size] == 0)
+    assert np.all(np.asarray(counts)[: counts.shape[0] // several.size] == 0)
     with pytest.raises(xm.OperationFailed, match=r"GPU 1"):
         xm.check()
     with pytest.raises(Exception, match=r"GPU 1"):  # whole operations of the channel too
-        jax.block_until_ready(over(mesh, round_trip(HASTY))(*args))
+        jax.block_until_ready(over(several, round_trip(HASTY))(*args))
 
 
-def test_another_operation_under_the_number_is_named(mesh):
-    args = operands(mesh)
+def test_another_operation_under_the_number_is_named(several):
+    args = operands(several)
 
     def body(x, idx, weights):
         routed = dispatch(x, idx, weights, CONFIG)
@@ -147,7 +164,7 @@ def test_another_operation_under_the_number_is_named(mesh):
 
         return jax.lax.cond(jax.lax.axis_index("ep") == 1, one, other, 0)
 
-    out = jax.block_until_ready(over(mesh, body)(*args))
+    out = jax.block_until_ready(over(several, body)(*args))
     assert_poisoned(np.asarray(out))
     with pytest.raises(xm.OperationFailed, match="different operations under this number"):
         xm.check()

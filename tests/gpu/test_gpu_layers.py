@@ -1,4 +1,6 @@
-"""Whole Flax layers on two GPUs: outputs and gradients of the dense layer, and the bits of plain JAX's transport."""
+"""Whole Flax layers on one and two GPUs: outputs and gradients of the dense layer, the bits of plain
+JAX's transport.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,10 @@ from tests.gpu import layers
 from xen_moe_jax import cuda
 from xen_moe_jax.flax import _chunks, hopper
 
-pytestmark = pytest.mark.gpu2
 
-
-@pytest.fixture
-def mesh(gpu_mesh):
-    yield lambda config: gpu_mesh(*layers.axes_of(config, 2))
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)])
+def mesh(request, gpu_mesh):
+    yield lambda config: gpu_mesh(*layers.axes_of(config, request.param))
     xm.check()
 
 

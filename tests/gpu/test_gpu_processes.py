@@ -13,12 +13,13 @@ SECONDS = 240.0
 """Of one multi-process run: start, compilation of every case for two backends, and the runs."""
 
 
-def run(num_processes: int, *arguments: str) -> None:
+def run(num_processes: int, *arguments: str, share: float = 0.3) -> None:
+    """`share`: of its GPU's memory, that a process takes for XLA."""
     finished = processes.run_ranks(
         [*arguments, "--backend", "cuda"],
         num_processes=num_processes,
         seconds=SECONDS,
-        env=processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3"),
+        env=processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=str(share)),
     )
     processes.assert_finished(finished)
     assert all("PASSED" in f.output for f in finished)
@@ -27,6 +28,15 @@ def run(num_processes: int, *arguments: str) -> None:
 @pytest.mark.gpu2
 def test_two_processes():
     run(2, "--cases", "grouped,ranked,padded,grouped-fp8,grouped-scaled-fp8")
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_that_share_a_gpu(ranks, mode):
+    """In turns: a kernel runs while those that it waits for do not."""
+    cases = "grouped,ranked,padded,grouped-fp8,grouped-scaled-fp8"
+    run(ranks, "--cases", cases, "--gpus", "1", "--mode", mode, share=0.4 / ranks)
 
 
 @pytest.mark.gpu2

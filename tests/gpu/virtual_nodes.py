@@ -47,6 +47,20 @@ def enter(process: int, per_node: int, network: str | None, faults: str = "") ->
         }
 
 
+def share_a_gpu(process: int) -> None:
+    """Lets XLA's collectives run between processes on one GPU: NCCL refuses that within a host, and takes each process
+    for one of its own. It reads the environment by itself; this library reads `os.environ`, and sees one host.
+    """
+    libc = ctypes.CDLL(None)
+    for name, value in {
+        "NCCL_HOSTID": f"process-{process}",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MNNVL_ENABLE": "0",
+    }.items():
+        libc.setenv(name.encode(), value.encode(), 1)
+
+
 class _Traffic(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_uint64), ("puts", ctypes.c_uint64), ("signals", ctypes.c_uint64)]
 
