@@ -1,6 +1,6 @@
 """Several processes as virtual nodes of one host, through JAX: memory, windows and puts come from NCCL, and between
-nodes a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). Four GPUs are 2 x 2 and
-4 x 1, two are 2 x 1.
+nodes a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). They are 2 x 1, 2 x 2 and
+4 x 1, and share GPUs in turns where there are fewer. NCCL wants one for each rank of a node.
 
 Needs an NCCL with puts (`xen-moe-jax doctor`), a module that was built with its headers, and a C++ compiler.
 """
@@ -15,8 +15,9 @@ from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.backends.cuda import module, nccl
 
 SECONDS = 300.0
-LAYOUTS = [pytest.param(2, 1, marks=pytest.mark.gpu2, id="2x1")] + [
-    pytest.param(4, per_node, marks=pytest.mark.gpu4, id=f"{4 // per_node}x{per_node}") for per_node in (2, 1)
+LAYOUTS = [
+    pytest.param(ranks, per_node, marks=getattr(pytest.mark, f"gpu{per_node}"), id=f"{ranks // per_node}x{per_node}")
+    for ranks, per_node in ((2, 1), (4, 2), (4, 1))
 ]
 """Ranks, and ranks of a node."""
 
@@ -35,9 +36,13 @@ def environment(share: str) -> dict[str, str]:
 
 
 def run(network: str, ranks: int, per_node: int, *arguments: str) -> None:
-    nodes = ["--ranks-per-node", str(per_node), "--network", network]
+    gpus = min(ranks, jax.device_count())
+    nodes = ["--ranks-per-node", str(per_node), "--network", network, "--gpus", str(gpus)]
     finished = processes.run_ranks(
-        ["--backend", "cuda", *nodes, *arguments], num_processes=ranks, seconds=SECONDS, env=environment("0.3")
+        ["--backend", "cuda", *nodes, *arguments],
+        num_processes=ranks,
+        seconds=SECONDS,
+        env=environment(str(0.3 * gpus / ranks)),
     )
     processes.assert_finished(finished)
     assert all("PASSED" in one.output for one in finished)
