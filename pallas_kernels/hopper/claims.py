@@ -120,7 +120,7 @@ def _take(context: Any, counter: Any, place: Any, last: Any) -> None:
 
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     # Not utils.single_thread: while one program is lowered within it, it chooses no thread in programs that other
-    # threads lower (jax 0.11.2: it remembers in a variable of the process where it is). All 128 threads would claim.
+    # threads lower (jax 0.11.2 and 0.12.0.1 keep in a variable of the process where they are). All 128 would claim.
     one = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))
     with ir.InsertionPoint(one.then_block):
         number = utils.inline_ptx(

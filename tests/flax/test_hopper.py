@@ -226,7 +226,7 @@ def kernel_in(program):
 
 @pytest.mark.parametrize("name", CLAIMING)
 def test_claims_are_of_one_thread_whatever_is_lowered_beside(name, monkeypatch):
-    """jax 0.11.2 keeps in a variable of the process that it lowers for one thread, and others read it."""
+    """jax 0.11.2 and 0.12.0.1 keep in a variable of the process that they lower for one thread, and others read it."""
     alone = kernel_in(lowered(name))
     assert "atom.relaxed.gpu.global.inc" in alone
     monkeypatch.setattr(mosaic_utils, "_ONCE_PER", mosaic_utils.ThreadSubset.BLOCK)
