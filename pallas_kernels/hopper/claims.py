@@ -121,7 +121,7 @@ def _take(context: Any, counter: Any, place: Any, last: Any) -> None:
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     # Not utils.single_thread: while one program is lowered within it, it chooses no thread in programs that other
     # threads lower (jax 0.11.2 and 0.12.0.1 keep in a variable of the process where they are). All 128 would claim.
-    one = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))
+    one = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))  # type: ignore[call-arg]
     with ir.InsertionPoint(one.then_block):
         number = utils.inline_ptx(
             "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", utils.memref_ptr(counter), last.registers.item(),
