@@ -156,7 +156,7 @@ def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) ->
 ONE_GPU = ("info", "build", "smoke", "conformance", "processes", "dead-process", "chaos", "sanitizer")
 """Steps that a machine with a single GPU can run."""
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
-SOME_PROCESSES = "two_processes or share_a_gpu or see_one or opposite or stress"
+SOME_PROCESSES = "two_processes or share_a_gpu or sixteen or see_one or opposite or stress"
 DEATHS = ("tests/gpu/test_gpu_processes.py", "tests/gpu/test_gpu_active.py")
 VARIANTS = "not TestFourRanks or LowLatency"
 

@@ -39,6 +39,12 @@ def test_processes_that_share_a_gpu(ranks, mode):
     run(ranks, "--cases", cases, "--gpus", "1", "--mode", mode, share=0.4 / ranks)
 
 
+@pytest.mark.gpu1
+def test_more_than_sixteen_processes():
+    """The kernels for groups of any size."""
+    run(18, "--cases", "grouped", "--tokens", "12", "--hidden", "128", "--gpus", "1", share=0.02)
+
+
 @pytest.mark.gpu2
 def test_two_processes_grow_and_give_back():
     run(2, "--cases", "grouped", "--tokens", "1024", "--hidden", "7168", "--reverse", "--buffers", "3")
