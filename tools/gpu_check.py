@@ -109,6 +109,11 @@ def conformance_commands(context: Context) -> list[list[str]]:
     return [gpu_tests(f"tests/gpu/test_gpu_conformance.py::{conformance_class(context)}", "--maxfail=25")]
 
 
+def process_commands(context: Context) -> list[list[str]]:
+    wanted = SOME_PROCESSES if context.gpus > 1 else IN_TURNS
+    return [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", wanted)]
+
+
 def sanitizer_commands(context: Context) -> list[list[str]]:
     """One GPU, one rank: bounds and races inside the kernels. XLA's own allocations are made one by one, so that
     bounds are exact.
@@ -156,7 +161,8 @@ def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) ->
 ONE_GPU = ("info", "build", "smoke", "conformance", "processes", "dead-process", "chaos", "sanitizer")
 """Steps that a machine with a single GPU can run."""
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
-SOME_PROCESSES = "two_processes or share_a_gpu or sixteen or see_one or opposite or stress"
+SOME_PROCESSES = "two_processes or see_one or opposite or stress"
+IN_TURNS = "share_a_gpu or sixteen"
 DEATHS = ("tests/gpu/test_gpu_processes.py", "tests/gpu/test_gpu_active.py")
 VARIANTS = "not TestFourRanks or LowLatency"
 
@@ -168,8 +174,7 @@ STEPS = (
     Step("conformance", 90, conformance_commands, about="the conformance class, one process"),
     Step("meshes", 70, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "not large")],
          about="dp x ep, permuted devices, numbers of thread blocks"),
-    Step("processes", 160, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", SOME_PROCESSES)],
-         about="one process per GPU"),
+    Step("processes", 160, process_commands, about="one process per GPU; with one GPU, processes that share it"),
     Step("failure", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_failure.py")],
          about="absent ranks, mismatches, bad handles, memory"),
     Step("company", 300, lambda c: [gpu_tests("tests/gpu/test_gpu_company.py")], about="beside XLA's collectives"),
