@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 import xen_moe_jax as xm
-from tests.support import plain_hopper
+from tests.support import hopper_kernels, plain_hopper
 from xen_moe_jax import _overlap
 from xen_moe_jax.flax import hopper
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
@@ -180,30 +180,6 @@ def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch
     assert gradient(False) == ({False}, 7)
 
 
-CLAIMING = {
-    "products": Tiles(n=128, claimed=True),
-    "swiglu": Tiles(claimed=True),
-    "weights": Tiles(n=128, claimed=True),
-}
-
-
-def lowered(name):
-    """The program of one kernel for CUDA; none of these is found in a cache of JAX's."""
-    shapes = {"rows": (512, 512), "wide": (512, 256), "weights": (4, 512, 256)}
-    rows, wide, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values())
-    tiles, sizes = CLAIMING[name], jax.ShapeDtypeStruct((4,), jnp.int32)
-    if name == "products":
-        kernel = functools.partial(rows_by_weights.__wrapped__, transposed=False, tiles=tiles, num_sms=132)
-        args = rows, weights, sizes
-    elif name == "swiglu":
-        kernel = functools.partial(swiglu_rows.__wrapped__, projections=True, tiles=tiles, num_sms=132)
-        args = rows, weights, weights, sizes
-    else:
-        kernel = functools.partial(rows_by_rows.__wrapped__, tiles=tiles, num_sms=132)
-        args = rows, wide, sizes
-    return jax.jit(lambda *a: kernel(*a)).trace(*args).lower(lowering_platforms=("cuda",))
-
-
 def kernel_in(program):
     """The Mosaic module in a lowered program, as text, without the number that each one gets."""
     found = []
@@ -224,13 +200,18 @@ def kernel_in(program):
         return module.operation.get_asm(enable_debug_info=False)
 
 
-@pytest.mark.parametrize("name", CLAIMING)
-def test_claims_are_of_one_thread_whatever_is_lowered_beside(name, monkeypatch):
+@pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)
+def test_claims_are_of_one_thread_whatever_is_lowered_beside(kernel, monkeypatch):
     """jax 0.11.2 and 0.12.0.1 keep in a variable of the process that they lower for one thread, and others read it."""
-    alone = kernel_in(lowered(name))
+
+    def lowered():
+        program = hopper_kernels.program(kernel, Tiles(claimed=True))
+        return kernel_in(program.trace(hopper_kernels.operands()).lower(lowering_platforms=("cuda",)))
+
+    alone = lowered()
     assert "atom.relaxed.gpu.global.inc" in alone
     monkeypatch.setattr(mosaic_utils, "_ONCE_PER", mosaic_utils.ThreadSubset.BLOCK)
-    assert kernel_in(lowered(name)) == alone
+    assert lowered() == alone
 
 
 def test_blocks_of_a_cluster_do_not_claim():

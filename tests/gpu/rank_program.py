@@ -68,10 +68,11 @@ def main() -> int:
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
-    gpu = options.process_id % (options.gpus or options.num_processes)
+    gpus = options.gpus or options.num_processes
+    gpu = options.process_id % gpus
     if options.local_gpu is not None:
         gpu = options.local_gpu
-    if (options.gpus or options.num_processes) < options.num_processes and not per_node:
+    if gpus < options.num_processes and not per_node:
         virtual_nodes.share_a_gpu(options.process_id)
     if options.hide:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)

@@ -55,22 +55,21 @@ class TestFourRanks(Halves):
     two_axis_sizes = (2, 2)
 
 
-ONE, TWO, FOUR = (pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in (1, 2, 4))
+def mesh_of(*sizes):
+    """A fixture: a mesh of so many ranks."""
+
+    @pytest.fixture(params=[pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in sizes])
+    def mesh(request, gpu_mesh):
+        yield gpu_mesh((request.param,), ("ep",))
+        cuda.reset()
+        xm.check()
+
+    return mesh
 
 
-@pytest.fixture(params=[ONE, TWO, FOUR])
-def mesh(request, gpu_mesh):
-    yield gpu_mesh((request.param,), ("ep",))
-    cuda.reset()
-    xm.check()
-
-
-@pytest.fixture(params=[TWO, FOUR])
-def several(request, gpu_mesh):
-    """A mesh of ranks, one of which does what the others do not."""
-    yield gpu_mesh((request.param,), ("ep",))
-    cuda.reset()
-    xm.check()
+mesh = mesh_of(1, 2, 4)
+several = mesh_of(2, 4)
+"""For tests in which one rank does what the others do not."""
 
 
 def assert_same(mesh, body, *args, **options):

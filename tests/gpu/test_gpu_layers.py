@@ -1,6 +1,4 @@
-"""Whole Flax layers on one and two GPUs: outputs and gradients of the dense layer, the bits of plain
-JAX's transport.
-"""
+"""Whole Flax layers on one and two GPUs: the dense layer's outputs and gradients, the bits of plain JAX's transport."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ import subprocess
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
+LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+"""NCCL's way between what it takes for hosts."""
 FAULTS = "seed=1,reorder=1,duplicate=1,delay_us=200"
 
 
@@ -36,29 +38,16 @@ def enter(process: int, per_node: int, network: str | None, faults: str = "") ->
     """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own."""
     os.environ["NCCL_HOSTID"] = f"virtual-node-{process // per_node}"
     if network:
-        os.environ |= {
-            "NCCL_RMA_PLUGIN": network,
-            "XEN_MOE_RMA": faults,
-            "NCCL_GIN_TYPE": "2",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_NVLS_ENABLE": "0",
-            "NCCL_MNNVL_ENABLE": "0",
-        }
+        own = {"NCCL_RMA_PLUGIN": network, "XEN_MOE_RMA": faults, "NCCL_GIN_TYPE": "2", "NCCL_NVLS_ENABLE": "0"}
+        os.environ |= LOOPBACK | own
 
 
 def share_a_gpu(process: int) -> None:
     """Lets XLA's collectives run between processes on one GPU: NCCL refuses that within a host, and takes each process
     for one of its own. It reads the environment by itself; this library reads `os.environ`, and sees one host.
     """
-    libc = ctypes.CDLL(None)
-    for name, value in {
-        "NCCL_HOSTID": f"process-{process}",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_MNNVL_ENABLE": "0",
-    }.items():
-        libc.setenv(name.encode(), value.encode(), 1)
+    os.environ |= LOOPBACK
+    ctypes.CDLL(None).setenv(b"NCCL_HOSTID", f"process-{process}".encode(), 1)
 
 
 class _Traffic(ctypes.Structure):
