@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="one virtual CPU device instead of a GPU")
     options = parser.parse_args()
     if options.ranks_per_node:
-        virtual_nodes.enter(options.process_id, options.ranks_per_node, options.network, options.faults)
+        enter = options.process_id, options.ranks_per_node, options.network, options.faults, options.gpus
+        virtual_nodes.enter(*enter)
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)

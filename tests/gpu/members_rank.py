@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--network", help="between them: the library that virtual_nodes.py builds")
     options = parser.parse_args()
     if options.ranks_per_node:
-        virtual_nodes.enter(options.process_id, options.ranks_per_node, options.network, virtual_nodes.FAULTS)
+        enter = options.process_id, options.ranks_per_node, options.network, virtual_nodes.FAULTS, options.gpus
+        virtual_nodes.enter(*enter)
     jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
     local = [options.process_id % (options.gpus or options.num_processes)]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)

@@ -20,6 +20,7 @@ import time
 import jax
 import numpy as np
 
+import xen_moe_jax as xm
 from tests.gpu import virtual_nodes
 
 
@@ -63,7 +64,7 @@ def main() -> int:
     began = time.monotonic()
     per_node = options.ranks_per_node
     if per_node and not options.real_nodes:
-        virtual_nodes.enter(options.process_id, per_node, options.network, options.faults)
+        virtual_nodes.enter(options.process_id, per_node, options.network, options.faults, options.gpus)
 
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
@@ -73,13 +74,15 @@ def main() -> int:
     if options.local_gpu is not None:
         gpu = options.local_gpu
     if gpus < options.num_processes and not per_node:
-        virtual_nodes.share_a_gpu(options.process_id)
+        if os.environ.get("XEN_MOE_MEMORY") == "nccl":
+            virtual_nodes.share_within_nodes()
+        else:
+            virtual_nodes.share_a_gpu(options.process_id)
     if options.hide:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     local = None if options.cpu_devices else [0 if options.hide else gpu]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 
-    import xen_moe_jax as xm
     from tests.gpu import bodies, node_programs, stress
     from tests.support.cases import CASES
 
@@ -112,7 +115,7 @@ def main() -> int:
             if wrong:
                 failed.append(f"{case.name}/{routing}")
     if options.buffers:
-        failed += use_buffers(jax.sharding.Mesh(np.array(devices), ("ep",)), options)
+        failed += use_buffers(jax.sharding.Mesh(np.array(devices), ("ep",)), options, against)
     if options.stress_calls:
         mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
         shapes = (
@@ -151,9 +154,8 @@ def main() -> int:
     return int(bool(failed))
 
 
-def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace) -> list[str]:
-    """A buffer again and again on a channel of its own; what was wrong."""
-    import xen_moe_jax as xm
+def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace, against: xm.KernelConfig) -> list[str]:
+    """A buffer again and again on a channel of its own, whose nodes nobody has named; what was wrong."""
     from tests.gpu import bodies
     from tests.support.cases import CASES
     from xen_moe_jax import cuda
@@ -165,7 +167,7 @@ def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace) -> list[st
     failed = []
     for turn in range(options.buffers):
         with xm.Buffer(mesh, "ep", num_tokens=2 * options.tokens, channel=3, **shape):
-            counts = bodies.differing_elements(setup, "uniform", config, gradients=False)
+            counts = bodies.differing_elements(setup, "uniform", config, against=against, gradients=False)
             failed += [f"buffer {turn}: {name}" for name, count in counts.items() if count]
         held = sum(w["staging_bytes"] for w in cuda.workspaces() if w["channel"] == 3)
         print(f"buffer {turn}: {held} bytes after closing", flush=True)

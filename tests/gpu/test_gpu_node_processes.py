@@ -1,6 +1,6 @@
 """Several processes as virtual nodes of one host, through JAX: memory, windows and puts come from NCCL, and between
 nodes a network for tests carries them that reorders, delays and repeats (virtual_nodes.py). They are 2 x 1, 2 x 2 and
-4 x 1, and share GPUs in turns where there are fewer. NCCL wants one for each rank of a node.
+4 x 1, and share GPUs in turns where there are fewer.
 
 Needs an NCCL with puts (`xen-moe-jax doctor`), a module that was built with its headers, and a C++ compiler.
 """
@@ -14,10 +14,10 @@ from tests.gpu import chaos, processes, test_gpu_active, virtual_nodes
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.backends.cuda import module, nccl
 
+pytestmark = pytest.mark.gpu1
 SECONDS = 300.0
 LAYOUTS = [
-    pytest.param(ranks, per_node, marks=getattr(pytest.mark, f"gpu{per_node}"), id=f"{ranks // per_node}x{per_node}")
-    for ranks, per_node in ((2, 1), (4, 2), (4, 1))
+    pytest.param(ranks, per_node, id=f"{ranks // per_node}x{per_node}") for ranks, per_node in ((2, 1), (4, 2), (4, 1))
 ]
 """Ranks, and ranks of a node."""
 
@@ -62,7 +62,6 @@ def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
     run(network, ranks, per_node, "--cases", "grouped", *several)
 
 
-@pytest.mark.gpu4
 def test_nodes_that_nobody_has_named_are_found(network):
     run(network, 4, 2, "--cases", "grouped,padded,grouped-two-axes", "--found")
 
@@ -74,7 +73,7 @@ def test_every_subset(network, ranks, per_node, mode):
     run(network, ranks, per_node, "--cases", "none", "--subsets", "grouped,ranked,padded,grouped-fp8", "--mode", mode)
 
 
-@pytest.mark.parametrize("per_node", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(1, marks=pytest.mark.gpu1)])
+@pytest.mark.parametrize("per_node", [2, 1])
 def test_a_server_goes_on_without_a_killed_process_of_another_node(network, per_node):
     """Four processes, in turns where there are fewer GPUs. Two hundred steps over the slow network of the tests."""
     options = "--ranks-per-node", str(per_node), "--network", network

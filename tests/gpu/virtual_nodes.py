@@ -13,6 +13,8 @@ import subprocess
 
 import numpy as np
 
+from xen_moe_jax.backends.cuda import nccl
+
 ROOT = pathlib.Path(__file__).parents[2]
 LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
 """NCCL's way between what it takes for hosts."""
@@ -34,12 +36,26 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     return out
 
 
-def enter(process: int, per_node: int, network: str | None, faults: str = "") -> None:
-    """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own."""
+def enter(process: int, per_node: int, network: str | None, faults: str = "", gpus: int | None = None) -> None:
+    """Puts this process into its node: before CUDA and NCCL start. Without a network NCCL finds its own. `gpus`: that
+    all processes share in turns (default: one each).
+    """
+    if gpus is not None and gpus < per_node:
+        share_within_nodes()
     os.environ["NCCL_HOSTID"] = f"virtual-node-{process // per_node}"
     if network:
         own = {"NCCL_RMA_PLUGIN": network, "XEN_MOE_RMA": faults, "NCCL_GIN_TYPE": "2", "NCCL_NVLS_ENABLE": "0"}
         os.environ |= LOOPBACK | own
+
+
+def share_within_nodes() -> None:
+    """Lets ranks of one node share a GPU, which NCCL 2.30 and later allow when they are told to. JAX's own NCCL may be
+    older and refuse: loaded before it, the library's serves both. Before CUDA and NCCL start.
+    """
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    path = nccl.find()
+    if path is not None:
+        ctypes.CDLL(str(path))
 
 
 def share_a_gpu(process: int) -> None:
@@ -66,11 +82,15 @@ def _up(size: int) -> int:
     return -(-size // 16) * 16
 
 
+LEAD_CHUNKS, LEAD_BYTES = 8, 48
+"""Of a lead, the routing that goes ahead of so many chunks: its header (`LeadHeader` in cuda_kernels/rail_plan.h)."""
+
+
 def must_send(
     topk_idx: np.ndarray, rank: int, *, per_node: int, experts: int, row_bytes: int, chunk_tokens: int, combine: bool
 ) -> tuple[np.ndarray, int]:
     """int64 `[R]`: the bytes that `rank` has to send each other rank in a dispatch (a combine), and how many of all of
-    them are rows. Every token crosses once to each other node that it has experts on; docs/nodes.md states the rest.
+    them are rows. Every token crosses once to each other node that it has experts on. The rest: docs/nodes_design.md.
 
     Args:
       topk_idx: `[R, T, K]`; every entry an expert, or negative.
@@ -85,7 +105,9 @@ def must_send(
             continue
         owner, node = (other, rank // per_node) if combine else (rank, other // per_node)
         crossing = int((node_of[owner] == node).any(axis=1).sum())
-        beside = 0 if combine else _up(8 * top_k)
-        out[other] = 16 * -(-tokens // chunk_tokens) + crossing * (_up(row_bytes) + beside)
+        chunks = -(-tokens // chunk_tokens)
+        out[other] = 16 * chunks + crossing * _up(row_bytes)
+        if not combine:
+            out[other] += LEAD_BYTES * -(-chunks // LEAD_CHUNKS) + crossing * _up(8 * top_k)
         rows += crossing * _up(row_bytes)
     return out, rows

@@ -20,6 +20,7 @@ void SetEnvironment(const ProcessOptions& o) {
     set("NCCL_IB_DISABLE", "1"), set("NCCL_SOCKET_IFNAME", "lo");
     set("NCCL_NVLS_ENABLE", "0"), set("NCCL_MNNVL_ENABLE", "0");
   }
+  if (o.gpus < o.per_node) set("NCCL_MULTI_RANK_GPU_ENABLE", "1");  // 2.30 and later know it
   set("CUDA_MODULE_LOADING", "EAGER");
   if (!o.log.empty()) {
     set("NCCL_DEBUG", "INFO"), set("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET,REG");
