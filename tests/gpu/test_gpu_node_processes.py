@@ -35,14 +35,15 @@ def environment(share: str) -> dict[str, str]:
     return processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
 
 
-def run(network: str, ranks: int, per_node: int, *arguments: str) -> None:
+def run(network: str, ranks: int, per_node: int, *arguments: str, share: float = 0.3) -> None:
+    """`share`: of a GPU's memory, that XLA takes for all ranks on it."""
     gpus = min(ranks, jax.device_count())
     nodes = ["--ranks-per-node", str(per_node), "--network", network, "--gpus", str(gpus)]
     finished = processes.run_ranks(
         ["--backend", "cuda", *nodes, *arguments],
         num_processes=ranks,
-        seconds=SECONDS,
-        env=environment(str(0.3 * gpus / ranks)),
+        seconds=SECONDS * (1 if gpus == ranks else 2),
+        env=environment(str(share * gpus / ranks)),
     )
     processes.assert_finished(finished)
     assert all("PASSED" in one.output for one in finished)
@@ -60,6 +61,13 @@ def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
     """In the opposite order of processes: a rank is not its number in NCCL."""
     several = "--count-bytes --random-calls 2000 --mode throughput --reset --buffers 2 --reverse".split()
     run(network, ranks, per_node, "--cases", "grouped", *several)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_more_than_sixteen_processes(network, mode):
+    """Three nodes of six: the kernels for groups of any size."""
+    options = "--cases grouped --tokens 12 --hidden 128 --mode".split()
+    run(network, 18, 6, *options, mode, share=0.15)
 
 
 def test_nodes_that_nobody_has_named_are_found(network):
