@@ -1,5 +1,7 @@
 """Errors: each of them, from a real cause, with the peer, the request and the bytes; and nothing hangs."""
 
+import concurrent.futures
+import contextlib
 import socket
 import sys
 import time
@@ -10,7 +12,7 @@ import pytest
 
 import xen_moe_jax.transfer as xt
 from tests.transfer.transfer_sides import content, slow_source
-from xen_moe_jax.transfer import _channel, _ucp
+from xen_moe_jax.transfer import _channel, _loop, _ucp
 
 
 def aval(*shape):
@@ -195,7 +197,7 @@ def test_descriptors_are_authenticated(engine):
             with pytest.raises(xt.TransferRefused, match="another token"):
                 third.connect(second.descriptor)
         with xt.Engine(name="right", token=b"secret") as fourth:
-            assert fourth.connect(second.descriptor, timeout=5).name == "tokened"
+            assert fourth.connect(second.descriptor).name == "tokened"
             changed = second.descriptor.replace(b'"tokened"', b'"tokenee"')
             with pytest.raises(xt.TransferRefused, match="was changed"):
                 fourth.connect(changed)
@@ -227,6 +229,27 @@ def test_somebody_else_listens_and_says_nothing(engine):
             with pytest.raises(xt.TransferTimeout):
                 asking.connect(second.descriptor, timeout=0.3)
             assert time.monotonic() - begun < 2
+
+
+def test_strangers_who_say_nothing_are_sent_away_and_whoever_came_after_them_is_let_in(engine, monkeypatch):
+    monkeypatch.setattr(_loop, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(_loop, "HANDSHAKE_S", 1.5)
+    with contextlib.ExitStack() as opened:
+        for _ in range(3):
+            stranger = opened.enter_context(socket.create_connection(engine._loop.address))
+        assert opened.enter_context(xt.Engine(name="patient")).connect(engine.descriptor).name == "here"
+        stranger.settimeout(30)
+        assert stranger.recv(1) == b"", "the last stranger was sent away, too"
+
+
+def test_many_connect_at_once(engine, monkeypatch):
+    monkeypatch.setattr(_loop, "MAX_HANDSHAKES", 2)
+    with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        clients = [opened.enter_context(xt.Engine(name=f"client {i}")) for i in range(12)]
+        peers = list(pool.map(lambda client: client.connect(engine.descriptor).name, clients))
+        assert peers == ["here"] * 12
+        for client in clients:
+            engine.peer(client.name)
 
 
 def test_noise_on_the_port_harms_nobody(engine, others):

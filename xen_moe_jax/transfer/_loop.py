@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 32
+"""At one time. Whoever comes then waits in the listener's queue, no longer than strangers who say nothing may stay."""
 BUSY_S = 50e-6
 IDLE_S = 0.5
 SPIN_S, SPIN_IDLE_S = 2e-3, 300e-6
@@ -74,7 +75,7 @@ class Loop:
         self._alarm, self._due = _Alarm(), 0.0
         self._selector.register(self._alarm.descriptor, selectors.EVENT_READ, self._alarm.hear)
         self._selector.register(engine._wire.event_fd, selectors.EVENT_READ, lambda: None)
-        self._handshakes = 0
+        self._handshakes, self._listening = 0, True  # Under the engine's lock.
         self._stopping = False
         self.thread = threading.Thread(target=self._run, name=f"transfer {engine.name}", daemon=True)
 
@@ -154,6 +155,7 @@ class Loop:
                     moved = engine._progress()
                     timeout = 0.0 if moved or not engine._wire.arm() else IDLE_S
                     busy = bool(engine._active) and not moved
+                self._watch_listener()
                 self._watch_outgoing()
             if busy:  # Sources that are being computed, or a library without events for what is in flight.
                 time.sleep(BUSY_S)
@@ -164,6 +166,14 @@ class Loop:
                     if mask & selectors.EVENT_READ:
                         event.data()
                 engine._housekeeping()
+
+    def _watch_listener(self) -> None:
+        wanted = self._handshakes < MAX_HANDSHAKES
+        if wanted and not self._listening:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif self._listening and not wanted:
+            self._selector.unregister(self._listener)
+        self._listening = wanted
 
     def _watch_outgoing(self) -> None:
         for peer in list(self._engine._peers_by_number.values()):
@@ -188,12 +198,11 @@ class Loop:
             pass
 
     def _accept(self) -> None:
+        if self._handshakes >= MAX_HANDSHAKES:
+            return
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return
-        if self._handshakes >= MAX_HANDSHAKES:
-            connection.close()
             return
         self._handshakes += 1
         threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
@@ -211,4 +220,7 @@ class Loop:
         ):  # A client that does not speak the protocol or lacks the token: it was told, nothing else is owed.
             connection.close()
         finally:
-            self._handshakes -= 1
+            with engine._lock:
+                self._handshakes -= 1
+                if not engine._closing:
+                    self.wake()
