@@ -11,8 +11,14 @@
 // await the same chunk: what its counter must reach is kept with the epoch in which that was said, so that the first of
 // them says it for all; and what one warp of a block has found, `seen` tells the others. Memory order: transport.cuh; a
 // chunk goes in one put, so that a weak signal would do. What a chunk says is checked before it becomes an address.
+//
+// An operation in flight (Part) holds its channel from the first block of the first of its kernels to the last block of
+// the last one: all have one number, by which they check in, and only the first one meets and announces. Nothing but
+// its stream keeps them in order, so nothing that needs the channel may come between them there. Where the first one
+// could not begin, the group has failed, and the last one ends the operation with poison.
 #pragma once
 
+#include "load_kernel.cuh"
 #include "rail.cuh"
 #include "signal.cuh"
 
@@ -24,7 +30,14 @@ class Meeting {
  public:
   static constexpr bool kAny = true;
   __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run)
-      : expected_(params.expected), first_(JoinSignals(Sources(params.plan))), transport_(link, run) {}
+      : Meeting(params, link, run, false) {}
+  // `goes_on`: an operation that another kernel has begun, which has met and announced.
+  __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run, bool goes_on)
+      : expected_(params.expected),
+        first_(JoinSignals(Sources(params.plan))),
+        transport_(link, run),
+        goes_on_(goes_on) {}
+  __device__ __forceinline__ bool GoesOn() const { return goes_on_; }
   // The first warp of block 0: meets `ranks`. False: the group has failed.
   __device__ __forceinline__ bool Join(const Running& run, const RankMask& ranks) const {
     for (RankMask m = ranks; Any(m); DropFirst(m)) transport_.PutSignal(FirstRank(m), 0, 0, 0, first_ + run.rank);
@@ -53,6 +66,7 @@ class Meeting {
   uint64_t* const expected_;
   const int first_;  // of the counters that ranks meet by
   const Transport<Link> transport_;
+  const bool goes_on_;
 };
 
 template <class Link>
@@ -117,6 +131,17 @@ class Direct {
     __syncwarp();  // what one lane has acquired, all lanes may read
     return good;
   }
+  // All lanes of a warp: until every chunk of `ranks`, ranks of other nodes, has come or the group has failed. What the
+  // chunks say is looked at by those who take them.
+  __device__ __forceinline__ void AwaitAll(const RankMask& ranks) const {
+    const int others = Others();
+    bool good = true;
+    for (int i = threadIdx.x & 31; good && i < others * plan.chunks; i += 32) {
+      const int rank = RankAt(i % others);
+      if (Holds(ranks, rank)) good = AwaitCounter(rank, Signal(rank, i / others), Step::kRows);
+    }
+    __syncwarp();
+  }
   // Tells the ranks `ranks` of other nodes that the group has failed, if it has. One thread calls it.
   __device__ __forceinline__ void TellFailure(const RankMask& ranks) const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
@@ -149,11 +174,15 @@ class Direct {
               static_cast<unsigned long long>(run_.epoch) << 32 | value);  // if not, another warp has said the same
     return value;
   }
+  // A lane: until the chunk of counter `signal` has come. False: the group has failed.
+  __device__ __forceinline__ bool AwaitCounter(int rank, uint32_t signal, Step step) const {
+    const uint32_t value = Reached(signal);
+    auto there = [&] { return static_cast<int32_t>(static_cast<uint32_t>(transport_.Count(signal)) - value) >= 0; };
+    return WaitUntil(there, run_, step, rank);
+  }
   // One lane.
   __device__ __forceinline__ bool AwaitSlowly(int rank, int chunk, Step step, uint32_t* tokens) const {
-    const uint32_t signal = Signal(rank, chunk), value = Reached(signal);
-    auto there = [&] { return static_cast<int32_t>(static_cast<uint32_t>(transport_.Count(signal)) - value) >= 0; };
-    if (!WaitUntil(there, run_, step, rank)) return false;
+    if (!AwaitCounter(rank, Signal(rank, chunk), step)) return false;
     const ChunkHeader* const header =
         reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(rank, chunk));
     *tokens = LoadRelaxedSystem(&header->tokens);
@@ -177,7 +206,7 @@ inline uint32_t SeenBytes(const RailPlan& plan) {
 template <class Link>
 __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const Call& call, Operation operation,
                                             const Routing& r, const RailParams& rails, const Link& link) {
-  const Meeting<Link> meeting(rails, link, run);
+  const Meeting<Link> meeting(rails, link, run, rails.part == Part::kReceive);
   if (threadIdx.x == 0) run.repeats = run.settled = false;
   BeginFirstWarp(run, call, operation, r.ranks, r.rank, NodeMask(rails.plan, rails.plan.node), meeting);
   __syncwarp();
@@ -186,6 +215,41 @@ __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const C
     run.active = run.meets;
   }
   __syncwarp();
+}
+
+// Between the two others of an operation in flight, as part kReceive: one warp, until all chunks have come.
+template <class Link>
+__global__ void __launch_bounds__(32, 1)
+    AwaitChunksKernel(const __grid_constant__ Call call, const __grid_constant__ Routing routing, Operation operation,
+                      const __grid_constant__ RailParams rails, const __grid_constant__ Link link) {
+  __shared__ Running run;
+  __shared__ RankMask far;
+  BeginDirect(run, &far, call, operation, routing, rails, link);
+  if (!run.refused) Direct<Link>(rails, link, run, 0, nullptr).AwaitAll(far);
+}
+
+// Launches an operation of few tokens, whole or in parts. `launch(rails, blocks)` launches its kernel. `senders`:
+// blocks that a part has which only sends; `receivers`: which only receives. A cudaError_t.
+template <class Link, class Launch>
+int LaunchDirect(const Call& call, const Routing& r, Operation operation, const RailParams& rails, const Link& link,
+                 int blocks, int senders, int receivers, cudaStream_t stream, Launch launch) {
+  RailParams part = rails;
+  part.part = Part::kWhole;
+  if (!rails.in_flight) {
+    launch(part, blocks);
+    return cudaGetLastError();
+  }
+  part.part = Part::kSend;
+  launch(part, senders < blocks ? senders : blocks);
+  part.part = Part::kReceive;
+  const auto await = AwaitChunksKernel<Link>;
+  await<<<1, 32, 0, stream>>>(call, r, operation, part, link);
+  launch(part, receivers);
+  return cudaGetLastError();
+}
+template <class Link>
+int PreloadDirect() {
+  return LoadKernel(AwaitChunksKernel<Link>);
 }
 
 }  // namespace XEN_MOE_KERNELS

@@ -214,18 +214,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   const LowLatencyCombine<Y, kSumRounds, kRows> near(p, cut, run);
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes);
   const int block = static_cast<int>(blockIdx.x);
+  const bool sends = rails.part != Part::kReceive;
   direct.ForgetSeen();
   if (threadIdx.x < 32) {
     BeginDirect(run, &far, p.call, Operation::kCombine, p.routing, rails, link);
-    if (block < cut.push) StartOnce(run, block);
+    if (sends && block < cut.push) StartOnce(run, block);
   }
   __syncthreads();
   const FarCombine<Y, kSumRounds, kRows, Link> others{near, direct, far};
   bool good = !run.refused;
-  if (good && block < cut.push && !run.repeats) {
+  if (good && sends && block < cut.push && !run.repeats) {
     others.Send(block);
     near.PushShare(block, LateFirstWarp(), kWarps, [] { return true; });
   }
+  if (rails.part == Part::kSend) return;
   if (good) good = others.Sum();
   if (!run.refused) good &= direct.Leave(p.call);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
@@ -245,8 +247,10 @@ int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rail
   const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
   const auto few = NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>;
   const auto kernel = p.routing.tokens <= kFewTokens ? few : NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>;
-  kernel<<<p.schedule.blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, cut, rails, link);
-  return cudaGetLastError();
+  return LaunchDirect(p.call, p.routing, Operation::kCombine, rails, link, p.schedule.blocks, cut.push, cut.receivers,
+                      stream, [&](const RailParams& part, int blocks) {
+                        kernel<<<blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, cut, part, link);
+                      });
 }
 // A cudaError_t.
 template <class Link>

@@ -12,7 +12,6 @@
 
 #include "direct.cuh"
 #include "dispatch.cuh"
-#include "load_kernel.cuh"
 #include "low_latency_rows.cuh"
 
 namespace XEN_MOE_KERNELS {
@@ -221,11 +220,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Piece piece;
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes + plan.at.bytes);
   const int block = static_cast<int>(blockIdx.x);
+  const bool sends = rails.part != Part::kReceive;
   direct.ForgetSeen();
   if (threadIdx.x < 32) {
     BeginDirect(run, &far, p.call, Operation::kDispatch, p.routing, rails, link);
-    if (block < plan.Shares()) StartOnce(run, block);
-  } else if (block < cut.routing) {
+    if (sends && block < plan.Shares()) StartOnce(run, block);
+  } else if (sends && block < cut.routing) {
     NumberRows(plan);
   }
   bool begun = false;
@@ -236,16 +236,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
 #pragma unroll 1
-  for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
+  for (int share = block; sends && share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);  // a block that is alone does both
     if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
     if (!begin()) break;
     if (share < cut.routing && !run.repeats) SendShare(FarDispatch<Link>{plan, direct, far}, piece, clean, share);
   }
   bool good = begin();
+  if (rails.part == Part::kSend) return;
   if (good && plan.receiver >= 0) {
     const FarDispatch<Link> others{plan, direct, far};
-    auto adopt = [&] { AdoptNodeShares(p, cut, run, bytes, rails, link, far, clean, block < cut.routing); };
+    auto adopt = [&] { AdoptNodeShares(p, cut, run, bytes, rails, link, far, clean, sends && block < cut.routing); };
     good = ReceiveCounts(plan, piece, adopt, others);
     if (good) {
       LayoutScratch scratch{};
@@ -282,11 +283,14 @@ int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rail
   near.clean_topk_idx = nullptr;
   const uint32_t shared = PlanShared(p.routing).bytes + SeenBytes(rails.plan);
   const auto kernel = NodeLowLatencyDispatchKernel<Link>;
-  kernel<<<p.schedule.blocks, kThreads, shared, stream>>>(near, cut, rails, link, p.clean_topk_idx);
-  return cudaGetLastError();
+  return LaunchDirect(p.call, p.routing, Operation::kDispatch, rails, link, p.schedule.blocks, cut.routing + cut.push,
+                      cut.receivers, stream, [&](const RailParams& part, int blocks) {
+                        kernel<<<blocks, kThreads, shared, stream>>>(near, cut, part, link, p.clean_topk_idx);
+                      });
 }
 template <class Link>
 int PreloadNodeLowLatencyDispatch() {
+  if (int e = PreloadDirect<Link>()) return e;
   return LoadKernel(NodeLowLatencyDispatchKernel<Link>, kLowLatencySharedBytes + kMostSeenBytes);
 }
 

@@ -228,6 +228,7 @@ static __device__ __noinline__ void TellMismatch(const Running& run, const Call&
 // What BeginFirstWarp does about ranks of other nodes, where all share NVLink; direct.cuh has the other one.
 struct NobodyFar {
   static constexpr bool kAny = false;
+  __device__ __forceinline__ static constexpr bool GoesOn() { return false; }
 };
 
 // Whoever waits for the beginning of an operation in flight goes on. One thread of each block calls it.
@@ -277,7 +278,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
   if (!refused) {
     const bool joins = AnyOfFirstLane((Far::kAny ? run.active : meets) & ~before);
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == 0 && !far.GoesOn()) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
         const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedOut(out) : 0;

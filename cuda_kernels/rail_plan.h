@@ -53,9 +53,16 @@ struct RailPlan {
   uint64_t send, land;  // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
 };
 
+// What a kernel for few tokens does of its operation. An operation in flight is three kernels on one stream: one sends
+// and ends, a warp awaits what others have put, one receives and ends the operation. So no multiprocessor is taken
+// while rows are on their way (direct.cuh).
+enum class Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
+
 struct RailParams {
   RailPlan plan;
   uint64_t* expected;  // [RailSignals], private to this rank: what each counter has reached. Zero after a reset
+  bool in_flight;      // few tokens: launched in parts
+  Part part;           // what a kernel is told by its launcher
 };
 
 // PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.

@@ -38,6 +38,12 @@ class Flights {
   void Abandon(Devices* gpus, int ordinal, void* stream, int64_t run);
   // Forgets all. Nothing may be running.
   void Clear();
+  // Held from Fork to Started: a start may be several kernels, which nothing on their stream may come between. One for
+  // each GPU, because a launch may wait for another GPU's.
+  std::mutex& launching(int ordinal) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return launching_[ordinal];
+  }
   int open();
 
  private:
@@ -51,6 +57,7 @@ class Flights {
   void Forget(Devices* gpus, int ordinal, void* stream, Ended ended);
 
   std::mutex mutex_;
+  std::map<int, std::mutex> launching_;                 // by GPU
   std::map<std::pair<int, const void*>, Flight> open_;  // by GPU and address
 };
 

@@ -370,9 +370,12 @@ NB_MODULE(_memory_test, m) {
     }
     return up;
   });
-  m.def("flights", [](std::vector<int64_t> devices, int ranks, int channel) {
-    return Registry::Get().Find(std::move(devices), ranks, channel, true);
-  });
+  m.def(
+      "flights",
+      [](std::vector<int64_t> devices, int ranks, int channel, int ranks_per_node) {
+        return Registry::Get().Find(std::move(devices), ranks, channel, true, ranks_per_node);
+      },
+      nb::arg("devices"), nb::arg("ranks"), nb::arg("channel"), nb::arg("ranks_per_node") = 0);
   // Flights by name: the address of a result. A stream is any number.
   m.def("start_flight", [](int ordinal, uintptr_t result, int64_t run) {
     try {

@@ -57,7 +57,6 @@ Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
 template <class P>
 void DecodeRail(Operation operation, P* plan) {
   auto& p = plan->params;
-  if (plan->flight) Refuse("attribute flight = 1: halves of an operation, across nodes, are not implemented");
   if (p.routing.ranks % p.routing.ranks_per_node != 0) {
     Refuse("attribute ranks_per_node = " + std::to_string(p.routing.ranks_per_node) + ": must divide the " +
            std::to_string(p.routing.ranks) + " ranks");

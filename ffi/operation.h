@@ -9,6 +9,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <vector>
@@ -175,6 +176,7 @@ ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStre
   }
   try {
     Flights& flights = Flights::Get();
+    const std::lock_guard<std::mutex> together(flights.launching(ordinal));
     const Takeoff takeoff = flights.Fork(&CudaDevices(), ordinal, stream, result, run.run_id);
     const int code = launch(**member, static_cast<cudaStream_t>(takeoff.stream), takeoff.beginning);
     if (ffi::Error e = Launched(ordinal, code); !e.success()) return failed(e);

@@ -48,8 +48,9 @@ int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& 
 }
 
 // `plan` as it is for this rank.
-RailParams RailsOf(const RailPlan& plan, const Member& member) {
-  RailParams rails{plan, ExpectedOf(member.rail, plan.nodes * plan.per_node, plan.nodes)};
+RailParams RailsOf(const RailPlan& plan, const Member& member, bool flight) {
+  RailParams rails{plan, ExpectedOf(member.rail, plan.nodes * plan.per_node, plan.nodes), flight && plan.direct,
+                   Part::kWhole};
   rails.plan.node = member.rank / plan.per_node;
   rails.plan.index = member.rank % plan.per_node;
   return rails;
@@ -63,7 +64,7 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
                [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
                  Bind(&p->call, member, beginning);
                  p->routing.rank = member.rank;
-                 if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member), member, on);
+                 if (plan.rail.nodes > 1) return LaunchAcross(*p, RailsOf(plan.rail, member, plan.flight), member, on);
                  return launch(*p, on);
                });
 }

@@ -56,13 +56,13 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def program(mesh):
-    """`(body, way) -> str`: one of `flights`' bodies as it was scheduled."""
+    """`(body, way, config) -> str`: one of `flights`' bodies as it was scheduled."""
     here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS])
     sharding = NamedSharding(mesh, P("ep"))
     given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in flights.arguments(here)]
 
-    def compiled(body, way=flights.SPLIT):
-        on_rank = lambda *args: body(way, CONFIG, *args)  # noqa: E731
+    def compiled(body, way=flights.SPLIT, config=CONFIG):
+        on_rank = lambda *args: body(way, config, *args)  # noqa: E731
         mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
         text = jax.jit(mapped).lower(*given).compile().as_text()
         assert "is_scheduled=true" in text
@@ -107,6 +107,12 @@ def test_a_matmul_runs_between_the_halves(program):
     layer = ["dispatch_start", "matmul", "done", "combine_start", "matmul", "done"]
     assert schedules(program(flights.one_layer)) == [layer]
     assert schedules(program(flights.layers_in_a_scan)) == [layer]  # the body of the loop
+
+
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_halves_between_nodes_are_as_far_apart(program, mode):
+    nodes = xm.KernelConfig(backend="cuda", ranks_per_node=2, mode=mode)
+    assert schedules(program(flights.one_layer, config=nodes)) == schedules(program(flights.one_layer))
 
 
 def test_whole_operations_run_where_nothing_is_to_overlap(program):

@@ -594,6 +594,19 @@ def test_ranks_of_another_node_are_reached_by_the_link_alone(memory, nodes):
     assert run(memory, nodes, times=3) and run(memory, whole, times=3)
 
 
+def test_flights_between_nodes_have_memory_and_counters_of_their_own(memory, nodes):
+    flights = memory.flights([0, 1, 2, 3], 4, 0, 2)
+    memory.serve(flights, *SMALL, 1.0)
+    assert run(memory, flights, times=3) and not memory.serves(nodes, *SMALL)
+    memory.serve(nodes, *LARGE, 1.0)
+    assert run(memory, nodes, LARGE) and run(memory, flights)
+    memory.stray_chunk(flights, 0, 2)
+    memory.fail(flights, 0, {"cause": 1, "rank": 1, "other": 0})
+    assert "rank 1" in memory.admit(nodes, 5)
+    memory.reset(5.0)
+    assert run(memory, nodes, LARGE, times=3) and run(memory, flights, times=3)
+
+
 def test_memory_between_nodes_changes_at_once_for_all(memory, nodes):
     """No operation of one node may use another generation than that of another: old memory goes with the change."""
     memory.serve(nodes, *SMALL, 1.0)

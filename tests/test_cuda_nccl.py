@@ -389,6 +389,16 @@ def test_a_reset_waits_for_the_network_before_it_clears(two_nodes):
         assert result["late"], "who waits for that process is told, too"
 
 
+def test_operations_in_flight_between_nodes_have_a_connection_of_their_own(tmp_path):
+    with job("flights_between_nodes", tmp_path, 4) as running:
+        for process, result in enumerate(results(running)):
+            assert result["errors"] == [""] * 3 and result["seen"] == [True] * 4, result
+            assert result["connections"] == [[process, 4]] * 2 and result["mailboxes"] == 2
+            assert "rank 0" in result["failed"], "they fail together"
+            assert result["settled"] == [1, 1] and result["failure"] == ""
+            assert result["kinds"] == [[True, "NCCL", 2], [False, "NCCL", 2]]
+
+
 def test_a_reset_waits_for_nothing_of_a_process_that_has_ended(tmp_path):
     """Where ranks may be out: process 1 is rank 2 of two nodes, and what was put to it never completes."""
     with job("node_goes_on", tmp_path, 4) as running:

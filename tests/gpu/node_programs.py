@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import xen_moe_jax as xm
-from tests.gpu import members, programs, random_calls, virtual_nodes
+from tests.gpu import flights, members, programs, random_calls, virtual_nodes
 from tests.gpu.bodies import Setup
 from tests.support.cases import Case
 from xen_moe_jax import cuda
@@ -102,6 +102,33 @@ def random_operations(
     result = random_calls.run(mesh, config, calls=calls, seconds=seconds, length=100, steps=steps, reference=against)
     few = result.operations < calls and result.seconds < seconds
     return dataclasses.asdict(result), [f"random: {result}"] if result.wrong or few else []
+
+
+def in_halves(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
+    """Programs in halves, three times, against the same ones whole, bit for bit; and whether anything flew."""
+    config = dataclasses.replace(config, channel=7)
+    bodies = {**flights.BODIES, "gradients": flights.gradients("grouped", "names")}
+    args = flights.arguments(mesh)
+    failed = []
+    for name, body in bodies.items():
+        whole, split = (
+            programs.over(mesh, lambda *a, body=body, way=way: body(way, config, *a), len(args))
+            for way in (flights.WHOLE, flights.SPLIT)
+        )
+        wanted = [own(v) for v in jax.tree.leaves(whole(*args))]
+        before = _flown()
+        wrong = 0
+        for _ in range(3):
+            got = [own(v) for v in jax.tree.leaves(split(*args))]
+            wrong += sum(not np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+        print(f"in halves, {name}: {f'{wrong} different' if wrong else 'same'}", flush=True)
+        failed += [f"in halves, {name}: {wrong} different"] if wrong else []
+        failed += [f"in halves, {name}: nothing flew"] if _flown() == before else []
+    return failed
+
+
+def _flown() -> int:
+    return sum(w["launches"] for w in cuda.workspaces() if w["flights"])
 
 
 def every_subset(mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, cases: list[Case]) -> list[str]:

@@ -57,6 +57,13 @@ def test_every_case(network, ranks, per_node, mode):
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+def test_in_halves(network, ranks, per_node, mode):
+    """Several flights open at once, in scans and under gradients: bit for bit as whole operations."""
+    run(network, ranks, per_node, "--cases", "none", "--halves", "--mode", mode)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
     """In the opposite order of processes: a rank is not its number in NCCL."""
     several = "--count-bytes --random-calls 2000 --mode throughput --reset --buffers 2 --reverse".split()

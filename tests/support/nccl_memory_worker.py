@@ -47,9 +47,10 @@ class Rank(cuda_memory_worker.Rank):
         self.nccl = fake_nccl.Knobs(os.environ["NCCL_HOME"])
         self.rank = count - 1 - process
 
-    def workspace(self, channel: int = 0, ranks_per_node: int = 0):
+    def workspace(self, channel: int = 0, ranks_per_node: int = 0, flights: bool = False):
         devices = [p * self.memory.devices_per_process for p in reversed(range(self.count))]
-        return self.memory.workspace(devices, self.count, channel, ranks_per_node)
+        make = self.memory.flights if flights else self.memory.workspace
+        return make(devices, self.count, channel, ranks_per_node)
 
     def see_each_other(self, workspace, name: str) -> bool:
         """Every rank writes a word into the memory of every other, and finds those of all in its own, which it has
@@ -273,6 +274,31 @@ def nodes(rank: Rank) -> dict:
         "cut": other,
         "late": late,
         "kinds": [[w["memory"], w["ranks_per_node"]] for w in rank.memory.workspaces()],
+    }
+
+
+def flights_between_nodes(rank: Rank) -> dict:
+    """Two nodes of two: memory, windows and a connection for operations in flight, beside those of the others; both
+    begin again when one fails."""
+    rank.nccl.set("node_ranks", 2)
+    both = {"in flight": rank.workspace(0, 2, flights=True), "others": rank.workspace(0, 2)}
+    errors = [rank.serve(workspace, SMALL) for workspace in both.values()]
+    errors.append(rank.serve(both["in flight"], LARGE))
+    seen = [put_and_look(rank, workspace, name) for name, workspace in both.items()]
+    before = [rank.memory.windows(workspace) for workspace in both.values()]
+    rank.memory.fail(both["in flight"], 0, {"cause": 1, "rank": 0, "other": 1})
+    failed = rank.memory.admit(both["others"], 5)
+    rank.memory.reset(WAIT_S)
+    seen += [put_and_look(rank, workspace, f"{name} again") for name, workspace in both.items()]
+    return {
+        "errors": errors,
+        "seen": seen,
+        "connections": [table["connection"] for table in before],
+        "mailboxes": len({table["mailbox"] for table in before}),
+        "failed": failed,
+        "settled": rank.memory.settled(),
+        "failure": rank.memory.failure(),
+        "kinds": [[w["flights"], w["memory"], w["ranks_per_node"]] for w in rank.memory.workspaces()],
     }
 
 

@@ -49,7 +49,7 @@ def dispatch(
     config = schedule.of_flight(config, lines=lines) if flight else config
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
     if flight:
-        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire, lines=lines))
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, config, wire, lines=lines))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
@@ -82,7 +82,7 @@ def redispatch(
     hidden = x.shape[1]
     cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
     if flight:
-        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, wire))
+        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, config, wire))
     attrs = attributes(
         spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
     )

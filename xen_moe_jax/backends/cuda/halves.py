@@ -1,6 +1,7 @@
 """Start and done halves as two FFI calls: see "In two halves" in docs/cuda.md.
 
-A start is the whole operation, on a stream of the library's own and on few SMs, and returns at once; its results are
+A start is the whole operation, on a stream of the library's own and on few SMs (of few tokens between nodes, none while
+rows are on their way), and returns at once; its results are
 under way, and nobody but the done half reads them. That has them aliased through, and makes XLA's stream wait for the
 operation. It takes the operands of the start too, so that XLA leaves their memory alone as long.
 """
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from xen_moe_jax import _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.availability import BackendUnavailable
@@ -26,9 +26,7 @@ HELD = 2
 
 
 def can_split(spec: Spec, config: KernelConfig) -> bool:
-    """Wherever the kernels run, but not between nodes: there a start is the whole operation, on XLA's stream."""
-    if _nodes.several(spec.num_ranks, config):
-        return False
+    """Wherever the kernels run."""
     try:
         module.compiled()
     except BackendUnavailable:

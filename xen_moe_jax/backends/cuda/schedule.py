@@ -182,10 +182,11 @@ def of_flight(config: KernelConfig, *, lines: bool = False) -> KernelConfig:
     return dataclasses.replace(config, num_sms=LOW_LATENCY_FLIGHT_SMS if lines else FLIGHT_SMS)
 
 
-def bulk(spec: Spec, wire: Any, *, lines: bool = False) -> bool:
-    """Whether a dispatch in flight places rows by bulk copies: large ones, whose rows travel as they are."""
+def bulk(spec: Spec, config: KernelConfig, wire: Any, *, lines: bool = False) -> bool:
+    """Whether a dispatch in flight places rows by bulk copies: large ones within a node, whose rows travel as they
+    are."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None and not lines
+    return wanted and wire is None and not lines and not _nodes.several(spec.num_ranks, config)
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:

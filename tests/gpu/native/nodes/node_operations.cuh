@@ -54,9 +54,12 @@ struct NodeOperation {
   }
 };
 
+// `in_flight`: as an operation in flight is launched. One of few tokens goes in parts then, which the other ranks do
+// not notice.
 template <class Link>
-int LaunchOne(const NodeOperation& o, const Link& link, cudaStream_t stream) {
+int LaunchOne(NodeOperation o, const Link& link, cudaStream_t stream, bool in_flight) {
   const Problem& p = o.prepared->problem;
+  o.rails.in_flight = in_flight && o.low_latency();
   const bool native = p.wire == WireType::kNative;
   if (p.operation == Operation::kCombine) {
     const CombineParams& k = o.prepared->combine;

@@ -93,15 +93,17 @@ class NodeWorld {
     network->Drain();
 #endif
   }
+  // Every second one in flight, and on other ranks the others.
   void Launch(const NodeOperation& o, int rank, bool poisoned = false) {
     const cudaStream_t stream = world.states[rank].stream[0];
+    const bool in_flight = (rank + launched_[rank]++) % 2;
 #ifndef __CUDACC__
     if (options_.network) {
-      NATIVE_CHECK(LaunchOne(o, NetworkLink{network.get(), rank}, stream));
+      NATIVE_CHECK(LaunchOne(o, NetworkLink{network.get(), rank}, stream, in_flight));
       return o.prepared->Verify(stream, poisoned);
     }
 #endif
-    NATIVE_CHECK(LaunchOne(o, PeerLink{tables_[rank], rank}, stream));
+    NATIVE_CHECK(LaunchOne(o, PeerLink{tables_[rank], rank}, stream, in_flight));
     o.prepared->Verify(stream, poisoned);
   }
 
@@ -155,6 +157,7 @@ class NodeWorld {
     world.Synchronize();
   }
   NodeOptions options_;
+  int launched_[kMaxRanks] = {};
   std::vector<char*> own_;
   std::vector<uint64_t*> expected_, counters_;
   std::vector<PeerTable*> tables_;

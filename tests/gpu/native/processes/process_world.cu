@@ -164,7 +164,7 @@ void ProcessWorld::Launch(const ProcessOperation& o, bool poisoned) {
   o.operation.prepared->Verify(state.stream[0], poisoned);
 }
 void ProcessWorld::LaunchUnchecked(const ProcessOperation& o) {
-  NATIVE_CHECK(LaunchOne(o.operation, link, state.stream[0]));
+  NATIVE_CHECK(LaunchOne(o.operation, link, state.stream[0], (state.rank + launched_) % 2));
 }
 void ProcessWorld::Synchronize() { NATIVE_CHECK(cudaDeviceSynchronize()); }
 uint32_t ProcessWorld::Wrong() {

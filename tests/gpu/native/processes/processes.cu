@@ -2,11 +2,10 @@
 // them, over the network of tcp_rma.h. Without JAX.
 //   processes --nccl libnccl.so.2 --plugin libxen_moe_tcp_rma.so --ranks R --per-node G --gpus N --scenario NAME|all
 //             --faults LIST --calls N --seed S --patience F --limit SECONDS --log FOLDER
-// Ranks share a GPU where there are fewer GPUs than ranks, but not two of one node. `--faults`: XEN_MOE_RMA of
-// tcp_rma.h.
-// `--log`: NCCL's own words, a file for each rank. Each scenario has processes of its own. On the nodes of a cluster,
-// without --plugin and with --rank r --address HOST:PORT of rank 0, it is one rank of one scenario, over NCCL's own
-// network. One line per scenario. Exit status 0: all passed.
+// Ranks share a GPU where there are fewer GPUs than ranks. `--faults`: XEN_MOE_RMA of tcp_rma.h. `--log`: NCCL's own
+// words, a file for each rank. Each scenario has processes of its own. On the nodes of a cluster, without --plugin and
+// with --rank r --address HOST:PORT of rank 0, it is one rank of one scenario, over NCCL's own network. One line per
+// scenario. Exit status 0: all passed.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
