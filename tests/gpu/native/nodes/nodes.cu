@@ -4,8 +4,11 @@
 // line per scenario. Exit status 0: all passed.
 #include <algorithm>
 #include <bitset>
+#include <chrono>
 #include <cstdlib>
+#include <optional>
 #include <string>
+#include <thread>
 
 #include "cuda_kernels/peer_transport.cuh"
 #include "tests/gpu/native/nodes/node_operations.cuh"
@@ -93,10 +96,10 @@ class NodeWorld {
     network->Drain();
 #endif
   }
-  // Every second one in flight, and on other ranks the others.
+  // Every second one in flight, and on other ranks the others, unless `all_in_flight` says.
   void Launch(const NodeOperation& o, int rank, bool poisoned = false) {
     const cudaStream_t stream = world.states[rank].stream[0];
-    const bool in_flight = (rank + launched_[rank]++) % 2;
+    const bool in_flight = all_in_flight.value_or((rank + launched_[rank]++) % 2);
 #ifndef __CUDACC__
     if (options_.network) {
       NATIVE_CHECK(LaunchOne(o, NetworkLink{network.get(), rank}, stream, in_flight));
@@ -108,6 +111,7 @@ class NodeWorld {
   }
 
   World world;
+  std::optional<bool> all_in_flight;
 #ifndef __CUDACC__
   std::unique_ptr<Network> network;
 #endif
@@ -480,6 +484,46 @@ std::string Overtaken(const NodeOptions& o) {
   return Text("%zu problems, 6 times each", pool.size());
 }
 
+// While rows of few tokens are on their way an operation in flight keeps one multiprocessor at most, for a warp; a
+// whole one keeps all that it has blocks for.
+std::string Apart(const NodeOptions& o) {
+  if (!o.network) return "left out: a link by pointer holds nothing back";
+  NodeWorld nodes(o);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<NodeOperation>> pool;
+  for (int kind = 0; kind < 2; ++kind) {  // a dispatch, then a combine
+    Problem p = NodeProblem(rng, o, kind, true);
+    p.push_blocks = p.slices = 1, p.blocks = Multiprocessors(0) + 2;  // those that receive fill the GPU
+    pool.push_back(nodes.Add(p, 32, 20));
+  }
+  nodes.Start(pool);
+  for (const auto& one : pool) RunNodes(nodes, o, {one}, 1, "the operation before");
+  const cudaStream_t side = nodes.world.states[0].side;
+  for (const auto& one : pool) {
+    for (const bool in_flight : {true, false}) {
+      const std::string what = (in_flight ? "in flight: " : "whole: ") + Name(one[0].prepared->problem);
+      nodes.all_in_flight = in_flight;
+      nodes.network->Hold(true);
+      nodes.world.Each([&](int rank) { nodes.Launch(one[rank], rank); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      NATIVE_CHECK(cudaSetDevice(nodes.world.states[0].device));
+      Sleep(side, 1);
+      const double start = Now(), limit = in_flight ? o.patience : 0.3;
+      while (cudaStreamQuery(side) != cudaSuccess && Now() - start < limit) std::this_thread::yield();
+      const bool ran = cudaStreamQuery(side) == cudaSuccess;
+      const bool waits = cudaStreamQuery(nodes.world.states[0].stream[0]) == cudaErrorNotReady;
+      cudaGetLastError();
+      nodes.network->Hold(false);
+      nodes.Synchronize();
+      ExpectNoFailure(nodes.world);
+      ExpectRight(nodes.world, what);
+      Expect(waits, "it ended without what was held back, " + what);
+      Expect(ran == in_flight, std::string(ran ? "another kernel ran beside it, " : "no other kernel ran, ") + what);
+    }
+  }
+  return "a kernel ran beside a dispatch and a combine in flight that waited, and beside whole ones none";
+}
+
 // A rank is slow to get what it is sent, and left out from the next operation on: the others go on with theirs, and
 // nobody sends it anything but what it was sent.
 std::string Left(const NodeOptions& o) {
@@ -551,7 +595,7 @@ const NodeScenario kScenarios[] = {
     {"normal", Normal}, {"random", Random},       {"graph", Graph},     {"absent", Absent},
     {"many", Many},     {"mismatch", Mismatch},   {"members", Members}, {"growth", Growth},
 #ifndef __CUDACC__
-    {"dead", Dead},     {"overtaken", Overtaken}, {"left", Left},
+    {"dead", Dead},     {"overtaken", Overtaken}, {"left", Left},       {"apart", Apart},
 #endif
 };
 

@@ -61,6 +61,7 @@ CASES = [
     ("growth", 4, 2, "network", 64),
     ("overtaken", 4, 2, "network", 64),
     ("left", 4, 2, "network", 64),
+    ("apart", 4, 2, "network", 3),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
