@@ -135,13 +135,15 @@ def every_subset(mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, 
     """Of the ranks that take part, by `active`, in two orders and from one trace."""
     failed = []
     for case in cases:
+        began = time.monotonic()
         setup = Setup(case, mesh, mesh.axis_names, 20, 256)
         comparison = members.Comparison(setup, dataclasses.replace(config, channel=4), against)
         sets = members.subsets(mesh.size)
         for active in sets + sets[::-1]:
             if wrong := comparison.wrong(active):
                 failed.append(f"{case.name}, active={active.astype(int).tolist()}: {wrong}")
-        print(f"{case.name}, every subset of {mesh.size}: {'different' if failed else 'same'}", flush=True)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"{case.name}, every subset of {mesh.size}: {'different' if failed else 'same'}, {took}", flush=True)
         if comparison.traces != 1:
             failed.append(f"{case.name}: traced {comparison.traces} times")
     return failed
