@@ -6,12 +6,12 @@
 // known, and rows placed, while most rows are still on their way, and the slow link is all that takes time. From there
 // on everything is as within a node.
 // Who does it: every block, all its warps at one message, packs and sends leads and then chunks. The first blocks push
-// within the node and forward chunks; every block forwards leads, computes positions and places rows, those of this
-// node first. Who waits for whom: packing, sending and pushing wait for nobody; forwarding waits for the chunk's
-// sender, and for the block here that forwards its lead; the others as in dispatch.cuh. Messages are claimed, and all
-// of them by the first blocks before those go on to wait for others: so every wait ends, with any number of resident
-// blocks. Memory order: rail.cuh and dispatch.cuh. What a message says is checked before it becomes an address: tokens
-// by their number in the block, experts by their range.
+// within the node, half of them and the last blocks forward chunks; every block forwards leads, computes positions and
+// places rows, those of this node first. Who waits for whom: packing, sending and pushing wait for nobody; forwarding
+// waits for the chunk's sender, and for the block here that forwards its lead; the others as in dispatch.cuh. Messages
+// are claimed, and all of them by the first blocks before those go on to wait for others: so every wait ends, with any
+// number of resident blocks. Memory order: rail.cuh and dispatch.cuh. What a message says is checked before it becomes
+// an address: tokens by their number in the block, experts by their range.
 #pragma once
 
 #include "direct.cuh"
@@ -25,9 +25,15 @@ struct MessageShared {
   uint32_t tokens[kLeadChunks];
 };
 
-// The first blocks forward chunks, and push within the node after that. Enough for a few times what a network brings;
-// the others are there to place what they forward.
-__device__ __forceinline__ int ForwardBlocks(const Schedule& s) { return max(1, s.push_blocks / 2); }
+// Which blocks forward chunks before they place rows: the first ones, which push within the node after that, and the
+// last ones. A chunk is about 10 us of a block's time, most of it waiting for memory, and a network of 50 GB/s brings a
+// chunk of fp8 rows each 1 to 2 us.
+__device__ __forceinline__ bool ForwardsFirst(const Schedule& s) {
+  return static_cast<int>(blockIdx.x) < max(1, s.push_blocks / 2);
+}
+__device__ __forceinline__ bool ForwardsLast(const Schedule& s) {
+  return static_cast<int>(blockIdx.x) >= s.blocks - (s.blocks - s.push_blocks) / 4;
+}
 
 // Bit mask of the tokens of a chunk that have an expert on one of `ranks`, to all lanes.
 __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& plan, const int* topk_idx, int chunk,
@@ -277,8 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!shared.run.refused) {
     // Few rows are pushed as shares of the pushing blocks, which the others would do a second time for one that is
     // late.
-    const bool forwards = static_cast<int>(blockIdx.x) < ForwardBlocks(p.schedule);
-    const bool late = forwards && p.routing.tokens * p.schedule.parts > p.schedule.push_blocks * kWarps;
+    const bool first = ForwardsFirst(p.schedule), forwards = first || ForwardsLast(p.schedule);
+    const bool late = first && p.routing.tokens * p.schedule.parts > p.schedule.push_blocks * kWarps;
     SendChunks<Codec>(p, shared, rail, message);
     if (!late) Send<Codec>(p, shared, shared.run.epoch);
     ForwardLeads(p, shared, rail, message);
