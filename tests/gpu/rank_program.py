@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--reset", action="store_true", help="a rank stays away, all fail, and begin again")
     parser.add_argument("--random-calls", type=int, default=0, help="operations in jitted loops (random_calls.py)")
     parser.add_argument("--mode", default="auto", choices=("auto", "throughput", "low_latency"), help="of the config")
+    parser.add_argument("--num-sms", type=int, help="of the config: fewer where ranks run at once on one GPU")
     parser.add_argument("--halves", action="store_true", help="programs in halves (flights.py)")
     parser.add_argument("--subsets", help="names of cases that every subset of the ranks runs, by `active`")
     parser.add_argument("--random-seconds", type=float, default=float("inf"), help="after which they may be fewer")
@@ -91,7 +92,11 @@ def main() -> int:
     if options.reverse:
         devices.reverse()
     config = xm.KernelConfig(
-        backend=options.backend, chunk_tokens=options.chunk_tokens, timeout_s=30.0, mode=options.mode
+        backend=options.backend,
+        chunk_tokens=options.chunk_tokens,
+        timeout_s=30.0,
+        mode=options.mode,
+        num_sms=options.num_sms,
     )
     against = xm.KernelConfig(backend="reference", ranks_per_node=per_node)
     if per_node and not options.found:
