@@ -178,7 +178,7 @@ class Direct {
   __device__ __forceinline__ bool AwaitCounter(int rank, uint32_t signal, Step step) const {
     const uint32_t value = Reached(signal);
     auto there = [&] { return static_cast<int32_t>(static_cast<uint32_t>(transport_.Count(signal)) - value) >= 0; };
-    return WaitUntil(there, run_, step, rank);
+    return transport_.WaitFor(there, step, rank);
   }
   // One lane.
   __device__ __forceinline__ bool AwaitSlowly(int rank, int chunk, Step step, uint32_t* tokens) const {

@@ -73,39 +73,70 @@ static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step s
 __device__ __forceinline__ int ComesThrough(const Running& run, int rank) {
   return FirstRank(run.reachable) + rank % CountRanks(run.reachable);
 }
+// Whether `rank` can be told anything: it takes part, and its process has not ended.
+__device__ __forceinline__ bool Listens(const Running& run, int rank) {
+  return Holds(run.members & ~LoadDead(*run.mailbox), rank);
+}
+// The rank of this node that hands on to this one what comes from `rank`, of another node; past a rail it is this one.
+__device__ __forceinline__ int HandsOn(const Running& run, int rank) {
+  const int through = ComesThrough(run, rank);
+  return Listens(run, through) ? through : run.rank;
+}
+// Whether `rank`, of another node, hears for whom `about`, of this one, waits: of each node the one with its place, and
+// where that one does not listen all others there.
+__device__ __forceinline__ bool Hears(const Running& run, int rank, int about) {
+  const int per_node = CountRanks(run.reachable), of_place = rank / per_node * per_node + about % per_node;
+  return Listens(run, rank) && (rank == of_place || !Listens(run, of_place));
+}
+// Where this node has heard for whom `rank`, of another one, waits.
+__device__ __forceinline__ const uint64_t* HeardOf(const Running& run, int rank) {
+  return &run.control->mailbox[HandsOn(run, rank)]->told[rank];
+}
 
 // `most`, or this part of the timeout where that is less.
 __device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uint64_t part) {
   return run.timeout_ns && run.timeout_ns / part < most ? run.timeout_ns / part : most;
 }
 
-// Whether `rank`, which shows in `shown` that it waits, has been stopped: a process that was killed in the middle of a
-// wait shows it for ever.
-__device__ __forceinline__ bool StandsStill(const Running& run, int rank, uint64_t shown) {
+// Whether the rank that shows at `where` that it waits, as `shown` said, has been stopped: a process that was killed in
+// the middle of a wait shows it for ever.
+__device__ __forceinline__ bool StandsStill(const Running& run, const uint64_t* where, uint64_t shown) {
   const uint64_t start = NowNs(), grace = Grace(run, kBeatGraceNs, 8);
-  while (LoadRelaxedSystem(&run.control->mailbox[rank]->progress) == shown) {
+  while (LoadRelaxedSystem(where) == shown) {
     if (LoadRelaxedSystem(&run.mailbox->failure)) return false;  // somebody else has found the root
     if (NowNs() - start > grace) return true;
   }
   return false;
 }
+// Whether this node goes on hearing that `rank`, of another one, waits, in this operation or the one before; in
+// `*shown`, for whom.
+__device__ __forceinline__ bool IsHeardToWait(const Running& run, int rank, uint64_t* shown) {
+  const uint64_t* const told = HeardOf(run, rank);
+  *shown = LoadRelaxedSystem(told);
+  return ProgressWaits(*shown) && !EpochBefore(NextEpoch(ProgressEpoch(*shown)), run.epoch) &&
+         !StandsStill(run, told, *shown);
+}
 
-// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. Of a rank of
-// another node nothing is shown here: either it owes, or the one that hands on what it sends, which shows whether it
-// waits for it.
+// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. What those
+// of another node show is told here while one of them waits for a third node (transport.cuh). Of one that is not heard
+// to wait, either it owes, or the one that hands on here what it sends, which shows whether it waits for it.
 static __device__ __noinline__ void FailTimeout(const Running& run, Step step, int rank, uint64_t waited_ns) {
   RankMask seen = OneRank(run.rank);
   while (!Holds(seen, rank)) {
     seen |= OneRank(rank);
     if (IsDead(run, rank)) break;
-    const int asked = Holds(run.reachable, rank) ? rank : ComesThrough(run, rank);
-    if (asked == run.rank) break;
-    const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[asked]->progress);
-    if (IsDead(run, asked) || !ProgressWaits(shown) || StandsStill(run, asked, shown)) {
-      if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
-      rank = asked;
-      if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
-      break;
+    uint64_t shown;
+    if (Holds(run.reachable, rank) || !IsHeardToWait(run, rank, &shown)) {
+      const int asked = Holds(run.reachable, rank) ? rank : ComesThrough(run, rank);
+      if (asked == run.rank) break;
+      const uint64_t* const progress = &run.control->mailbox[asked]->progress;
+      shown = LoadRelaxedSystem(progress);
+      if (IsDead(run, asked) || !ProgressWaits(shown) || StandsStill(run, progress, shown)) {
+        if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
+        rank = asked;
+        if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
+        break;
+      }
     }
     const int next = ProgressRank(shown);
     if (next >= run.ranks || Holds(seen, next)) break;
@@ -166,8 +197,11 @@ struct Waiting {
   uint64_t alone = 0;  // since when the rank awaited seems to have gone on without this one
 };
 
-// The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks.
-static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int rank, Waiting* waiting) {
+// The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks. `here`: for what a
+// rank of this node does; what comes from another node is handed on then, by a block that waits for it.
+static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int rank, Waiting* waiting,
+                                              bool here = true) {
+  const bool near = Holds(run.reachable, rank), handed_on = here && !near;
   if (LoadRelaxedSystem(&run.mailbox->failure)) return false;
   if (rank != run.rank) {
     const uint64_t word = LoadRelaxedSystem(&run.mailbox->announcements[run.epoch & 1][rank]);
@@ -185,9 +219,10 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    if (!StepsBack(step) || !ShowsRows(run)) {
+    const int awaited = handed_on ? HandsOn(run, rank) : rank;
+    if (awaited != run.rank && (!StepsBack(step) || !ShowsRows(run))) {
       StoreRelaxedSystem(&run.mailbox->progress,
-                         PackWaiting(run.epoch, step, rank, static_cast<uint32_t>(now / kShowWaitingNs)));
+                         PackWaiting(run.epoch, step, awaited, static_cast<uint32_t>(now / kShowWaitingNs)));
     }
     if (!WentOnWithout(run, rank)) {
       waiting->alone = 0;
@@ -199,10 +234,11 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
     }
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
-  // waits for one of its own, and tells this one in time.
-  const uint64_t counts = rank == run.rank                                 ? waited / 2
-                          : Holds(run.reachable, rank) && !StepsBack(step) ? waited
-                                                                           : waited / 3 * 2;
+  // waits for one of its own, and tells this one in time; and so does who hands on, before those that wait for it.
+  const uint64_t counts = rank == run.rank           ? waited / 2
+                          : handed_on                ? waited / 7 * 4
+                          : near && !StepsBack(step) ? waited
+                                                     : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
@@ -212,8 +248,13 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
 
 // Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used. The slow half
 // takes about a microsecond: `kPolls` of memory take tens of them, of shared memory it must be more.
-template <int kPolls = 64, class Arrived>
-__device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank) {
+// `tell(waiting)` is called beside it, and says whether that is for something of this node (transport.cuh).
+struct TellNobody {
+  static constexpr bool kHere = true;
+  __device__ __forceinline__ void operator()(const Waiting&) const {}
+};
+template <int kPolls = 64, class Arrived, class Tell = TellNobody>
+__device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank, Tell tell = {}) {
   if (arrived()) return true;
   Waiting waiting;
   do {
@@ -223,7 +264,7 @@ __device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, S
       if (waiting.shown) StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
       return true;
     }
-  } while (MayWaitOn(run, step, rank, &waiting));
+  } while (MayWaitOn(run, step, rank, &waiting, Tell::kHere) && (tell(waiting), true));
   return false;
 }
 

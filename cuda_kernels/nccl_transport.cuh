@@ -83,6 +83,10 @@ struct NcclLink {
     constexpr uint64_t kAt = offsetof(Mailbox, failure);
     PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::failure), ncclGin_None{});
   }
+  __device__ __forceinline__ void Tell(int target, int about, uint64_t) const {
+    const uint64_t at = offsetof(Mailbox, told) + about * sizeof(uint64_t);
+    PutInto(target, table->mailbox, at, at, sizeof(uint64_t), ncclGin_None{});
+  }
 
  private:
   // A counter for each rank: puts whose source has been read.

@@ -51,6 +51,9 @@ struct PeerLink {
   __device__ __forceinline__ void Fail(int target, uint64_t word) const {
     ClaimWordSystem(&table->mailbox[target]->failure, word);
   }
+  __device__ __forceinline__ void Tell(int target, int about, uint64_t word) const {
+    StoreRelaxedSystem(&table->mailbox[target]->told[about], word);
+  }
 };
 
 }  // namespace xen_moe

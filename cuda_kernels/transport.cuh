@@ -9,6 +9,9 @@
 //   Count(signal)    an own counter, with acquire semantics at system scope: any lane alone
 //   Pending()        a rank to which a put of this context is still being read from here, or -1: any lane alone
 //   Fail(rank, word) as Transport::Fail, after a Reserve: one lane alone
+//   Tell(rank, about, word)
+//                    puts `word`, which Mailbox::told[about] is here, or a later one, into that of `rank`, after a
+//                    Reserve: one lane alone
 // A context is a warp of an operation: what is said about the order of puts is said about the puts of one warp.
 //
 // Offsets count from the start of a generation's staging area, which is the same size on all ranks; offsets and sizes
@@ -19,6 +22,43 @@
 #include "failure.cuh"
 
 namespace XEN_MOE_KERNELS {
+
+constexpr uint64_t kTellShare = 4;  // a wait that lasts longer than this part of the timeout is told of
+constexpr uint64_t kTellBeats = 4;  // how often, in the time that a rank is given to show another beat
+
+// Tells other nodes for whom the ranks of this one wait, unless a warp of this rank just has: they may wait for these
+// ranks. One lane calls it.
+template <class Link>
+static __device__ __noinline__ void TellWaiting(const Link& link, const Running& run) {
+  unsigned long long* const last = reinterpret_cast<unsigned long long*>(&run.control->told_ns);
+  const uint64_t now = NowNs(), before = LoadRelaxedSystem(&run.control->told_ns);
+  if (now - before < Grace(run, kBeatGraceNs, 8) / kTellBeats || atomicCAS(last, before, now) != before) return;
+  for (RankMask near = run.reachable; Any(near); DropFirst(near)) {
+    const int about = FirstRank(near);
+    if (!Listens(run, about)) continue;
+    const uint64_t word = LoadRelaxedSystem(&run.control->mailbox[about]->progress);
+    StoreRelaxedSystem(&run.mailbox->told[about], word);
+    __threadfence_system();
+    for (RankMask far = run.members & ~run.reachable; Any(far); DropFirst(far)) {
+      const int rank = FirstRank(far);
+      if (!Hears(run, rank, about)) continue;
+      if constexpr (Link::kReserves) {
+        if (!link.Reserve(rank)) continue;
+      }
+      link.Tell(rank, about, word);
+    }
+  }
+}
+// A wait for something of another node, which all others hear of if it takes long.
+template <class Link>
+struct TellOthers {
+  static constexpr bool kHere = false;
+  const Link& link;
+  const Running& run;
+  __device__ __forceinline__ void operator()(const Waiting& waiting) const {
+    if (run.timeout_ns && waiting.shown > waiting.start + run.timeout_ns / kTellShare) TellWaiting(link, run);
+  }
+};
 
 template <class Link>
 class Transport {
@@ -43,11 +83,16 @@ class Transport {
   __device__ __forceinline__ bool Wait(uint32_t signal, uint64_t value, Step step, int rank) const {
     bool arrived = true;
     if ((threadIdx.x & 31) == 0) {
-      arrived = WaitUntil([&] { return link_.Count(signal) >= value; }, run_, step, rank);
+      arrived = WaitFor([&] { return link_.Count(signal) >= value; }, step, rank);
     }
     arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
     __syncwarp();  // what one lane has acquired, all lanes may read
     return arrived;
+  }
+  // WaitUntil for something that `rank`, of another node, does. Any lane alone.
+  template <class Arrived>
+  __device__ __forceinline__ bool WaitFor(Arrived arrived, Step step, int rank) const {
+    return WaitUntil(arrived, run_, step, rank, TellOthers<Link>{link_, run_});
   }
   // This rank's counter `signal`, with acquire semantics at system scope. Any lane alone.
   __device__ __forceinline__ uint64_t Count(uint32_t signal) const { return link_.Count(signal); }
@@ -56,7 +101,7 @@ class Transport {
     bool done = true;
     if ((threadIdx.x & 31) == 0) {
       for (int rank; done && (rank = link_.Pending()) >= 0;) {
-        done = WaitUntil([&] { return link_.Pending() != rank; }, run_, Step::kCredit, rank);
+        done = WaitFor([&] { return link_.Pending() != rank; }, Step::kCredit, rank);
       }
     }
     done = __shfl_sync(0xFFFFFFFFu, done, 0);
@@ -92,7 +137,7 @@ class Transport {
     bool room = true;
     if constexpr (Link::kReserves) {
       if ((threadIdx.x & 31) == 0) {
-        room = WaitUntil([&] { return link_.Reserve(rank); }, run_, Step::kCredit, rank);
+        room = WaitFor([&] { return link_.Reserve(rank); }, Step::kCredit, rank);
       }
       room = __shfl_sync(0xFFFFFFFFu, room, 0);
     }

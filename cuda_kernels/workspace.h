@@ -190,6 +190,8 @@ struct alignas(128) Mailbox {
   // By the host: bit mask of the ranks whose process has ended. Nothing is read or stored there.
   uint32_t dead[kRankWords];
   uint64_t unread;  // by ranks of other nodes: what a signal alone carries
+  // By ranks of other nodes, again and again while they wait: what each rank of their node shows in `progress`.
+  alignas(128) uint64_t told[kMaxRanks];
   // Written by this rank alone, for the others to read when something is wrong.
   alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
   uint64_t progress;
@@ -260,6 +262,7 @@ struct alignas(128) Control {
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`
   uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
+  uint64_t told_ns;                               // when this rank last told other nodes for whom it waits
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
   uint32_t landed[kMaxBlocks];                    // by block: the last low-latency epoch whose rows others can see
   alignas(128) uint32_t taken[kMaxRounds];        // items of a round that are done; 0 again when all are (rounds.cuh)

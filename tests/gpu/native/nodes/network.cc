@@ -34,6 +34,7 @@ Network::Network(int ranks, int ranks_per_node, int signals, const Faults& fault
       faults_(faults),
       random_(faults.seed),
       failure_(ranks),
+      told_(ranks),
       counters_(static_cast<size_t>(ranks) * signals),
       free_at_(ranks),
       traffic_(static_cast<size_t>(ranks) * ranks),
@@ -55,6 +56,10 @@ void Network::Register(uint32_t generation, int rank, char* memory, uint64_t byt
 void Network::RegisterFailure(int rank, uint64_t* word) {
   std::lock_guard<std::mutex> lock(mutex_);
   failure_[rank] = word;
+}
+void Network::RegisterTold(int rank, uint64_t* words) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  told_[rank] = words;
 }
 
 uint64_t Network::Later(uint64_t now) {
@@ -79,7 +84,11 @@ void Network::Put(int context, uint32_t generation, int source, int target, uint
     uint64_t cut = bytes;
     if (faults_.reorder && bytes >= 64) cut = 16 * (1 + random_() % (bytes / 16 - 1));
     const auto delay = delay_ns_.find(target);
-    const uint64_t from_now = now + (delay == delay_ns_.end() ? 0 : delay->second);
+    uint64_t from_now = now + (delay == delay_ns_.end() ? 0 : delay->second);
+    if (const auto starved = starved_.find({source, target}); starved != starved_.end()) {
+      m.lost = starved->second.puts++ > 0;
+      from_now += starved->second.delay_ns;
+    }
     m.pieces.push_back({0, cut, Later(from_now)});
     if (cut < bytes) m.pieces.push_back({cut, bytes, Later(from_now)});
     if (overtake_ns_ && bytes >= sizeof(ChunkHeader)) {
@@ -117,11 +126,13 @@ int Network::Pending(int rank, int context) {
   return own.empty() ? -1 : own.begin()->second;
 }
 
-void Network::Fail(int source, int target, uint64_t word) {
+void Network::Fail(int source, int target, uint64_t word) { PostWord(source, target, -1, word); }
+void Network::Tell(int source, int target, int about, uint64_t word) { PostWord(source, target, about, word); }
+void Network::PostWord(int source, int target, int about, uint64_t word) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (failure_[target] == nullptr) Broken("no mailbox", source, target, 0, 0, 0);
+  if ((about < 0 ? failure_ : told_)[target] == nullptr) Broken("no mailbox", source, target, 0, 0, 0);
   Message m;
-  m.source = source, m.target = target, m.word = word;
+  m.source = source, m.target = target, m.about = about, m.word = word;
   m.signal_not_before = Later(Now());
   messages_.push_back(std::move(m));
   changed_.notify_all();
@@ -141,6 +152,10 @@ void Network::Kill(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   killed_.insert(rank);
   changed_.notify_all();
+}
+void Network::Starve(int source, int target, int milliseconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  starved_[{source, target}] = {uint64_t{1000000} * static_cast<unsigned>(milliseconds), 0};
 }
 void Network::Delay(int rank, int milliseconds) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -242,6 +257,9 @@ bool Network::DeliverOne(uint64_t now) {
       Complete(m.source, m.context, m.ticket);
       if (faults_.duplicate) again_.push_back({m.source, m.context, m.ticket});
     }
+  } else if (m.about >= 0) {
+    __atomic_store_n(told_[m.target] + m.about, m.word, __ATOMIC_RELAXED);
+    m.signalled = true;
   } else if (m.word != 0) {
     uint64_t none = 0;
     __atomic_compare_exchange_n(failure_[m.target], &none, m.word, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);

@@ -42,10 +42,11 @@ class Network {
   Network(int ranks, int ranks_per_node, int signals, const Faults& faults);
   ~Network();
   Network(const Network&) = delete;
-  // Memory that puts of this generation (its low byte) go from and to, and the word that Fail writes. Nothing may be
-  // under way.
+  // Memory that puts of this generation (its low byte) go from and to, the word that Fail claims, and those that Tell
+  // writes, by rank. Nothing may be under way.
   void Register(uint32_t generation, int rank, char* memory, uint64_t bytes);
   void RegisterFailure(int rank, uint64_t* word);
+  void RegisterTold(int rank, uint64_t* words);
 
   // What kernels call, through network_link.cuh. `signal` < 0: none. A put inside a node, outside the memory or of odd
   // size ends the process: it is a fault of the kernel.
@@ -54,6 +55,7 @@ class Network {
   uint64_t Count(int rank, int signal) const;
   int Pending(int rank, int context);
   void Fail(int source, int target, uint64_t word);
+  void Tell(int source, int target, int about, uint64_t word);
 
   // What a test does to it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the rank any
   // more, and nothing that it has put completes.
@@ -62,6 +64,8 @@ class Network {
   // alone decides. False: nothing is left.
   bool Step();
   void Kill(int rank);
+  // Of what `source` puts to `target` the first arrives so much later, and nothing behind it. Fail and Tell do.
+  void Starve(int source, int target, int milliseconds);
   // Puts to `rank` arrive, and are read, so much later.
   void Delay(int rank, int milliseconds);
   // What goes to higher ranks in an operation with an odd number arrives, or its last part does, after all that the
@@ -90,7 +94,8 @@ class Network {
     std::vector<Piece> pieces;  // that have not arrived
     uint64_t signal_not_before = 0, word = 0, overtaken_until = 0;
     uint32_t epoch = 0;  // of the operation; 0: not known
-    bool signalled = false;
+    int about = -1;      // of Tell: the rank
+    bool signalled = false, lost = false;
   };
   struct Again {
     int rank, context;
@@ -101,7 +106,8 @@ class Network {
   bool MaySignal(const Message& message, uint64_t now) const;
   void Signal(int target, int signal, uint64_t now);
   bool WaitsForNext(const Message& m, uint64_t now) const;
-  bool Lost(const Message& m) const { return killed_.count(m.source) || killed_.count(m.target); }
+  bool Lost(const Message& m) const { return m.lost || killed_.count(m.source) || killed_.count(m.target); }
+  void PostWord(int source, int target, int about, uint64_t word);
   void Complete(int rank, int context, uint64_t ticket);
   uint64_t Later(uint64_t now);
 
@@ -115,11 +121,16 @@ class Network {
   std::map<std::pair<int, int>, std::map<uint64_t, int>> outstanding_;  // (rank, context): ticket -> target
   std::map<std::pair<int, int>, int64_t> uncounted_;                    // kBrokenCompletions: puts less completions
   std::map<std::pair<uint32_t, int>, std::pair<char*, uint64_t>> memory_;
-  std::vector<uint64_t*> failure_;
+  std::vector<uint64_t*> failure_, told_;
   std::vector<uint64_t> counters_, free_at_;
   std::vector<Traffic> traffic_;
   std::set<int> killed_;
   std::map<int, uint64_t> delay_ns_;  // by target
+  struct Starved {
+    uint64_t delay_ns = 0;
+    int puts = 0;
+  };
+  std::map<std::pair<int, int>, Starved> starved_;  // by source and target
   struct Sent {
     int puts = 0, signalled = 0;
   };

@@ -226,6 +226,7 @@ struct Calls {
       memory.push_back(p);
       network.Register(1, state.rank, p, 128 * kSlot);
       network.RegisterFailure(state.rank, &state.mailbox->failure);
+      network.RegisterTold(state.rank, state.mailbox->told);
     }
   }
   ~Calls() {

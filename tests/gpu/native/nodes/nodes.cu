@@ -150,6 +150,7 @@ class NodeWorld {
           network->Register(memory.generation, r, memory.staging[r], 2 * (memory.flag_bytes + memory.data_bytes));
         }
         network->RegisterFailure(r, &world.states[r].mailbox->failure);
+        network->RegisterTold(r, world.states[r].mailbox->told);
 #endif
         if (r / options_.per_node == state.rank / options_.per_node) continue;
         control.mailbox[r] = nullptr, control.current.staging[r] = nullptr;
@@ -554,6 +555,38 @@ std::string Left(const NodeOptions& o) {
   return Text("%zu operations, %zu without the slow rank behind each", with.size(), without.size());
 }
 
+// Node 1 waits for node 0, which waits for the last node: all name the last one. What node 0 waits for first comes, but
+// so late that it gives up after node 1 would.
+std::string Chain(const NodeOptions& o) {
+  if (!o.network) return "left out: a link by pointer cannot be cut";
+  Expect(o.ranks >= 3 * o.per_node, "it takes three nodes");
+  const double seconds = 0.4;
+  for (int few = 0; few <= 1; ++few) {
+    NodeWorld nodes(o);
+    std::mt19937 rng(o.seed);
+    Problem p = NodeProblem(rng, o, 0, few);
+    p.tokens = std::max(p.tokens, 8);
+    const std::vector<std::vector<NodeOperation>> pool = {nodes.Add(p, 7, seconds)};
+    Expect(pool[0][0].low_latency() == few, "other kernels than wanted");
+    nodes.Start(pool);
+    RunNodes(nodes, o, pool, 1, "the operation before");
+    const int culprit = o.ranks - o.per_node;  // and all of its node
+    nodes.network->Starve(culprit, 0, static_cast<int>(0.7 * seconds * o.patience * 1000));
+    nodes.world.Each([&](int rank) {
+      const bool starved = rank < (few ? 1 : o.per_node);  // few tokens come straight to the others of its node
+      for (int i = 0; i < (rank < culprit ? 5 : 1); ++i) nodes.Launch(pool[0][rank], rank, starved || i > 0);
+    });
+    nodes.world.Synchronize();
+    ExpectRight(nodes.world, "results that are not poisoned");
+    for (int r = 0; r < culprit; ++r) {
+      const Failure f = UnpackFailure(nodes.world.FailureOf(r));
+      Expect(f.cause == Cause::kTimeout && f.rank >= culprit,
+             Text("rank %d: ", r) + FailureText(nodes.world.FailureOf(r)));
+    }
+  }
+  return "all named the last node, with many tokens and with few";
+}
+
 // The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
 // other: its rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
@@ -592,10 +625,10 @@ struct NodeScenario {
   std::string (*run)(const NodeOptions&);
 };
 const NodeScenario kScenarios[] = {
-    {"normal", Normal}, {"random", Random},       {"graph", Graph},     {"absent", Absent},
-    {"many", Many},     {"mismatch", Mismatch},   {"members", Members}, {"growth", Growth},
+    {"normal", Normal},     {"random", Random},       {"graph", Graph},   {"absent", Absent}, {"many", Many},
+    {"mismatch", Mismatch}, {"members", Members},     {"growth", Growth},
 #ifndef __CUDACC__
-    {"dead", Dead},     {"overtaken", Overtaken}, {"left", Left},       {"apart", Apart},
+    {"dead", Dead},         {"overtaken", Overtaken}, {"left", Left},     {"apart", Apart},   {"chain", Chain},
 #endif
 };
 

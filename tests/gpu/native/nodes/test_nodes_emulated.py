@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests.gpu.native.emulator import build
 from tests.gpu.native.emulator.built import built, emulate, with_fault
 
 SECONDS = 120
@@ -62,6 +63,7 @@ CASES = [
     ("overtaken", 4, 2, "network", 64),
     ("left", 4, 2, "network", 64),
     ("apart", 4, 2, "network", 3),
+    ("chain", 6, 2, "network", 64),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
@@ -72,12 +74,14 @@ CASES = [
     pytest.param("growth", 6, 2, "network", 1, marks=pytest.mark.slow),
     pytest.param("overtaken", 4, 1, "network", 64, marks=pytest.mark.slow),
     pytest.param("left", 6, 3, "network", 64, marks=pytest.mark.slow),
+    pytest.param("chain", 3, 1, "network", 64, marks=pytest.mark.slow),
+    pytest.param("chain", 9, 3, "network", 64, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("scenario, ranks, per_node, link, multiprocessors", CASES)
 def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
-    patience = 5 if scenario in ("absent", "dead", "growth") else 20
+    patience = 5 if scenario in ("absent", "chain", "dead", "growth") else 20
     done = run(nodes, scenario, ranks, per_node, link, multiprocessors, calls=150, patience=patience)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
@@ -206,15 +210,15 @@ FAULTS = {
     ),
     "direct-missing-wait": (
         "direct.cuh",
-        "if (!WaitUntil(there, run_, step, rank)) return false;",
+        "if (!AwaitCounter(rank, Signal(rank, chunk), step)) return false;",
         "",
         "FAILED",
         "normal",
     ),
     "share-done-twice": (
         "node_low_latency_combine.cuh",
-        "if (good && block < cut.push && !run.repeats) {",
-        "if (good && block < cut.push) {",
+        "if (good && sends && block < cut.push && !run.repeats) {",
+        "if (good && sends && block < cut.push) {",
         "FAILED",
         "members",
     ),
@@ -246,6 +250,13 @@ FAULTS = {
         "FAILED",
         "left",
     ),
+    "tells-nobody": (
+        "transport.cuh",
+        "/ kTellShare) TellWaiting(link, run);",
+        "/ kTellShare) (void)0;",
+        "FAILED",
+        "chain",
+    ),
     "reset-forgets-nothing": (
         "direct.cuh",
         "const uint32_t value = static_cast<uint32_t>(seen) + 1;",
@@ -256,11 +267,21 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_can_be_put_in(fault):
+    """Most of the next tests are slow: this one says at once that a kernel no longer reads as they take it to."""
+    file, before, *_ = FAULTS[fault]
+    assert (build.ROOT / "cuda_kernels" / file).read_text().count(before) == 1
+
+
 @pytest.mark.parametrize("fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in [*FAULTS][1:])])
 def test_a_fault_in_a_kernel_is_seen(nodes, fault):
     """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came, and what
     else the names say."""
     file, before, after, says, scenario = FAULTS[fault]
     program = with_fault(nodes, fault, {f"cuda_kernels/{file}": (before, after)})
-    done = run(program, scenario, 6, 2, patience=2 if says == "FAILED" else 20)
+    # One multiprocessor: a block waits for ranks in a known order.
+    (ranks, per_node), multiprocessors = ((3, 1), 1) if scenario == "chain" else ((6, 2), 64)
+    patience = 2 if says == "FAILED" else 20
+    done = run(program, scenario, ranks, per_node, multiprocessors=multiprocessors, patience=patience)
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr
