@@ -1,13 +1,13 @@
 // Times dispatch and combine between virtual nodes whose link carries so many bytes a second out of each GPU
 // (paced_link.cuh), without JAX: how well the kernels hide the slow link.
 //   paced --ranks R --per-node G --gpus N --rate GB/s --tokens T --hidden H --chunk-tokens C --blocks B --repeats N
-//         --seconds S --json FILE --mode operations|link-only
+//         --pacer-blocks P --seconds S --json FILE --mode operations|link-only
 // For every case one line: the time of an operation (back to back, the slowest rank), the slow link's time (the bytes
 // that the pacer has counted out of a rank, the most of any, by the rate), the time of the same operation where all
 // ranks are one node (what NVLink and the GPU take), the ratio of the first to the larger of the two others, and the
 // bytes that left a rank for each token and element. "groups M": tokens choose their experts on M nodes at most, as
-// group-limited gating does. --rate 0: no limit. --mode link-only: no operations, only the puts of full chunks, so that
-// the pacer's own time is known. Results are compared bit for bit with those of one node. Exit status 0: all were
+// group-limited gating does. --rate 0: no limit. --mode link-only: no operations, only puts like theirs, so that the
+// pacer's own time is known. Results are compared bit for bit with those of one node. Exit status 0: all were
 // equal.
 #include <algorithm>
 #include <cstdlib>
@@ -19,11 +19,9 @@
 namespace native {
 namespace {
 
-constexpr int kPacerBlocks = 6;
-
 struct PacedOptions {
   int ranks = 4, per_node = 2, gpus = 4, tokens = 4096, hidden = 7168, chunk_tokens = 16, blocks = 96, repeats = 5;
-  int top_k = 8, experts = 256;
+  int top_k = 8, experts = 256, pacer_blocks = 8;
   double rate = 50, seconds = 60;
   bool link_only = false;
   const char* json = nullptr;
@@ -131,11 +129,12 @@ class Paced {
     uint64_t bytes = 0;                     // out of a rank, the most of any, in one operation
     uint32_t different = 0;
   };
-  // The puts of an operation whose chunks are full, with no kernel that makes or takes them.
-  Times RunLinkAlone(int kind) {
+  // The puts of an operation whose tokens choose their experts on `groups` nodes, with no kernel that makes or takes
+  // them: as many bytes in each as there are on average.
+  Times RunLinkAlone(int kind, int groups) {
     Times out;
     for (uint64_t* counters : counters_) NATIVE_CHECK(cudaMemset(counters, 0, kRailSignals * 8));
-    for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 16));
+    for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 8));
     cut_.Synchronize();
     std::vector<uint64_t> rounds(o_.ranks);
     StartPacers();
@@ -147,8 +146,9 @@ class Paced {
                     : static_cast<void>(Dispatch(rank, kind == 1, true, &rails));
           const PacedLink link{PeerLink{tables_[rank], rank}, queues_[rank]};
           const uint64_t round = ++rounds[rank];
+          auto share = [&](uint64_t bytes) { return bytes * groups / rails.plan.nodes / 16 * 16; };
           LinkOnlyKernel<<<std::min(32, o_.blocks), kThreads, 0, cut_.states[rank].stream[0]>>>(
-              rails.plan, link, rails.plan.chunk_bytes, round);
+              rails.plan, link, share(rails.plan.lead_bytes), share(rails.plan.chunk_bytes), round);
           return static_cast<int>(cudaGetLastError());
         },
         cut_);
@@ -163,7 +163,7 @@ class Paced {
     Times out;
     out.whole = Time([&](int rank) { return Launch(kind, rank, false); }, whole_);
     ExpectNone(whole_, "one node");
-    for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 16));
+    for (PostQueue* queue : queues_) NATIVE_CHECK(cudaMemset(&queue->bytes, 0, 8));
     StartPacers();
     operations_ = 0;
     out.paced = Time([&](int rank) { return Launch(kind, rank, true); }, cut_);
@@ -309,10 +309,10 @@ class Paced {
     *stop_ = 0;
     for (int r = 0; r < o_.ranks; ++r) {
       NATIVE_CHECK(cudaSetDevice(cut_.states[r].device));
-      uint32_t posted = 0;  // blocks of the pacer before have taken numbers that never came
+      uint32_t posted = 0;  // those that copied before have taken numbers that never came
       NATIVE_CHECK(cudaMemcpy(&posted, &queues_[r]->posted, 4, cudaMemcpyDeviceToHost));
       NATIVE_CHECK(cudaMemcpy(&queues_[r]->taken, &posted, 4, cudaMemcpyHostToDevice));
-      PacerKernel<<<kPacerBlocks, kPacerThreads, 0, pacers_[r]>>>(queues_[r], tables_[r], r, o_.rate, stop_);
+      PacerKernel<<<o_.pacer_blocks, kPacerThreads, 0, pacers_[r]>>>(queues_[r], tables_[r], r, posted, o_.rate, stop_);
       NATIVE_CHECK(cudaGetLastError());
     }
   }
@@ -407,7 +407,7 @@ int main(int argc, char** argv) {
     auto is = [&](const char* option, int* to) { return name == option && ((*to = std::atoi(value)), true); };
     if (is("--ranks", &o.ranks) || is("--per-node", &o.per_node) || is("--gpus", &o.gpus) ||
         is("--tokens", &o.tokens) || is("--hidden", &o.hidden) || is("--chunk-tokens", &o.chunk_tokens) ||
-        is("--blocks", &o.blocks) || is("--repeats", &o.repeats)) {
+        is("--blocks", &o.blocks) || is("--repeats", &o.repeats) || is("--pacer-blocks", &o.pacer_blocks)) {
       continue;
     }
     if (name == "--rate") {
@@ -428,6 +428,7 @@ int main(int argc, char** argv) {
   if (o.ranks < 2 || o.ranks > kRanks || nodes < 2 || o.ranks % o.per_node || o.experts % o.ranks) {
     return Usage("--ranks, --per-node: two nodes or more, of equal size, and a divisor of 256 ranks");
   }
+  if (o.pacer_blocks < 2) return Usage("--pacer-blocks: the card's and one that copies, at least");
   if (o.rate < 0) return Usage("--rate: GB/s, or 0 for no limit");
   if (o.hidden % 8 || o.hidden < 8) return Usage("--hidden: a multiple of 8");
   const double start = Now();
@@ -437,11 +438,10 @@ int main(int argc, char** argv) {
     Paced paced(o);
     const char* const names[] = {"dispatch bf16", "dispatch fp8", "combine bf16"};
     for (int groups = nodes; groups >= 1; groups = groups > 2 ? 2 : groups - 1) {
-      if (o.link_only && groups < nodes) break;  // its chunks are always full
       paced.Route(groups);
       for (const int kind : {1, 0, 2}) {  // combine takes what the bf16 dispatch brought
         if (Now() - start > o.seconds) break;
-        const Paced::Times t = o.link_only ? paced.RunLinkAlone(kind) : paced.Run(kind);
+        const Paced::Times t = o.link_only ? paced.RunLinkAlone(kind, groups) : paced.Run(kind);
         const double ratio = t.paced / std::max({t.link, t.whole, 1e-3});
         std::printf(
             "%-13s %dx%d groups %d chunk %2d blocks %3d: %8.1f us, link %8.1f us, one node %8.1f us, ratio %.3f, %llu "

@@ -25,18 +25,18 @@ constexpr int kPacerThreads = kThreads;
 
 struct Post {
   uint64_t to, from, bytes;
+  uint64_t begin, until;  // ns of the GPU's timer: when the card reads it, and has sent it
   uint32_t generation, signal;
   int target;
-  uint32_t sequence;  // written last: the post's number plus one
+  uint32_t sequence;   // by who posts, written last: the post's number plus one
+  uint32_t scheduled;  // by the card, likewise
 };
 // One for each rank, in device memory. Zero before the first use.
 struct alignas(128) PostQueue {
   uint32_t posted;              // by warps
-  alignas(128) uint32_t taken;  // by blocks of the pacer
-  uint32_t turn;                // whose turn it is on the card
+  alignas(128) uint32_t taken;  // by blocks that copy
   uint32_t done;                // puts whose source may be written again
-  uint64_t free_at;             // ns of the GPU's timer: when the card has sent what it was given so far
-  uint64_t bytes, busy_ns;      // all that went, and how long the card took for it
+  alignas(128) uint64_t bytes;  // all that went
   Post post[kPosts];
 };
 
@@ -72,38 +72,66 @@ struct PacedLink {
   static constexpr uint32_t kNoSignal = 0xFFFFFFFFu;
 };
 
-// Blocks take posts in turn, so that one's copy runs beside another's. Leaves when `*stop` and nothing is left.
+// The card: gives every post the time at which it is sent, in the order of the posts, 32 at a time. One warp. From
+// post `number` on, until `*stop` and nothing is left.
+__device__ inline void RunCard(PostQueue* queue, uint32_t number, double bytes_per_ns, const volatile int* stop) {
+  constexpr uint32_t kAll = 0xFFFFFFFFu;
+  const int lane = static_cast<int>(threadIdx.x);
+  uint64_t free_at = 0, sent = 0;
+  for (;;) {
+    Post& post = queue->post[(number + lane) % kPosts];
+    const uint32_t waits = ~__ballot_sync(kAll, LoadAcquireGpu(&post.sequence) == number + lane + 1);
+    const int come = waits ? __ffs(static_cast<int>(waits)) - 1 : 32;
+    if (come == 0) {
+      const bool left = lane == 0 && *stop && LoadRelaxedGpu(&queue->posted) <= number;
+      if (__any_sync(kAll, left)) break;
+      __nanosleep(50);
+      continue;
+    }
+    const uint64_t bytes = lane < come ? post.bytes : 0;
+    const uint64_t takes = bytes_per_ns > 0 ? static_cast<uint64_t>(bytes / bytes_per_ns) : 0;
+    uint64_t time = takes, all = bytes;  // of the posts up to this one
+    for (int d = 1; d < 32; d *= 2) {
+      const uint64_t t = __shfl_up_sync(kAll, time, d), b = __shfl_up_sync(kAll, all, d);
+      if (lane >= d) time += t, all += b;
+    }
+    const uint64_t now = __shfl_sync(kAll, NowNs(), 0);
+    if (free_at < now) free_at = now;
+    if (lane < come) {
+      post.begin = free_at + time - takes, post.until = free_at + time;
+      __threadfence();
+      StoreRelaxedGpu(&post.scheduled, number + lane + 1);
+    }
+    free_at += __shfl_sync(kAll, time, 31), sent += __shfl_sync(kAll, all, 31);
+    number += come;
+  }
+  if (lane == 0) queue->bytes += sent;
+}
+
+// Block 0 is the card; the others copy, post after post, each beside those of the others. From post `first` on.
 __global__ void __launch_bounds__(kPacerThreads, 1)
-    PacerKernel(PostQueue* queue, const PeerTable* table, int rank, double bytes_per_ns, const volatile int* stop) {
+    PacerKernel(PostQueue* queue, const PeerTable* table, int rank, uint32_t first, double bytes_per_ns,
+                const volatile int* stop) {
+  if (blockIdx.x == 0) {
+    if (threadIdx.x < 32) RunCard(queue, first, bytes_per_ns, stop);
+    return;
+  }
   __shared__ uint32_t number;
   __shared__ bool leave;
-  __shared__ uint64_t until;
   for (;;) {
-    if (threadIdx.x == 0) number = atomicAdd(&queue->taken, 1u);
-    __syncthreads();
-    const Post& post = queue->post[number % kPosts];
     if (threadIdx.x == 0) {
+      number = atomicAdd(&queue->taken, 1u);
+      const Post& post = queue->post[number % kPosts];
       leave = false;
-      while (LoadAcquireGpu(&post.sequence) != number + 1) {
-        if (*stop && LoadRelaxedGpu(&queue->posted) <= number) {
-          leave = true;
-          break;
-        }
-        __nanosleep(100);
+      while (!leave && LoadAcquireGpu(&post.scheduled) != number + 1) {
+        leave = *stop && LoadRelaxedGpu(&queue->posted) <= number;
+        __nanosleep(50);
       }
-      if (!leave) {  // the card's time, in the order of the posts
-        while (LoadAcquireGpu(&queue->turn) != number) __nanosleep(20);
-        const uint64_t now = NowNs(), from = queue->free_at > now ? queue->free_at : now;
-        const uint64_t takes = bytes_per_ns > 0 ? static_cast<uint64_t>(post.bytes / bytes_per_ns) : 0;
-        until = queue->free_at = from + takes;
-        queue->bytes += post.bytes, queue->busy_ns += takes;
-        __threadfence();
-        StoreRelaxedGpu(&queue->turn, number + 1);
-        while (NowNs() < from) __nanosleep(20);  // it does not read before its turn
-      }
+      while (!leave && NowNs() < post.begin) __nanosleep(20);  // it does not read before its turn
     }
     __syncthreads();
     if (leave) return;
+    const Post& post = queue->post[number % kPosts];
     char* const* const staging = table->staging[post.generation % kGenerations];
     const int4* const source = reinterpret_cast<const int4*>(staging[rank] + post.from);
     int4* const there = reinterpret_cast<int4*>(staging[post.target] + post.to);
@@ -123,7 +151,7 @@ __global__ void __launch_bounds__(kPacerThreads, 1)
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
-      while (NowNs() < until) __nanosleep(20);
+      while (NowNs() < post.until) __nanosleep(20);
       if (post.signal != PacedLink::kNoSignal) {
         uint64_t* const counter = table->counters[post.target] + post.signal;
         asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(counter), "l"(1ull) : "memory");
@@ -134,27 +162,34 @@ __global__ void __launch_bounds__(kPacerThreads, 1)
   }
 }
 
-// The link alone: the puts of an operation's chunks, all of them full, and nothing else. Warps post them in the order
-// in which the operations send theirs, each waits for those that come in its place, and the kernel ends with the last.
-// What it takes beyond the bytes over the rate is the pacer's own.
+// The link alone: the puts of an operation, leads and then chunks, all leads of one size and all chunks, and nothing
+// else. Warps post them in the order in which the operations send theirs, each waits for those that come in its place,
+// and the kernel ends with the last. What it takes beyond the bytes over the rate is the pacer's own.
 __global__ void __launch_bounds__(kThreads, 1)
-    LinkOnlyKernel(const __grid_constant__ RailPlan plan, PacedLink link, uint64_t bytes, uint64_t value) {
-  const int turns = plan.nodes - 1, items = turns * plan.chunks, warps = static_cast<int>(gridDim.x) * kWarps;
-  auto signal = [&](int node, int chunk) {
-    return static_cast<uint32_t>(ChunkSignals(kNarrowRanks) + node * 2 * kMaxChunks + chunk);
-  };
-  auto place = [&](int node, int chunk) {
-    return (static_cast<uint64_t>(node) * plan.chunks + chunk) * plan.chunk_bytes;
+    LinkOnlyKernel(const __grid_constant__ RailPlan plan, PacedLink link, uint64_t lead_bytes, uint64_t chunk_bytes,
+                   uint64_t value) {
+  const int turns = plan.nodes - 1, leads = turns * plan.leads, items = leads + turns * plan.chunks;
+  const int warps = static_cast<int>(gridDim.x) * kWarps;
+  auto signal = [&](int node, int item) {
+    const int message = item < leads ? kMaxChunks + item / turns : (item - leads) / turns;
+    return static_cast<uint32_t>(ChunkSignals(kNarrowRanks) + node * 2 * kRailMessages + message);
   };
   const int first = static_cast<int>(blockIdx.x) + static_cast<int>(threadIdx.x / 32 * gridDim.x);
   for (int item = first; item < items; item += warps) {
-    const int chunk = item / turns, node = (plan.node + 1 + item % turns) % plan.nodes;
-    link.PutSignal(1, node * plan.per_node + plan.index, plan.land + place(plan.node, chunk),
-                   plan.send + place(node, chunk), bytes, signal(plan.node, chunk));
+    const int node = (plan.node + 1 + item % turns) % plan.nodes, rank = node * plan.per_node + plan.index;
+    auto put = [&](uint64_t land, uint64_t send, int count, int n, uint64_t room, uint64_t bytes) {
+      auto place = [&](int of) { return (static_cast<uint64_t>(of) * count + n) * room; };
+      link.PutSignal(1, rank, land + place(plan.node), send + place(node), bytes, signal(plan.node, item));
+    };
+    if (item < leads) {
+      put(plan.lead_land, plan.lead_send, plan.leads, item / turns, plan.lead_bytes, lead_bytes);
+    } else {
+      put(plan.land, plan.send, plan.chunks, (item - leads) / turns, plan.chunk_bytes, chunk_bytes);
+    }
   }
   for (int item = first; item < items; item += warps) {
-    const int chunk = item / turns, node = (plan.node + plan.nodes - 1 - item % turns) % plan.nodes;
-    while (link.Count(signal(node, chunk)) < value) __nanosleep(200);
+    const int node = (plan.node + plan.nodes - 1 - item % turns) % plan.nodes;
+    while (link.Count(signal(node, item)) < value) __nanosleep(200);
   }
 }
 
