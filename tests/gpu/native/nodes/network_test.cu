@@ -140,6 +140,26 @@ void Kills(const Faults& faults) {
          "something went to or came from a dead rank");
   Expect(hosts.network.Pending(0, 0) == 2 && hosts.network.Pending(0, 1) < 0, "a put to a dead rank is done");
 }
+// Of what is put from one rank to another the first comes late and the rest never; words of Tell come, and so does what
+// others put.
+void Starves(const Faults& faults) {
+  Hosts hosts(3, 1, faults);
+  std::vector<uint64_t> told(3);
+  hosts.network.RegisterTold(1, told.data());
+  for (uint64_t slot = 0; slot < 3; ++slot) std::memset(hosts.From(0, slot), 9, kSlot);
+  hosts.network.Starve(0, 1, 200);
+  const double start = Now();
+  hosts.Put(0, 1, 0, 1);
+  hosts.Put(0, 1, 1, 2);
+  hosts.Put(0, 2, 2, 1);
+  hosts.network.Tell(0, 1, 2, 77);
+  hosts.network.Drain();
+  Expect(Now() - start > 0.19, "the first did not come late");
+  Expect(hosts.Holds(1, 0, 9) && hosts.network.Count(1, 1) == 1, "the first did not come");
+  Expect(!hosts.Holds(1, 1, 9) && hosts.network.Count(1, 2) == 0, "the second came");
+  Expect(hosts.Holds(2, 2, 9) && hosts.network.Count(2, 1) == 1, "what goes to another rank did not come");
+  Expect(told == std::vector<uint64_t>{0, 0, 77}, "the word did not come");
+}
 
 // -- the six calls
 // -----------------------------------------------------------------------------------------------------
@@ -278,6 +298,8 @@ void Limits(const Faults& faults) {
       const Failure f = calls.Failed(r);
       Expect(f.cause == Cause::kTimeout && f.rank == 3, Text("rank %d: ", r) + FailureText(PackFailure(f)));
     }
+    const uint64_t told = __atomic_load_n(&calls.world.states[2].mailbox->told[0], __ATOMIC_SEQ_CST);
+    Expect(ProgressWaits(told), "rank 2 was not told that rank 0 waits");
   }
   {
     Calls calls(2, 1, faults);
@@ -322,6 +344,7 @@ const std::vector<Case>& Cases() {
       {"bursts", Bursts, bad, false},
       {"throttles", Throttles, slow, false},
       {"kills", Kills, bad, false},
+      {"starves", Starves, bad, false},
       {"six_calls", SixCalls, bad, false},
       {"six_calls_in_order", SixCalls, good, false},
       {"six_calls_weak", SixCalls, weak, true},

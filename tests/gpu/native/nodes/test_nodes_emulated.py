@@ -25,7 +25,7 @@ def nodes() -> pathlib.Path:
 def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed):
     done = emulate([network_test, "all", seed], seconds=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" passed ") == 18 and done.stdout.count("a rule is broken") == 7, done.stdout
+    assert done.stdout.count(" passed ") == 19 and done.stdout.count("a rule is broken") == 7, done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ CASES = [
     ("overtaken", 4, 2, "network", 64),
     ("left", 4, 2, "network", 64),
     ("apart", 4, 2, "network", 3),
-    ("chain", 6, 2, "network", 64),
+    ("chain", 6, 2, "network", 3),
     pytest.param("normal", 6, 3, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 4, 2, "network", 64, marks=pytest.mark.slow),
     pytest.param("random", 6, 3, "network", 64, marks=pytest.mark.slow),
@@ -124,6 +124,10 @@ def test_a_slow_link_is_as_slow_as_it_says(paced, tmp_path):
     assert all(case["us"] > 0.95 * case["link_us"] > 10000 for case in cases), cases
     free, limited = (sum(case["bytes"] for case in cases if case["groups"] == groups) for groups in (2, 1))
     assert 0.3 * free < limited < 0.75 * free, cases
+    done = emulate([*command, "--mode", "link-only", "--pacer-blocks", 2], seconds=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = json.loads(out.read_text())["cases"]
+    assert len(alone) == 6 and all(case["us"] > 0.95 * case["link_us"] > 10000 for case in alone), alone
 
 
 def test_a_weak_signal_is_enough(nodes):
