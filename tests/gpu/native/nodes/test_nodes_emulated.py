@@ -287,5 +287,8 @@ def test_a_fault_in_a_kernel_is_seen(nodes, fault):
     # One multiprocessor: a block waits for ranks in a known order.
     (ranks, per_node), multiprocessors = ((3, 1), 1) if scenario == "chain" else ((6, 2), 64)
     patience = 2 if says == "FAILED" else 20
-    done = run(program, scenario, ranks, per_node, multiprocessors=multiprocessors, patience=patience)
+    for seed in (1, 2, 3):  # some show only where blocks happen to come one after the other
+        done = run(program, scenario, ranks, per_node, multiprocessors=multiprocessors, patience=patience, seed=seed)
+        if done.returncode:
+            break
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr
