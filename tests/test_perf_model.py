@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import pathlib
+import re
+import statistics
 
 import numpy as np
 import pytest
@@ -74,6 +76,47 @@ def test_with_few_ranks_memory_bounds_and_not_the_link():
     one_expert = np.zeros((2, 16, 1), int)
     counted = xm.perf_model(num_tokens=16, num_ranks=2, hidden=128, num_experts=2, top_k=1, topk_idx=one_expert)
     assert counted.bytes_local == 32 * 256  # all of them on rank 0
+
+
+def simulated():
+    """(tokens, case of h100x2_slow_link.json, its median, what the puts alone take beyond the link)."""
+    path = RESULTS / "h100x2_slow_link.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = []
+    for tokens, chunk_tokens in ((4096, 16), (8192, 32)):
+        runs = {"now": [], "link alone": []}
+        for row in rows:
+            if (row["layout"], row["tokens"], row["chunk_tokens"]) == ("2x1", tokens, chunk_tokens):
+                runs.get(row["kernels"], []).extend((row["link_us"], start["us"]) for start in row["us"])
+        for i, case in enumerate(rows[0]["cases"] if rows else ()):
+            median = statistics.median(us[i] for _, us in runs["now"])
+            own = statistics.median(us[i] - link[i] for link, us in runs["link alone"])
+            found.append(pytest.param(tokens, case, median, own, id=f"{case}, {tokens} tokens"))
+    return found
+
+
+def test_the_figures_of_the_simulated_link_are_there():
+    if not RESULTS.is_dir():
+        pytest.skip("the results are not beside the tests")
+    assert len(simulated()) == 12
+
+
+@pytest.mark.parametrize(("tokens", "case", "median", "own"), simulated())
+def test_predictions_hold_to_six_percent_of_a_simulated_link(tokens, case, median, own):
+    """Two nodes of one GPU: 50 GB/s between them, and what the simulation itself takes."""
+    operation, dtype, nodes = re.fullmatch(r"(\w+) (\w+), (\d) nodes a token", case).groups()
+    prediction = xm.perf_model(
+        operation,
+        num_tokens=tokens,
+        num_ranks=2,
+        ranks_per_node=1,
+        nodes_per_token=int(nodes),
+        dtype={"fp8": "float8_e4m3fn", "bf16": "bfloat16"}[dtype],
+        links=xm.Links(slow=50e9),
+        **DEEPSEEK,
+    )
+    assert prediction.bound == "slow"
+    assert prediction.seconds * 1e6 + own == pytest.approx(median, rel=0.06)
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 8, 16])
