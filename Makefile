@@ -59,7 +59,7 @@ demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 
 # Every test is in exactly one of the five selections below, by its marks: tests/test_selections.py holds them to it.
 RUN_TESTS = tools/run_tests.sh $(BIN)/python
-MEMORY_TESTS = tests/test_cuda_memory.py tests/test_cuda_nccl.py tests/test_cuda_processes.py
+MEMORY_TESTS = tests/test_cuda_memory.py tests/test_cuda_memory_nodes.py tests/test_cuda_nccl.py tests/test_cuda_processes.py
 
 test: $(READY)  ## the test suite: minutes. What is slow, thorough or C++ alone has the four targets below
 	$(RUN_TESTS) "not slow and not thorough and not kernels and not memory" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)

@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import sys
+import time
 
 import pytest
 
@@ -17,12 +18,12 @@ _flags = os.environ.get("XLA_FLAGS", "")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
-pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformance")
+pytest.register_assert_rewrite("tests.support.checks", "tests.support.conformance", "tests.support.memory_module")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from tests.support import quick_compiler, selections  # noqa: E402
+from tests.support import memory_module, quick_compiler, selections  # noqa: E402
 from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E402
 
 # A first example compiles, which takes seconds: no deadline. The same examples every time: a failure is a failure.
@@ -73,6 +74,23 @@ def dp_mesh():
 @pytest.fixture(scope="session")
 def dp_tp_mesh():
     return _mesh((2, 2, 2), ("dp", "ep", "tp"))
+
+
+@pytest.fixture
+def memory():
+    """The module of `make memory-test`, with one process of four devices and nothing held."""
+    module = memory_module.load()
+    module.clear()
+    module.fail_after(-1)
+    module.set_busy(False)
+    deadline = time.monotonic() + 10
+    while module.held() and time.monotonic() < deadline:  # workspaces of the test before are freed by a thread
+        time.sleep(0.001)
+    module.configure(0, 1, [0, 1, 2, 3])
+    yield module
+    module.fail_after(-1)
+    module.set_busy(False)
+    module.clear()
 
 
 _frozen = None
