@@ -37,10 +37,9 @@ class Links:
       memory: at which a rank places the rows of a dispatch or adds up those of a combine, a row's bytes counted once
         for each slot. It bounds where ranks are few; the default is from 2 x H200.
       slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
-      hop: what crossing between nodes adds to a large batch, for (dispatch, combine): until the first chunk is on the
-        slow link, and once the last has come. The defaults are from a simulated link on 2 x H100
-        (`h100x2_slow_link.json`), less what the simulation itself takes; no network has been measured.
-      hop_small: what it adds to a batch of up to `SMALL_BATCH` tokens a rank; not measured.
+      hop, hop_small: what crossing between nodes adds, for (dispatch, combine): until the first chunk is on the slow
+        link, and once the last has come. Those of large batches are from a simulated link on 2 x H100
+        (`h100x2_slow_link.json`), less what the simulation itself takes; small ones are not measured, and no network.
     """
 
     fast: float = 333e9
@@ -50,7 +49,7 @@ class Links:
     memory: float = 2.09e12
     slow: float = 45e9
     hop: tuple[float, float] = (25e-6, 70e-6)
-    hop_small: float = 10e-6
+    hop_small: tuple[float, float] = (10e-6, 10e-6)
 
 
 H200 = Links()
@@ -140,10 +139,9 @@ def perf_model(
     row, local = _row_bytes(hidden, dtype, wire, caller), slots * _row_bytes(hidden, dtype, None, caller)
     small = tokens <= SMALL_BATCH
     which = OPERATIONS.index(operation)
-    fixed = (links.fixed_small if small else links.fixed)[which]
-    hop = links.hop_small if small else links.hop[which]
+    fixed, hop = (links.fixed_small, links.hop_small) if small else (links.fixed, links.hop)
     terms = {
-        "fixed": fixed + (hop if slow else 0.0),
+        "fixed": fixed[which] + (hop[which] if slow else 0.0),
         "fast": fast * row / (links.fast_small if small else links.fast),
         "slow": slow * row / links.slow,
         "memory": local / links.memory,
