@@ -47,6 +47,15 @@ def run(program, scenario, ranks, per_node, link="network", multiprocessors=64, 
     return emulate(command, seconds=seconds, multiprocessors=multiprocessors)
 
 
+def run_until_seen(*arguments, seeds=(1, 2, 3), **options):
+    """With one seed after the other, until the program fails: some faults show only as things happen to come."""
+    for seed in seeds:
+        done = run(*arguments, seed=seed, **options)
+        if done.returncode:
+            break
+    return done
+
+
 # scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor nobody may wait for a block that has
 # not started.
 CASES = [
@@ -138,10 +147,7 @@ def test_a_weak_signal_is_enough(nodes):
 
 def test_a_signal_before_its_put_is_seen(nodes):
     """Not in every run: the bytes may come in time by chance. Some runs fail only when their time is up."""
-    for seed in (1, 2, 3, 4):
-        done = run(nodes, "normal", 4, 2, broken=4, seed=seed, patience=0.3)
-        if done.returncode:
-            break
+    done = run_until_seen(nodes, "normal", 4, 2, broken=4, patience=0.3, seeds=(1, 2, 3, 4))
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
 
 
@@ -287,8 +293,5 @@ def test_a_fault_in_a_kernel_is_seen(nodes, fault):
     # One multiprocessor: a block waits for ranks in a known order.
     (ranks, per_node), multiprocessors = ((3, 1), 1) if scenario == "chain" else ((6, 2), 64)
     patience = 2 if says == "FAILED" else 20
-    for seed in (1, 2, 3):  # some show only where blocks happen to come one after the other
-        done = run(program, scenario, ranks, per_node, multiprocessors=multiprocessors, patience=patience, seed=seed)
-        if done.returncode:
-            break
+    done = run_until_seen(program, scenario, ranks, per_node, multiprocessors=multiprocessors, patience=patience)
     assert done.returncode == 1 and "FAILED" in done.stdout and says in done.stdout, done.stdout + done.stderr
