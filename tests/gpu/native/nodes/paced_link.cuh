@@ -77,7 +77,7 @@ struct PacedLink {
 __device__ inline void RunCard(PostQueue* queue, uint32_t number, double bytes_per_ns, const volatile int* stop) {
   constexpr uint32_t kAll = 0xFFFFFFFFu;
   const int lane = static_cast<int>(threadIdx.x);
-  uint64_t free_at = 0, sent = 0;
+  uint64_t free_at = 0, sent = 0;  // the latter: of this lane's posts
   for (;;) {
     Post& post = queue->post[(number + lane) % kPosts];
     const uint32_t waits = ~__ballot_sync(kAll, LoadAcquireGpu(&post.sequence) == number + lane + 1);
@@ -90,10 +90,10 @@ __device__ inline void RunCard(PostQueue* queue, uint32_t number, double bytes_p
     }
     const uint64_t bytes = lane < come ? post.bytes : 0;
     const uint64_t takes = bytes_per_ns > 0 ? static_cast<uint64_t>(bytes / bytes_per_ns) : 0;
-    uint64_t time = takes, all = bytes;  // of the posts up to this one
+    uint64_t time = takes;  // of the posts up to this one
     for (int d = 1; d < 32; d *= 2) {
-      const uint64_t t = __shfl_up_sync(kAll, time, d), b = __shfl_up_sync(kAll, all, d);
-      if (lane >= d) time += t, all += b;
+      const uint64_t before = __shfl_up_sync(kAll, time, d);
+      if (lane >= d) time += before;
     }
     const uint64_t now = __shfl_sync(kAll, NowNs(), 0);
     if (free_at < now) free_at = now;
@@ -102,10 +102,10 @@ __device__ inline void RunCard(PostQueue* queue, uint32_t number, double bytes_p
       __threadfence();
       StoreRelaxedGpu(&post.scheduled, number + lane + 1);
     }
-    free_at += __shfl_sync(kAll, time, 31), sent += __shfl_sync(kAll, all, 31);
+    free_at += __shfl_sync(kAll, time, 31), sent += bytes;
     number += come;
   }
-  if (lane == 0) queue->bytes += sent;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&queue->bytes), sent);
 }
 
 // Block 0 is the card; the others copy, post after post, each beside those of the others. From post `first` on.

@@ -211,8 +211,8 @@ std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   Expect(took < 2 * 0.4 * o.patience + 5, Text("20 operations took %.2f s", took));
   uint64_t heard = 0;
   for (const uint64_t of_rank : world.Meet(HeardOfRanks(world, o))) heard += of_rank;
-  Expect(heard > 0 || o.ranks == 2,
-         "nobody was told for whom others wait");  // of two ranks one is left, who tells none
+  // Of two ranks one is left, who has nobody to tell.
+  Expect(heard > 0 || o.ranks == 2, "nobody was told for whom others wait");
   return Text("the last rank named by all others after %.2f s; ranks of which another node heard that they waited: %d",
               took, static_cast<int>(heard));
 }
