@@ -76,6 +76,13 @@ def includes(source: pathlib.Path) -> set[pathlib.Path]:
     return found
 
 
+def compiler(folder: pathlib.Path) -> list[str]:
+    """The command that compiles what `write` has put into `folder`, before its files."""
+    chosen = [os.environ.get("CXX", "c++"), FLAGS, os.environ.get("CXXFLAGS", "")]
+    places = ["-I", str(HERE / "include"), "-I", str(folder / "source"), "-include", "cuda_runtime.h"]
+    return [*(word for words in chosen for word in shlex.split(words)), *places]
+
+
 def build(
     folder: pathlib.Path,
     faults: dict[str, tuple[str, str]] | None = None,
@@ -89,20 +96,15 @@ def build(
         is compiled; `folder` lies in the one of the whole program then, and takes the rest from there.
       units: how the names of the files begin that get them; the others stay right.
     """
-    compiler = [
-        *shlex.split(os.environ.get("CXX", "c++")),
-        *FLAGS.split(),
-        *shlex.split(os.environ.get("CXXFLAGS", "")),
-    ]
+    command = compiler(folder)
     headers = [*(HERE / "include").iterdir(), *(p for part in FOLDERS for p in (ROOT / part).glob("*.*h"))]
     newest = max(p.stat().st_mtime for p in [*headers, *HERE.glob("*.py")])
-    include = ["-I", str(HERE / "include"), "-I", str(folder / "source"), "-include", "cuda_runtime.h"]
 
     def compile_one(source: pathlib.Path, original: pathlib.Path) -> pathlib.Path:
         target = folder / f"{source.name}.o"
         changed = max(newest, *(p.stat().st_mtime for p in includes(original)))
         if not target.exists() or target.stat().st_mtime < changed:
-            subprocess.run([*compiler, *include, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
+            subprocess.run([*command, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
         return target
 
     translated = write(folder / "source", faults or {}, program)
@@ -118,7 +120,7 @@ def build(
     linked = folder / program
     if faults or not linked.exists() or linked.stat().st_mtime < max(o.stat().st_mtime for o in objects):
         new = linked.with_suffix(".new")  # a program that other tests run is not written over
-        subprocess.run([*compiler, *map(str, objects), "-o", str(new)], check=True)
+        subprocess.run([*command, *map(str, objects), "-o", str(new)], check=True)
         new.replace(linked)
     return linked
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import subprocess
 
 import pytest
 
@@ -206,3 +207,35 @@ def test_a_kernel_that_lets_the_next_one_in_is_an_error():
     """XLA launches its kernels early, and reads our results as if nobody wrote them any more."""
     with pytest.raises(build.Untranslated, match="early_launch.cuh"):
         build.translate('asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')
+
+
+LATER = """
+#include <cstdio>
+__global__ void Wait(const volatile int* go) {
+  while (!*go) ::emulator::Poll();
+}
+__global__ void Write(int* out, int value) { *out = value; }
+int main() {
+  cudaStream_t stream;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  int memory[2] = {}, value = 7;
+  int *const go = memory, *const out = memory + 1;
+  auto read = [&] { return value; };
+  Wait<<<1, 1, 0, stream>>>(go);
+  Write<<<1, 1, 0, stream>>>(out, read());
+  value = 8;
+  *static_cast<volatile int*>(go) = 1;
+  cudaStreamSynchronize(stream);
+  std::printf("%d\\n", *out);
+}
+"""
+
+
+def test_a_kernel_gets_its_arguments_as_they_are_when_it_is_launched(harness, tmp_path):
+    """Not when it runs: the caller's variables may be gone by then."""
+    source, program = tmp_path / "later.cc", tmp_path / "later"
+    source.write_text(build.translate(LATER))
+    command = [*build.compiler(harness.parent), source, harness.parent / "runtime.cc.o", "-o", program]
+    subprocess.run(list(map(str, command)), check=True)
+    done = emulate([program], seconds=SECONDS)
+    assert done.returncode == 0 and done.stdout == "7\n", done.stdout + done.stderr

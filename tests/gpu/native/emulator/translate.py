@@ -238,9 +238,9 @@ def _launches(text: str) -> str:
         shape = [a.strip() for a in _split(text[at + 3 : close], ",")]
         shape += ["0", "nullptr"][len(shape) - 2 :]
         end = _end(text, close + 3, "(", ")")
-        call = f"{text[begin:at]}{text[close + 3 : end]}"
-        shape.append(f"::emulator::Key({text[begin:at]})")
-        text = f"{text[:begin]}::emulator::Launch({', '.join(shape)}, [=] {{ {call}; }}){text[end:]}"
+        kernel, inside = text[begin:at], text[text.index("(", close) + 1 : end - 1]
+        bound = f"::emulator::Bound({kernel}{', ' if inside.strip() else ''}{inside})"
+        text = f"{text[:begin]}::emulator::Launch({', '.join(shape)}, ::emulator::Key({kernel}), {bound}){text[end:]}"
     return text
 
 

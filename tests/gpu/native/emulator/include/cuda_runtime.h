@@ -4,7 +4,9 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "cuda_runtime_api.h"
 
@@ -40,6 +42,11 @@ int Vote(int predicate, bool all);
 const uint64_t* Exchange(unsigned mask, uint64_t value);
 void Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const void* kernel,
             std::function<void()> body);
+// A call of the kernel, with the arguments as they are now: the kernel runs later, when the caller may have gone on.
+template <class... P, class... A>
+std::function<void()> Bound(void (*kernel)(P...), A&&... a) {
+  return [kernel, values = std::tuple<P...>(std::forward<A>(a)...)] { std::apply(kernel, values); };
+}
 
 void CopyLater(void* to, const void* from, size_t bytes, size_t zeros);
 void CommitCopies();
@@ -139,7 +146,7 @@ struct cudaLaunchConfig_t {
 template <class... P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const P&... p) {
   emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, emulator::Key(kernel),
-                   [=] { kernel(p...); });
+                   emulator::Bound(kernel, p...));
   return cudaSuccess;
 }
 
