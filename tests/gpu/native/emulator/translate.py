@@ -10,6 +10,9 @@ import re
 
 THREADS = 96
 """Threads of a block, where the kernels have 512: three warps are enough to tell their roles apart."""
+POLLS = 4
+"""How often a wait polls before it looks whether it may go on, where the kernels poll 64 or 256 times. A rank says that
+it waits when it looks: each poll is a turn of a host thread, and on a busy machine so many took half a second."""
 
 TYPES = {
     "u8": "uint8_t",
@@ -252,6 +255,8 @@ def translate(text: str) -> str:
     """
     text = re.sub(r"\bkThreads = 512\b", f"kThreads = {THREADS}", text)
     text = re.sub(r"\bkBulkChunk = \d+\b", "kBulkChunk = 256", text)  # rows of many chunks, though they are short
+    for polls, most in (("kPolls", 64), ("kLinePolls", 256)):  # a poll takes a host thread's turn, not nanoseconds
+        text = re.sub(rf"\bint {polls} = {most}\b", f"int {polls} = {POLLS}", text)
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([\w:]+) (\w+)\[\];",
         r"\1* const \2 = static_cast<\1*>(::emulator::DynamicShared());",
