@@ -138,7 +138,7 @@ int main(int argc, char** argv) {
       c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
       return c;
     };
-    // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantised on the way.
+    // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantized on the way.
     auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts,
                         WireType wire = WireType::kNative, bool bulk = false) {
       Schedule s{};

@@ -235,7 +235,7 @@ HEADLINES = (  # what the README says: document of the suite, operation, words
     (
         "fp8 dispatch, bf16 combine",
         "dispatch",
-        "fp8 dispatch (input already quantised), 4096 tokens a rank, layout work included",
+        "fp8 dispatch (input already quantized), 4096 tokens a rank, layout work included",
     ),
     ("bf16, against JAX's own", "dispatch", "bf16 dispatch, 4096 tokens"),
     ("bf16, against JAX's own", "combine", "bf16 weighted combine, 4096 tokens"),
@@ -308,12 +308,12 @@ def jax_so_far() -> str:
 
 def other_shapes() -> str:
     lines = ["| | dispatch, us | combine, us |", "|---|---:|---:|"]
-    for document, quantised, words in (
+    for document, quantized, words in (
         ("zipf", "zipf fp8", "Zipf routing, bf16 (fp8)"),
         ("hidden 4096", None, "hidden 4096, bf16"),
         ("hidden 2048", None, "hidden 2048, bf16"),
     ):
-        fp8 = f" ({own_row(quantised, 'dispatch')['us_median']:.0f})" if quantised else ""
+        fp8 = f" ({own_row(quantized, 'dispatch')['us_median']:.0f})" if quantized else ""
         dispatch, combine = (own_row(document, operation)["us_median"] for operation in ("dispatch", "combine"))
         lines.append(f"| {words} | {dispatch:.0f}{fp8} | {combine:.0f} |")
     return "\n".join(lines)

@@ -292,7 +292,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   RowStream<Y, kSteps>::Run(ring, first_above + CountRanks(above), begin, end, row_of, clear, add, after_row, store);
 }
 
-// The same with a quantised wire: own rows through the ring, staged ones through registers, the first of them loaded
+// The same with a quantized wire: own rows through the ring, staged ones through registers, the first of them loaded
 // before the own rows are added up.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring,

@@ -124,7 +124,7 @@ Staging PlanLines(const Routing& r, Operation operation, Element element, bool s
 
 const char* NoLowLatency(const Routing& r, Operation operation, Element element, WireType wire, int chunk_tokens) {
   if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
-  if (wire != WireType::kNative) return "the wire quantises";
+  if (wire != WireType::kNative) return "the wire quantizes";
   if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
   if (static_cast<int64_t>(r.ranks) * r.tokens > (r.ranks > kNarrowRanks ? kMostWideLineRows : kMostLineRows))
     return "ranks * tokens";

@@ -1,4 +1,4 @@
-// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantised on the way (QuantizeCodec,
+// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantized on the way (QuantizeCodec,
 // quantize_codec.cuh).
 //
 // A codec has

@@ -1,4 +1,4 @@
-// A few steps of a quantised row, as a warp has them between the rounding and the wire.
+// A few steps of a quantized row, as a warp has them between the rounding and the wire.
 //
 // A step is 256 elements; a lane has the octet `lane` of every step, from the first load to the last store. On the wire
 // two steps lie interleaved: lane l's 16 bytes are octet l of the one and of the other, so that both ends move 16 bytes

@@ -42,11 +42,11 @@ def main() -> dict[str, float]:
         names = ("output", "gradient of x", "gradient of the router", "gradient of the experts")
         return dict(zip(names, (jax.jit(layer)(x, router, weights), *gradient(x, router, weights)), strict=True))
 
-    exact, quantised = run(None), run("float8_e4m3fn")
+    exact, quantized = run(None), run("float8_e4m3fn")
     errors = {}
     for name, reference in exact.items():
         reference = np.asarray(reference)
-        errors[name] = float(np.linalg.norm(np.asarray(quantised[name]) - reference) / np.linalg.norm(reference))
+        errors[name] = float(np.linalg.norm(np.asarray(quantized[name]) - reference) / np.linalg.norm(reference))
         print(f"{name:<24} relative error {errors[name]:.2%}")
     bytes_per_row = FEATURES * 4, FEATURES + 4 * (FEATURES // 128)
     print(f"bytes of a row on the wire: {bytes_per_row[0]} -> {bytes_per_row[1]}")

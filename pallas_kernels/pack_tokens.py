@@ -34,7 +34,7 @@ class _Refs:
     scales: Any = None
 
 
-def _body(refs: _Refs, *, record: Record, quantise: tuple[str, str] | None, each: int, steps: int) -> None:
+def _body(refs: _Refs, *, record: Record, quantize: tuple[str, str] | None, each: int, steps: int) -> None:
     core, turn = pl.program_id(0), pl.program_id(1)
     top_k, tokens = refs.experts.shape
     block = refs.x.shape[0]
@@ -55,7 +55,7 @@ def _body(refs: _Refs, *, record: Record, quantise: tuple[str, str] | None, each
         def put(j: int, words: jax.Array) -> None:
             refs.out[j, rows, :] = words
 
-        encode_rows(refs, put, rows, record, quantise)
+        encode_rows(refs, put, rows, record, quantize)
 
     for_row_groups(block, tile_rows(refs.x.dtype), encode)
 
@@ -73,7 +73,7 @@ def pack_tokens(
     weights: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     launch: Launch,
 ) -> jax.Array:
     """Packs every token and its routing.
@@ -83,7 +83,7 @@ def pack_tokens(
       scales: float32 `[T, chunks]` that travel with `x`, or None.
       experts: int32 `[K, T]`, `-1` for none. weights: float32 `[K, T]`.
       record: has a header for `K` slots; its rows stay zero.
-      quantise: (dtype, scale format) to quantise to, or None to send `x` as it is.
+      quantize: (dtype, scale format) to quantize to, or None to send `x` as it is.
 
     Returns:
       int32 `[S, T, 128]`, the records of block rows `S`.
@@ -107,7 +107,7 @@ def pack_tokens(
         names.append("scales")
         operands.append(scales)
     return launch.call(
-        functools.partial(_body, record=record, quantise=quantise, each=each, steps=steps),
+        functools.partial(_body, record=record, quantize=quantize, each=each, steps=steps),
         _Refs,
         [*names, "out", "upright", "headers", "header"],
         name="xen_moe_pack_tokens",

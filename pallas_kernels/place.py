@@ -1,7 +1,7 @@
 """Staged records -> rows of `routed.x`.
 
 What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they
-are unpacked, dequantised where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several
+are unpacked, dequantized where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several
 experts need is read once for each of them; padding rows are zeros that never were in memory. Blocks without live rows
 are not visited at all. Where a device has two cores, each visits one half of the blocks; where they do not halve, the
 last one is visited twice.

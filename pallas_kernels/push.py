@@ -2,7 +2,7 @@
 
 What moves: for each token, one record per destination rank, from VMEM by remote DMA to row `address` of that rank's
 staging.
-Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantised) into one of two record buffers; then
+Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantized) into one of two record buffers; then
 one DMA per (token, destination). A record buffer is reused once the DMAs of two blocks ago have left it.
 Who waits: nobody writes before every peer has announced itself, which is checked only after the first block is
 encoded. At the end each rank waits for the number of records that the routing says it receives (`send`).
@@ -63,7 +63,7 @@ class _Refs:
 
 
 def encode_rows(
-    refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantise: tuple[str, str] | None
+    refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantize: tuple[str, str] | None
 ) -> None:
     """The tokens `rows` of `refs.x`, with their `scales` and `header` where there are some, as `record.encode` puts."""
     x, scales = refs.x, refs.scales
@@ -71,9 +71,9 @@ def encode_rows(
 
     def chunk(c: int) -> jax.Array:
         values = x[rows, c * LANES : (c + 1) * LANES]
-        if quantise is None:
+        if quantize is None:
             return values
-        values, latest["scale"] = quantize_chunk(values.astype(jnp.float32), *quantise)
+        values, latest["scale"] = quantize_chunk(values.astype(jnp.float32), *quantize)
         return values
 
     def scale(c: int) -> jax.Array:
@@ -84,7 +84,7 @@ def encode_rows(
 
 
 def _body(
-    refs: _Refs, *, record: Record, quantise: tuple[str, str] | None, entries: int, axes: peers.Axes | None
+    refs: _Refs, *, record: Record, quantize: tuple[str, str] | None, entries: int, axes: peers.Axes | None
 ) -> None:
     step, steps = pl.program_id(0), pl.num_programs(0)
     slot = lax.rem(step, 2)
@@ -103,7 +103,7 @@ def _body(
         link.await_sent(outgoing(slot), refs.sent[slot], slot)
 
     def encode(rows: Any) -> None:
-        encode_rows(refs, outgoing(slot).put(rows), rows, record, quantise)
+        encode_rows(refs, outgoing(slot).put(rows), rows, record, quantize)
 
     for_row_groups(refs.x.shape[0], tile_rows(refs.x.dtype), encode)
 
@@ -132,7 +132,7 @@ def push(
     routes: Routes,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     axes: peers.Axes | None,
     launch: Launch,
     header: jax.Array | None = None,
@@ -142,7 +142,7 @@ def push(
     Args:
       x: `[T, hidden]`.
       scales: float32 `[T, chunks]` that travel with `x`, or None.
-      quantise: (dtype, scale format) to quantise to, or None to send `x` as it is.
+      quantize: (dtype, scale format) to quantize to, or None to send `x` as it is.
       axes: the ranks that are reached; None writes into this rank's own buffer.
       header: int32 `[T, 128]`, as `record.encode` takes it, where the record has one.
 
@@ -172,7 +172,7 @@ def push(
         operands.append(header)
     names += ["target", "buffers", "sent", "send"] + (["recv", "credits"] if axes is not None else [])
     return launch.call(
-        functools.partial(_body, record=record, quantise=quantise, entries=entries, axes=axes),
+        functools.partial(_body, record=record, quantize=quantize, entries=entries, axes=axes),
         _Refs,
         names,
         name="xen_moe_push" if axes is not None else "xen_moe_pack",

@@ -193,7 +193,7 @@ def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Arra
 
 
 def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
-    """One block of docs/internals.md's quantisation: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B,
+    """One block of docs/internals.md's quantization: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B,
     1]`).
     """
     magnitude = jnp.abs(x)

@@ -27,16 +27,16 @@ def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def encode_sums(
-    record: Record, total: Any, quantise: tuple[str, str] | None, zero: jax.Array, put: Any, rows: int
+    record: Record, total: Any, quantize: tuple[str, str] | None, zero: jax.Array, put: Any, rows: int
 ) -> None:
     """float32 sums, `total(c) [rows, 128]` for each 128-element block `c`, -> records, as `record.encode` puts them."""
     latest = {}
 
     def chunk(c: int) -> jax.Array:
         values = keep(total(c), zero)
-        if quantise is None:
+        if quantize is None:
             return values.astype(record.dtype)
-        values, latest["scale"] = quantize_chunk(values, *quantise)
+        values, latest["scale"] = quantize_chunk(values, *quantize)
         return values
 
     encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, put, rows)
@@ -114,7 +114,7 @@ def _fetch(refs: _Refs, entries: int, steps: int) -> Any:
 
 
 def _body(
-    refs: _Refs, *, record: Record, entries: int, steps: int, quantise: tuple[str, str] | None, as_records: bool
+    refs: _Refs, *, record: Record, entries: int, steps: int, quantize: tuple[str, str] | None, as_records: bool
 ) -> None:
     buffer, out, total = refs.buffer, refs.out, refs.total
     slot = _fetch(refs, entries, steps)
@@ -142,7 +142,7 @@ def _body(
             def put(j: int, words: jax.Array) -> None:
                 out[rows, j, :] = words
 
-            encode_sums(record, lambda c: total[rows, c * LANES : (c + 1) * LANES], quantise, nothing, put, rows.size)
+            encode_sums(record, lambda c: total[rows, c * LANES : (c + 1) * LANES], quantize, nothing, put, rows.size)
         else:
             for c in range(record.chunks):
                 columns = slice(c * LANES, (c + 1) * LANES)
@@ -168,7 +168,7 @@ def reduce_ranks(
     *,
     record: Record,
     out_dtype: Any,
-    quantise: tuple[str, str] | None = None,
+    quantize: tuple[str, str] | None = None,
     as_records: bool = False,
     launch: Launch,
     tokens: int | None = None,
@@ -179,7 +179,7 @@ def reduce_ranks(
       staged: int32 `[N, *record.shape]`.
       source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none; or tables that say so.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
-      quantise: with `as_records`, how the sum is quantised.
+      quantize: with `as_records`, how the sum is quantized.
       tokens: `T`, where `source` is tables.
 
     Returns:
@@ -218,7 +218,7 @@ def reduce_ranks(
         in_specs = [table_of(0, 1), table_of(0, entries * block), table_of(1, entries * block)]
         tables = [zero, gathered, table, table]
     return launch.call(
-        functools.partial(_body, record=record, entries=entries, steps=steps, quantise=quantise, as_records=as_records),
+        functools.partial(_body, record=record, entries=entries, steps=steps, quantize=quantize, as_records=as_records),
         _Refs,
         [*names, "sources", "staged", "out", "buffer", "semaphore", "total"],
         name="xen_moe_reduce_ranks",

@@ -82,7 +82,7 @@ GROUP, GATHERED = 0, 1
 @dataclasses.dataclass(frozen=True)
 class _Static:
     record: Record
-    quantise: tuple[str, str] | None
+    quantize: tuple[str, str] | None
     columns: Columns
     weighted: bool
     paired: bool
@@ -223,7 +223,7 @@ def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, gr
     encode_sums(
         static.record,
         lambda c: refs.acc[:, c * LANES : (c + 1) * LANES],
-        static.quantise,
+        static.quantize,
         refs.zero[0],
         outgoing(slot).put(pl.ds(0, pairs)),
         pairs,
@@ -304,7 +304,7 @@ def reduce_slots(
     zero: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     axes: peers.Axes | None,
     launch: Launch,
 ) -> jax.Array:
@@ -315,7 +315,7 @@ def reduce_slots(
       pairs: in any order, or ordered already.
       weights: float32 `[C]`, what the rows are multiplied by, or None.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
-      quantise: (dtype, scale format), or None to send partial sums in `y.dtype`.
+      quantize: (dtype, scale format), or None to send partial sums in `y.dtype`.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
@@ -357,7 +357,7 @@ def reduce_slots(
     names += ["recv", "credits"] if axes is not None else []
     names += ["weight_rows"] if operands else []
     return launch.call(
-        functools.partial(_body, static=_Static(record, quantise, columns, weights is not None, paired, axes)),
+        functools.partial(_body, static=_Static(record, quantize, columns, weights is not None, paired, axes)),
         _Refs,
         names,
         name="xen_moe_reduce_slots" if axes is not None else "xen_moe_reduce_slots_local",

@@ -104,7 +104,7 @@ def test_an_unknown_backend_is_not_taken_for_plain_jax():
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-def test_no_rows_are_quantised_to_no_rows(dtype):
+def test_no_rows_are_quantized_to_no_rows(dtype):
     empty = xm.quantize(jnp.zeros((0, 200)), dtype)
     assert empty.values.shape == (0, 200) and empty.scales.shape == (0, 2)
     assert xm.dequantize(empty).shape == (0, 200)

@@ -171,7 +171,7 @@ def test_every_program_computes_the_same_round_trip(problem):
 def test_round_trip_of_other_layouts(layout):
     problem = make_problem(dataclasses.replace(SMALL, layout=layout, wire="float8_e4m3fn"))
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
-    assert check(problem, program) < verify.QUANTISED_TOLERANCE
+    assert check(problem, program) < verify.QUANTIZED_TOLERANCE
 
 
 def test_a_wrong_round_trip_is_noticed(problem):

@@ -156,8 +156,8 @@ def test_linear_transposes_are_adjoint(mesh4, layout):
 
 
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8:ue8m0"])
-def test_tangents_pass_straight_through_a_quantised_wire(mesh4, wire):
-    """Values are rounded, tangents are those of the unquantised program: bit for bit."""
+def test_tangents_pass_straight_through_a_quantized_wire(mesh4, wire):
+    """Values are rounded, tangents are those of the unquantized program: bit for bit."""
     x, idx, weights, *_ = model(5)
 
     def f(x, idx, weights, x_dot, wire=None):
@@ -174,13 +174,13 @@ def test_tangents_pass_straight_through_a_quantised_wire(mesh4, wire):
     assert not np.array_equal(exact, rounded)
 
 
-def test_router_weights_of_a_quantised_payload_have_a_gradient(mesh4):
+def test_router_weights_of_a_quantized_payload_have_a_gradient(mesh4):
     """fp8 values carry no cotangent, router weights do; asking for the values' gradient is a named error."""
     x, idx, weights, *_ = model(3)
 
     def loss(weights, x, idx):
-        quantised = jax.lax.stop_gradient(xm.quantize(x))
-        routed = xm.dispatch(quantised, idx, weights, num_experts=EXPERTS, axis_name="ep")
+        quantized = jax.lax.stop_gradient(xm.quantize(x))
+        routed = xm.dispatch(quantized, idx, weights, num_experts=EXPERTS, axis_name="ep")
         rows = xm.dequantize(routed.x, dtype=jnp.float32)
         return jnp.sum(xm.combine(rows, routed.handle))
 

@@ -138,8 +138,8 @@ def test_nothing_to_combine_has_zero_gradients(layout, hidden, capacity):
 
 
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8:ue8m0"])
-def test_quantised_wire_is_straight_through(mesh4, wire):
-    """The forward pass is quantised, the gradient is that of the unquantised program: bit for bit."""
+def test_quantized_wire_is_straight_through(mesh4, wire):
+    """The forward pass is quantized, the gradient is that of the unquantized program: bit for bit."""
     x, idx, weights, *_ = model(5)
     rng = np.random.default_rng(6)
     target = rng.standard_normal(x.shape).astype(np.float32)
@@ -160,7 +160,7 @@ def test_quantised_wire_is_straight_through(mesh4, wire):
     np.testing.assert_allclose(rounded, exact, atol=0.15 * float(np.abs(exact).max()))
 
 
-def test_gradient_wire_quantises_the_cotangent(mesh4):
+def test_gradient_wire_quantizes_the_cotangent(mesh4):
     x, idx, weights, *_ = model(6)
     target = np.random.default_rng(6).standard_normal(x.shape).astype(np.float32)
 

@@ -54,11 +54,11 @@ def test_the_figures_are_there():
 @pytest.mark.parametrize(("sizes", "dtype", "result"), measured())
 def test_predictions_hold_to_fifteen_percent_of_what_was_measured(sizes, dtype, result):
     """Bytes within three percent (the model expects, the file counted), times within fifteen."""
-    quantised = result["operation"] == "dispatch" and dtype == "float8_e4m3fn"
+    quantized = result["operation"] == "dispatch" and dtype == "float8_e4m3fn"
     prediction = xm.perf_model(
         result["operation"],
         num_tokens=result["tokens"],
-        dtype="float8_e4m3fn" if quantised else "bfloat16",
+        dtype="float8_e4m3fn" if quantized else "bfloat16",
         **sizes,
     )
     assert prediction.row_bytes == result.get("wire_row_bytes", prediction.row_bytes)

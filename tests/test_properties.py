@@ -149,7 +149,7 @@ def quantize_jit(wire, scale_format):
 
 
 @given(x=hnp.arrays(np.float32, (3, 200), elements=st.floats(-(2.0**20), 2.0**20, width=32)))
-def test_quantisation_error_is_bounded(x):
+def test_quantization_error_is_bounded(x):
     """Half a step of int8; of fp8 2**-4 relative (three mantissa bits) or half its smallest step."""
     x = np.where(np.abs(x) < 2.0**-60, 0, x).astype(np.float32)
     for wire, relative, steps in (("int8", 0, 0.5001), ("float8_e4m3fn", 2.0**-4, 2.0**-10)):

@@ -114,7 +114,7 @@ def test_halves(mesh4, layout):
     lower(gradients(body), mesh4)
 
 
-def test_block_scaled_rows_and_quantisation(mesh4):
+def test_block_scaled_rows_and_quantization(mesh4):
     def body(x, idx, weights):
         routed = xm.dispatch(xm.quantize(x), idx, weights, num_experts=E, axis_name="ep")
         rows = xm.dequantize(routed.x, dtype=jnp.bfloat16)

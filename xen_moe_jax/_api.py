@@ -48,8 +48,8 @@ def dispatch(
       capacity: rows of `routed.x` (grouped and ranked). None is the worst case, which cannot overflow while no token
         names one expert twice. Rows at positions `>= capacity` are dropped and counted in `routed.num_dropped`.
       alignment: grouped: each group's rows are rounded up to a multiple of this; the padding rows are zero.
-      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantises on
-        the wire and dequantises on arrival. Gradients go straight through.
+      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantizes on
+        the wire and dequantizes on arrival. Gradients go straight through.
       gradient_wire: what gradients travel as, named as in `wire`; None is their own dtype.
       active: bool `[R]`, the same on every rank: who takes part. An array like any other, so that it changes from call
         to call without a new program. Nothing goes to a rank that is out and nothing comes from it; its tokens' results

@@ -1,7 +1,7 @@
 """Dispatch, combine and redispatch as primitives, with their derivatives.
 
 Both directions are linear in the rows that they carry. The tangent of a dispatch is a redispatch of the tangent, the
-transpose of a redispatch is an unweighted combine, and that of a combine a redispatch; the rest is JAX's. A quantised
+transpose of a redispatch is an unweighted combine, and that of a combine a redispatch; the rest is JAX's. A quantized
 wire is straight-through: tangents and cotangents travel by `gradient_wire`.
 """
 
@@ -25,7 +25,7 @@ ROWS, HANDLE, OUT = "xen_moe_rows", "xen_moe_handle", "xen_moe_out"
 
 
 class Dispatched(NamedTuple):
-    """Results of a dispatch. `row_scales` has no columns unless `x` came quantised; `local_idx`: ranked layout only."""
+    """Results of a dispatch. `row_scales` has no columns unless `x` came quantized; `local_idx`: ranked layout only."""
 
     rows: Any
     row_scales: Any
@@ -75,7 +75,7 @@ def check_carries_gradient(x: Any) -> None:
     if x.dtype.itemsize == 1:
         raise TypeError(
             "dispatch of a BlockScaled x has no gradient: float8 and int8 values cannot carry one. Pass the float "
-            "array and wire='float8_e4m3fn' (or 'int8') instead: that quantises on the wire and lets gradients "
+            "array and wire='float8_e4m3fn' (or 'int8') instead: that quantizes on the wire and lets gradients "
             "straight through."
         )
 

@@ -124,7 +124,7 @@ def dispatch(
     topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, num_tokens, caller)
     parsed_wire = _validate.wire(wire, caller)
     if scales is not None and parsed_wire is not None:
-        raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantised already; pass wire=None")
+        raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantized already; pass wire=None")
     spec = _make_spec(
         caller,
         axis_name=axis_name,

@@ -180,7 +180,7 @@ def resolve(
 
     Args:
       hidden, dtype: of the operand: the tokens of a dispatch, the rows of a combine.
-      wire: quantised wire of the operation.
+      wire: quantized wire of the operation.
       mesh: that the program is lowered for.
     """
     entry = find(operation, spec, hidden, dtype, wire, device_kind(mesh)) if operation in OPERATIONS else None

@@ -1,4 +1,4 @@
-"""Block quantisation: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension.
+"""Block quantization: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension.
 
 The block size and the e4m3 range follow DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); ue8m0 (a power of two) follows
 the OCP Microscaling Formats specification, section 5.4.1. The arithmetic is spelled out so that every backend gives
@@ -148,7 +148,7 @@ def dequantize_arrays(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.A
 
 
 def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "float32") -> BlockScaled:
-    """Quantises `x` in blocks of 128 along its last dimension.
+    """Quantizes `x` in blocks of 128 along its last dimension.
 
     Args:
       x: float array `[..., H]`; `H` need not be a multiple of 128 (the last block is short).
@@ -184,7 +184,7 @@ def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
     """`float32(values) * scales`, rounded to `dtype`; shape `[..., H]`.
 
     Raises:
-      TypeError: `x` is not a `BlockScaled` of quantised values and float32 scales, or `dtype` is no float dtype.
+      TypeError: `x` is not a `BlockScaled` of quantized values and float32 scales, or `dtype` is no float dtype.
       ValueError: the scales do not fit the values.
     """
     if not isinstance(x, BlockScaled):

@@ -32,7 +32,7 @@ def pytree(*, static: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
 
 @pytree()
 class BlockScaled:
-    """Quantised rows: `values [..., H]` (float8_e4m3fn or int8) and `scales float32 [..., ceil(H/128)]`."""
+    """Quantized rows: `values [..., H]` (float8_e4m3fn or int8) and `scales float32 [..., ceil(H/128)]`."""
 
     values: Any
     scales: Any

@@ -156,7 +156,7 @@ def active(value: Any, num_ranks: int, caller: str) -> Any:
 def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
     """`y` of a combine: the rows that a dispatch with this handle produced, any hidden size."""
     if isinstance(y, BlockScaled):
-        raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantise on the wire")
+        raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantize on the wire")
     y = _array(y, caller, "y")
     known_shape(y, caller, "y")
     wanted = (*spec.row_dims, "H")

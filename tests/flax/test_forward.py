@@ -216,7 +216,7 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8"])
-def test_quantised_wire(wire):
+def test_quantized_wire(wire):
     mesh = make_mesh((2, 4), ("dp", "ep"))
     x = tokens(8, 16)
     exact, _ = run(layer(CONFIG), x, mesh)

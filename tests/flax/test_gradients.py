@@ -74,9 +74,9 @@ def test_fp8_wire_is_straight_through():
     moe, x, target = layer(CONFIG), tokens(32), tokens(32, seed=9)
     mesh = make_mesh((4,), ("ep",))
     exact = layer_gradients(moe, x, mesh, target)
-    quantised = layer_gradients(layer(dataclasses.replace(CONFIG, wire="float8_e4m3fn")), x, mesh, target)
+    quantized = layer_gradients(layer(dataclasses.replace(CONFIG, wire="float8_e4m3fn")), x, mesh, target)
     for key, value in exact.items():
-        error = np.linalg.norm(quantised[key] - value) / np.linalg.norm(value)
+        error = np.linalg.norm(quantized[key] - value) / np.linalg.norm(value)
         assert error < 0.1, (key, error)
     # Gradients of `down` see the rounded activations.
-    assert np.abs(quantised["down"] - exact["down"]).max() > 1e-4
+    assert np.abs(quantized["down"] - exact["down"]).max() > 1e-4

@@ -69,7 +69,7 @@ def one_layer(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: 
     return out, a
 
 
-def quantised(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: Any) -> Any:
+def quantized(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: Any) -> Any:
     values = xm.quantize(x)
     routed, a = way.dispatch(_work(w), a, values, idx, weights, **_routing(config))
     rows = xm.dequantize(routed.x, jnp.float32)
@@ -122,7 +122,7 @@ def four_open(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: 
     return *(xm.combine(r.x, r.handle, config=config) for r in routed), a
 
 
-BODIES = {f.__name__: f for f in (one_layer, quantised, layers_in_a_scan, two_batches, four_open)}
+BODIES = {f.__name__: f for f in (one_layer, quantized, layers_in_a_scan, two_batches, four_open)}
 
 
 def gradients(layout: str, remat: str, **options: Any) -> Callable:

@@ -129,7 +129,7 @@ def a_dispatch(x, idx, weights, config, **options):
     return routed.x, routed.handle.positions, routed.handle.recv_counts, routed.num_tokens_per_expert
 
 
-def a_quantised_dispatch(x, idx, weights, config):
+def a_quantized_dispatch(x, idx, weights, config):
     routed = dispatch(xm.quantize(x), idx, weights, config)
     return routed.x.values, routed.x.scales, routed.handle.positions, routed.num_tokens_per_expert
 
@@ -158,7 +158,7 @@ def a_ragged_exchange(x, idx, weights, config):
 
 OPERATIONS = [
     a_dispatch,
-    a_quantised_dispatch,
+    a_quantized_dispatch,
     a_padded_dispatch,
     a_ranked_dispatch,
     an_exchange,
@@ -176,7 +176,7 @@ def test_an_absent_rank_is_named_and_the_result_is_poisoned(mesh, operation):
     failure(rf"rank {ABSENT} \(GPU {ABSENT}\) did not start it", r"rank 0 gave up after [34]\.\d s", r"cuda\.reset\(\)")
     waiting = [a.addressable_shards[0].data for a in results]  # rank 0: the absent rank's are zeros of its own making
     assert_poisoned(waiting)
-    if operation is a_quantised_dispatch:
+    if operation is a_quantized_dispatch:
         assert np.isnan(np.asarray(waiting[1])).all()
     if "dispatch" in operation.__name__:
         positions = next(a for a in waiting if a.ndim == 3 and a.dtype == jnp.int32)

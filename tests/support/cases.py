@@ -158,14 +158,14 @@ CASES = (
     Case("grouped-align128", alignment=128, dtype="float32"),
     Case("grouped-align8-capacity-exact", alignment=8, capacity="exact"),
     Case("grouped-align8-capacity-one-below", alignment=8, capacity="one_below"),
-    # Quantised wire
+    # Quantized wire
     Case("grouped-fp8", wire="float8_e4m3fn", routings=("uniform", "duplicates")),
     Case("grouped-fp8-ue8m0", wire="float8_e4m3fn:ue8m0"),
     Case("grouped-int8-f32", wire="int8", dtype="float32"),
     Case("grouped-int8-ue8m0", wire="int8:ue8m0"),
     Case("ranked-fp8-f16", layout="ranked", wire="float8_e4m3fn", dtype="float16"),
     Case("padded-fp8-ue8m0", layout="padded", wire="float8_e4m3fn:ue8m0"),
-    # Already quantised input
+    # Already quantized input
     Case("grouped-scaled-fp8", block_scaled="float8_e4m3fn"),
     Case("ranked-scaled-fp8-ue8m0", layout="ranked", block_scaled="float8_e4m3fn:ue8m0"),
     Case("padded-scaled-int8", layout="padded", block_scaled="int8"),

@@ -19,9 +19,9 @@ WIRE_DTYPE = {"float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dty
 F32 = np.float32
 
 
-# -- quantisation ----------------------------------------------------------------------------------
+# -- quantization ----------------------------------------------------------------------------------
 def quantize(x: np.ndarray, wire: str, scale_format: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    """Quantises `x [..., H]` by blocks of 128: `(values [..., H], scales f32[..., ceil(H/128)])`."""
+    """Quantizes `x [..., H]` by blocks of 128: `(values [..., H], scales f32[..., ceil(H/128)])`."""
     hidden = x.shape[-1]
     blocks = -(-hidden // SCALE_BLOCK)
     qmax = QMAX[wire]
@@ -61,7 +61,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, dtype=F32) -> np.ndarray:
 
 
 def through_wire(x: np.ndarray, wire: str | None, scale_format: str, dtype) -> np.ndarray:
-    """What arrives, in `dtype`, when `x` travels: rounded to `dtype`, or quantised and dequantised."""
+    """What arrives, in `dtype`, when `x` travels: rounded to `dtype`, or quantized and dequantized."""
     if wire is None:
         return x.astype(dtype)
     return dequantize(*quantize(x, wire, scale_format), dtype)

@@ -138,7 +138,7 @@ def test_sizes_that_do_not_line_up(generation, case, sizes):
     ("generation", "dtype"),
     [("v4", "int8"), ("v5p", "float8_e4m3fn"), slow("v4", "float8_e4m3fn"), slow("v5p", "int8")],
 )
-def test_quantised_tokens_travel_as_they_are(generation, dtype):
+def test_quantized_tokens_travel_as_they_are(generation, dtype):
     mesh = tpu_topologies.mesh(generation)
     sharding = jax.NamedSharding(mesh, P("ep"))
 

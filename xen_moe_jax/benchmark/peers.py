@@ -1,7 +1,7 @@
 """The same MoE round trip as JAX users write it today: what the library is compared with, in the same run.
 
 Every peer presents its rows to the experts grouped or batched by expert, brings them back and reduces them with the
-router's weights; none drops a row at the capacities that the benchmark gives. Quantised tokens travel with their
+router's weights; none drops a row at the capacities that the benchmark gives. Quantized tokens travel with their
 scales, as two arrays.
 """
 

@@ -134,4 +134,4 @@ def one_hot_einsum(work: Workload, caps: Capacities) -> Peer:
         out = jnp.einsum("tec,ech->th", weighted.astype(y.dtype), back, preferred_element_type=jnp.float32)
         return out.astype(y.dtype)
 
-    return Peer(dispatch, combine, quantised=False)
+    return Peer(dispatch, combine, quantized=False)

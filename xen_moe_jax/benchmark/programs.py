@@ -110,7 +110,7 @@ def dispatch_arguments(work: Workload, caps: Capacities, config: xm.KernelConfig
 
 
 def own_round_trip(work: Workload, caps: Capacities, config: xm.KernelConfig) -> RoundTrip:
-    """dispatch, experts, combine. `BlockScaled` workloads quantise on the way out, so that the loop carries plain
+    """dispatch, experts, combine. `BlockScaled` workloads quantize on the way out, so that the loop carries plain
     tokens.
     """
     arguments = dispatch_arguments(work, caps, config) | {"wire": work.dtype if work.block_scaled else work.wire}
@@ -209,22 +209,22 @@ class Peer:
       dispatch: `(tokens, topk_idx [T,K]) -> (rows, local expert of each row int32, route)`; `tokens` is an array or a
         `BlockScaled`, `rows` is of the same kind; `route` holds arrays of rank >= 1.
       combine: `(y, route, topk_weights [T,K]) -> [T,H]`.
-      quantised: whether `dispatch` takes a `BlockScaled`; where it does not, tokens travel in the compute dtype.
+      quantized: whether `dispatch` takes a `BlockScaled`; where it does not, tokens travel in the compute dtype.
     """
 
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]
-    quantised: bool = True
+    quantized: bool = True
 
 
 def peer_wire(work: Workload, peer: Peer) -> str | None:
-    """The quantised wire of a peer's dispatch, None where rows travel in the compute dtype."""
+    """The quantized wire of a peer's dispatch, None where rows travel in the compute dtype."""
     wire = work.dtype if work.block_scaled else work.wire
-    return wire if peer.quantised else None
+    return wire if peer.quantized else None
 
 
 def peer_round_trip(work: Workload, peer: Peer) -> RoundTrip:
-    """Quantise where the workload does, dispatch, dequantise, experts, combine."""
+    """Quantize where the workload does, dispatch, dequantize, experts, combine."""
     wire = peer_wire(work, peer)
 
     def round_trip(x, topk_idx, topk_weights, experts):
@@ -237,14 +237,14 @@ def peer_round_trip(work: Workload, peer: Peer) -> RoundTrip:
 
 
 def peer_dispatch(work: Workload, peer: Peer, name: str, relative_cost: int = 1) -> Program:
-    """A peer's dispatch alone; tokens that come quantised arrive quantised, as they do in `own_dispatch`."""
-    comes_scaled = work.block_scaled and peer.quantised
+    """A peer's dispatch alone; tokens that come quantized arrive quantized, as they do in `own_dispatch`."""
+    comes_scaled = work.block_scaled and peer.quantized
 
     def prepare(x, topk_idx, topk_weights):
         return xm.quantize(x, dtype=work.dtype) if comes_scaled else x
 
     def step(tokens, carry, topk_idx, topk_weights):
-        if work.wire is not None and peer.quantised:
+        if work.wire is not None and peer.quantized:
             rows = xm.dequantize(peer.dispatch(xm.quantize(tokens, dtype=work.wire), topk_idx)[0], tokens.dtype)
         else:
             rows = peer.dispatch(tokens, topk_idx)[0]

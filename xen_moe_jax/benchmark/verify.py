@@ -22,7 +22,7 @@ from xen_moe_jax.benchmark.workload import Workload, draw_tokens
 TOKENS_CHECKED = 256
 """Tokens of each addressable rank that the NumPy check looks at."""
 
-QUANTISED_TOLERANCE = 2.0**-3
+QUANTIZED_TOLERANCE = 2.0**-3
 """Of the largest element: fp8 e4m3 keeps 3 bits after the leading one; two roundings there and back, plus the sums."""
 
 
@@ -31,7 +31,7 @@ def tolerance(work: Workload) -> float:
     wire.
     """
     if work.block_scaled or work.wire or work.combine_wire:
-        return QUANTISED_TOLERANCE
+        return QUANTIZED_TOLERANCE
     return 6 * float(jnp.finfo(work.compute_dtype).eps)
 
 

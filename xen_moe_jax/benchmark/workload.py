@@ -76,12 +76,12 @@ class Workload:
 
     @property
     def block_scaled(self) -> bool:
-        """Whether the tokens are quantised before the dispatch."""
+        """Whether the tokens are quantized before the dispatch."""
         return self.dtype in BLOCK_SCALED_DTYPES
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """Dtype of expert outputs, and of the tokens before any quantisation."""
+        """Dtype of expert outputs, and of the tokens before any quantization."""
         return jnp.dtype("bfloat16" if self.block_scaled else self.dtype)
 
     @property

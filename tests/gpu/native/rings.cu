@@ -34,7 +34,7 @@ std::vector<Problem> RingProblems(const Options& o, std::mt19937& rng) {
     }
   }
   if (!all) return out;
-  {  // quantised rows of odd sizes, in parts, many of them dropped; positions by every block for itself
+  {  // quantized rows of odd sizes, in parts, many of them dropped; positions by every block for itself
     Problem& p = add(Operation::kDispatch, Layout::kGrouped);
     p.element = Element::kBf16, p.wire = WireType::kFp8, p.hidden = 130, p.alignment = 4, p.capacity = o.ranks;
     p.solo = true, p.parts = 2, p.blocks = 3, p.push_blocks = 2;

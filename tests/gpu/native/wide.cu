@@ -28,7 +28,7 @@ std::vector<Problem> SmallProblems(const Options& o) {
       if (operation != Operation::kRedispatch) add(operation, layout, true);
     }
   }
-  {  // rows that travel quantised, with two axes, of odd sizes, dropped, in parts; bytes with scales
+  {  // rows that travel quantized, with two axes, of odd sizes, dropped, in parts; bytes with scales
     Problem& p = add(Operation::kDispatch, Layout::kGrouped, false);
     p.element = Element::kBf16, p.wire = WireType::kFp8, p.hidden = 130, p.alignment = 4, p.capacity = R;
     p.solo = true, p.parts = 2;

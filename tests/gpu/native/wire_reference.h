@@ -1,4 +1,4 @@
-// What a quantised wire makes of a row, computed in the plainest way: docs/internals.md, "Quantise".
+// What a quantized wire makes of a row, computed in the plainest way: docs/internals.md, "Quantize".
 #pragma once
 
 #include <algorithm>

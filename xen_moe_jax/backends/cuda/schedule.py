@@ -20,7 +20,7 @@ from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
 QUANTIZING_SMS = 96
-"""Of a dispatch that quantises a large batch: arithmetic, not the link, limits it."""
+"""Of a dispatch that quantizes a large batch: arithmetic, not the link, limits it."""
 FLIGHT_SMS = 24
 """Of an operation in flight: every SM that it takes is taken from the work that it hides behind."""
 SPARE_SMS = 36
@@ -220,7 +220,7 @@ def _solo_segment(spec: Spec) -> int | None:
 def dispatch(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, lines: bool = False
 ) -> Schedule:
-    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantising takes more.
+    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantizing takes more.
 
     `lines`: by the low-latency kernels (`takes_lines`).
     """

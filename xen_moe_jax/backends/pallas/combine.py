@@ -14,7 +14,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
-from xen_moe_jax.backends.pallas.dispatch import low_latency, quantisation, record_of
+from xen_moe_jax.backends.pallas.dispatch import low_latency, quantization, record_of
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
@@ -43,7 +43,7 @@ def combine(
     if y.size == 0 or spec.num_tokens == 0:
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
     rows, record, zero = prepared(y, recv_counts, wire)
-    quantise = quantisation(wire)
+    quantize = quantization(wire)
     if len(spec.axis_name) == 2:
         out = two_axes.combine(
             rows,
@@ -52,7 +52,7 @@ def combine(
             positions,
             zero,
             record=record,
-            quantise=quantise,
+            quantize=quantize,
             dtype=y.dtype,
             spec=spec,
             config=config,
@@ -84,7 +84,7 @@ def combine(
         weights.reshape(-1) if weighted else None,
         zero,
         record=record,
-        quantise=quantise,
+        quantize=quantize,
         axes=plan.kernel_axes(spec),
         launch=slots_launch(record, spec, config),
     )

@@ -37,7 +37,7 @@ def dispatch(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """Results in the order of docs/internals.md."""
-    padding.check("dispatch", x.dtype, spec, quantised=is_quantised(x))
+    padding.check("dispatch", x.dtype, spec, quantized=is_quantized(x))
     sent_scales = given_scales(x, scales)
     if gathers(spec, config) and everybody.serves(spec):
         sent = rows_of(x, wire, header=Header(spec.top_k).words)
@@ -86,7 +86,7 @@ def _ridden(
             scales,
             riding.routes,
             record=rows.record,
-            quantise=rows.quantise,
+            quantize=rows.quantize,
             axes=None if gathered else plan.kernel_axes(spec),
             launch=push_launch(rows, spec, config),
             header=riding.header,
@@ -142,21 +142,21 @@ def pack_for_slices(
         scales,
         headers.slices_of(riding.sent, spec),
         record=rows.record,
-        quantise=rows.quantise,
+        quantize=rows.quantize,
         spec=spec,
         launch=push_launch(rows, spec, config),
         header=riding.header,
     )
 
 
-def is_quantised(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
     """Whether the payload is a `BlockScaled`'s values."""
     return x.dtype.itemsize == 1
 
 
 def given_scales(x: jax.Array, scales: jax.Array) -> jax.Array | None:
     """The payload's scales; None where it has none (the operand then has no columns)."""
-    return scales if is_quantised(x) else None
+    return scales if is_quantized(x) else None
 
 
 def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -232,23 +232,23 @@ class Rows(NamedTuple):
 
     Attributes:
       hidden, dtype: as given. scaled: scales travel with them, and arrive.
-      record: a row on the wire. quantise: (dtype, scale format) to quantise to, or None.
+      record: a row on the wire. quantize: (dtype, scale format) to quantize to, or None.
     """
 
     hidden: int
     dtype: Any
     scaled: bool
     record: Record
-    quantise: tuple[str, str] | None
+    quantize: tuple[str, str] | None
 
 
 def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
     """Of `x [T, H]`, an array or its aval; `header` words travel with each."""
-    scaled = is_quantised(x)
-    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantisation(wire))
+    scaled = is_quantized(x)
+    return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantization(wire))
 
 
-def quantisation(wire: Wire | None) -> tuple[str, str] | None:
+def quantization(wire: Wire | None) -> tuple[str, str] | None:
     return None if wire is None else (wire.dtype, wire.scale_format)
 
 
@@ -279,7 +279,7 @@ def send_rows(
             todo,
             positions,
             record=rows.record,
-            quantise=rows.quantise,
+            quantize=rows.quantize,
             spec=spec,
             config=config,
             launch=launch,
@@ -290,7 +290,7 @@ def send_rows(
             scales,
             todo.routes,
             record=rows.record,
-            quantise=rows.quantise,
+            quantize=rows.quantize,
             axes=plan.kernel_axes(spec),
             launch=launch,
         )

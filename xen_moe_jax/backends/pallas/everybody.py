@@ -71,7 +71,7 @@ def dispatch(
         experts,
         topk_weights.T.astype(jnp.float32),
         record=rows.record,
-        quantise=rows.quantise,
+        quantize=rows.quantize,
         launch=_pack_launch(rows, spec, config),
     )
     staged = lax.all_gather(packed, spec.axis_name)

@@ -35,10 +35,10 @@ from xen_moe_jax.backends.pallas.dispatch import (
     from_headers,
     given_scales,
     header_words,
-    is_quantised,
+    is_quantized,
     place_rows,
     push_launch,
-    quantisation,
+    quantization,
     record_of,
     routing,
     rows_of,
@@ -123,7 +123,7 @@ def dispatch_start(
     """`InFlight`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
     and the metadata of a dispatch.
     """
-    padding.check("dispatch_start", x.dtype, spec, quantised=is_quantised(x))
+    padding.check("dispatch_start", x.dtype, spec, quantized=is_quantized(x))
     if len(spec.axis_name) == 2:
         return crossing.dispatch_start(x, scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
     rows = rows_of(x, wire, header=header_words(spec))
@@ -147,7 +147,7 @@ def dispatch_start(
         given_scales(x, scales),
         packing,
         record=rows.record,
-        quantise=rows.quantise,
+        quantize=rows.quantize,
         axes=None,
         launch=push_launch(rows, spec, config),
         header=header,
@@ -227,7 +227,7 @@ def combine_start(
         weights.reshape(-1) if weighted else None,
         zero,
         record=record,
-        quantise=quantisation(wire),
+        quantize=quantization(wire),
         axes=None,
         launch=slots_launch(record, spec, config),
     )

@@ -11,17 +11,17 @@ from xen_moe_jax._spec import SCALE_BLOCK, Spec, scale_blocks
 from xen_moe_jax.backends.pallas import hardware
 
 FLOAT_DTYPES = ("float32", "bfloat16")
-QUANTISED_DTYPES = ("float8_e4m3fn", "int8")
+QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
 
 
-def check(operation: str, dtype: Any, spec: Spec, *, quantised: bool = False) -> None:
+def check(operation: str, dtype: Any, spec: Spec, *, quantized: bool = False) -> None:
     """Raises TypeError for a dtype that the kernels do not take, ValueError for a mesh that they cannot span."""
     hardware.check_one_slice(
         spec.axis_name[-1:],
         "give the slices a mesh axis of their own and pass axis_name=(slow, fast), or use "
         "KernelConfig(backend='reference')",
     )
-    allowed = QUANTISED_DTYPES if quantised else FLOAT_DTYPES
+    allowed = QUANTIZED_DTYPES if quantized else FLOAT_DTYPES
     if jnp.dtype(dtype).name not in allowed:
         raise TypeError(
             f"{operation} on TPU: dtype {jnp.dtype(dtype).name} is not supported by the Pallas kernels, "

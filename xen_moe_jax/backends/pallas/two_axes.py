@@ -97,14 +97,14 @@ def push(
     positions: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     spec: Spec,
     config: KernelConfig,
     launch: Launch,
 ) -> jax.Array:
     """Every token's record to the staging of the ranks that need it, as `push` does on one axis."""
     buffer, largest, fan = pack(
-        x, scales, topk_idx, todo, positions, record=record, quantise=quantise, spec=spec, launch=launch
+        x, scales, topk_idx, todo, positions, record=record, quantize=quantize, spec=spec, launch=launch
     )
     received = across_slices(buffer, largest, spec, config)
     return fan_out(received, fan, plan.dispatch_staging_rows(spec), spec, config)
@@ -118,7 +118,7 @@ def pack(
     positions: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     spec: Spec,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, Fan]:
@@ -126,7 +126,7 @@ def pack(
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
-    buffer = pack_slices(x, scales, rail.own_hits, record=record, quantise=quantise, spec=spec, launch=launch)
+    buffer = pack_slices(x, scales, rail.own_hits, record=record, quantize=quantize, spec=spec, launch=launch)
     largest = _largest_anywhere(rail.own_hits, 0, spec)
     starts, sent = _regions(todo, rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
@@ -146,7 +146,7 @@ def pack_slices(
     own_hits: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     spec: Spec,
     launch: Launch,
     header: jax.Array | None = None,
@@ -164,7 +164,7 @@ def pack_slices(
             slices * tokens,
         ),
         record=record,
-        quantise=quantise,
+        quantize=quantize,
         axes=None,
         launch=launch,
         header=header,
@@ -250,7 +250,7 @@ def combine(
     zero: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     dtype,
     spec: Spec,
     config: KernelConfig,
@@ -265,7 +265,7 @@ def combine(
         positions,
         zero,
         record=record,
-        quantise=quantise,
+        quantize=quantize,
         dtype=dtype,
         spec=spec,
         slots_launch=slots_launch,
@@ -283,7 +283,7 @@ def partial_sums(
     zero: jax.Array,
     *,
     record: Record,
-    quantise: tuple[str, str] | None,
+    quantize: tuple[str, str] | None,
     dtype,
     spec: Spec,
     slots_launch: Launch,
@@ -322,7 +322,7 @@ def partial_sums(
         weights,
         zero,
         record=record,
-        quantise=quantise,
+        quantize=quantize,
         axes=plan.kernel_axes(spec),
         launch=slots_launch,
     )
@@ -338,7 +338,7 @@ def partial_sums(
         zero,
         record=record,
         out_dtype=dtype,
-        quantise=quantise,
+        quantize=quantize,
         as_records=True,
         launch=ranks_launch(fast, slices * tokens),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xen_moe_jax.flax.hugging_face import quantised
+from xen_moe_jax.flax.hugging_face import quantized
 from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint, Index
 
 Reader = Callable[[Index], np.ndarray]
@@ -49,7 +49,7 @@ def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
     if scale not in checkpoint:
         return checkpoint.read(name, index)
     block = tuple(checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128)))
-    return quantised.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
+    return quantized.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
 
 
 def _vector(checkpoint: Checkpoint, name: str) -> Reader:
@@ -206,7 +206,7 @@ def _stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
         return checkpoint.read(name, index)
     which, rows, columns = index
     part = (which, columns)
-    whole = quantised.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
+    whole = quantized.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
     return whole[:, :, rows].swapaxes(1, 2)
 
 

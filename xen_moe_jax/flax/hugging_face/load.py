@@ -35,7 +35,7 @@ def load_hugging_face(
     """Reads one MoE layer of a Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss checkpoint.
 
     Every device reads its own part of the files. Weights in fp8 blocks (DeepSeek-V3) and in MXFP4 (gpt-oss) are
-    dequantised.
+    dequantized.
 
     Args:
       folder: with `config.json` and `*.safetensors`.

@@ -253,8 +253,8 @@ std::string Many(const NodeOptions& o) {
     add(Operation::kCombine, Layout::kGrouped, few);
   }
   add(Operation::kRedispatch, Layout::kRanked, false);
-  Problem& quantised = add(Operation::kCombine, Layout::kPadded, false);
-  quantised.element = Element::kBf16, quantised.wire = WireType::kFp8, quantised.hidden = 130;
+  Problem& quantized = add(Operation::kCombine, Layout::kPadded, false);
+  quantized.element = Element::kBf16, quantized.wire = WireType::kFp8, quantized.hidden = 130;
   std::vector<std::vector<NodeOperation>> whole, some;
   for (Problem p : problems) {
     whole.push_back(nodes.Add(p, 2, 20));

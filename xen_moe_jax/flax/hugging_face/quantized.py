@@ -1,4 +1,4 @@
-"""Weights that checkpoints hold quantised: fp8 in blocks with scales (DeepSeek-V3), MXFP4 (gpt-oss)."""
+"""Weights that checkpoints hold quantized: fp8 in blocks with scales (DeepSeek-V3), MXFP4 (gpt-oss)."""
 
 from __future__ import annotations
 
