@@ -57,9 +57,9 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
 
-# Every test is in exactly one of the five selections below, by its marks: tests/test_selections.py holds them to it.
+# Every test is in exactly one of the five selections below, by its marks: tests/tools/test_selections.py holds them to it.
 RUN_TESTS = tools/run_tests.sh $(BIN)/python
-MEMORY_TESTS = tests/test_cuda_memory.py tests/test_cuda_memory_nodes.py tests/test_cuda_nccl.py tests/test_cuda_processes.py
+MEMORY_TESTS = tests/ffi/test_memory.py tests/ffi/test_memory_nodes.py tests/ffi/test_nccl.py tests/ffi/test_processes.py
 
 test: $(READY)  ## the test suite: minutes. What is slow, thorough or C++ alone has the four targets below
 	$(RUN_TESTS) "not slow and not thorough and not kernels and not memory" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -71,7 +71,7 @@ test-slow: $(READY)  ## what all others leave out: an hour or more
 	$(RUN_TESTS) "slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 kernel-test: $(READY)  ## the CUDA kernels on host threads, and the networks that they are tested over: C++, no CUDA, no GPU
-	$(BIN)/python -m pytest tests/gpu/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness, NCCL's place taken: no CUDA, no GPU
 	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
@@ -118,7 +118,7 @@ wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dis
 	$(PURE_WHEEL) --wheel-dir dist/pure
 	$(BIN)/check-wheel-contents dist/pure/*.whl
 	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
-	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/test_wheel.py
+	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/tools/test_wheel.py
 
 release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
 	rm -rf dist

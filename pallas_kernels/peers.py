@@ -8,7 +8,8 @@ taken for a slow rank's announcement for this one. Exit credits prevent that: no
 has passed `AWAIT`. They arrive while rows travel, so nobody waits for them in practice. Between kernels over
 different groups of ranks credits prove nothing: those must have different barrier semaphores.
 
-`send.Link` runs these phases in a kernel; the model in tests/tpu checks every interleaving of the same phases.
+`send.Link` runs these phases in a kernel; tests/backends/pallas/barrier_model.py checks every interleaving of the same
+phases.
 """
 
 from __future__ import annotations

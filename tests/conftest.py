@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("suite")
 
 LONGEST = (
-    "test_tpu_interpret.py",
+    "pallas/test_interpret.py",
     "::test_readme_example_runs",
     "::test_normal_mode_end_to_end",
     "::test_training_learns",

@@ -106,12 +106,12 @@ def conformance_class(context: Context) -> str:
 
 
 def conformance_commands(context: Context) -> list[list[str]]:
-    return [gpu_tests(f"tests/gpu/test_gpu_conformance.py::{conformance_class(context)}", "--maxfail=25")]
+    return [gpu_tests(f"tests/gpu/test_conformance.py::{conformance_class(context)}", "--maxfail=25")]
 
 
 def process_commands(context: Context) -> list[list[str]]:
     wanted = SOME_PROCESSES if context.gpus > 1 else IN_TURNS
-    return [gpu_tests("tests/gpu/test_gpu_processes.py", "-k", wanted)]
+    return [gpu_tests("tests/gpu/test_processes.py", "-k", wanted)]
 
 
 def sanitizer_commands(context: Context) -> list[list[str]]:
@@ -163,22 +163,22 @@ ONE_GPU = ("info", "build", "smoke", "conformance", "processes", "dead-process",
 SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or padded/uniform)"
 SOME_PROCESSES = "two_processes or see_one or opposite or stress"
 IN_TURNS = "share_a_gpu or sixteen"
-DEATHS = ("tests/gpu/test_gpu_processes.py", "tests/gpu/test_gpu_active.py")
+DEATHS = ("tests/gpu/test_processes.py", "tests/gpu/test_active.py")
 VARIANTS = "not TestFourRanks or LowLatency"
 
 STEPS = (
     Step("info", 40, info_commands, about="GPUs, versions, doctor"),
     Step("build", 200, build_commands, about="CMake, unless the modules are there"),
-    Step("smoke", 60, lambda c: [gpu_tests(f"tests/gpu/test_gpu_conformance.py::{conformance_class(c)}", "-k", SMOKE)],
+    Step("smoke", 60, lambda c: [gpu_tests(f"tests/gpu/test_conformance.py::{conformance_class(c)}", "-k", SMOKE)],
          about="three cases"),
     Step("conformance", 90, conformance_commands, about="the conformance class, one process"),
-    Step("meshes", 70, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "not large")],
+    Step("meshes", 70, lambda c: [gpu_tests("tests/gpu/test_meshes.py", "-k", "not large")],
          about="dp x ep, permuted devices, numbers of thread blocks"),
     Step("processes", 160, process_commands, about="one process per GPU; with one GPU, processes that share it"),
-    Step("failure", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_failure.py")],
+    Step("failure", 200, lambda c: [gpu_tests("tests/gpu/test_failure.py")],
          about="absent ranks, mismatches, bad handles, memory"),
-    Step("company", 300, lambda c: [gpu_tests("tests/gpu/test_gpu_company.py")], about="beside XLA's collectives"),
-    Step("concurrency", 240, lambda c: [gpu_tests("tests/gpu/test_gpu_concurrency.py")],
+    Step("company", 300, lambda c: [gpu_tests("tests/gpu/test_company.py")], about="beside XLA's collectives"),
+    Step("concurrency", 240, lambda c: [gpu_tests("tests/gpu/test_concurrency.py")],
          about="threads, meshes, graphs at once"),
     Step("dead-process", 120, lambda c: [gpu_tests(*DEATHS, "-k", "late or server")],
          about="a late and a killed process, a server that goes on"),
@@ -187,15 +187,15 @@ STEPS = (
          about="1,000,000 random operations in jitted loops"),
     Step("link", 40, link_commands, about="bare pushes over NVLink"),
     Step("bench", 170, lambda c: suite_commands(c, 140), about="figures, most important first"),
-    Step("graphs", 60, lambda c: [gpu_tests("tests/gpu/test_gpu_graphs.py")], about="CUDA graphs forced on"),
+    Step("graphs", 60, lambda c: [gpu_tests("tests/gpu/test_graphs.py")], about="CUDA graphs forced on"),
     Step("stress", 110, lambda c: stress_commands(c, 20_000, 90), about="20,000 random calls"),
     Step("sanitizer", 150, sanitizer_commands, default=False, about="compute-sanitizer memcheck and racecheck",
          environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    Step("large", 200, lambda c: [gpu_tests("tests/gpu/test_gpu_meshes.py", "-k", "large")], default=False,
+    Step("large", 200, lambda c: [gpu_tests("tests/gpu/test_meshes.py", "-k", "large")], default=False,
          about="DeepSeek shapes, bit for bit"),
-    Step("variants", 250, lambda c: [gpu_tests("tests/gpu/test_gpu_conformance.py", "-k", VARIANTS)],
+    Step("variants", 250, lambda c: [gpu_tests("tests/gpu/test_conformance.py", "-k", VARIANTS)],
          default=False, about="conformance with two, three ranks, low latency"),
-    Step("processes-all", 400, lambda c: [gpu_tests("tests/gpu/test_gpu_processes.py")], default=False,
+    Step("processes-all", 400, lambda c: [gpu_tests("tests/gpu/test_processes.py")], default=False,
          about="one process per GPU, every case"),
     Step("bench-all", 400, lambda c: suite_commands(c, 370), default=False, about="every figure"),
 )  # fmt: skip

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels without JAX on a machine with NVIDIA GPUs: builds tests/gpu/native with the nvcc on PATH and runs every
+# The kernels without JAX on a machine with NVIDIA GPUs: builds tests/native with the nvcc on PATH and runs every
 # scenario, then a few under compute-sanitizer where there is one. One GPU suffices; two show the link too.
 #   tools/gpu_native_check.sh OUT_DIRECTORY [CALLS]
 # Writes JSON and logs to OUT_DIRECTORY and ends within four minutes. Exit status 0: all passed.
@@ -21,7 +21,7 @@ echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep rel
 
 objects=()
 pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/gpu/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
+for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
   case $source in cuda_kernels/*nccl_*) continue ;; esac  # they need NCCL's headers, and native_processes runs them
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac

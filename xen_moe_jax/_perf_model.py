@@ -4,7 +4,7 @@ A token crosses to a node once (over the slow link, to the GPU with the sender's
 fast link, and inside a node goes once to each rank that wants it. What arrived is placed once for each slot. All of
 this goes on at the same time, so the slowest part and the fixed cost of an operation make the time. The default links
 are fitted to figures measured on 2 and 4 x H200 (`h200x4.json`, `h200x2_jax_best.json` and `h200x4_jax_best.json` in
-`benchmarks/results`); `tests/test_perf_model.py` holds predictions against the figures of these files.
+`benchmarks/results`); `tests/tuning/test_perf_model.py` holds predictions against the figures of these files.
 """
 
 from __future__ import annotations

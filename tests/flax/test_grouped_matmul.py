@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import subprocess
 import sys
 import types
@@ -12,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from tests.support import ROOT
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
@@ -186,7 +187,7 @@ def test_doctor_shows_the_choice(monkeypatch, has, platform, choice):
 
 def test_the_benchmark_checks_and_times(tmp_path):
     """Tiny, on whatever runs here: what runs has times and small errors, what does not has its reason."""
-    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "grouped_matmul.py"
+    script = ROOT / "benchmarks" / "grouped_matmul.py"
     out = tmp_path / "out.json"
     sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
     only = ["--only", "padded einsum", "transformer_engine"]

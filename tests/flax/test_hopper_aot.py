@@ -1,6 +1,6 @@
 """The Hopper kernels compiled for an H100 by Mosaic and ptxas, without a GPU: nothing is spilled, no wgmma waits.
 
-It needs the plugin of `jax[cuda13]`, as `tests/test_cuda_aot.py`, and CI runs it over the wheel, too.
+It needs the plugin of `jax[cuda13]`, as `tests/backends/cuda/test_aot.py`, and CI runs it over the wheel, too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The memory table: its bytes are those of the traced layer, and the page quotes what the command prints."""
 
 import dataclasses
-import pathlib
 
 import jax
 import pytest
+
+from tests.support import ROOT
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
@@ -12,7 +13,7 @@ from tests.support.layers import CONFIG
 from xen_moe_jax import cli
 from xen_moe_jax.flax import memory
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = ROOT / "docs" / "memory.md"
 T, R, K, H, F = 64, 4, 2, 256, 32
 WIDE = dataclasses.replace(CONFIG, hidden_size=H, intermediate_size=F, capacity_factor=1.25)
 

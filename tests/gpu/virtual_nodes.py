@@ -1,5 +1,5 @@
 """Processes of one host as if they were on several: NCCL is told where nodes end, and between them it puts over the
-network of tests/gpu/native/processes/tcp_rma.h, which behaves as badly as a network may and counts what goes through.
+network of tests/native/processes/tcp_rma.h, which behaves as badly as a network may and counts what goes through.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     out = folder / "libxen_moe_tcp_rma.so"
     programs = {"xen_moe_rma_copier": ("copier_main", "copier", "driver"), out.name: ("tcp_rma", "copier", "driver")}
     for name, parts in programs.items():
-        sources = [f"tests/gpu/native/processes/{part}.cc" for part in parts]
+        sources = [f"tests/native/processes/{part}.cc" for part in parts]
         flags = ["-std=c++17", "-O2", "-I.", "-pthread", *(["-fPIC", "-shared"] if name == out.name else [])]
         command = [*compiler, *flags, *sources, "-o", str(folder / name), "-ldl"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=120)

@@ -4,3 +4,8 @@
 comparisons, `processes` a runner with a hard time limit, `quick_compiler` XLA in a hurry, `multiprocess_worker` the
 program of one process, `layers` and `dense_moe` the Flax layer's small sizes and its dense equal.
 """
+
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+"""The root of the repository."""

@@ -1,4 +1,4 @@
-"""One process of tests/test_cuda_processes.py: symmetric memory over host memory, agreed with the other processes.
+"""One process of tests/ffi/test_processes.py: symmetric memory over host memory, agreed with the other processes.
 
 cuda_memory_worker.py SCENARIO STORE PROCESS COUNT: STORE is a folder, or HOST:PORT of `jax.distributed`. It prints one
 line of JSON: what happened, and after how long.

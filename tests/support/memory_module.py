@@ -8,7 +8,9 @@ import types
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "build" / "memory"
+from tests.support import ROOT
+
+FOLDER = ROOT / "build" / "memory"
 RANKS = 2
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)
 HOME = 2 * (16384 + 16384)

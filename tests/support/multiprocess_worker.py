@@ -1,6 +1,6 @@
 """One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
 
-Run by `tests/reference/test_multiprocess.py`, which runs the same programs in one process and compares the bytes:
+Started by `tests/backends/reference/test_multiprocess.py`, which runs the same programs in one process, compares bytes:
 `python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz NUMBERS`, devices set by
 the environment; `NUMBERS` are indices of `PROGRAMS`, with commas between.
 """

@@ -1,5 +1,5 @@
-"""One process of tests/test_cuda_nccl.py: memory between processes as `processes.start_memory` makes it with NCCL, over
-tests/support/fake_nccl.cc and a folder in place of `jax.distributed`'s store.
+"""One process of tests/ffi/test_nccl.py: memory between processes as `processes.start_memory` makes it with NCCL, over
+tests/native/fakes/fake_nccl.cc and a folder in place of `jax.distributed`'s store.
 
 nccl_memory_worker.py SCENARIO FOLDER PROCESS COUNT, with NCCL_HOME set. It prints one line of JSON.
 """

@@ -16,7 +16,7 @@ import tempfile
 import time
 from typing import IO
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.support import ROOT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,10 @@
 Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`.
 """
 
-KERNELS = ("gpu/native/",)
+KERNELS = ("native/",)
 """`make kernel-test`: the CUDA kernels on host threads, and the networks that they are tested over. A new test in this
 folder is one of them."""
-MEMORY = ("test_cuda_memory.py", "test_cuda_memory_nodes.py", "test_cuda_nccl.py", "test_cuda_processes.py")
+MEMORY = ("ffi/test_memory.py", "ffi/test_memory_nodes.py", "ffi/test_nccl.py", "ffi/test_processes.py")
 """`make memory-test`: what needs the module that it builds."""
 MARKS = {"kernels": KERNELS, "memory": MEMORY}
 

@@ -1,10 +1,10 @@
-import pathlib
 import shutil
 import subprocess
 
 import jax
 import pytest
 
+from tests.support import ROOT
 from tests.transfer import other_process
 
 
@@ -40,7 +40,7 @@ def posting_library(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
     names = ("ucx_posting", "cuda_copies", "host_copies")
-    sources = [pathlib.Path(__file__).parents[2] / "ffi" / f"{name}.cc" for name in names]
+    sources = [ROOT / "ffi" / f"{name}.cc" for name in names]
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, *sources, "-o", path], check=True)
     return path

@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m tests.transfer.endurance --json benchmarks/results/transfer_endurance.json
 
-The functions are those of `test_transfer_adversary.py` and `test_transfer_kills.py`: what is torn, counted twice or
+The functions are those of `test_adversary.py` and `test_kills.py`: what is torn, counted twice or
 changed after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to
 standard output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other-device 1` has the
 other processes' arrays on the second GPU.
@@ -52,7 +52,7 @@ class Numbers:
 
 
 def main():
-    from tests.transfer import test_transfer_adversary, test_transfer_kills
+    from tests.transfer import test_adversary, test_kills
     from xen_moe_jax.benchmark import report
     from xen_moe_jax.transfer import _posting
 
@@ -73,18 +73,17 @@ def main():
         "seed": options.seed,
     }
     if options.transfers:
-        found, seconds = timed(options, test_transfer_adversary.run, options.transfers, options.seed, 3000)
+        found, seconds = timed(options, test_adversary.run, options.transfers, options.seed, 3000)
         names = ("writes", "failed writes", "lost connections", "generations thrown away")
         document["adversary"] = dict(zip(names, found, strict=True)) | {
-            "rows in committed generations, hashed": -(-options.transfers // test_transfer_adversary.ROWS)
-            * test_transfer_adversary.ROWS,
+            "rows in committed generations, hashed": -(-options.transfers // test_adversary.ROWS) * test_adversary.ROWS,
             "torn generations": 0,
             "seconds": round(seconds),
         }
         print(json.dumps(document["adversary"]), flush=True)
     if options.kills:
         numbers = Numbers(options.kills, options.kill_seconds)
-        (whole, thrown), seconds = timed(options, test_transfer_kills.kill_senders, numbers, options.seed)
+        (whole, thrown), seconds = timed(options, test_kills.kill_senders, numbers, options.seed)
         document["killed senders"] = {
             "kills": numbers.count,
             "whole generations": whole,
@@ -94,7 +93,7 @@ def main():
         }
         print(json.dumps(document["killed senders"]), flush=True)
         numbers = Numbers(options.kills, options.kill_seconds)
-        sent, seconds = timed(options, test_transfer_kills.kill_receivers, numbers, options.seed + 1)
+        sent, seconds = timed(options, test_kills.kill_receivers, numbers, options.seed + 1)
         document["killed receivers"] = {
             "kills": numbers.count,
             "generations sent": sent,

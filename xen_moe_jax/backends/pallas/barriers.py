@@ -1,7 +1,7 @@
 """Which barrier semaphore a kernel uses: one for every way of cutting the devices into groups, and channel.
 
 Two kernels over different groups that share a barrier semaphore take each other's announcements for their own, and
-write into buffers of ranks that have not entered (tests/tpu/test_tpu_barriers.py shows how). XLA gives every
+write into buffers of ranks that have not entered (tests/backends/pallas/test_barriers.py shows how). XLA gives every
 `collective_id` of a program a semaphore of its own; the number here is a hash of the groups, so that it does not
 depend on what was compiled before, or on the process.
 """

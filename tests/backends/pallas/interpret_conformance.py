@@ -1,0 +1,191 @@
+"""The conformance class against the TPU kernels in interpret mode, with race detection.
+
+Not collected by name: `test_interpret.py` runs it in a process of its own, because a kernel that deadlocks never
+returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support import conformance, interpreter, members
+from tests.support.checks import assert_bits
+from xen_moe_jax.backends import pallas
+from xen_moe_jax.backends.pallas import hardware, headers
+from xen_moe_jax.pallas_kernels import exchange
+
+NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_clean(capfd):
+    """Interpret mode only prints what it finds: a race, or a semaphore that is not back at zero when a kernel ends."""
+    pltpu.reset_tpu_interpret_mode_state()
+    with interpreter.quick():
+        yield
+    out, err = capfd.readouterr()
+    for complaint in ("RACE DETECTED", "non-zero count"):
+        assert complaint not in out + err, (out + err)[-4000:]
+
+
+def config(mode: str, channel: int = 0) -> xm.KernelConfig:
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
+    # not "auto", which gathers the records of so few tokens where there are as many slots as ranks
+    return xm.KernelConfig(backend="pallas", interpret=params, channel=channel, mode="throughput")
+
+
+class Pallas(conformance.Conformance):
+    """Four ranks: more than slots in some cases (packed staging of a combine), fewer in others."""
+
+    num_ranks = 4
+    two_axis_sizes = (2, 2)
+    num_tokens = 6
+    hidden = 384  # three blocks of 128: the last word of a record is only partly used
+    odd_hidden = 200
+    excluded = dict.fromkeys(("grouped-f16", "ranked-f16", "ranked-fp8-f16"), NO_FLOAT16)
+
+
+class TestOnWait(Pallas):
+    config = config("on_wait")
+
+
+class TestEager(Pallas):
+    config = config("eager")
+
+
+class TestEightRanks(Pallas):
+    config = config("on_wait")
+    num_ranks = 8
+    two_axis_sizes = (2, 4)
+
+
+class TestGathered(Pallas):
+    """Few tokens, and ranks that are no more than slots: records go to everybody."""
+
+    config = dataclasses.replace(config("eager"), mode="auto")
+
+
+class TestTwoCores(Pallas):
+    """As on v4 and v5p: cores share the steps of the kernels that stay at home."""
+
+    config = config("on_wait", channel=2)
+
+    @pytest.fixture(autouse=True)
+    def two_cores(self, monkeypatch):
+        monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
+
+
+class TestWithoutHeaders(Pallas):
+    """As where a rank's slots do not fit SMEM: routing is gathered."""
+
+    config = config("eager", channel=3)
+
+    @pytest.fixture(autouse=True)
+    def nothing_fits(self, monkeypatch):
+        monkeypatch.setattr(headers, "window", lambda spec: None)
+
+
+class TestGatheredOnTwoCores(TestTwoCores):
+    """Both cores pack, and place what the other one packed."""
+
+    num_tokens = 20  # a block of tokens for each core
+    config = dataclasses.replace(config("on_wait", channel=4), mode="auto")
+
+
+@pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])
+def test_ranks_that_are_out(name):
+    """A slice of the subsets: all, none, one, two, three of four ranks.
+
+    Halves are the whole in interpret mode, and programs take long to compile: one case has them.
+    """
+    case = members.Members(
+        members.BY_NAME[name], config("on_wait"), num_tokens=3, hidden=256, exact_weighted=False, halves="two" in name
+    )
+    for active in members.subsets(4)[::4]:
+        case.check(active)
+    assert case.traces == 1
+
+
+@pytest.mark.parametrize("axes", [("dp", "ep"), ("ep", "tp")], ids="-".join)
+def test_ep_beside_another_axis(axes):
+    """Each row or column of the mesh is a group of its own: remote DMAs stay inside it."""
+    mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(17)
+    x = rng.standard_normal((4, 6, 256)).astype(np.float32)
+    idx = rng.integers(-1, 4, (4, 6, 2)).astype(np.int32)
+    weights = rng.random((4, 6, 2)).astype(np.float32)
+
+    def program(config):
+        def body(x, idx, weights):
+            routed = xm.dispatch(x[0], idx[0], weights[0], num_experts=4, axis_name="ep", config=config)
+            live = jnp.arange(routed.x.shape[0]) < jnp.sum(routed.group_sizes)
+            rows = jnp.where(live[:, None], routed.x, 0)
+            return rows[None], xm.combine(rows, routed.handle, config=config)[None]
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
+
+    ours = program(config("on_wait"))(x, idx, weights)
+    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
+    for what, a, b in zip(("rows", "combined"), ours, expected, strict=True):
+        assert_bits(a, b, what)
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_more_rows_than_one_wait_covers(mode):
+    """Two ranks of 72 tokens: waits for 64 records, for eight and for one, whole groups of 32 pairs and a part."""
+    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((144, 256)).astype(jnp.bfloat16)
+    idx = np.argsort(rng.random((144, 5)), axis=1)[:, :3].astype(np.int32)
+    idx[rng.random(idx.shape) < 0.2] = -1
+    weights = rng.random(idx.shape, np.float32)
+
+    def program(config):
+        def body(x, idx, weights):
+            routed = xm.dispatch(x, idx, weights, num_experts=5, axis_name="ep", capacity=256, config=config)
+            live = jnp.arange(256) < jnp.sum(routed.group_sizes)
+            rows = jnp.where(live[:, None], routed.x, 0)
+            return rows, xm.combine(rows, routed.handle, config=config)
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+    ours = program(config(mode))(x, idx, weights)
+    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
+    for what, a, b in zip(("rows", "combined"), ours, expected, strict=True):
+        assert_bits(a, b, what)
+
+
+def exchanged_at_once(x, runs, *, rows, axes, launch):
+    """`exchange.start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
+    out = exchange.exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), runs, axes=axes, launch=launch)
+    flags = (jnp.zeros((n,), jnp.int32) for n in exchange.semaphore_counts(len(runs.ids)))
+    return exchange.Started(x, out, *flags)
+
+
+class TestHalves(Pallas):
+    """Every dispatch and combine as its halves: packing, tables, headers and placing as on a TPU, the exchange in one
+    kernel. On two axes nothing is different from a TPU.
+    """
+
+    config = config("eager", channel=1)  # not a config of the classes above: programs are cached by it
+
+    @pytest.fixture(autouse=True)
+    def in_halves(self, monkeypatch):
+        can_split = pallas.can_split
+
+        def as_on_a_tpu(spec, config):
+            return can_split(spec, dataclasses.replace(config, interpret=False))
+
+        monkeypatch.setattr(pallas, "can_split", as_on_a_tpu)
+        monkeypatch.setattr(exchange, "start", exchanged_at_once)
+        monkeypatch.setattr(exchange, "done", lambda started, *_, **__: started.rows)
+        monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
+        monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))

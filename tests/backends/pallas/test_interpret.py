@@ -1,0 +1,82 @@
+"""The project's conformance suite against the TPU kernels in interpret mode, each part in a process with a time limit.
+
+CI runs a part of the table in each DMA mode, through the halves, and on eight ranks; `slow` runs all of it on four, and
+what else there is of the others.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+HERE = pathlib.Path(__file__).parent
+
+SHORT = {  # class -> pytest -k expression; between them every kernel, every layout, each kind of case
+    "TestEager": "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or grouped-scaled",
+    "TestOnWait": (
+        "padded-odd-hidden-fp8 or grouped-int8-f32 or "
+        "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
+    ),
+    "TestGathered and not Cores": "padded-fp8",
+    "TestTwoCores": "padded/zipf",
+    "TestWithoutHeaders": "padded-fp8",
+    "TestGatheredOnTwoCores": "padded/uniform",
+    "TestHalves": "align8-capacity-one-below or grouped-two-axes/uniform",
+}
+
+
+def run_suite(expression: str, seconds: float, file: str = "interpret_conformance.py") -> None:
+    """Runs a part of the conformance suite in a process of its own; a deadlock ends as `TimeoutExpired`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
+    command += ["-k", expression]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@pytest.mark.parametrize("mode", SHORT)
+def test_conformance_in_interpret_mode(mode):
+    run_suite(f"{mode} and ({SHORT[mode]})", 900)
+
+
+OUT = [  # a program of so many operations takes most of a minute
+    "ranked-two-axes",
+    pytest.param("padded-int8", marks=pytest.mark.slow),
+    pytest.param("grouped-align8-uneven", marks=pytest.mark.slow),
+    pytest.param("grouped", marks=pytest.mark.slow),
+    pytest.param("ranked", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", OUT)
+def test_ranks_that_are_out(case):
+    run_suite(f"test_ranks_that_are_out and [{case}]", 900)
+
+
+def test_more_rows_than_one_wait_covers():
+    run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
+
+
+@pytest.mark.parametrize("axes", ["dp-ep", "ep-tp"])
+def test_a_mesh_with_another_axis(axes):
+    run_suite(f"test_ep_beside_another_axis and {axes}", 600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SHORT)
+def test_whole_conformance_in_interpret_mode(mode):
+    run_suite(mode, 3000)
+
+
+def test_conformance_on_eight_ranks():
+    run_suite("TestEightRanks and grouped-two-axes/uniform", 900)
+
+
+@pytest.mark.slow
+def test_more_conformance_on_eight_ranks():
+    run_suite("TestEightRanks and ([grouped/uniform] or ranked/uniform or padded/uniform)", 900)

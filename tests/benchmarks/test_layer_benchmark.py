@@ -1,0 +1,276 @@
+"""`benchmark --mode layer` and `--mode model`, and the training benchmark: they run, and notice wrong results."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xen_moe_jax as xm
+from tests.support import ROOT, quick_compiler
+from xen_moe_jax.benchmark import layer, layer_programs, options
+from xen_moe_jax.benchmark.problem import make_problem
+from xen_moe_jax.benchmark.verify import WrongResultError
+from xen_moe_jax.flax._chunks import Chunk, through_experts
+from xen_moe_jax.flax._experts import built_in
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import layer_bound, layer_tables
+
+SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"
+WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter")
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": quick_compiler.flags(2),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    command = (sys.executable, *command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+
+
+def test_layers_of_every_way_agree(tmp_path):
+    out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    command = ["-m", "xen_moe_jax.benchmark", "--mode", "layer", *SIZES.split(), "--ways", *WAYS]
+    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    done = run(*command, "--repeats", "1", "--inner", "1", "--lock", str(tmp_path / "lock"), "--json", str(out), *plot)
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    assert document["layers"] == 1 and document["width"] == 48
+    for operation in ("forward", "forward+backward"):
+        rows = {row["name"]: row for row in document["results"] if row["operation"] == operation}
+        assert set(rows) == {"xen_moe_jax", "experts alone", *WAYS}
+        for name, row in rows.items():
+            assert row["us_median"] > 0 and row["tokens_per_second_per_rank"] > 0 and row["matmul_share"] > 0, row
+            assert ("max difference" in row) is (name in WAYS)
+            assert row.get("max difference", 0) < 1e-4
+    assert "tokens/s/rank" in done.stdout and (not plot or picture.stat().st_size > 10_000)
+
+
+def test_a_stack_of_layers(tmp_path):
+    out = tmp_path / "model.json"
+    command = ["-m", "xen_moe_jax.benchmark", "--mode", "model", *SIZES.split(), "--ways", "padded all_to_all"]
+    done = run(*command, "--repeats", "1", "--inner", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    assert document["layers"] == layer_programs.MODEL_LAYERS
+    assert all("us_median" in row for row in document["results"]) and len(document["results"]) == 6
+    lines = layer_tables.layers(document)
+    assert "capacity factor 4.0, 4 layers" in lines[0] and len(lines) == 4 + 3
+    assert lines[-1].startswith("| padded all_to_all | ") and lines[-1].count("|") == lines[2].count("|")
+
+
+def test_results_that_differ_are_an_error():
+    class Given:
+        class work:
+            compute_dtype = jnp.dtype("float32")
+
+    expected = {"a": jnp.ones((4, 3)), "b": 2 * jnp.ones(3)}
+    same = {"a": jnp.ones((4, 3)) * (1 + 1e-6), "b": 2 * jnp.ones(3)}
+    assert layer.compare(Given, "a way", same, expected) < 1e-5  # type: ignore[arg-type]
+    for wrong in (same | {"b": jnp.zeros(3)}, same | {"a": jnp.full((4, 3), jnp.nan)}):
+        with pytest.raises(WrongResultError, match="a way: differs by"):
+            layer.compare(Given, "a way", wrong, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["xen_moe_jax", "xen_moe_jax, 4 chunks", "xen_moe_jax, alignment 128"])
+def test_dropped_rows_are_those_of_the_layer(name):
+    sizes = SIZES.replace("--capacity-factor 4", "--capacity-factor 0.6 --routing zipf").split()
+    asked = options.build_parser().parse_args(["--mode", "layer", *sizes])
+    work = options.workload(asked, 2)
+    config = layer_programs.layer_config(work, 48, "ragged_dot", xm.KernelConfig())
+    given = layer_programs.LayerProblem(make_problem(work), config, 1)
+    config = dataclasses.replace(config, **layer_programs.OWN[name], experts=lambda rows, *_: rows)
+
+    @jax.jit
+    @jax.shard_map(mesh=given.problem.mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
+    def dropped(x, topk_idx):
+        tokens = Chunk(x, topk_idx, jnp.ones_like(topk_idx, jnp.float32))
+        return through_experts(config, built_in(config), {"up": x}, tokens)[1][None]
+
+    inputs = given.problem.inputs
+    expected = int(dropped(inputs.x, inputs.topk_idx[0]).sum())
+    assert layer_programs.dropped_rows(given, name) == expected
+    assert (expected > 0) == (name != "xen_moe_jax, alignment 128"), "its padding has room for all rows here"
+
+
+def test_ways_that_drop_rows_are_timed_and_not_compared(monkeypatch):
+    """By their capacities two ways drop different rows: they differ, and neither is wrong."""
+    work = options.workload(options.build_parser().parse_args(["--mode", "layer", *SIZES.split()]), 2)
+    given = layer_programs.LayerProblem(
+        make_problem(work), layer_programs.layer_config(work, 48, "auto", xm.KernelConfig()), 1
+    )
+    monkeypatch.setattr(layer_programs, "operands_for", lambda *_: ())
+    pairs = [("forward", name) for name in ("xen_moe_jax", "padded all_to_all")]
+    programs = [jax.jit(lambda n=n: n * jnp.ones(3)).lower().compile() for n in (1, 2)]
+    with pytest.raises(WrongResultError, match="padded all_to_all: differs by 1"):
+        list(layer.measured(given, (), pairs, programs, 1, 1))  # type: ignore[arg-type]
+    monkeypatch.setattr(layer_programs, "dropped_rows", lambda given, name: 3 * (name == "padded all_to_all"))
+    plain, padded = layer.measured(given, (), pairs, programs, 1, 1)  # type: ignore[arg-type]
+    assert "dropped_rows" not in plain and padded["dropped_rows"] == 3
+    assert "us_median" in padded and "max difference" not in padded
+    assert layer.results_table([plain, padded]).splitlines()[-1].split()[-2:] == ["-", "3"]
+
+
+def test_without_the_plain_layer_nothing_is_timed_unchecked():
+    ways = (layer_programs.PLAIN, "another")
+    programs = ["XlaRuntimeError: out of memory", jax.jit(lambda: jnp.ones(3)).lower().compile()]
+    pairs = [("forward", name) for name in ways]
+    plain, another = layer.measured(None, (), pairs, programs, 1, 1)  # type: ignore[arg-type]
+    assert plain["error"] == "XlaRuntimeError: out of memory"
+    assert another["error"].startswith("not timed: xen_moe_jax, ") and "us_median" not in another
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--width 64", "--width 64: needs --mode layer or --mode model"),
+        ("--mode normal --ways a", "--ways .*: needs --mode layer"),
+        ("--mode layer --tune", "--tune: --mode layer has nothing to tune"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        options.check(options.build_parser().parse_args(arguments.split()))
+
+
+def test_the_training_benchmark(tmp_path):
+    out = tmp_path / "train.json"
+    sizes = "--layers 2 --hidden 64 --heads 2 --dense-size 128 --experts 8 --width 32 --top-k 2 --context 32 --batch 2"
+    done = run(
+        str(ROOT / "benchmarks" / "train.py"), *sizes.split(), "--steps", "2", "--warm-up", "1", "--json", str(out)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    tokens = 2 * 2 * 32
+    # attention and head of 2 layers, one of them dense, one with 2 of 8 experts
+    weights = 2 * 4 * 64 * 64 + 3 * 64 * 128 + 3 * 64 * 32 * 2 + 64 * 8 + 64 * 256
+    assert document["tokens_per_step"] == tokens and document["multiplied_weights_per_token"] == weights
+    assert document["flops_per_step"] == (6 * weights + 6 * 2 * 64 * 32) * tokens
+    assert document["seconds_per_step"] > 0 and document["mfu"] is None
+    assert document["last_loss"] < document["first_loss"] and document["time"]
+    assert "| MFU | unknown |" in layer_tables.training(document | {"mfu": None})
+
+
+def test_the_nnx_layer_as_a_user_writes_it(tmp_path):
+    out = tmp_path / "nnx.json"
+    sizes = "--tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --inner 1 --repeats 1"
+    plans = ("4 chunks", "capacity 1.25")
+    done = run(str(ROOT / "benchmarks" / "nnx_layer.py"), *sizes.split(), "--plans", *plans, "--json", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    rows = {(row["name"], row["operation"]): row for row in document["results"]}
+    assert set(rows) == {(name, op) for name in ("defaults", *plans) for op in ("forward", "forward+backward")}
+    assert rows["4 chunks", "forward"]["max difference"] < 0.03 and rows["defaults", "forward"]["dropped"] == 0
+    limited = rows["capacity 1.25", "forward"]
+    assert ("max difference" in limited) == (limited["dropped"] == 0)
+    lines = layer_tables.nnx_layers(document)
+    assert len(lines) == 4 + 3 and lines[-1].startswith("| capacity 1.25 | ")
+
+
+def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_tables, "RESULTS", tmp_path)
+    assert layer_tables.TABLES["experts"]() == "**Not measured on GPUs yet** (`benchmarks/grouped_matmul.py`)."
+    row = {"us_median": 2000.0, "tokens_per_second_per_rank": 5e5, "memory_bytes": {"temp": 2**20}, "matmul_share": 0.5}
+    document = {
+        "command": "a command", "device": "A GPU", "versions": {"jax": "1"}, "width": 8, "layers": 1, "notes": ["slow"],
+        "workload": dict.fromkeys(("tokens", "hidden", "experts", "top_k", "ranks", "capacity_factor"), 1),
+        "results": [
+            {"name": "a way", "operation": "forward", **row},
+            {"name": "a way", "operation": "forward+backward", "error": "Error: a | b\nmore"},
+        ],
+    }  # fmt: skip
+    (tmp_path / "layer_a.json").write_text(json.dumps(document))
+    text = layer_tables.TABLES["whole layers"]()
+    assert "| a way | 2.00 | 500 | 50% | 1 | - | - | - | - |" in text
+    assert "- a way, forward+backward: Error: a / b more" in text and "- slow." in text and "`a command`" in text
+
+
+def test_layers_without_dependencies_are_measured(tmp_path):
+    """The command end to end: flights beside matmuls give what the parts in turn give."""
+    out = tmp_path / "independent.json"
+    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 3 --blocks 2"
+    done = run(
+        str(ROOT / "benchmarks" / "layer_independent.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "--lock", str(tmp_path / "lock"), "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    whats = ("experts", "transfers", "in turn", "independent")
+    assert {(row["what"], row["operation"]) for row in document["rows"]} == {
+        (what, operation) for what in whats for operation in ("forward", "forward+backward")
+    }
+    assert all(row["us"] > 0 for row in document["rows"])
+    assert [row["max difference"] for row in document["rows"] if row["what"] == "independent"] == [0, 0]
+    lines = layer_tables.independent_layers(document)
+    assert len(lines) == 2 + len(whats) and lines[-1].startswith("| independent, flights on 2 blocks | ")
+
+
+def test_the_least_layer_by_its_pieces():
+    """Numbers that can be checked by hand: 100 SMs, 10 blocks, an SM worth 0.8 % of the experts' speed."""
+    experts = {"forward": 1000.0, "forward+backward": 3000.0}
+    pieces = []
+    for operation, alone in experts.items():
+        passes = layer_bound.PASSES[operation]
+        at = {"operation": operation, "blocks": None}
+        pieces += [
+            {"piece": "layer", "chunks": 1, "us": alone + passes * 500 + 50, **at},
+            {"piece": "layer", "chunks": 2, "us": 1.0, **at, "blocks": 10},
+            {"piece": "experts", "chunks": 1, "us": alone, **at},
+            {"piece": "experts", "chunks": 1, "us": alone / 0.92, **at, "blocks": 10},
+            {"piece": "experts", "chunks": 2, "us": alone + 100, **at},
+        ]
+    for chunks, whole, flight in ((1, 250.0, 400.0), (2, 130.0, 210.0)):
+        for piece in ("dispatch", "combine"):
+            at = {"piece": piece, "chunks": chunks}
+            pieces += [{**at, "blocks": None, "us": whole}, {**at, "blocks": 10, "us": flight}]
+    rows = {(r["operation"], r.get("chunks")): r for r in layer_bound.bounds(pieces, sms=100)}
+    assert rows["forward", 1]["us"] == pytest.approx(1550), "the layer as it was measured"
+    # 50 of the rest, 260 in the open, 1100 of matmuls, and 8 % of 420 in flight
+    assert rows["forward", 2]["us"] == pytest.approx(50 + 260 + 1100 + 0.08 * 420)
+    assert rows["forward+backward", 2]["us"] == pytest.approx(50 + 520 + 3100 + 0.08 * 840)
+    assert rows["forward", None]["us"] == pytest.approx(1050 + 0.08 * 800)
+    assert rows["forward+backward", None]["ratio"] == pytest.approx((3050 + 2 * 0.08 * 800) / 3000)
+    with pytest.raises(LookupError, match="no piece .*'combine'.*has been measured"):
+        layer_bound.bounds([r for r in pieces if r["piece"] != "combine"], sms=100)
+    text = "\n".join(layer_tables.least_layers({"pieces": pieces, "bounds": list(rows.values())}))
+    assert "| 2 | 10 | 210 | 210 | 1,100 | 1,444 | 1.44 | 3,100 | 3,737 | 1.25 |" in text
+    assert "| 2 chunks, flights on 10 blocks | forward | 1 |" in text
+
+
+def test_flights_longer_than_the_matmuls_are_the_limit():
+    given = {"rest": 0.0, "experts": 100.0, "whole": 0.0}
+    assert layer_bound.least(1, 2, 0.5, flight=80.0, **given) == 140.0
+    assert layer_bound.least(1, 4, 0.5, flight=80.0, **given) == 240.0
+
+
+def test_the_pieces_of_a_layer_are_measured(tmp_path):
+    """The command end to end; what is short here is long on a GPU and the other way round."""
+    out = tmp_path / "least.json"
+    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 4 --chunks 1 2 --blocks 2"
+    done = run(
+        str(ROOT / "benchmarks" / "layer_bound.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "--lock", str(tmp_path / "lock"), "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(out.read_text())
+    found = {(row["piece"], row["chunks"], row["blocks"], row.get("operation")) for row in document["pieces"]}
+    operations = ("forward", "forward+backward")
+    assert found == {
+        *(("layer", chunks, blocks, op) for chunks, blocks in ((1, None), (2, 24)) for op in operations),
+        *(("experts", chunks, None, op) for chunks in (1, 2) for op in operations),
+        *((p, c, b, None) for p in ("dispatch", "combine") for c in (1, 2) for b in (None, 2)),
+    }
+    for row in document["pieces"]:
+        assert row["us"] > 0 and row.get("max difference", 0) < 0.03, row
+    assert len(document["bounds"]) == 6

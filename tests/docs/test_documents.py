@@ -1,0 +1,169 @@
+"""What the documents say is true: their examples run, links lead somewhere, every public name is described."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import xen_moe_jax as xm
+from tests.support import ROOT, quick_compiler
+from xen_moe_jax import cli
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+if not (ROOT / "docs" / "api.md").exists():
+    pytest.skip("the documents are not beside the tests", allow_module_level=True)
+
+CHECK = """
+import numpy as np
+x, logits, w = (np.asarray(a, np.float64) for a in inputs)
+scores = np.exp(logits - logits.max(1, keepdims=True))
+scores /= scores.sum(1, keepdims=True)
+expected = np.zeros_like(x)
+for token, best in enumerate(np.argsort(-scores, axis=1, kind="stable")[:, :2]):
+    for expert in best:
+        expected[token] += scores[token, expert] * (x[token] @ w[expert])
+error = np.abs(np.asarray(moe(*inputs)) - expected).max()
+assert error < 1e-4, error
+assert all(np.isfinite(np.asarray(g)).all() and np.asarray(g).any() for g in gradients)
+"""
+
+
+def python_blocks(document: pathlib.Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(program: str, tmp_path: pathlib.Path, environment: dict[str, str]) -> str:
+    script = tmp_path / "example.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def environment():
+    """A user's: JAX finds its own devices, and the checkout can be imported."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.optimized
+def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
+    example = python_blocks(ROOT / "README.md")[0]
+    assert "loss" in run(example + CHECK, tmp_path, environment)
+
+
+RUNNABLE = [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if python_blocks(path)]
+NOT_EVERYWHERE = "docs/transfer.md"
+no_transfer = pytest.mark.skipif(
+    importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
+)
+
+
+def test_the_pages_with_examples_are_found():
+    assert {"docs/concepts.md", "docs/failures.md", "docs/benchmarks.md", NOT_EVERYWHERE} <= set(RUNNABLE)
+
+
+@pytest.mark.parametrize(
+    "document", [pytest.param(name, marks=[no_transfer] * (name == NOT_EVERYWHERE)) for name in RUNNABLE]
+)
+def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
+    run("\n".join(python_blocks(ROOT / document)), tmp_path, environment)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the tutorial needs xen-moe-jax[plot]")
+def test_the_tutorial_runs_and_holds_the_output_of_a_run(tmp_path, environment):
+    """Every cell in a process of its own, as a reader runs them; what the file shows is what the run printed."""
+    program = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import pathlib, notebook
+path = pathlib.Path({str(ROOT / "docs" / "tutorial.ipynb")!r})
+for held, ran in zip(notebook.code_cells(notebook.read(path)), notebook.code_cells(notebook.run(path)), strict=True):
+    kinds = [[output["output_type"] for output in cell["outputs"]] for cell in (held, ran)]
+    assert kinds[0] == kinds[1] and held["execution_count"], (kinds, held["source"])
+    print(len(ran["outputs"]))
+"""
+    assert sum(map(int, run(program, tmp_path, environment).split())) > 5
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_inside_the_repository_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_page_can_be_found_from_the_index_and_in_the_navigation_of_the_site():
+    index, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert pages <= {*re.findall(r"^ +- (?:[^\n]+: )?(\w+\.md)$", navigation, re.MULTILINE)}
+    assert pages - {"index.md"} <= {*re.findall(r"\]\((\w+\.md)\)", index)}
+
+
+def test_api_page_describes_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    missing = [name for name in xm.__all__ if not re.search(rf"`(xm\.)?{name}\b", text)]
+    assert not missing, f"docs/api.md does not describe {missing}"
+
+
+@pytest.mark.parametrize("module", ["", ".routing", ".flax", ".autotune", ".cuda", ".transfer"])
+def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monkeypatch):
+    """The site leaves out what has none, without a word."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs, as make setup installs it")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import docs_site
+
+    name = f"xen_moe_jax{module}"
+    if module == ".flax":
+        pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+    if module == ".transfer":
+        pytest.importorskip("libucx", reason="needs xen-moe-jax[transfer]")
+    page, imported = docs_site.api_page(name), importlib.import_module(name)
+    assert module in docs_site.MODULES
+    without = []
+    for public in getattr(imported, "__all__", docs_site.public_names(name)):
+        value = getattr(imported, public)
+        assert f"::: {name}.{public}\n" in page or f".{public}" in docs_site.MODULES, public
+        members = vars(value).items() if inspect.isclass(value) else ()
+        described = [(public, value)] if callable(value) else []
+        described += [(f"{public}.{n}", m) for n, m in members if isinstance(m, property) and not n.startswith("_")]
+        without += [label for label, value in described if not (value.__doc__ or "").strip()]
+    assert not without, f"{name}: without a docstring: {without}"
+
+
+def test_api_page_has_every_command_and_every_field_of_the_configs():
+    text = (ROOT / "docs" / "api.md").read_text()
+    fields = [f.name for f in dataclasses.fields(xm.KernelConfig)]
+    if importlib.util.find_spec("flax") is not None:
+        from xen_moe_jax.flax import MoEConfig
+
+        fields += [f.name for f in dataclasses.fields(MoEConfig)]
+    missing = [name for name in fields if f"`{name}`" not in text]
+    missing += [name for name in cli.COMMANDS if f"`xen-moe-jax {name}" not in text]
+    assert not missing, f"docs/api.md does not describe {missing}"
+
+
+def test_the_check_of_the_readme_example_can_fail():
+    """The dense computation above is not vacuous: a wrong routing weight is noticed."""
+    namespace = {
+        "inputs": (np.ones((4, 8)), np.zeros((4, 4)), np.ones((4, 8, 8))),
+        "moe": lambda x, logits, w: np.zeros_like(x),
+        "gradients": (),
+    }
+    with pytest.raises(AssertionError):
+        exec(CHECK, namespace)

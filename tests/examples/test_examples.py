@@ -1,0 +1,88 @@
+"""Every script in examples/ runs, and what its `main` returns is right."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from tests.support import ROOT
+
+FOLDER = ROOT / "examples"
+CHECKED = {}
+TRANSFER = {"prefill_decode", "push_weights"}
+
+
+def checks(name):
+    def register(check):
+        CHECKED[name] = check
+        return check
+
+    return register
+
+
+@checks("train_nnx")
+def _training_learns(losses):
+    assert len(losses) == 60
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@checks("infer_linen_padded")
+def _layouts_agree(difference):
+    # bfloat16 outputs of size about 1; the two matmuls may sum in different orders.
+    assert difference <= 2**-6
+
+
+@checks("swap_all_to_all")
+def _the_swap_changes_nothing(largest_difference):
+    assert largest_difference == 0.0
+
+
+@checks("fp8_gradient")
+def _fp8_costs_a_few_percent(errors):
+    # An e4m3 element is off by 2**-4 of itself at most, by 2.6 % in the mean square: the outputs must show some of it.
+    assert set(errors) == {"output", "gradient of x", "gradient of the router", "gradient of the experts"}
+    assert all(1e-4 < error < 0.08 for error in errors.values()), errors
+
+
+@checks("decode_hugging_face")
+def _the_cache_changes_nothing(relative_difference):
+    # float32, the same sums over other shapes
+    assert relative_difference < 1e-4
+
+
+@checks("dual_batch")
+def _the_schedule_changes_nothing(report):
+    # bfloat16, and matmuls that XLA may cut differently
+    assert set(report) == {"decode", "training"}
+    assert all(result["relative difference"] < 2**-7 for result in report.values())
+
+
+@checks("prefill_decode")
+def _two_processes_say_what_one_says(result):
+    assert result["lost"] == ["prefill-0"]
+    assert result["tokens"] == result["expected"] and len(set(result["tokens"])) > 4
+
+
+@checks("push_weights")
+def _every_generation_is_whole(result):
+    assert result["lost"] == ["trainer-0"]
+    assert result["whole"] == [True] * 4
+
+
+def test_every_example_is_checked():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(CHECKED)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKED))
+def test_example(name, capsys):
+    needs, extra = ("libucx", "transfer") if name in TRANSFER else ("flax", "flax")
+    pytest.importorskip(needs, reason=f"this example needs xen-moe-jax[{extra}]")
+    if name == "decode_hugging_face":
+        pytest.importorskip("safetensors", reason="needs xen-moe-jax[hugging-face]")
+    if 16 % jax.device_count():
+        pytest.skip(f"the examples split 16 experts; {jax.device_count()} devices do not divide them")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    CHECKED[name](example.main())
+    assert capsys.readouterr().out.strip(), "an example says what it found"

@@ -1,0 +1,119 @@
+"""Imports fall: the layers of pyproject.toml hold, and what breaks them is noticed."""
+
+import ast
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+# An editable installation puts a finder first that leads to the checkout, whatever the path says: it is taken out.
+LINTER = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+sys.argv[:] = ["lint-imports", "--no-cache"]
+from importlinter.cli import lint_imports_command
+lint_imports_command()
+"""
+
+pytest.importorskip("importlinter", reason="needs import-linter (the dev extra)")
+
+
+def lint(folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """The layers, read from the sources in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-c", LINTER],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def copy_of_the_package(folder: pathlib.Path) -> pathlib.Path:
+    """`xen_moe_jax` with the TPU kernels as a real folder, and the layers."""
+    shutil.copytree(ROOT / "xen_moe_jax", folder / "xen_moe_jax", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder / "xen_moe_jax"
+
+
+def plant(file: pathlib.Path, line: str) -> None:
+    file.write_text(file.read_text() + f"\n{line}\n")
+
+
+def test_imports_fall(tmp_path):
+    copy_of_the_package(tmp_path)
+    done = lint(tmp_path)
+    assert done.returncode == 0 and "0 broken" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("_spec.py", "from xen_moe_jax import _prepare", "imports fall"),
+        ("_moe_primitives.py", "import xen_moe_jax.flax", "imports fall"),
+        ("pallas_kernels/place.py", "from xen_moe_jax.backends import rounds", "imports fall"),
+        ("benchmark/problem.py", "from xen_moe_jax import autotune", "imports fall"),
+        ("backends/reference/combine.py", "from xen_moe_jax.backends.pallas import plan", "a backend knows"),
+        ("benchmark/workload.py", "from xen_moe_jax.benchmark import report", "no circles"),
+        ("stray.py", "import xen_moe_jax", "imports fall"),
+    ],
+)
+def test_an_upward_import_is_noticed(tmp_path, file, line, contract):
+    package = copy_of_the_package(tmp_path)
+    (package / "stray.py").touch() if file == "stray.py" else None
+    plant(package / file, line)
+    done = lint(tmp_path)
+    broken = [row for row in done.stdout.splitlines() if row.endswith("BROKEN")]
+    assert done.returncode == 1 and any(row.startswith(contract) for row in broken), done.stdout + done.stderr
+
+
+SHARES_ITS_OWN = "transfer"
+"""The parts of its engine share state under one lock: private to the package, not to the module."""
+
+
+def private_names_taken(package: pathlib.Path) -> list[str]:
+    """`from xen_moe_jax.module import _name` and `module._name`, where another module of the package is meant."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        if file.parent.name == SHARES_ITS_OWN:
+            continue
+        tree = ast.parse(file.read_text())
+        modules = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("xen_moe_jax"):
+                continue
+            folder = package.joinpath(*node.module.split(".")[1:])
+            for alias in node.names:
+                if (folder / f"{alias.name}.py").exists() or (folder / alias.name).is_dir():
+                    modules.add(alias.asname or alias.name)
+                elif alias.name.startswith("_") and not alias.name.startswith("__"):
+                    found.append(f"{file.relative_to(package)}:{node.lineno} {node.module}.{alias.name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                if node.attr.startswith("_") and not node.attr.startswith("__"):
+                    found.append(f"{file.relative_to(package)}:{node.lineno} {node.value.id}.{node.attr}")
+    return found
+
+
+def test_no_module_takes_a_private_name_of_another(tmp_path):
+    assert private_names_taken(ROOT / "xen_moe_jax") == []
+    package = copy_of_the_package(tmp_path)
+    plant(package / "backends/reference/combine.py", "from xen_moe_jax.backends.rounds import _rounds")
+    plant(package / "backends/pallas/plan.py", "from xen_moe_jax import _spec\n_spec._hidden()")
+    assert len(private_names_taken(package)) == 2
+
+
+def test_only_one_file_imports_what_jax_keeps_to_itself():
+    users = {
+        file.relative_to(ROOT / "xen_moe_jax").as_posix()
+        for file in (ROOT / "xen_moe_jax").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"))
+        or (isinstance(node, ast.Import) and any(a.name.startswith("jax._src") for a in node.names))
+    }
+    assert users == {"_jax_internals.py"}

@@ -1,0 +1,66 @@
+"""Every test is in exactly one of the selections that the Makefile's targets make, and CI runs every target but one."""
+
+import itertools
+import re
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests.support import ROOT, selections
+
+TARGETS = ("test", "test-thorough", "test-slow", "kernel-test", "memory-test")
+NAMES = ("slow", "thorough", "kernels", "memory")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the Makefile is not beside the tests")
+
+
+def recipe(target):
+    """The last line of a target of the Makefile: the one that runs tests."""
+    found = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return found[1].splitlines()[-1]
+
+
+def marks(target):
+    """The expression of marks that the target gives to pytest."""
+    return Expression.compile(re.search(r'"([^"]+)"', recipe(target))[1])
+
+
+# no place is both: selections.py
+@pytest.mark.parametrize("has", [c for n in range(4) for c in itertools.combinations(NAMES, n)], ids="-".join)
+def test_every_test_has_one_target(has):
+    if {"kernels", "memory"} <= set(has):
+        assert not any(a.startswith(b) or b.startswith(a) for a in selections.KERNELS for b in selections.MEMORY)
+        return
+    chosen = [target for target in TARGETS if marks(target).evaluate(lambda name, **_: name in has)]
+    assert len(chosen) == 1, chosen
+
+
+def test_the_targets_that_name_places_name_all_of_them():
+    text = (ROOT / "Makefile").read_text()
+    assert re.search(r"^MEMORY_TESTS = (.*)$", text, re.MULTILINE)[1].split() == [
+        f"tests/{f}" for f in selections.MEMORY
+    ]
+    assert "$(MEMORY_TESTS)" in recipe("memory-test")
+    for place in selections.KERNELS:
+        assert f" tests/{place.rstrip('/')} " in recipe("kernel-test")
+    for places in selections.MARKS.values():
+        assert all((ROOT / "tests" / place).exists() for place in places)
+    # what the other targets run is told by marks alone
+    for target in ("test", "test-thorough", "test-slow"):
+        assert " tests/" not in recipe(target) and "--ignore" not in recipe(target)
+
+
+def test_where_a_test_lies_gives_its_marks(request):
+    assert selections.marks("tests/native/any/test_new.py::test_a[1]") == ["kernels"]
+    assert selections.marks("native/emulator/test_kernels_emulated.py::test_scenario") == ["kernels"]
+    assert selections.marks("tests/ffi/test_nccl.py::test_a") == ["memory"]
+    assert selections.marks("tests/gpu/test_nodes.py::test_a") == []
+    for item in request.session.items:  # all that run beside this one
+        assert [m for m in selections.MARKS if item.get_closest_marker(m)] == selections.marks(item.nodeid), item.nodeid
+
+
+@pytest.mark.skipif(not (ROOT / ".ci" / "run").exists(), reason=".ci is not beside the tests")
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "test-slow"])
+def test_ci_runs_the_target(target):
+    steps = re.findall(r"^\s*(?:step|beside) .*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert any(re.search(rf"\bmake {target}(?= |$)(?!.*(--ignore|-k |--deselect))", line) for line in steps), target

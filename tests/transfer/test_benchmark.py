@@ -1,0 +1,60 @@
+"""`benchmark --mode transfer`: its table, its JSON, and the check of what has arrived."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support import ROOT
+from xen_moe_jax.benchmark import transfer
+
+pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+
+
+def test_the_command(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "xen_moe_jax", "benchmark", "--mode", "transfer", "--sizes", "2048"]
+    done = subprocess.run(
+        [*command, "--peers", "raw UCX", "--json", str(report)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(report.read_text())
+    cells = {transfer.key(result) for result in document["results"] if result["peer"] == "this package"}
+    assert cells == {(kind, *rest) for kind, *rest in transfer.cells([2048])}
+    assert all(result["p99_us"] >= result["p50_us"] > 0 for result in document["results"])
+    assert document["not_measured"]["raw NIXL"] == "--peers raw UCX" and "raw UCX" in done.stdout
+
+
+def test_turns_are_taken_by_all():
+    order = []
+    seconds = transfer.time_in_turns(
+        {"a": lambda count: order.append("a" * count), "b": lambda _: order.append("b")}, 2
+    )
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("ab", transfer.MOST_REPEATS)
+    turns = [name for place, name in enumerate(order) if place == 0 or order[place - 1] != name]
+    assert turns == ["aa", "b"] * transfer.TURNS
+
+
+def test_cells_are_bounded():
+    for kind, size, batch, _concurrency in transfer.cells(transfer.SIZES):
+        assert kind == "pages" or 2 * size * batch <= transfer.MOST_BYTES
+    assert ("sizes", 128 << 20, 1, 16) in transfer.cells(transfer.SIZES)
+
+
+def test_a_row_says_what_was_measured():
+    result = transfer.row("x", "sizes", 1000, 4, 2, [1e-3] * 98 + [2e-3] * 2)
+    assert np.isclose(result["p50_us"], 1000) and np.isclose(result["p99_us"], 2000)
+    assert np.isclose(result["gb_per_s"], 8000 / 1e-3 / 1e9)
+
+
+def test_the_page_shows_what_the_results_say():
+    tool = ROOT / "benchmarks" / "transfer_table.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], timeout=60)
+    assert done.returncode == 0, "run python benchmarks/transfer_table.py"
