@@ -178,7 +178,7 @@ def experts_on(num_sms: int | str | None) -> Iterator[None]:
         yield
         return
     if num_sms == DEALT:
-        with mock.patch.object(hopper, "beside_flights", lambda: False):
+        with mock.patch.object(hopper, "in_overlap", lambda: False):
             yield
         return
     bound = {name: functools.partial(getattr(hopper, name), num_sms=num_sms) for name in KERNELS}

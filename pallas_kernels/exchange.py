@@ -160,7 +160,7 @@ def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Laun
             name="xen_moe_start",
             remote=True,
             by_dma=True,
-            in_flight=True,
+            pending=True,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
                 in_specs=[hbm],
@@ -187,7 +187,7 @@ def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Lau
         name="xen_moe_done",
         remote=False,
         by_dma=True,
-        in_flight=True,
+        pending=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, in_specs=[hbm, hbm, sem, sem], out_specs=[hbm, hbm], scratch_shapes=[]
         ),

@@ -40,7 +40,7 @@ class Launch:
         grid_spec: Any,
         out_shape: Any,
         aliases: dict[int, int] | None = None,
-        in_flight: bool = False,
+        pending: bool = False,
         shared: bool = False,
     ) -> Callable:
         """`pallas_call` of a body that takes its references as one structure.
@@ -51,7 +51,7 @@ class Launch:
           by_dma: the results are written by DMAs that the kernel starts.
           out_shape: (shape, dtype), or a list of them and of semaphore types.
           shared: the steps of the first dimension of the grid are independent: cores divide them among each other.
-          in_flight: DMAs outlive the kernel: it is ordered by its operands and results, and otherwise left alone.
+          pending: DMAs outlive the kernel: it is ordered by its operands and results, and otherwise left alone.
         """
         many = isinstance(out_shape, list)
         # what DMAs write, a peer's too, must lie in HBM; what leaves through the pipeline may be where XLA likes
@@ -69,7 +69,7 @@ class Launch:
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=tuple(semantics) or None,  # type: ignore[arg-type]
                 collective_id=self.collective_id if remote else None,
-                has_side_effects=pltpu.SideEffectType.DATAFLOW_SIDE_EFFECTING if in_flight else remote,
+                has_side_effects=pltpu.SideEffectType.DATAFLOW_SIDE_EFFECTING if pending else remote,
                 vmem_limit_bytes=self.vmem_limit_bytes,
                 # every row number comes from a table that routing arithmetic made and checked; a check costs more
                 # scalar work than the DMA that it guards

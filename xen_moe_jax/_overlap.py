@@ -1,7 +1,7 @@
-"""Halves: `*_start` puts rows on their way, `*_done` waits for them; what stands between the two runs meanwhile.
+"""Asynchronous operations: `*_start` sends the rows and `*_done` waits for them. Work between the two runs meanwhile.
 
-Where a backend has no halves for an operation, its start is the whole operation and its done hands the result over:
-the same program gives the same bits.
+Where a backend has no asynchronous form of an operation, start runs the whole operation and done returns its result.
+The bits of the result are equal in both cases.
 """
 
 from __future__ import annotations
@@ -15,47 +15,51 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _active, _api, _prepare
-from xen_moe_jax import _flight_primitives as halves
+from xen_moe_jax import _active, _api, _async_primitives, _prepare
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree, use_flight
 
-_BESIDE_FLIGHTS = contextvars.ContextVar("_BESIDE_FLIGHTS", default=False)
+_IN_OVERLAP = contextvars.ContextVar("_IN_OVERLAP", default=False)
 
 
-def beside_flights() -> bool:
-    """Whether what is traced now is the work of an `overlap` whose flights are under way: kernels may then find
-    multiprocessors taken."""
-    return _BESIDE_FLIGHTS.get()
+def in_overlap() -> bool:
+    """Returns True while the work of an `overlap` is traced. Pending operations may then occupy multiprocessors that
+    the kernels of that work would otherwise have."""
+    return _IN_OVERLAP.get()
 
 
 @contextlib.contextmanager
-def _said_to_be_beside_flights() -> Iterator[None]:
-    token = _BESIDE_FLIGHTS.set(True)
+def _overlap_work() -> Iterator[None]:
+    token = _IN_OVERLAP.set(True)
     try:
         yield
     finally:
-        _BESIDE_FLIGHTS.reset(token)
+        _IN_OVERLAP.reset(token)
 
 
 @pytree(static=("static",))
-class DispatchInFlight:
-    """Operands, which the done half is given again; rows that `active` keeps from leaving; what the backend left under
-    way."""
+class PendingDispatch:
+    """State of a started dispatch.
+
+    Attributes:
+      operands: operands of the start, which the done operation takes again.
+      withheld: number of rows that `active` keeps at home, or None.
+      pending: arrays that the backend has started to fill.
+    """
 
     operands: Any
     withheld: Any
-    in_flight: Any
+    pending: Any
     static: _prepare.Static
 
 
 @pytree(static=("static", "weighted"))
-class CombineInFlight:
-    """Operands, which the done half is given again, and what the backend left under way."""
+class PendingCombine:
+    """State of a started combine: operands, which the done operation takes again, and the pending arrays."""
 
     operands: Any
-    in_flight: Any
+    pending: Any
     static: _prepare.Static
     weighted: bool
 
@@ -76,9 +80,9 @@ def dispatch_start(
     active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
-    """First half of `dispatch`, same arguments: rows are on their way when it returns. Finish with `dispatch_done`.
+    """Starts a `dispatch`, with the same arguments. Finish it with `dispatch_done`.
 
-    XLA keeps the halves apart only around work that data dependencies put between them: give it to `overlap`.
+    XLA keeps start and done apart only around work that data dependencies put between them: pass it to `overlap`.
     """
     prepared = _prepare.dispatch(
         "dispatch_start",
@@ -96,7 +100,7 @@ def dispatch_start(
         config=config,
     )
     static = prepared.static
-    if not halves.splits(static.spec, static.config):
+    if not _async_primitives.runs_async(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
         whole = _api.routed(
             primitives.Dispatched(*results),
@@ -105,21 +109,21 @@ def dispatch_start(
             withheld=prepared.withheld,
         )
         return Flight(whole, "dispatch")
-    in_flight = halves.dispatch_start_p.bind(*prepared.start_operands, **static.params)
-    return Flight(DispatchInFlight(prepared.start_operands, prepared.withheld, in_flight, static), "dispatch")
+    pending = _async_primitives.dispatch_start_p.bind(*prepared.start_operands, **static.params)
+    return Flight(PendingDispatch(prepared.start_operands, prepared.withheld, pending, static), "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")
 def dispatch_done(flight: Flight) -> Routed:
-    """Second half of `dispatch`: waits for the rows. A flight is finished once.
+    """Waits for the rows of a started dispatch and returns them. A flight is finished exactly once.
 
     Raises:
       TypeError: `flight` is not what `dispatch_start` returned. ValueError: it was finished before.
     """
-    state = _land(flight, "dispatch")
-    if not isinstance(state, DispatchInFlight):
+    state = _finish(flight, "dispatch")
+    if not isinstance(state, PendingDispatch):
         return state
-    results = halves.dispatch_done_p.bind(*state.operands, *state.in_flight, **state.static.params)
+    results = _async_primitives.dispatch_done_p.bind(*state.operands, *state.pending, **state.static.params)
     *_, active = state.operands
     return _api.routed(
         primitives.Dispatched(*results),
@@ -140,7 +144,7 @@ def combine_start(
     active: jax.Array | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
-    """First half of `combine`, same arguments. Finish with `combine_done`."""
+    """Starts a `combine`, with the same arguments. Finish it with `combine_done`."""
     prepared = _prepare.combine(
         "combine_start",
         y,
@@ -152,31 +156,31 @@ def combine_start(
         config=config,
     )
     static = prepared.static
-    if not halves.splits(static.spec, static.config):
+    if not _async_primitives.runs_async(static.spec, static.config):
         (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
         return Flight(checkpoint_name(out, primitives.OUT), "combine")
-    in_flight = halves.combine_start_p.bind(*prepared.operands, **prepared.params)
-    return Flight(CombineInFlight(prepared.operands, in_flight, static, prepared.weighted), "combine")
+    pending = _async_primitives.combine_start_p.bind(*prepared.operands, **prepared.params)
+    return Flight(PendingCombine(prepared.operands, pending, static, prepared.weighted), "combine")
 
 
 @jax.named_scope("xen_moe_combine_done")
 def combine_done(flight: Flight) -> jax.Array:
-    """Second half of `combine`: waits for the partial sums and adds them up. A flight is finished once."""
-    state = _land(flight, "combine")
-    if not isinstance(state, CombineInFlight):
+    """Waits for the partial sums of a started combine and returns their sum. A flight is finished exactly once."""
+    state = _finish(flight, "combine")
+    if not isinstance(state, PendingCombine):
         return state
     params = {**state.static.params, "weighted": state.weighted}
-    (out,) = halves.combine_done_p.bind(*state.operands, *state.in_flight, **params)
+    (out,) = _async_primitives.combine_done_p.bind(*state.operands, *state.pending, **params)
     return checkpoint_name(out, primitives.OUT)
 
 
 @jax.named_scope("xen_moe_overlap")
 def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any]:
-    """Runs `work(*args)` while flights are under way: after their starts and before they are finished.
+    """Runs `work(*args)` while `flights` are pending: after their starts and before they are finished.
 
-    XLA orders operations by their data alone, and would else put a done half right behind its start. Here the
-    arguments of `work` wait for the starts, and the flights that come back wait for all that `work` returns. The same
-    holds in the backward pass, for the flights that it makes of these and the transpose of `work`.
+    XLA orders operations by their data alone, and would otherwise run done right after start. Here the arguments of
+    `work` wait for the starts, and the returned flights wait for everything that `work` returns. The backward pass has
+    the same order, between the asynchronous operations that it makes of these flights and the transpose of `work`.
 
         flight = xm.dispatch_start(x, topk_idx, topk_weights, num_experts=E, axis_name="ep")
         flight, dense = xm.overlap(flight, shared_expert, x)
@@ -189,8 +193,8 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
         leaves that are no arrays reach `work` as they are.
 
     Returns:
-      The flights, to be finished instead of those given, and what `work` returned. Where nothing can overlap (plain
-      JAX) the flights have arrived already, and no order is imposed.
+      (flights, results of `work`). Finish these flights instead of the given ones. Where nothing can overlap (plain
+      JAX), the flights are complete already and no order is imposed.
 
     Raises:
       TypeError: `flights` holds no flight, or `work` is no function. ValueError: there is no array among `args`.
@@ -204,19 +208,19 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
         )
     if not callable(work):
         raise TypeError(f"overlap: work is a {type(work).__name__}: must be a function; its arguments follow it")
-    if not any(map(halves.is_array, jax.tree.leaves(args))):
+    if not any(map(_async_primitives.is_array, jax.tree.leaves(args))):
         raise ValueError(
             "overlap: no array among args: work can only be held back until the flights have started by what it is "
             "given. Pass an array that it begins with, as in overlap(flight, work, x)"
         )
-    split = [i for i, flight in enumerate(nodes) if under_way(flight)]
+    split = [i for i, flight in enumerate(nodes) if is_pending(flight)]
     if not split:
         return flights, work(*args)
     for i in split:
         use_flight(nodes[i], "overlap")
     states = [nodes[i].state for i in split]
     states, args = _order(states, args)
-    with _said_to_be_beside_flights():
+    with _overlap_work():
         out = work(*args)
     states, out = _order(states, out)
     for i, state in zip(split, states, strict=True):
@@ -225,32 +229,34 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
 
 
 def _order(states: list[Any], others: Any) -> tuple[list[Any], Any]:
-    """`halves.order` of all that is under way and `others`, less what a collective of XLA brings: ordered, it would be
-    complete before `others` are used.
+    """Orders the pending arrays of `states` against `others`, both ways.
+
+    Arrays that a collective of XLA receives are left out: if they were ordered, the collective would be complete before
+    `others` are used.
     """
-    brought = [halves.brought_by_xla(state.static.spec, state.static.config) for state in states]
+    brought = [_async_primitives.received_by_xla(state.static.spec, state.static.config) for state in states]
     ordered = [
-        {n: array for n, array in enumerate(state.in_flight) if n not in left_out}
+        {n: array for n, array in enumerate(state.pending) if n not in left_out}
         for state, left_out in zip(states, brought, strict=True)
     ]
-    ordered, others = halves.order(ordered, others)
+    ordered, others = _async_primitives.order(ordered, others)
     states = [
-        dataclasses.replace(state, in_flight=[known.get(n, array) for n, array in enumerate(state.in_flight)])
+        dataclasses.replace(state, pending=[known.get(n, array) for n, array in enumerate(state.pending)])
         for state, known in zip(states, ordered, strict=True)
     ]
     return states, others
 
 
-def under_way(flight: Flight) -> bool:
-    """Whether its start left something to its done; elsewhere it is the whole operation."""
-    return isinstance(flight.state, DispatchInFlight | CombineInFlight)
+def is_pending(flight: Flight) -> bool:
+    """Returns True if the start of `flight` left work to its done; otherwise the start ran the whole operation."""
+    return isinstance(flight.state, PendingDispatch | PendingCombine)
 
 
-def _land(flight: Flight, kind: str) -> Any:
+def _finish(flight: Flight, kind: str) -> Any:
     if not isinstance(flight, Flight) or flight.kind != kind:
         got = f"a {flight.kind} flight" if isinstance(flight, Flight) else type(flight).__name__
         raise TypeError(f"{kind}_done: flight is {got}: pass what {kind}_start returned")
     use_flight(flight, f"{kind}_done")
-    if under_way(flight):
+    if is_pending(flight):
         return flight.state
     return jax.lax.optimization_barrier(flight.state)

@@ -153,7 +153,7 @@ def use_flight(flight: Flight, caller: str) -> None:
 
 def _ticket(flight: Flight) -> list[Any]:
     """The array that tells a flight from others; none where the state is no pytree of arrays, as inside of JAX."""
-    return jax.tree.leaves(getattr(flight.state, "in_flight", flight.state))[:1]
+    return jax.tree.leaves(getattr(flight.state, "pending", flight.state))[:1]
 
 
 def _is_used(flight: Flight) -> bool:

@@ -34,7 +34,7 @@ def mesh():
 
 @pytest.fixture
 def lands(monkeypatch):
-    monkeypatch.setattr(reference, "can_split", lambda spec, config: True, raising=False)
+    monkeypatch.setattr(reference, "supports_async", lambda spec, config: True, raising=False)
 
 
 def equations(program, *args):

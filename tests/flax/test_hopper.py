@@ -123,7 +123,7 @@ def test_shapes_of_two_products_are_those_of_one():
 def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_rank):
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
-    monkeypatch.setattr(hopper, "beside_flights", lambda: claimed)
+    monkeypatch.setattr(hopper, "in_overlap", lambda: claimed)
     for kernel in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
         monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -164,8 +164,8 @@ def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch
         hidden = hopper.swiglu(rows, weights, weights[..., ::-1], sizes)
         return hopper.grouped_matmul(hidden, jnp.swapaxes(weights, 1, 2), sizes)
 
-    def gradient(under_way):
-        monkeypatch.setattr(_overlap, "under_way", lambda flight: under_way)
+    def gradient(is_pending):
+        monkeypatch.setattr(_overlap, "is_pending", lambda flight: is_pending)
         monkeypatch.setattr(_overlap, "_order", lambda states, others: (states, others))
         monkeypatch.setattr(_overlap, "use_flight", lambda *_: None)
 

@@ -81,7 +81,7 @@ def check(rows, weights, sizes, cotangent, plan=None):
 @pytest.fixture(params=["dealt", "claimed"])
 def tiles(request, monkeypatch):
     """As for matmuls of their own, and beside flights."""
-    monkeypatch.setattr(hopper, "beside_flights", lambda: request.param == "claimed")
+    monkeypatch.setattr(hopper, "in_overlap", lambda: request.param == "claimed")
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -173,7 +173,7 @@ def test_two_projections_have_one_gradient_of_rows(groups, tiles):
 )
 def test_tilings_of_swiglu(tiling, monkeypatch):
     monkeypatch.setattr(hopper, "SWIGLU", TILINGS[tiling])
-    monkeypatch.setattr(hopper, "beside_flights", lambda: TILINGS[tiling].claimed)  # or the plan would not claim
+    monkeypatch.setattr(hopper, "in_overlap", lambda: TILINGS[tiling].claimed)  # or the plan would not claim
     rows, gate, sizes, cotangent = operands((1, 700, 9, 3000), depth=512)
     used = int(sizes.sum())
     factors = jax.random.uniform(jax.random.key(9), rows.shape[:1])

@@ -3,10 +3,10 @@
 A backend is a package with a function for each operation (`dispatch`, `combine`, `redispatch`, `all_to_all`,
 `ragged_all_to_all`). It may also have
   check_available()                raises `BackendUnavailable` where it cannot run
-  can_split(spec, config)          whether start and done of an operation can be two programs: then it has
+  supports_async(spec, config)          whether start and done of an operation can be two programs: then it has
                                    `dispatch_start`, `dispatch_done`, `combine_start`, `combine_done`, and
-                                   `dispatch_in_flight`, `combine_in_flight` give what travels between them
-  brought_by_xla(spec)             places in what travels between them of arrays that a collective of XLA brings:
+                                   `dispatch_pending`, `combine_pending` give what travels between them
+  received_by_xla(spec)             places in what travels between them of arrays that a collective of XLA brings:
                                    `overlap` leaves them out of its order, or XLA would finish that first
   operand_avals(operation, avals, params)
                                    avals under which an operation is traced, where they are not its operands' own
@@ -58,11 +58,11 @@ def for_lowering(platform: str | None, config: KernelConfig) -> ModuleType:
         return load("reference")
 
 
-def for_halves(platform: str | None, spec: Spec, config: KernelConfig) -> ModuleType | None:
+def for_async(platform: str | None, spec: Spec, config: KernelConfig) -> ModuleType | None:
     """The backend that runs start and done of an operation traced for `platform` as two programs, if it can."""
     backend = _module(config.backend or for_platform(platform))
-    can_split = getattr(backend, "can_split", None)
-    return backend if can_split is not None and can_split(spec, config) else None
+    supports_async = getattr(backend, "supports_async", None)
+    return backend if supports_async is not None and supports_async(spec, config) else None
 
 
 def for_platform(platform: str | None) -> str:

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
-from xen_moe_jax._overlap import under_way
+from xen_moe_jax._overlap import is_pending
 from xen_moe_jax.flax import grouped_matmul
 from xen_moe_jax.flax._config import MoEConfig
 
@@ -91,7 +91,7 @@ def _overlaps(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> bool
     """Whether the flights of chunks like this one are two programs each, which may be ordered as `_pipelined` does."""
     if platform() not in OVERLAPPING:
         return False
-    return under_way(jax.eval_shape(lambda chunk, active: _start(config, chunk, active), chunk, active))
+    return is_pending(jax.eval_shape(lambda chunk, active: _start(config, chunk, active), chunk, active))
 
 
 def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:

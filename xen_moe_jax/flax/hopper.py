@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
-from xen_moe_jax._overlap import beside_flights
+from xen_moe_jax._overlap import in_overlap
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
@@ -78,7 +78,7 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
         fits(PREFERRED, depth, columns, None),
     )
     swiglu = FEW[0] if few else SWIGLU
-    kinds = [dataclasses.replace(tiles, claimed=beside_flights()) for tiles in (*found, swiglu) if tiles is not None]
+    kinds = [dataclasses.replace(tiles, claimed=in_overlap()) for tiles in (*found, swiglu) if tiles is not None]
     return Plan(*kinds) if len(kinds) == len(dataclasses.fields(Plan)) else None
 
 

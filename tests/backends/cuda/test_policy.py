@@ -16,7 +16,8 @@ from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.availability import BackendUnavailable
-from xen_moe_jax.backends.cuda import devices, schedule
+from xen_moe_jax.backends.cuda import devices
+from xen_moe_jax.backends.cuda import schedule as schedules
 
 try:
     load("cuda")
@@ -42,23 +43,23 @@ def test_index_groups_split_a_group_further():
     np.testing.assert_array_equal(-1 - devices.groups(mesh, ("ep",), ((0, 3), (2, 1))), [[0, 3], [2, 1]])
 
 
-@pytest.mark.parametrize("plan", [schedule.dispatch, schedule.combine], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("plan", [schedules.dispatch, schedules.combine], ids=["dispatch", "combine"])
 def test_every_schedule_fits(plan):
     """Roles fit in the blocks, parts in the row, and positions in a block's shared memory."""
     for tokens, sms, hidden, ranks in itertools.product(
         (1, 7, 128, 4096), (1, 2, 8, 64, 132), (8, 512, 7168), (1, 4, 16)
     ):
         for layout in ("grouped", "ranked", "padded"):
-            cut = plan(spec(tokens, ranks, layout), hidden, xm.KernelConfig(num_sms=sms), 132)
-            assert cut.blocks == sms
-            assert 1 <= cut.push_blocks <= sms and 1 <= cut.layout_blocks <= sms
-            assert cut.parts == 1 or cut.parts * schedule.MIN_PART_ELEMENTS <= hidden
-            assert cut.segment_tokens >= 1
+            schedule = plan(spec(tokens, ranks, layout), hidden, xm.KernelConfig(num_sms=sms), 132)
+            assert schedule.blocks == sms
+            assert 1 <= schedule.push_blocks <= sms and 1 <= schedule.layout_blocks <= sms
+            assert schedule.parts == 1 or schedule.parts * schedules.MIN_PART_ELEMENTS <= hidden
+            assert schedule.segment_tokens >= 1
 
 
 def test_mode_says_how_fine_rows_are_cut():
     parts = [
-        schedule.dispatch(spec(64), 7168, xm.KernelConfig(mode=mode), 132).parts
+        schedules.dispatch(spec(64), 7168, xm.KernelConfig(mode=mode), 132).parts
         for mode in ("throughput", "auto", "low_latency")
     ]
     assert parts[0] == 1 and parts[0] < parts[1] < parts[2]
@@ -67,7 +68,7 @@ def test_mode_says_how_fine_rows_are_cut():
 def test_small_batches_take_the_low_latency_kernels():
     def takes(tokens: int, hidden: int = 7168, dtype=jnp.bfloat16, mode: str = "auto", **kw) -> bool:
         wire, combine = kw.pop("wire", None), kw.pop("combine", False)
-        return schedule.takes_lines(
+        return schedules.use_low_latency(
             spec(tokens, **kw), hidden, dtype, xm.KernelConfig(mode=mode), wire=wire, combine=combine
         )
 
@@ -81,19 +82,19 @@ def test_small_batches_take_the_low_latency_kernels():
         assert not takes(8192, mode="low_latency", combine=combine)
     assert takes(128, dtype=jnp.float8_e4m3fn) and not takes(128, hidden=7168 + 128, dtype=jnp.float8_e4m3fn), "scales"
     two_axes = Spec(("dcn", "ep"), (2, 2), 256, 64, 8, "grouped", 4096)
-    assert schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None)
-    assert not schedule.takes_lines(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None, combine=True)
+    assert schedules.use_low_latency(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None)
+    assert not schedules.use_low_latency(two_axes, 7168, jnp.bfloat16, xm.KernelConfig(), wire=None, combine=True)
 
 
-@pytest.mark.parametrize("lines", [False, True], ids=["rows", "lines"])
-def test_low_latency_blocks_have_roles(lines):
+@pytest.mark.parametrize("low_latency", [False, True], ids=["rows", "low_latency"])
+def test_low_latency_blocks_have_roles(low_latency):
     for sms in (1, 2, 5, 64, 96, 132):
-        for plan in (schedule.dispatch, schedule.combine):
-            cut = plan(spec(64), 7168, xm.KernelConfig(num_sms=sms), 132, lines=lines)
-            assert cut.low_latency == lines and cut.blocks == sms
-            assert 1 <= cut.push_blocks <= sms and 1 <= cut.layout_blocks <= sms
-            if lines and sms >= 5:
-                assert cut.push_blocks + cut.layout_blocks < sms, "nobody left to receive"
+        for plan in (schedules.dispatch, schedules.combine):
+            schedule = plan(spec(64), 7168, xm.KernelConfig(num_sms=sms), 132, low_latency=low_latency)
+            assert schedule.low_latency == low_latency and schedule.blocks == sms
+            assert 1 <= schedule.push_blocks <= sms and 1 <= schedule.layout_blocks <= sms
+            if low_latency and sms >= 5:
+                assert schedule.push_blocks + schedule.layout_blocks < sms, "no block is left to receive"
 
 
 @pytest.mark.parametrize("hidden", [2048, 7168])
@@ -112,9 +113,9 @@ def test_memory_of_many_ranks_goes_through_rings(ranks):
     for tokens in (128, 256, 1024, 4096, 8192):
         sizes = {"num_tokens": tokens, "hidden": 7168, "num_ranks": ranks, "top_k": 8, "backend": "cuda"}
         found.append(xm.buffer_size_hint(**sizes))
-        lines = 64 * 2**20 if tokens > 256 else 3 * 2 * ranks * tokens * 7168 * 2
+        small = 64 * 2**20 if tokens > 256 else 3 * 2 * ranks * tokens * 7168 * 2
         routing = 2 * ranks * tokens * (8 * 8 + 7 * 4 * 16 + 64)
-        assert found[-1] <= max(256 * 2**20, 2 * ranks * 256 * 7168 * 2) + routing + lines
+        assert found[-1] <= max(256 * 2**20, 2 * ranks * 256 * 7168 * 2) + routing + small
     assert found[-1] < 2 * ranks * 8192 * 7168 * 2 / 4
 
 
@@ -277,20 +278,20 @@ def test_every_layout_and_wire_goes_between_nodes(layout):
 
 def test_chunks_hold_every_token():
     for tokens, asked in itertools.product((1, 5, 64, 257, 4096, 8192), (None, 1, 7, 32, 1000)):
-        cut = schedule.chunk_tokens(spec(tokens), nodes_of(2, chunk_tokens=asked))
-        assert 1 <= cut <= 32 and -(-tokens // cut) <= 256
-    assert schedule.chunk_tokens(spec(4096), nodes_of(4)) == schedule.chunk_tokens(spec(4096), xm.KernelConfig()) == 0
+        chunk = schedules.chunk_tokens(spec(tokens), nodes_of(2, chunk_tokens=asked))
+        assert 1 <= chunk <= 32 and -(-tokens // chunk) <= 256
+    assert schedules.chunk_tokens(spec(4096), nodes_of(4)) == schedules.chunk_tokens(spec(4096), xm.KernelConfig()) == 0
     with pytest.raises(
         ValueError, match=r"num_tokens=8193: between nodes.* at most 8192 tokens a rank; split the batch"
     ):
-        schedule.chunk_tokens(spec(8193), nodes_of(2))
+        schedules.chunk_tokens(spec(8193), nodes_of(2))
 
 
 def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
     """A row for each rank in place of one for each node, as far as that takes no longer than a hop over NVLink."""
 
     def takes(tokens: int, config, hidden: int = 7168, dtype=jnp.bfloat16, **kw) -> bool:
-        return schedule.takes_lines(spec(tokens, **kw), hidden, dtype, config, wire=None)
+        return schedules.use_low_latency(spec(tokens, **kw), hidden, dtype, config, wire=None)
 
     assert takes(1, nodes_of(2)) and takes(11, nodes_of(2)) and not takes(12, nodes_of(2))
     assert takes(22, nodes_of(2), dtype=jnp.float8_e4m3fn) and not takes(23, nodes_of(2), dtype=jnp.float8_e4m3fn)
@@ -299,11 +300,14 @@ def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
     asked = nodes_of(2, mode="low_latency")
     assert takes(512, asked) and not takes(513, asked), "sixteen chunks of 32"
     assert not takes(1, nodes_of(2, mode="throughput"))
-    assert schedule.chunk_tokens(spec(512), asked, lines=True) == 32
-    assert schedule.chunk_tokens(spec(512), nodes_of(2, chunk_tokens=7), lines=True) == 7
+    assert schedules.chunk_tokens(spec(512), asked, low_latency=True) == 32
+    assert schedules.chunk_tokens(spec(512), nodes_of(2, chunk_tokens=7), low_latency=True) == 7
     assert not takes(113, nodes_of(2, chunk_tokens=7, mode="low_latency"))
-    cut = schedule.dispatch(spec(128), 7168, asked, 132, lines=True)
-    assert cut.layout_blocks == 8 and cut.blocks - cut.layout_blocks - cut.push_blocks > cut.blocks // 2
+    schedule = schedules.dispatch(spec(128), 7168, asked, 132, low_latency=True)
+    assert (
+        schedule.layout_blocks == 8
+        and schedule.blocks - schedule.layout_blocks - schedule.push_blocks > schedule.blocks // 2
+    )
 
 
 def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch):
@@ -313,9 +317,9 @@ def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     for mode in ("auto", "low_latency"):
         config = nodes_of(2, mode=mode)
-        assert schedule.takes_lines(spec(4), 7168, jnp.bfloat16, config, wire=None)
-        cut = schedule.dispatch(spec(4), 7168, config, 132, lines=True)
-        found = call.attributes(spec(4), 7168, jnp.bfloat16, cut, config, masked=True)
+        assert schedules.use_low_latency(spec(4), 7168, jnp.bfloat16, config, wire=None)
+        schedule = schedules.dispatch(spec(4), 7168, config, 132, low_latency=True)
+        found = call.attributes(spec(4), 7168, jnp.bfloat16, schedule, config, masked=True)
         assert found["masked"] and found["low_latency"] and found["ranks_per_node"] == 2
 
 
@@ -327,20 +331,22 @@ def test_what_does_not_cross_between_nodes_is_refused():
 @pytest.mark.parametrize(("ranks", "per_node"), [(32, 8), (72, 8), (256, 8), (18, 3)])
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_many_ranks_go_between_nodes(ranks, per_node, mode):
-    """Also with ranks that are out, and few tokens from rank to rank as far as lines go within a node."""
+    """Also with ranks that are out, and few tokens from rank to rank as far as low-latency kernels go within a node."""
     from xen_moe_jax.backends.cuda import call
 
     config, few = nodes_of(per_node, mode=mode), spec(32, ranks)
-    lines = schedule.takes_lines(few, 7168, jnp.bfloat16, config, wire=None)
-    assert lines == (mode == "low_latency")
-    cut = schedule.dispatch(few, 7168, config, 132, lines=lines)
-    found = call.attributes(few, 7168, jnp.bfloat16, cut, config, masked=True)
+    low_latency = schedules.use_low_latency(few, 7168, jnp.bfloat16, config, wire=None)
+    assert low_latency == (mode == "low_latency")
+    schedule = schedules.dispatch(few, 7168, config, 132, low_latency=low_latency)
+    found = call.attributes(few, 7168, jnp.bfloat16, schedule, config, masked=True)
     assert (found["ranks"], found["ranks_per_node"], found["masked"]) == (ranks, per_node, 1)
-    assert found["low_latency"] == lines and 1 <= found["chunk_tokens"] <= 32
-    assert not lines or cut.layout_blocks + cut.push_blocks < cut.blocks, "nobody left to receive"
+    assert found["low_latency"] == low_latency and 1 <= found["chunk_tokens"] <= 32
+    assert not low_latency or schedule.layout_blocks + schedule.push_blocks < schedule.blocks, (
+        "no block is left to receive"
+    )
     most = 16383 // ranks  # rows that these kernels take of all ranks
     takes = [
-        schedule.takes_lines(spec(n, ranks), 7168, jnp.bfloat16, nodes_of(per_node, mode="low_latency"), wire=None)
+        schedules.use_low_latency(spec(n, ranks), 7168, jnp.bfloat16, nodes_of(per_node, mode="low_latency"), wire=None)
         for n in (min(most, 512), most + 1)
     ]
     assert takes == [True, False]
@@ -354,7 +360,7 @@ def test_what_is_too_many_between_nodes_is_refused_with_a_remedy():
         call.check_nodes(spec(8, ranks=66), nodes_of(2))
     with pytest.raises(ValueError, match=r"at most 256 ranks, not 264.*reference"):
         call.attributes(
-            spec(8, ranks=264), 7168, jnp.bfloat16, schedule.Schedule(4, 2, 2, 1, 8), nodes_of(8), masked=False
+            spec(8, ranks=264), 7168, jnp.bfloat16, schedules.Schedule(4, 2, 2, 1, 8), nodes_of(8), masked=False
         )
 
 
@@ -371,5 +377,5 @@ def test_memory_between_nodes_stays_within_the_bound(ranks):
             found = xm.buffer_size_hint(ranks_per_node=per_node, **sizes)
             assert found <= whole + chunks + 64 * 2**20 and (
                 tokens < 4096 or found > one
-            )  # few tokens leave out the lines
+            )  # few tokens leave out the low-latency kernels
         assert xm.buffer_size_hint(ranks_per_node=ranks, **sizes) == one

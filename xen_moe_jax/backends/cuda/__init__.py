@@ -7,29 +7,29 @@ capturable in CUDA graphs. See docs/cuda.md.
 from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
-from xen_moe_jax.backends.cuda.halves import (
-    LANDS_IN_RESULTS,
-    can_split,
+from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer, ranks_per_node
+from xen_moe_jax.backends.cuda.module import compiled
+from xen_moe_jax.backends.cuda.start_done import (
+    START_RETURNS_RESULTS,
     combine_done,
     combine_start,
     dispatch_done,
     dispatch_start,
     redispatch_done,
     redispatch_start,
+    supports_async,
 )
-from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer, ranks_per_node
-from xen_moe_jax.backends.cuda.module import compiled
 
 TAKES_ACTIVE = True
 TAKES_NODES = True
 
 __all__ = [
-    "LANDS_IN_RESULTS",
+    "START_RETURNS_RESULTS",
     "TAKES_ACTIVE",
     "TAKES_NODES",
     "all_to_all",
     "buffer_size_hint",
-    "can_split",
+    "supports_async",
     "check_available",
     "combine",
     "combine_done",

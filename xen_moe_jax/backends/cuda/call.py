@@ -12,7 +12,8 @@ from xen_moe_jax import _active, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.cuda import devices, module, schedule
+from xen_moe_jax.backends.cuda import devices, module
+from xen_moe_jax.backends.cuda import schedule as schedules
 
 MAX_TIMEOUT_NS = 2**62
 
@@ -21,7 +22,7 @@ def attributes(
     spec: Spec,
     hidden: int,
     dtype: Any,
-    cut: schedule.Schedule,
+    schedule: schedules.Schedule,
     config: KernelConfig,
     *,
     wire: Wire | None = None,
@@ -53,15 +54,15 @@ def attributes(
         "known_positions": int(known_positions),
         "flight": int(flight),
         "masked": int(masked),
-        "blocks": cut.blocks,
-        "push_blocks": cut.push_blocks,
-        "layout_blocks": cut.layout_blocks,
-        "parts": cut.parts,
-        "segment_tokens": cut.segment_tokens,
-        "solo_layout": int(cut.solo_layout),
-        "low_latency": int(cut.low_latency),
-        "bulk": int(cut.bulk),
-        "chunk_tokens": schedule.chunk_tokens(spec, config, lines=cut.low_latency),
+        "blocks": schedule.blocks,
+        "push_blocks": schedule.push_blocks,
+        "layout_blocks": schedule.layout_blocks,
+        "parts": schedule.parts,
+        "segment_tokens": schedule.segment_tokens,
+        "solo_layout": int(schedule.solo_layout),
+        "low_latency": int(schedule.low_latency),
+        "bulk": int(schedule.bulk),
+        "chunk_tokens": schedules.chunk_tokens(spec, config, low_latency=schedule.low_latency),
         "timeout_ns": timeout_ns(config),
         "channel": config.channel,
     }

@@ -11,7 +11,8 @@ from jax import lax
 
 from xen_moe_jax import _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax.backends.cuda import call, devices, module, schedule
+from xen_moe_jax.backends.cuda import call, devices, module
+from xen_moe_jax.backends.cuda import schedule as schedules
 
 CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
@@ -32,7 +33,7 @@ def _attributes(
         raise ValueError(
             f"the CUDA backend takes at most {most} ranks, not {ranks}: use KernelConfig(backend='reference')"
         )
-    lanes = max(1, min(schedule.blocks(config, sms) // ranks, -(-pair_bytes // 4096)))
+    lanes = max(1, min(schedules.blocks(config, sms) // ranks, -(-pair_bytes // 4096)))
     chunk = min(CHUNK_BYTES, -(-pair_bytes // (256 * lanes)) * 256)
     return {
         "ranks": ranks,

@@ -8,7 +8,8 @@ from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.cuda import devices, schedule
+from xen_moe_jax.backends.cuda import devices
+from xen_moe_jax.backends.cuda import schedule as schedules
 from xen_moe_jax.backends.cuda.call import active_operand, attributes, call
 
 
@@ -35,11 +36,19 @@ def combine(
         raise ValueError(f"combine on CUDA: y.dtype={y.dtype}: must be bfloat16, float16 or float32; cast y first")
     mesh = _mesh.lowering_mesh()
     hidden = y.shape[-1]
-    lines = schedule.takes_lines(spec, hidden, y.dtype, config, wire=wire, combine=True)
-    config = schedule.of_flight(config, lines=lines) if flight else config
-    cut = schedule.combine(spec, hidden, config, devices.num_sms(mesh), lines=lines)
+    low_latency = schedules.use_low_latency(spec, hidden, y.dtype, config, wire=wire, combine=True)
+    config = schedules.for_async(config, low_latency=low_latency) if flight else config
+    schedule = schedules.combine(spec, hidden, config, devices.num_sms(mesh), low_latency=low_latency)
     attrs = attributes(
-        spec, hidden, y.dtype, cut, config, wire=wire, weighted=weighted, masked=_active.given(active), flight=flight
+        spec,
+        hidden,
+        y.dtype,
+        schedule,
+        config,
+        wire=wire,
+        weighted=weighted,
+        masked=_active.given(active),
+        flight=flight,
     )
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
     operands = (y, topk_idx, positions, recv_counts, active_operand(active), weights)

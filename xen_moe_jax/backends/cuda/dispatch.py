@@ -13,7 +13,8 @@ from xen_moe_jax import _active, _mesh, _shapes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.cuda import devices, module, schedule
+from xen_moe_jax.backends.cuda import devices, module
+from xen_moe_jax.backends.cuda import schedule as schedules
 from xen_moe_jax.backends.cuda.call import active_operand, attributes, call
 
 STAND_INS = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}
@@ -45,13 +46,15 @@ def dispatch(
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
-    lines = schedule.takes_lines(spec, hidden, x.dtype, config, wire=wire)
-    config = schedule.of_flight(config, lines=lines) if flight else config
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, lines=lines)
+    low_latency = schedules.use_low_latency(spec, hidden, x.dtype, config, wire=wire)
+    config = schedules.for_async(config, low_latency=low_latency) if flight else config
+    schedule = schedules.dispatch(
+        spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, low_latency=low_latency
+    )
     if flight:
-        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, config, wire, lines=lines))
+        schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire, low_latency=low_latency))
     attrs = attributes(
-        spec, hidden, x.dtype, cut, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
+        spec, hidden, x.dtype, schedule, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
     )
     operands = (x, scales, topk_idx, topk_weights, active_operand(active))
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
@@ -76,15 +79,23 @@ def redispatch(
     flight: bool = False,
 ) -> jax.Array:
     """A new payload on a known routing."""
-    config = schedule.of_flight(config) if flight else config
+    config = schedules.for_async(config) if flight else config
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    cut = schedule.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
+    schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
     if flight:
-        cut = dataclasses.replace(cut, bulk=schedule.bulk(spec, config, wire))
+        schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire))
     attrs = attributes(
-        spec, hidden, x.dtype, cut, config, wire=wire, known_positions=True, masked=_active.given(active), flight=flight
+        spec,
+        hidden,
+        x.dtype,
+        schedule,
+        config,
+        wire=wire,
+        known_positions=True,
+        masked=_active.given(active),
+        flight=flight,
     )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     operands = (x, topk_idx, positions, recv_counts, active_operand(active))

@@ -17,7 +17,8 @@ from xen_moe_jax._config import DEFAULT_CONFIG
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax.backends.availability import BackendUnavailable
-from xen_moe_jax.backends.cuda import call, devices, module, processes, schedule
+from xen_moe_jax.backends.cuda import call, devices, module, processes
+from xen_moe_jax.backends.cuda import schedule as schedules
 
 SMALL_BATCH = 4096
 CHANGE_S = 600.0
@@ -47,18 +48,20 @@ def buffer_size_hint(
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
     scaled = jnp.dtype(dtype).itemsize == 1
     parts = (
-        max(1, hidden // schedule.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
+        max(1, hidden // schedules.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
     )  # no schedule cuts rows finer
-    lines = schedule.takes_lines(spec, hidden, dtype, config, wire=wire) or schedule.takes_lines(
+    low_latency = schedules.use_low_latency(spec, hidden, dtype, config, wire=wire) or schedules.use_low_latency(
         spec,
         hidden,
         dtype,
         config,
         wire=None,  # what a combine may use
     )
-    cut = dataclasses.replace(schedule.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=lines)
-    attrs = call.attributes(spec, hidden, dtype, cut, config, wire=wire, scaled=scaled)
-    attrs["chunk_tokens"] = schedule.chunk_tokens(spec, config)  # of the other kernels: they may run too
+    schedule = dataclasses.replace(
+        schedules.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=low_latency
+    )
+    attrs = call.attributes(spec, hidden, dtype, schedule, config, wire=wire, scaled=scaled)
+    attrs["chunk_tokens"] = schedules.chunk_tokens(spec, config)  # of the other kernels: they may run too
     return module.compiled().dispatch_staging_bytes(attrs)
 
 

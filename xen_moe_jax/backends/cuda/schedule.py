@@ -21,7 +21,7 @@ from xen_moe_jax.backends.cuda import module
 DEFAULT_SMS = 64
 QUANTIZING_SMS = 96
 """Of a dispatch that quantizes a large batch: arithmetic, not the link, limits it."""
-FLIGHT_SMS = 24
+ASYNC_SMS = 24
 """Of an operation in flight: every SM that it takes is taken from the work that it hides behind."""
 SPARE_SMS = 36
 """What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
@@ -44,7 +44,7 @@ HOP_BYTES = 128 << 10
 there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
 not measured: docs/nodes_design.md."""
 LOW_LATENCY_SMS = 96
-LOW_LATENCY_FLIGHT_SMS = 64
+LOW_LATENCY_ASYNC_SMS = 64
 """Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
 LOW_LATENCY_ROWS = 1536
 """Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
@@ -91,10 +91,10 @@ class Schedule:
     low_latency: bool = False
 
 
-def chunk_tokens(spec: Spec, config: KernelConfig, *, lines: bool = False) -> int:
+def chunk_tokens(spec: Spec, config: KernelConfig, *, low_latency: bool = False) -> int:
     """Tokens that cross to another node together, by the kernels across nodes; 0: all ranks share NVLink.
 
-    `lines`: by the low-latency kernels, which send as few messages as they can.
+    `low_latency`: by the low-latency kernels, which send as few messages as they can.
 
     Raises:
       ValueError: there are more tokens than chunks can hold.
@@ -108,11 +108,11 @@ def chunk_tokens(spec: Spec, config: KernelConfig, *, lines: bool = False) -> in
             f"backend takes at most {most * chunks} tokens a rank; split the batch"
         )
     usual = min(USUAL_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, -(-tokens // CHUNKS)))
-    wanted = config.chunk_tokens or (most if lines else usual)
+    wanted = config.chunk_tokens or (most if low_latency else usual)
     return min(most, max(wanted, -(-tokens // chunks)))
 
 
-def takes_lines(
+def use_low_latency(
     spec: Spec, hidden: int, dtype: Any, config: KernelConfig, *, wire: Wire | None, combine: bool = False
 ) -> bool:
     """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
@@ -138,7 +138,7 @@ def takes_lines(
         layout=names.layouts.index(spec.layout),
         dtype=names.dtypes.index(jnp.dtype(dtype).name),
         wire=names.wires.index(wire.dtype if wire else ""),
-        chunk_tokens=chunk_tokens(spec, config, lines=True),
+        chunk_tokens=chunk_tokens(spec, config, low_latency=True),
     )
 
 
@@ -157,15 +157,15 @@ def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
     return spec.num_tokens * (by_rank - by_node)
 
 
-def _lines(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
+def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
     """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive. Between nodes those that
     send the routing send the chunks too, and up to half of them do."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
     routing = min(4, count // 16)
-    if cut := chunk_tokens(spec, config, lines=True):
+    if chunk := chunk_tokens(spec, config, low_latency=True):
         far = spec.num_ranks - _nodes.ranks_per_node(spec, config)
-        routing = min(count // 2, max(routing, far * -(-spec.num_tokens // cut)))
+        routing = min(count // 2, max(routing, far * -(-spec.num_tokens // chunk)))
     routing = 1 if combine else _within(_tuning.layout_blocks or routing, count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
@@ -175,18 +175,18 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
-def of_flight(config: KernelConfig, *, lines: bool = False) -> KernelConfig:
-    """The configuration of an operation in flight. `lines`: by the low-latency kernels."""
+def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfig:
+    """The configuration of an operation in flight. `low_latency`: by the low-latency kernels."""
     if config.num_sms:
         return config
-    return dataclasses.replace(config, num_sms=LOW_LATENCY_FLIGHT_SMS if lines else FLIGHT_SMS)
+    return dataclasses.replace(config, num_sms=LOW_LATENCY_ASYNC_SMS if low_latency else ASYNC_SMS)
 
 
-def bulk(spec: Spec, config: KernelConfig, wire: Any, *, lines: bool = False) -> bool:
+def bulk(spec: Spec, config: KernelConfig, wire: Any, *, low_latency: bool = False) -> bool:
     """Whether a dispatch in flight places rows by bulk copies: large ones within a node, whose rows travel as they
     are."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None and not lines and not _nodes.several(spec.num_ranks, config)
+    return wanted and wire is None and not low_latency and not _nodes.several(spec.num_ranks, config)
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
@@ -218,14 +218,14 @@ def _solo_segment(spec: Spec) -> int | None:
 
 
 def dispatch(
-    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, lines: bool = False
+    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, low_latency: bool = False
 ) -> Schedule:
     """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantizing takes more.
 
-    `lines`: by the low-latency kernels (`takes_lines`).
+    `low_latency`: by the low-latency kernels (`use_low_latency`).
     """
-    if lines:
-        return _lines(spec, config, sms, combine=False)
+    if low_latency:
+        return _low_latency(spec, config, sms, combine=False)
     small = spec.num_tokens <= SMALL_TOKENS
     count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
     if small:
@@ -247,10 +247,10 @@ def dispatch(
     return Schedule(count, push, counting, parts, segment)
 
 
-def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, lines: bool = False) -> Schedule:
+def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, low_latency: bool = False) -> Schedule:
     """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
-    if lines:
-        return _lines(spec, config, sms, combine=True)
+    if low_latency:
+        return _low_latency(spec, config, sms, combine=True)
     count = blocks(config, sms)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps

@@ -63,7 +63,7 @@ def _crossing_shapes(record: Record, spec: Spec) -> list[ShapeDtype]:
     return [(shape, jnp.int32), (shape, jnp.int32)]
 
 
-def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDtype]:
+def dispatch_pending(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDtype]:
     """Of `Crossing`, then `Riding`, or without headers `Fan`, `source [rows]` and the metadata of a dispatch."""
     record = rows_of(x, wire, header=header_words(spec)).record
     if record.header:
@@ -78,7 +78,7 @@ def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) ->
     ]
 
 
-def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDtype]:
+def combine_pending(y: Any, *, spec: Spec, wire: Wire | None) -> list[ShapeDtype]:
     """Of `Crossing`, `last [T, N]` and `zero [1]`."""
     record = record_of(y.shape[-1], y.dtype, False, wire)
     last = (spec.num_tokens, spec.axis_sizes[0])
@@ -145,9 +145,9 @@ def dispatch_start(
 
 
 def dispatch_done(
-    x: jax.Array, under_way: tuple[jax.Array, ...], *, spec: Spec, wire: Wire | None, config: KernelConfig
+    x: jax.Array, pending: tuple[jax.Array, ...], *, spec: Spec, wire: Wire | None, config: KernelConfig
 ) -> tuple[jax.Array, ...]:
-    received, *rest = under_way[1:]
+    received, *rest = pending[1:]
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
         riding = Riding(*rest)
@@ -206,10 +206,8 @@ def combine_start(
     return sent, two_axes.across_slices_at_once(sent, spec), last, zero
 
 
-def combine_done(
-    y: jax.Array, under_way: tuple[jax.Array, ...], *, wire: Wire | None, config: KernelConfig
-) -> jax.Array:
-    _, received, last, zero = under_way
+def combine_done(y: jax.Array, pending: tuple[jax.Array, ...], *, wire: Wire | None, config: KernelConfig) -> jax.Array:
+    _, received, last, zero = pending
     hidden = y.shape[-1]
     record = record_of(hidden, y.dtype, False, wire)
     out = two_axes.add_slices(

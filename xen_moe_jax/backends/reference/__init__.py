@@ -3,8 +3,8 @@
 from xen_moe_jax.backends.reference.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.reference.combine import combine
 from xen_moe_jax.backends.reference.dispatch import dispatch, redispatch
-from xen_moe_jax.backends.reference.halves import (
-    LANDS_IN_RESULTS,
+from xen_moe_jax.backends.reference.start_done import (
+    START_RETURNS_RESULTS,
     combine_done,
     combine_start,
     dispatch_done,
@@ -16,7 +16,7 @@ from xen_moe_jax.backends.reference.halves import (
 TAKES_NODES = True
 
 __all__ = [
-    "LANDS_IN_RESULTS",
+    "START_RETURNS_RESULTS",
     "TAKES_NODES",
     "all_to_all",
     "combine",

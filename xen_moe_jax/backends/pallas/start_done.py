@@ -53,7 +53,7 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import Record
 
 
-class InFlight(NamedTuple):
+class Pending(NamedTuple):
     """What every start returns first: what the exchange left (`exchange.Started`), rows sent and rows expected."""
 
     buffer: jax.Array
@@ -64,8 +64,8 @@ class InFlight(NamedTuple):
     expected: jax.Array
 
 
-def _in_flight_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[tuple]:
-    """(shape, dtype) of `InFlight`, with int32 for the semaphores."""
+def _pending_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[tuple]:
+    """(shape, dtype) of `Pending`, with int32 for the semaphores."""
     send, recv = exchange.semaphore_counts(spec.num_ranks)
     return [
         ((send_rows, *record.shape), jnp.int32),
@@ -84,7 +84,7 @@ def _start(
     routes: push_kernel.Routes | slots_kernel.Pairs,
     spec: Spec,
     config: KernelConfig,
-) -> InFlight:
+) -> Pending:
     """Sends `sizes[r]` rows of the buffer to each rank, to row `remote_start[r]` of its staging."""
     runs = exchange.Runs(
         ids=jnp.arange(spec.num_ranks, dtype=jnp.int32),
@@ -96,12 +96,12 @@ def _start(
     )
     axes = plan.kernel_axes(spec)
     launch = _exchange_launch(axes, config)
-    return InFlight(
+    return Pending(
         *exchange.start(buffer, runs, rows=routes.staging_rows, axes=axes, launch=launch), sizes, routes.expected
     )
 
 
-def _landed(flight: InFlight, config: KernelConfig) -> jax.Array:
+def _landed(flight: Pending, config: KernelConfig) -> jax.Array:
     started = exchange.Started(flight.buffer, flight.staged, flight.send, flight.recv)
     return exchange.done(started, flight.sizes, flight.expected, launch=_exchange_launch(None, config))
 
@@ -120,7 +120,7 @@ def dispatch_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """`InFlight`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
+    """`Pending`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
     and the metadata of a dispatch.
     """
     padding.check("dispatch_start", x.dtype, spec, quantized=is_quantized(x))
@@ -160,7 +160,7 @@ def dispatch_done(
     scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
-    *under_way: jax.Array,
+    *pending: jax.Array,
     spec: Spec,
     wire: Wire | None,
     config: KernelConfig,
@@ -168,8 +168,8 @@ def dispatch_done(
     """All results. The operands of the start are here for derivatives; only the shape and dtype of `x` are read."""
     del scales, topk_idx, topk_weights
     if len(spec.axis_name) == 2:
-        return crossing.dispatch_done(x, under_way, spec=spec, wire=wire, config=config)
-    flight, rest = InFlight(*under_way[: len(InFlight._fields)]), under_way[len(InFlight._fields) :]
+        return crossing.dispatch_done(x, pending, spec=spec, wire=wire, config=config)
+    flight, rest = Pending(*pending[: len(Pending._fields)]), pending[len(Pending._fields) :]
     staged = _landed(flight, config)
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
@@ -194,7 +194,7 @@ def combine_start(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """`InFlight`, then `source [T, D]` and `zero [1]` for the last addition."""
+    """`Pending`, then `source [T, D]` and `zero [1]` for the last addition."""
     padding.check("combine_start", y.dtype, spec)
     if len(spec.axis_name) == 2:
         return crossing.combine_start(
@@ -241,7 +241,7 @@ def combine_done(
     positions: jax.Array,
     recv_counts: jax.Array,
     weights: jax.Array,
-    *under_way: jax.Array,
+    *pending: jax.Array,
     spec: Spec,
     weighted: bool,
     wire: Wire | None,
@@ -250,9 +250,9 @@ def combine_done(
     """`[T, hidden]` from what `combine_start` left under way; of the operands only the shape of `y` is read."""
     del topk_idx, positions, recv_counts, weights, weighted
     if len(spec.axis_name) == 2:
-        return crossing.combine_done(y, under_way, wire=wire, config=config)
-    *flight, source, zero = under_way
-    staged = _landed(InFlight(*flight), config)
+        return crossing.combine_done(y, pending, wire=wire, config=config)
+    *flight, source, zero = pending
+    staged = _landed(Pending(*flight), config)
     hidden = y.shape[-1]
     record = record_of(hidden, y.dtype, False, wire)
     out = ranks_kernel.reduce_ranks(
@@ -266,7 +266,7 @@ def combine_done(
     return out[:, :hidden]
 
 
-def can_split(spec: Spec, config: KernelConfig) -> bool:
+def supports_async(spec: Spec, config: KernelConfig) -> bool:
     """One axis: on chips, for interpret mode cannot run a kernel that leaves semaphores behind. Two: where one exchange
     of all rows over DCN suits them.
     """
@@ -275,18 +275,18 @@ def can_split(spec: Spec, config: KernelConfig) -> bool:
     return spec.num_tokens > 0 and not config.interpret
 
 
-def brought_by_xla(spec: Spec) -> tuple[int, ...]:
+def received_by_xla(spec: Spec) -> tuple[int, ...]:
     """Places of arrays in what is under way that a collective of XLA brings."""
     return crossing.RECEIVED if len(spec.axis_name) == 2 else ()
 
 
-def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+def dispatch_pending(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
     if len(spec.axis_name) == 2:
-        return crossing.dispatch_in_flight(x, scales, spec=spec, wire=wire)
+        return crossing.dispatch_pending(x, scales, spec=spec, wire=wire)
     record = rows_of(x, wire, header=header_words(spec)).record
     staging = headers.staging_rows(spec) if record.header else plan.dispatch_staging_rows(spec)
-    flight = _in_flight_shapes(record, plan.combine_staging_rows(spec), staging, spec)
+    flight = _pending_shapes(record, plan.combine_staging_rows(spec), staging, spec)
     known = _shapes.dispatch(x, scales, spec=spec)[2:]
     if record.header:
         ranks = spec.num_ranks
@@ -295,17 +295,17 @@ def dispatch_in_flight(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) ->
     return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *known]
 
 
-def combine_in_flight(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+def combine_pending(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
     """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
     if len(spec.axis_name) == 2:
-        return crossing.combine_in_flight(y, spec=spec, wire=wire)
+        return crossing.combine_pending(y, spec=spec, wire=wire)
     record = record_of(y.shape[-1], y.dtype, False, wire)
-    flight = _in_flight_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
+    flight = _pending_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
 
 OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
-"""Operands of the primitive of a done half that come before `InFlight`, `active` among them."""
+"""Operands of the primitive of a done half that come before `Pending`, `active` among them."""
 
 
 def operand_avals(operation: str, avals: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -313,7 +313,7 @@ def operand_avals(operation: str, avals: Sequence[Any], params: dict[str, Any]) 
     first = OPERANDS_BEFORE.get(operation)
     if first is None or len(params["spec"].axis_name) == 2:
         return list(avals)
-    semaphores = [first + InFlight._fields.index(name) for name in ("send", "recv")]
+    semaphores = [first + Pending._fields.index(name) for name in ("send", "recv")]
     return [
         pltpu.SemaphoreType.DMA(aval.shape).get_array_aval() if i in semaphores else aval
         for i, aval in enumerate(avals)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from xen_moe_jax.backends.reference.combine import combine
 from xen_moe_jax.backends.reference.dispatch import dispatch, redispatch
 
-LANDS_IN_RESULTS = True
+START_RETURNS_RESULTS = True
 
 
 def dispatch_start(x: jax.Array, scales: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:

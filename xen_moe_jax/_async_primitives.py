@@ -33,22 +33,22 @@ from xen_moe_jax._spec import Spec
 
 
 def _backend(spec: Spec, config: KernelConfig) -> Any:
-    return backends.for_halves(platform(), spec, config)
+    return backends.for_async(platform(), spec, config)
 
 
-def splits(spec: Spec, config: KernelConfig) -> bool:
+def runs_async(spec: Spec, config: KernelConfig) -> bool:
     """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
     return spec.capacity > 0 and _backend(spec, config) is not None
 
 
-def brought_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
+def received_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
     """Places in what is under way of arrays that a collective of XLA brings (`backends`)."""
-    brought = getattr(_backend(spec, config), "brought_by_xla", None)
+    brought = getattr(_backend(spec, config), "received_by_xla", None)
     return () if brought is None else brought(spec)
 
 
-def _lands_in_results(params: dict[str, Any]) -> bool:
-    return getattr(_backend(params["spec"], params["config"]), "LANDS_IN_RESULTS", False)
+def _start_returns_results(params: dict[str, Any]) -> bool:
+    return getattr(_backend(params["spec"], params["config"]), "START_RETURNS_RESULTS", False)
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
@@ -64,16 +64,16 @@ def _hold_shapes(spec: Spec) -> list[ShapeDtype]:
 
 def _dispatch_start_shapes(x: Any, scales: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> Any:
     backend = _backend(spec, config)
-    if getattr(backend, "LANDS_IN_RESULTS", False):
+    if getattr(backend, "START_RETURNS_RESULTS", False):
         return [*_shapes.dispatch(x, scales, spec=spec), *_hold_shapes(spec), (x.shape, x.dtype)]
-    return backend.dispatch_in_flight(x, scales, spec=spec, wire=wire)
+    return backend.dispatch_pending(x, scales, spec=spec, wire=wire)
 
 
 def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> Any:
     backend = _backend(spec, config)
-    if getattr(backend, "LANDS_IN_RESULTS", False):
+    if getattr(backend, "START_RETURNS_RESULTS", False):
         return [((spec.num_tokens, y.shape[-1]), y.dtype), (y.shape, y.dtype)]
-    return backend.combine_in_flight(y, spec=spec, wire=wire)
+    return backend.combine_pending(y, spec=spec, wire=wire)
 
 
 def _mask_done(operands: Any, spec: Spec) -> list[Any]:
@@ -110,26 +110,26 @@ redispatch_done_p = declare("redispatch_done", _shapes.redispatch, mask=_active.
 # -- order: XLA goes by data alone -------------------------------------------------------------------------------------
 
 order_p = Primitive("xen_moe_order")
-"""All operands -> the same. The first `num_in_flight` of them are under way: whoever uses a result comes after whatever
+"""All operands -> the same. The first `num_pending` of them are under way: whoever uses a result comes after whatever
 makes an operand. An optimization barrier that vanishes where nobody finishes the flight, as in what remat computes
 again: a flight that nobody finishes must not start."""
 order_p.multiple_results = True
-order_p.def_impl(lambda *a, num_in_flight: lax.optimization_barrier_p.bind(*a))
-order_p.def_abstract_eval(lambda *avals, num_in_flight: list(avals))
+order_p.def_impl(lambda *a, num_pending: lax.optimization_barrier_p.bind(*a))
+order_p.def_abstract_eval(lambda *avals, num_pending: list(avals))
 mlir.register_lowering(
-    order_p, mlir.lower_fun(lambda *a, num_in_flight: list(lax.optimization_barrier(list(a))), multiple_results=True)
+    order_p, mlir.lower_fun(lambda *a, num_pending: list(lax.optimization_barrier(list(a))), multiple_results=True)
 )
 
 
 def _order_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     eqn = live_and_eqn[-1]  # JAX 0.12 says before it which operands live on: that is for references, and there are none
-    count = eqn.params["num_in_flight"]
+    count = eqn.params["num_pending"]
     if not any(used):
         return [False] * len(used), None
     flies = any(used[:count])
     kept = [flies if i < count else u for i, u in enumerate(used)]
     keep = lambda items: [item for item, k in zip(items, kept, strict=True) if k]  # noqa: E731
-    params = {"num_in_flight": count if flies else 0}
+    params = {"num_pending": count if flies else 0}
     return kept, eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars), params=params)
 
 
@@ -138,20 +138,20 @@ def _order_nonzero(values: Any, count: int) -> list[Any]:
     moving = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
     if not moving:
         return list(values)
-    results = order_p.bind(*(values[i] for i in moving), num_in_flight=sum(i < count for i in moving))
+    results = order_p.bind(*(values[i] for i in moving), num_pending=sum(i < count for i in moving))
     out = list(values)
     for i, result in zip(moving, results, strict=True):
         out[i] = result
     return out
 
 
-def _order_jvp(primals: Any, tangents: Any, *, num_in_flight: int) -> Any:
-    return order_p.bind(*primals, num_in_flight=num_in_flight), _order_nonzero(tangents, num_in_flight)
+def _order_jvp(primals: Any, tangents: Any, *, num_pending: int) -> Any:
+    return order_p.bind(*primals, num_pending=num_pending), _order_nonzero(tangents, num_pending)
 
 
 pe.dce_rules[order_p] = _order_dce
 ad.primitive_jvps[order_p] = _order_jvp
-ad.primitive_transposes[order_p] = lambda cotangents, *_, num_in_flight: _order_nonzero(cotangents, num_in_flight)
+ad.primitive_transposes[order_p] = lambda cotangents, *_, num_pending: _order_nonzero(cotangents, num_pending)
 
 
 def is_array(leaf: Any) -> bool:
@@ -159,11 +159,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def order(in_flight: Any, others: Any) -> tuple[Any, Any]:
+def order(pending: Any, others: Any) -> tuple[Any, Any]:
     """Both pytrees again; whoever uses either of the results comes after whatever makes either of the arguments."""
-    leaves, tree = jax.tree.flatten((in_flight, others))
+    leaves, tree = jax.tree.flatten((pending, others))
     arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    ordered = order_p.bind(*(leaves[i] for i in arrays), num_in_flight=len(jax.tree.leaves(in_flight)))
+    ordered = order_p.bind(*(leaves[i] for i in arrays), num_pending=len(jax.tree.leaves(pending)))
     for i, leaf in zip(arrays, ordered, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(tree, leaves)
@@ -259,7 +259,7 @@ def _dispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     x, _, topk_idx, _, active = primals
     results = dispatch_start_p.bind(*primals, **params)
     dots = [whole.zero(a) for a in results]
-    if _lands_in_results(params) and type(tangents[0]) is not ad.Zero:
+    if _start_returns_results(params) and type(tangents[0]) is not ad.Zero:
         whole.check_carries_gradient(x)
         dots[0], dots[-3], dots[-2], dots[-1] = dispatch_link_start_p.bind(
             tangents[0], topk_idx, active, **_link_params(params)
@@ -275,7 +275,7 @@ def _dispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     active = primals[4]
     out = Dispatched(*dispatch_done_p.bind(*primals, **params)).named()
     handle = (out.topk_idx, out.positions, out.recv_counts, active)
-    if not _lands_in_results(params):
+    if not _start_returns_results(params):
         rows_dot = whole.rows_tangent(out.rows, tangents[0], tangents[1], handle, params)
     elif type(tangents[-1]) is ad.Zero:
         rows_dot = whole.zero(out.rows)
@@ -371,7 +371,7 @@ def _combine_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     results = combine_start_p.bind(*primals, **params)
     dots = [whole.zero(a) for a in results]
     given = tangents[0], tangents[-1] if params["weighted"] else ad.Zero(weights.to_tangent_aval())
-    if _lands_in_results(params) and not whole.are_zero(*given):
+    if _start_returns_results(params) and not whole.are_zero(*given):
         moving = [ad.instantiate_zeros(t) for t in given]
         dots = combine_link_start_p.bind(*moving, y, weights, *_integers(handle), **_link_params(params))
     return results, dots
@@ -381,7 +381,7 @@ def _combine_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     count = len(primals) - len(_combine_start_shapes(*primals, **params))
     y, *handle, weights = primals[:count]
     out = combine_done_p.bind(*primals, **params)
-    if not _lands_in_results(params):
+    if not _start_returns_results(params):
         out_dot = whole.combine_tangent(tangents[0], tangents[count - 1], y, weights, handle, params)
         return out, [whole.zero(out[0]) if out_dot is None else out_dot]
     if whole.are_zero(*tangents[count:]):

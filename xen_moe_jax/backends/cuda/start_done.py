@@ -20,12 +20,12 @@ from xen_moe_jax.backends.cuda import module
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
 
-LANDS_IN_RESULTS = True
+START_RETURNS_RESULTS = True
 HELD = 2
 """Arrays of no meaning behind the results of a dispatch, and then `x`."""
 
 
-def can_split(spec: Spec, config: KernelConfig) -> bool:
+def supports_async(spec: Spec, config: KernelConfig) -> bool:
     """Wherever the kernels run."""
     try:
         module.compiled()
@@ -43,7 +43,7 @@ def dispatch_done(*operands: jax.Array, spec: Spec, **_: Any) -> tuple[jax.Array
     """The operands of the start and what it returned -> the results of the dispatch."""
     results = 7 if spec.layout == "ranked" else 6
     first = len(operands) - results - HELD - 1
-    return tuple(_land(operands[first : first + results], operands[:first]))
+    return tuple(_wait(operands[first : first + results], operands[:first]))
 
 
 def combine_start(y: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +53,7 @@ def combine_start(y: jax.Array, *operands: jax.Array, **params: Any) -> tuple[ja
 
 def combine_done(*operands: jax.Array, **_: Any) -> jax.Array:
     *alive, out, _y = operands
-    return _land([out], alive)[0]
+    return _wait([out], alive)[0]
 
 
 def redispatch_start(*operands: jax.Array, **params: Any) -> jax.Array:
@@ -62,7 +62,7 @@ def redispatch_start(*operands: jax.Array, **params: Any) -> jax.Array:
 
 def redispatch_done(*operands: jax.Array, **_: Any) -> jax.Array:
     *alive, rows = operands
-    return _land([rows], alive)[0]
+    return _wait([rows], alive)[0]
 
 
 def _apart(*operands: jax.Array) -> list[jax.Array]:
@@ -70,7 +70,7 @@ def _apart(*operands: jax.Array) -> list[jax.Array]:
     return list(lax.optimization_barrier(operands))
 
 
-def _land(results: Any, alive: Any) -> list[jax.Array]:
+def _wait(results: Any, alive: Any) -> list[jax.Array]:
     """`results` when they have arrived. Empty ones have nothing to wait for."""
     real = [i for i, array in enumerate(results) if array.size]
     function = jax.ffi.ffi_call(
@@ -79,8 +79,8 @@ def _land(results: Any, alive: Any) -> list[jax.Array]:
         has_side_effect=True,
         input_output_aliases={i: i for i in range(len(real))},
     )
-    landed = list(results)
+    done = list(results)
     arrived = function(*(results[i] for i in real), *_apart(*alive))
     for i, array in zip(real, _apart(*arrived), strict=True):
-        landed[i] = array
-    return landed
+        done[i] = array
+    return done
