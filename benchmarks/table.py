@@ -1,4 +1,4 @@
-"""Writes docs/benchmark_tables.md, a page of nothing but generated tables, from the JSON files in benchmarks/results/.
+"""Writes docs/lab/benchmark_tables.md, a page of generated tables, from the JSON files in benchmarks/results/.
 
 python benchmarks/table.py            rewrite the page
 python benchmarks/table.py --check    exit status 1 when the page is not what the files say
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmark_tables.md"
+PAGE = ROOT / "docs" / "lab" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/performance*.md")), ROOT / "docs" / "tpu_checks.md"]
+QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 

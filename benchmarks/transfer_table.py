@@ -1,4 +1,4 @@
-"""Fills the tables of docs/transfer_figures.md from the JSON files that they name.
+"""Fills the tables of docs/lab/transfer_figures.md from the JSON files that they name.
 
     python benchmarks/transfer_table.py            rewrite the tables
     python benchmarks/transfer_table.py --check    exit status 1 when a table is not what its JSON says
@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "transfer_figures.md"
+PAGE = ROOT / "docs" / "lab" / "transfer_figures.md"
 BLOCK = re.compile(r"<!-- table: (?P<file>\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 

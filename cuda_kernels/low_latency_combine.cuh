@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Phase(6);
 }
 
-// Two rows in flight for few tokens, three for many: measured (docs/performance_small_batches.md).
+// Two rows in flight for few tokens, three for many: measured (docs/lab/small_batches.md).
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;

@@ -29,7 +29,7 @@ struct Call {
   Descriptor descriptor;  // Describe(...)
 };
 
-// Shapes that dispatch, redispatch and combine share; see docs/internals.md for the letters.
+// Shapes that dispatch, redispatch and combine share; see docs/design/internals.md for the letters.
 struct Routing {
   int ranks;          // R
   int rank;           // this rank

@@ -1,4 +1,4 @@
-// dispatch, redispatch and combine: check, launch. Operand and result order: docs/internals.md.
+// dispatch, redispatch and combine: check, launch. Operand and result order: docs/design/internals.md.
 #include "cuda_kernels/node_launch.h"
 #include "ffi/handlers.h"
 #include "ffi/nccl_link.h"

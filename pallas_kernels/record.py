@@ -193,8 +193,9 @@ def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Arra
 
 
 def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
-    """One block of docs/internals.md's quantization: float32 `[B, 128]` -> (values of `dtype`, scale float32 `[B,
-    1]`).
+    """Quantizes one block by the rule of docs/design/internals.md.
+
+    Takes float32 `[B, 128]`; returns values of `dtype` and their scales, float32 `[B, 1]`.
     """
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)  # a NaN counts as an infinity

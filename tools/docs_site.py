@@ -26,6 +26,7 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/
 MODULES = ("", ".routing", ".flax", ".autotune", ".cuda", ".transfer")
 """Public modules that have an API page; "" is the package itself."""
 LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")
+TUTORIAL = "docs/user/tutorial.ipynb"
 OUTSIDE = "repository/"
 """Where files from outside docs/ stand in the site."""
 
@@ -71,8 +72,8 @@ def on_files(files: Any, config: Any) -> Any:
     for module in MODULES:
         name = f"xen_moe_jax{module}"
         files.append(File.generated(config, f"reference/{name}.md", content=api_page(name)))
-    files.append(File.generated(config, "tutorial.md", content=notebook.as_markdown(ROOT / "docs" / "tutorial.ipynb")))
-    files.remove(files.get_file_from_path("tutorial.ipynb"))
+    files.append(File.generated(config, site_path(TUTORIAL), content=notebook.as_markdown(ROOT / TUTORIAL)))
+    files.remove(files.get_file_from_path(TUTORIAL.removeprefix("docs/")))
     return files
 
 

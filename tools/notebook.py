@@ -1,7 +1,7 @@
 """A notebook without Jupyter: runs the code cells of a file, keeps what they show, and turns it into a page.
 
-    python tools/notebook.py docs/tutorial.ipynb            run it; exit status 1 when a cell fails
-    python tools/notebook.py docs/tutorial.ipynb --write    run it and keep the output in the file
+    python tools/notebook.py docs/user/tutorial.ipynb            run it; exit status 1 when a cell fails
+    python tools/notebook.py docs/user/tutorial.ipynb --write    run it and keep the output in the file
 
 A cell shows what it prints, the value of its last expression, and the figures of matplotlib that it leaves open.
 """

@@ -1,4 +1,4 @@
-"""The predictions of `xm.perf_model` from 8 to 1,024 ranks beside published tables, for docs/performance_model.md.
+"""The predictions of `xm.perf_model` from 8 to 1,024 ranks beside published tables, for docs/lab/performance_model.md.
 
     python tools/perf_curves.py [--plot docs/images/perf_curves.png]
 

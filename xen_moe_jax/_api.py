@@ -54,7 +54,8 @@ def dispatch(
       active: bool `[R]`, the same on every rank: who takes part. An array like any other, so that it changes from call
         to call without a new program. Nothing goes to a rank that is out and nothing comes from it; its tokens' results
         are zero, what others would have sent there is left out and counted in `routed.num_dropped`. On GPUs nobody
-        waits for it, whether it runs the program or not; docs/failures.md says how it comes back. None is all ranks.
+        waits for it, whether it runs the program or not; docs/user/failures.md says how it comes back. None means all
+        ranks.
       config: tuning; never changes the result.
 
     Returns:

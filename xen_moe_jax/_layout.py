@@ -88,7 +88,7 @@ def group_starts(recv_counts: jax.Array, alignment: int) -> jax.Array:
 
 
 class RecvLayout(NamedTuple):
-    """Where this rank puts what it receives: rows 2, 3 of the primitive's results (docs/internals.md) and local ids.
+    """Positions (docs/design/internals.md) of the rows that this rank receives, their counts, and local expert ids.
 
     Attributes:
       positions: int32 `[R, T, slots]`.

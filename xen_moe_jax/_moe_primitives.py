@@ -44,7 +44,7 @@ class Dispatched(NamedTuple):
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-# Operands: docs/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
+# Operands: docs/design/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.
 dispatch_p = declare("dispatch", _shapes.dispatch, mask=_active.mask_dispatch)
 combine_p = declare("combine", _shapes.combine, mask=_active.mask_handle)
 redispatch_p = declare("redispatch", _shapes.redispatch, mask=_active.mask_handle, finish=_active.zero_left_out)

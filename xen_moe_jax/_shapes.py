@@ -1,4 +1,4 @@
-"""Result shapes of every primitive: `(shape, dtype)` of each result, in the order of docs/internals.md."""
+"""Result shapes of every primitive: `(shape, dtype)` of each result, in the order of docs/design/internals.md."""
 
 from __future__ import annotations
 

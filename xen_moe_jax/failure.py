@@ -6,7 +6,7 @@ from xen_moe_jax.backends import failure
 
 
 class OperationFailed(RuntimeError):
-    """An operation gave up; the message names it, the rank that owed, and the remedy. See docs/failures.md."""
+    """An operation gave up; the message names it, the rank that owed, and the remedy. See docs/user/failures.md."""
 
 
 def check() -> None:

@@ -2,7 +2,7 @@
 
 jax's tests are in its repository only, so each of them that calls `all_to_all` or `ragged_all_to_all` is done again
 here with data of the same kind. `IN_JAX` lists them all; what agrees is a test below, and what differs is in
-`DIFFERENT` with the reason, which docs/migrating.md repeats. Where jax runs on the CPU its own answer is what is
+`DIFFERENT` with the reason, which docs/user/migrating.md repeats. Where jax runs on the CPU its own answer is what is
 compared with; of `ragged_all_to_all`, which it does not run there, the oracle's.
 """
 
@@ -215,9 +215,9 @@ def test_ragged_errors(name, wrong):
 def test_what_differs_is_listed_for_users():
     every = {name for tests in IN_JAX.values() for name in tests}
     assert set(DIFFERENT) <= every
-    page = ROOT / "docs" / "migrating.md"
+    page = ROOT / "docs" / "user" / "migrating.md"
     if not page.exists():
-        pytest.skip("docs/migrating.md is not beside the tests")
+        pytest.skip("docs/user/migrating.md is not beside the tests")
     text = page.read_text()
     missing = [name for name in DIFFERENT if f"`{name}`" not in text]
-    assert not missing, f"docs/migrating.md does not list {missing}"
+    assert not missing, f"docs/user/migrating.md does not list {missing}"

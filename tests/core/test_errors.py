@@ -1,4 +1,4 @@
-"""Bad input: one mistake for each row of the table in docs/errors.md, which says what must come of it."""
+"""Bad input: one mistake for each row of the table in docs/user/errors.md, which says what must come of it."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from tests.support import ROOT
 from xen_moe_jax import cuda
 from xen_moe_jax._spec import Spec
 
-DOCUMENT = ROOT / "docs" / "errors.md"
+DOCUMENT = ROOT / "docs" / "user" / "errors.md"
 RANKS, T, H, K, E = 4, 8, 128, 2, 8
 
 
@@ -215,7 +215,7 @@ OUTSIDE = {
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 def read_table() -> dict[str, tuple[type, list[str]]]:
-    """Rows `| id | mistake | error | the message says |` of docs/errors.md."""
+    """Rows `| id | mistake | error | the message says |` of docs/user/errors.md."""
     rows = {}
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

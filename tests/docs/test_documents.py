@@ -17,8 +17,8 @@ import xen_moe_jax as xm
 from tests.support import ROOT, quick_compiler
 from xen_moe_jax import cli
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-if not (ROOT / "docs" / "api.md").exists():
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+if not (ROOT / "docs" / "user" / "api.md").exists():
     pytest.skip("the documents are not beside the tests", allow_module_level=True)
 
 CHECK = """
@@ -67,15 +67,15 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
     assert "loss" in run(example + CHECK, tmp_path, environment)
 
 
-RUNNABLE = [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")) if python_blocks(path)]
-NOT_EVERYWHERE = "docs/transfer.md"
+RUNNABLE = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if path.parent != ROOT and python_blocks(path)]
+NOT_EVERYWHERE = "docs/user/transfer.md"
 no_transfer = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
 )
 
 
 def test_the_pages_with_examples_are_found():
-    assert {"docs/concepts.md", "docs/failures.md", "docs/benchmarks.md", NOT_EVERYWHERE} <= set(RUNNABLE)
+    assert {"docs/user/concepts.md", "docs/user/failures.md", "docs/lab/benchmarks.md", NOT_EVERYWHERE} <= set(RUNNABLE)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_tutorial_runs_and_holds_the_output_of_a_run(tmp_path, environment):
 import json, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import pathlib, notebook
-path = pathlib.Path({str(ROOT / "docs" / "tutorial.ipynb")!r})
+path = pathlib.Path({str(ROOT / "docs" / "user" / "tutorial.ipynb")!r})
 for held, ran in zip(notebook.code_cells(notebook.read(path)), notebook.code_cells(notebook.run(path)), strict=True):
     kinds = [[output["output_type"] for output in cell["outputs"]] for cell in (held, ran)]
     assert kinds[0] == kinds[1] and held["execution_count"], (kinds, held["source"])
@@ -101,24 +101,31 @@ for held, ran in zip(notebook.code_cells(notebook.read(path)), notebook.code_cel
     assert sum(map(int, run(program, tmp_path, environment).split())) > 5
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_inside_the_repository_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_every_page_can_be_found_from_the_index_and_in_the_navigation_of_the_site():
-    index, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    pages = {path.name for path in ROOT.glob("docs/*.md")}
-    assert pages <= {*re.findall(r"^ +- (?:[^\n]+: )?(\w+\.md)$", navigation, re.MULTILINE)}
-    assert pages - {"index.md"} <= {*re.findall(r"\]\((\w+\.md)\)", index)}
+def test_every_page_can_be_found_from_the_home_page_and_the_navigation_is_short():
+    """The home page leads to the pages for users and to the design; those of docs/lab have a list of their own."""
+    entries = re.findall(r"^  - (?:[^\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(entries) <= 14 and not [entry for entry in entries if entry.startswith("lab/")]
+    for listing, folders in (("index.md", ("user", "design")), ("lab/README.md", ("lab",))):
+        page = ROOT / "docs" / listing
+        linked = {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())}
+        pages = {
+            path for folder in folders for path in ROOT.glob(f"docs/{folder}/*.*") if path.suffix in (".md", ".ipynb")
+        }
+        missing = pages - linked - {page}
+        assert not missing, f"docs/{listing} does not link to {sorted(path.name for path in missing)}"
 
 
 def test_api_page_describes_every_public_name():
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs" / "user" / "api.md").read_text()
     missing = [name for name in xm.__all__ if not re.search(rf"`(xm\.)?{name}\b", text)]
-    assert not missing, f"docs/api.md does not describe {missing}"
+    assert not missing, f"docs/user/api.md does not describe {missing}"
 
 
 @pytest.mark.parametrize("module", ["", ".routing", ".flax", ".autotune", ".cuda", ".transfer"])
@@ -147,7 +154,7 @@ def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monk
 
 
 def test_api_page_has_every_command_and_every_field_of_the_configs():
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs" / "user" / "api.md").read_text()
     fields = [f.name for f in dataclasses.fields(xm.KernelConfig)]
     if importlib.util.find_spec("flax") is not None:
         from xen_moe_jax.flax import MoEConfig
@@ -155,7 +162,7 @@ def test_api_page_has_every_command_and_every_field_of_the_configs():
         fields += [f.name for f in dataclasses.fields(MoEConfig)]
     missing = [name for name in fields if f"`{name}`" not in text]
     missing += [name for name in cli.COMMANDS if f"`xen-moe-jax {name}" not in text]
-    assert not missing, f"docs/api.md does not describe {missing}"
+    assert not missing, f"docs/user/api.md does not describe {missing}"
 
 
 def test_the_check_of_the_readme_example_can_fail():

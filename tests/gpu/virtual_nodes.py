@@ -90,7 +90,8 @@ def must_send(
     topk_idx: np.ndarray, rank: int, *, per_node: int, experts: int, row_bytes: int, chunk_tokens: int, combine: bool
 ) -> tuple[np.ndarray, int]:
     """int64 `[R]`: the bytes that `rank` has to send each other rank in a dispatch (a combine), and how many of all of
-    them are rows. Every token crosses once to each other node that it has experts on. The rest: docs/nodes_design.md.
+    them are rows. Every token crosses once to each other node that it has experts on. The rest:
+    docs/design/nodes_kernels.md.
 
     Args:
       topk_idx: `[R, T, K]`; every entry an expert, or negative.

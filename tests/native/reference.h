@@ -1,5 +1,5 @@
 // What the operations must give, computed on the host in the plainest way. Needs no GPU and shares no code with the
-// kernels but the names of params.h. The rules are those of docs/internals.md.
+// kernels but the names of params.h. The rules are those of docs/design/internals.md.
 #pragma once
 
 #include <algorithm>

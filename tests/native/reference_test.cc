@@ -192,7 +192,7 @@ static void Rings() {
       }
     }
   }
-  // The table of docs/nodes.md, in bytes of a rank.
+  // The table of docs/design/nodes.md, in bytes of a rank.
   auto bytes = [&](int ranks, WireType wire) {
     plan(ranks, 4096, 7168, wire, &c);
     return 2 * (c.call.needs.flag_bytes + c.call.needs.data_bytes);

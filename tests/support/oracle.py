@@ -1,7 +1,7 @@
 """An independent NumPy oracle of the public contract: plain loops, no JAX, no code of the library.
 
 Every array is *stacked*: axis 0 is the rank that holds it, so `x` is `[R, T, H]` and `topk_idx` is `[R, T, K]`. Written
-from the contract (docs/internals.md, "Numerics, in words that every backend follows"), sentence by sentence.
+from the contract (docs/design/internals.md, "Numerics, in words that every backend follows"), sentence by sentence.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_make_reads_the_same_line():
 
 def remedies() -> list[str]:
     """Every line of the package and the documentation that tells to install an extra or to run a command of ours."""
-    files = [*(ROOT / "xen_moe_jax").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    files = [*(ROOT / "xen_moe_jax").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     return [line for file in files if file.exists() for line in file.read_text().splitlines()]
 
 

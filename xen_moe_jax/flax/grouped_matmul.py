@@ -3,7 +3,7 @@
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
 peak. This library has kernels of its own for Hopper GPUs (`hopper.py`). tokamax (the extra "tokamax") has kernels for
-NVIDIA GPUs and TPUs behind the same call. docs/performance_layers.md says what each of them reaches.
+NVIDIA GPUs and TPUs behind the same call. docs/lab/layers.md says what each of them reaches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.
 
     Its gradient of the weights multiplies what lies past the last group by zero, and a NaN there would stay one: rows
     and, by the transpose of the second mask, cotangents are zero there. On a Hopper GPU that gradient is
-    `jax.lax.ragged_dot`'s: tokamax's was off by 3 % of its norm there (docs/performance_layers.md).
+    `jax.lax.ragged_dot`'s: tokamax's was off by 3 % of its norm there (docs/lab/layers.md).
     """
     used = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
     rows = jnp.where(used, rows, jnp.zeros((), rows.dtype))

@@ -112,7 +112,7 @@ inline Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i, bool 
   }
 }
 // What rank `s` has to send rank `t` in an operation: every token once for each other node (few tokens: for each rank
-// there) that it has experts on, with what is stated beside it (docs/nodes_design.md). `topk`: [R][T, K].
+// there) that it has experts on, with what is stated beside it (docs/design/nodes_kernels.md). `topk`: [R][T, K].
 inline uint64_t BytesBetween(const Problem& p, bool direct, const std::vector<std::vector<int>>& topk, int s, int t) {
   const int per_node = p.per_node(), chunk_tokens = p.chunk_tokens;
   if (direct ? s / per_node == t / per_node || !p.moves(s, t) : s == t || s % per_node != t % per_node) return 0;

@@ -1,7 +1,7 @@
 """The CUDA backend: kernels that store rows straight over NVLink.
 
 Calls go to `xen_moe_jax._cuda` (`cuda_kernels/` and `ffi/`, compiled) through XLA's FFI: no host synchronisation,
-capturable in CUDA graphs. See docs/cuda.md.
+capturable in CUDA graphs. See docs/design/cuda.md.
 """
 
 from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all

@@ -41,7 +41,7 @@ def dispatch(
     config: KernelConfig,
     flight: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/internals.md; of a flight, two held arrays more."""
+    """Results in the order of docs/design/internals.md; of a flight, two held arrays more."""
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)

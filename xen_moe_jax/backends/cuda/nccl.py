@@ -24,7 +24,7 @@ PUTS_SINCE = (2, 32)
 """The first with the device interface that cuda_kernels/nccl_transport.cuh is compiled for."""
 BUILD = (
     f"build it again in a checkout with nvidia-nccl-cu13 {PUTS_SINCE[0]}.{PUTS_SINCE[1]} or later there, or NCCL_HOME "
-    "set (docs/nodes.md)"
+    "set (docs/design/nodes.md)"
 )
 _SMALLEST_QUEUE = 32
 """`kMostPuts` of that file: NCCL would wait without a limit in a queue with less room."""

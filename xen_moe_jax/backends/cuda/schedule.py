@@ -37,12 +37,12 @@ CHUNKS = 64
 MIN_CHUNK_TOKENS = 4
 USUAL_CHUNK_TOKENS = 16
 """A chunk is one block's work, a token for each of its warps; with 32 tokens, operations took as long or longer
-(docs/nodes_design.md).
+(docs/design/nodes_kernels.md).
 """
 HOP_BYTES = 128 << 10
 """What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
 there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
-not measured: docs/nodes_design.md."""
+not measured: docs/design/nodes_kernels.md."""
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ASYNC_SMS = 64
 """Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""

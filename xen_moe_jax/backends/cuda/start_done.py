@@ -1,4 +1,4 @@
-"""Start and done halves as two FFI calls: see "In two halves" in docs/cuda.md.
+"""Start and done halves as two FFI calls: see "In two halves" in docs/design/cuda.md.
 
 A start is the whole operation, on a stream of the library's own and on few SMs (of few tokens between nodes, none while
 rows are on their way), and returns at once; its results are

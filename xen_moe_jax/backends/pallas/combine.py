@@ -37,7 +37,7 @@ def combine(
     wire: Wire | None,
     config: KernelConfig,
 ) -> jax.Array:
-    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/design/internals.md."""
     padding.check("combine", y.dtype, spec)
     hidden = y.shape[-1]
     if y.size == 0 or spec.num_tokens == 0:

@@ -36,7 +36,7 @@ def dispatch(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/internals.md."""
+    """Results in the order of docs/design/internals.md."""
     padding.check("dispatch", x.dtype, spec, quantized=is_quantized(x))
     sent_scales = given_scales(x, scales)
     if gathers(spec, config) and everybody.serves(spec):
@@ -167,8 +167,8 @@ def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def routing(
     topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec, config: KernelConfig
 ) -> tuple[tuple[jax.Array, ...], plan.SendPlan, jax.Array]:
-    """What docs/internals.md lists from the positions on, out of sanitised `topk_idx`; the plan that follows; and the
-    staged record of each row, int32 `[rows]`, `-1` for none.
+    """Returns the results that docs/design/internals.md lists from the positions on (from sanitised `topk_idx`), the
+    plan that follows from them, and the staged record of each row, int32 `[rows]`, `-1` for none.
     """
     if spec.layout == "ranked":
         return _ranked_routing(topk_idx, topk_weights, spec)

@@ -62,7 +62,7 @@ def dispatch(
     spec: Spec,
     config: KernelConfig,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Rows (and scales), and positions, counts, weights and sanitised `topk_idx` in the order of docs/internals.md."""
+    """Returns rows (and scales), then positions, counts, weights and sanitised `topk_idx`: docs/design/internals.md."""
     # slots by tokens, as XLA keeps narrow tables: nothing is turned over outside of the kernels
     experts = _layout.sanitize(topk_idx.T, spec.num_experts)
     packed = pack_kernel.pack_tokens(

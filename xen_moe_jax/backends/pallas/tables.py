@@ -61,7 +61,7 @@ def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Ar
 
 
 def positions_of(topk_idx: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Positions `[R, T, K]` and counts `[R, L]` of a grouped or padded dispatch (docs/internals.md)."""
+    """Positions `[R, T, K]` and counts `[R, L]` of a grouped or padded dispatch (docs/design/internals.md)."""
     local, ranks = spec.local_experts, spec.num_ranks
     rank = lax.axis_index(spec.axis_name)
     order, counts = order_within_bins(topk_idx.reshape(-1), spec.num_experts)

@@ -33,7 +33,7 @@ def combine(
     wire: Wire | None,
     config: KernelConfig,
 ) -> jax.Array:
-    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/internals.md."""
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/design/internals.md."""
     if spec.num_tokens == 0 or y.size == 0:
         return jnp.zeros((spec.num_tokens, y.shape[-1]), y.dtype)
     zero = runtime_zero(recv_counts)

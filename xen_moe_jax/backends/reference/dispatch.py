@@ -29,7 +29,7 @@ def dispatch(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/internals.md."""
+    """Results in the order of docs/design/internals.md."""
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     rank = lax.axis_index(spec.axis_name)
     routing, weights, pairs = gather_metadata(topk_idx, topk_weights, spec)

@@ -22,7 +22,7 @@ class LoadedLayer(NamedTuple):
 
     Attributes:
       config: of the layer.
-      weights: by the names of the parameters (docs/flax.md), the router bias included.
+      weights: by the names of the parameters (docs/user/flax.md), the router bias included.
     """
 
     config: MoEConfig
