@@ -124,8 +124,8 @@ struct QuantizedOctet {
 struct BlockScale {
   float scale, inverse;
 };
-// The arithmetic of docs/design/internals.md, "Quantize". `bits`: the largest magnitude's; they compare as integers: NaN >
-// infinity > every finite value.
+// The arithmetic of docs/design/internals.md, "Quantize". `bits`: the largest magnitude's; they compare as integers:
+// NaN > infinity > every finite value.
 template <WireType kWire>
 __device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
   constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
