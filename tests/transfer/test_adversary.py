@@ -9,7 +9,7 @@ import pytest
 
 import xen_moe_jax.transfer as xt
 from tests.transfer import transfer_sides
-from xen_moe_jax.transfer.counter import SeenNumbers
+from xen_moe_jax.transfer._counter import SeenNumbers
 
 ROWS, WIDTH = 64, 512
 

@@ -307,7 +307,7 @@ def test_closing_ends_what_is_under_way(engine, other):
 
 
 def test_closing_beside_a_stopped_peer_ends(others):
-    from xen_moe_jax.transfer import engine as module
+    from xen_moe_jax.transfer import _engine as module
 
     with xt.Engine(name="short") as second:
         other = others(connected=False)

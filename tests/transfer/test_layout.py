@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xen_moe_jax.transfer import _channel
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Leaf, Shard, copy_runs
-from xen_moe_jax.transfer.errors import TransferRefused
-from xen_moe_jax.transfer.remote import RemoteArray
+from xen_moe_jax.transfer._remote import RemoteArray
 
 
 @st.composite

@@ -76,18 +76,18 @@ def test_the_thread_looks_after_copies_once_and_in_time(engine):
     """Copies that nobody waits for, one after another: later ones do not put off the end of the first."""
     loop, rings = engine._loop, []
     with engine._lock:
-        alarm, hear = loop._alarm.descriptor, loop._alarm.hear
-        loop._selector.modify(alarm, selectors.EVENT_READ, lambda: (rings.append(time.monotonic()), hear()))
+        alarm, on_alarm = loop._alarm.descriptor, loop._alarm.on_alarm
+        loop._selector.modify(alarm, selectors.EVENT_READ, lambda: (rings.append(time.monotonic()), on_alarm()))
     begun = time.monotonic()
     while not rings:
         with engine._lock:
-            loop.look_after(10 << 20)  # Some 85 us.
+            loop.schedule_poll(10 << 20)  # Some 85 us.
         time.sleep(2e-5)
         assert time.monotonic() - begun < 10, "it was put off again and again"
     with engine._lock:
-        loop.rest()
-        loop.look_after(200_000_000_000)  # Half a second.
-        loop.rest()
+        loop.cancel_poll()
+        loop.schedule_poll(200_000_000_000)  # Half a second.
+        loop.cancel_poll()
         rested = time.monotonic()
     time.sleep(0.9)
     late = [ring - rested for ring in rings if ring > rested + 0.4]  # what had rung already is heard before

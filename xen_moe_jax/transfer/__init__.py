@@ -3,9 +3,9 @@
 `import xen_moe_jax.transfer as xt`. Needs `xen-moe-jax[transfer]`.
 """
 
-from xen_moe_jax.transfer.counter import ImmCounter
-from xen_moe_jax.transfer.engine import Engine
-from xen_moe_jax.transfer.errors import (
+from xen_moe_jax.transfer._counter import ImmCounter
+from xen_moe_jax.transfer._engine import Engine
+from xen_moe_jax.transfer._errors import (
     PeerLost,
     StaleWindow,
     TransferCancelled,
@@ -14,12 +14,12 @@ from xen_moe_jax.transfer.errors import (
     TransferTimeout,
     TransferUnavailable,
 )
-from xen_moe_jax.transfer.plan import Layout, Plan, plan
-from xen_moe_jax.transfer.push import Push, push
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
-from xen_moe_jax.transfer.tick import Watcher, tick
-from xen_moe_jax.transfer.transfer import Transfer
-from xen_moe_jax.transfer.window import Published, Window
+from xen_moe_jax.transfer._plan import Layout, Plan, plan
+from xen_moe_jax.transfer._push import Push, push
+from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteTree
+from xen_moe_jax.transfer._tick import Watcher, tick
+from xen_moe_jax.transfer._transfer import Transfer
+from xen_moe_jax.transfer._window import Published, Window
 
 __all__ = [
     "Engine",

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from typing import Any
 
-from xen_moe_jax.transfer.errors import PeerLost, TransferRefused, TransferTimeout
+from xen_moe_jax.transfer._errors import PeerLost, TransferRefused, TransferTimeout
 
 VERSION = 1
 MAX_HELLO = 64 << 10

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xen_moe_jax.transfer import _device, _posting, _process
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.wire import UcxLink
+    from xen_moe_jax.transfer._wire import UcxLink
 
 _EXPORT = struct.Struct("<16s16s64sQQQ")
 """Machine, process, CUDA's handle, its buffer number, first address and bytes of the allocation."""

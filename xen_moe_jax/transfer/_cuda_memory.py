@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _device, _dlpack
-from xen_moe_jax.transfer.errors import TransferRefused
+from xen_moe_jax.transfer._errors import TransferRefused
 
 _CUDA = 2  # DLPack's kDLCUDA
 

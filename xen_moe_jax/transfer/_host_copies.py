@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xen_moe_jax.transfer import _posting, _process, _shared_memory
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.wire import UcxLink
+    from xen_moe_jax.transfer._wire import UcxLink
 
 _EXPORT = struct.Struct("<16s16sQQQQqQQ")
 """Machine, process's mark, its number, where the mark lies, first address and bytes of the memory; where it lies in the

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Pages, leaves_by_path
-from xen_moe_jax.transfer.errors import TransferRefused
-from xen_moe_jax.transfer.remote import MAX_TEMPLATES, Grant, RemoteArray, RemoteTree, check_pages, pages_key
-from xen_moe_jax.transfer.repeat import Repeat
-from xen_moe_jax.transfer.transfer import Job, Runs
+from xen_moe_jax.transfer._remote import MAX_TEMPLATES, Grant, RemoteArray, RemoteTree, check_pages, pages_key
+from xen_moe_jax.transfer._repeat import Repeat
+from xen_moe_jax.transfer._transfer import Job, Runs
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer._engine import Engine
 
 
 def write_job(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from xen_moe_jax.transfer import _channel
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.remote import Peer
+    from xen_moe_jax.transfer._engine import Engine
+    from xen_moe_jax.transfer._remote import Peer
 
 HANDSHAKE_S = 5.0
 MAX_HANDSHAKES = 32
@@ -53,7 +53,7 @@ class _Alarm:
         self._setting[3] = int(seconds * 1e9)
         self._ring(*self._arguments)
 
-    def hear(self) -> None:
+    def on_alarm(self) -> None:
         try:
             os.read(self.descriptor, 8)
         except BlockingIOError:
@@ -73,7 +73,7 @@ class Loop:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         self._alarm, self._due = _Alarm(), 0.0
-        self._selector.register(self._alarm.descriptor, selectors.EVENT_READ, self._alarm.hear)
+        self._selector.register(self._alarm.descriptor, selectors.EVENT_READ, self._alarm.on_alarm)
         self._selector.register(engine._wire.event_fd, selectors.EVENT_READ, lambda: None)
         self._handshakes, self._listening = 0, True  # Under the engine's lock.
         self._stopping = False
@@ -90,7 +90,7 @@ class Loop:
             except BlockingIOError:
                 pass
 
-    def look_after(self, nbytes: int) -> None:
+    def schedule_poll(self, nbytes: int) -> None:
         """Makes the thread look again when a copy of so many bytes, which needs no driving, has ended: by then whoever
         waits for it may have seen it, and the thread was not in the way. What it is to look after already stays so.
         """
@@ -100,7 +100,7 @@ class Loop:
             self._due = now + seconds
             self._alarm.set(seconds)
 
-    def rest(self) -> None:
+    def cancel_poll(self) -> None:
         """There is nothing to look after any more."""
         if self._due:
             self._due = 0.0

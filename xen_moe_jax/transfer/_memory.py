@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax.transfer import _cuda_memory, _device, _dlpack, _shared_memory
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Box, Shard, box_of
-from xen_moe_jax.transfer.errors import TransferRefused
 
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _CHECKED: set[np.dtype] = set()

@@ -20,7 +20,7 @@ import numpy as np
 from xen_moe_jax.transfer import _ucp
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.wire import UcxLink
+    from xen_moe_jax.transfer._wire import UcxLink
 
 SLICE = {"host": 16 << 20, "cuda": 1 << 30}
 """Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._checks import deadline
+from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
 from xen_moe_jax.transfer._layout import Leaf, distinct
-from xen_moe_jax.transfer._waiting import end_of
-from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
-from xen_moe_jax.transfer.remote import RemoteArray, RemoteTree
-from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
+from xen_moe_jax.transfer._remote import RemoteArray, RemoteTree
+from xen_moe_jax.transfer._transfer import Job, Runs, Transfer
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer._engine import Engine
 
 
 def read(
@@ -26,7 +26,7 @@ def read(
     request: str,
 ) -> Any:
     """The arrays of `target`, as `Engine.read` gives them."""
-    deadline = end_of(timeout, request)
+    until = deadline(timeout, request)
     peer = target.peer
     lease = engine._call(peer, {"t": "lease", "name": target.target.name}, timeout, request)
     leaves = {record["p"]: Leaf.from_json(record) for record in lease["leaves"]}
@@ -50,7 +50,7 @@ def read(
 
         transfer = engine._start(Transfer(engine, "get", request, [Job(peer, None, plan)], []))
         try:
-            transfer.wait(max(0.0, deadline - time.monotonic()))
+            transfer.wait(max(0.0, until - time.monotonic()))
         except TransferTimeout:
             transfer.cancel(5.0)
             raise
@@ -60,7 +60,7 @@ def read(
                 for shard in leaf.shards:
                     if not peer.lost:
                         peer.link.forget(shard.key)
-        verdict = None if peer.lost else engine._call(peer, give_back, max(1.0, deadline - time.monotonic()), request)
+        verdict = None if peer.lost else engine._call(peer, give_back, max(1.0, until - time.monotonic()), request)
     if verdict is not None and not verdict["intact"]:
         raise TransferRefused(
             f"{request}: the peer donated or deleted the arrays meanwhile", peer=peer.name, request=request

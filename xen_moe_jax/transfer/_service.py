@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from xen_moe_jax.transfer._counter import check_imm
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Leaf
-from xen_moe_jax.transfer.counter import check_imm
-from xen_moe_jax.transfer.errors import TransferRefused
-from xen_moe_jax.transfer.remote import ERRORS, Grant, Peer
+from xen_moe_jax.transfer._remote import ERRORS, Grant, Peer
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer._engine import Engine
 
 
 def _refuse(engine: Engine, peer: Peer, head: dict, error: str, text: str) -> None:

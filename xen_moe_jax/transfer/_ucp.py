@@ -13,7 +13,7 @@ import os
 from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-from xen_moe_jax.transfer.errors import TransferUnavailable
+from xen_moe_jax.transfer._errors import TransferUnavailable
 
 API = (1, 18)
 IN_PROGRESS = 1

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from xen_moe_jax.transfer._checks import optional_deadline
+from xen_moe_jax.transfer._errors import TransferError, TransferRefused, TransferTimeout
 from xen_moe_jax.transfer._loop import BUSY_S, SPIN_IDLE_S, SPIN_S
-from xen_moe_jax.transfer.errors import TransferError, TransferRefused, TransferTimeout
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-
-
-def end_of(timeout: Any, request: str) -> float:
-    """When a wait of `timeout` seconds ends, on the clock of `time.monotonic`.
-
-    Raises ValueError for what is no number, a NaN included: no time is later than that, so it would wait for ever.
-    """
-    if not isinstance(timeout, numbers.Real) or math.isnan(timeout):
-        raise ValueError(f"{request}: timeout={timeout!r} must be seconds")
-    return time.monotonic() + float(timeout)
-
-
-def deadline_of(timeout: Any, request: str) -> float | None:
-    """The same where None waits without a limit."""
-    return None if timeout is None else end_of(timeout, request)
+    from xen_moe_jax.transfer._engine import Engine
 
 
 def wait(
@@ -40,7 +24,7 @@ def wait(
 ) -> None:
     """Drives the engine until `state()`. Raises what `state` raises, and `TransferTimeout`."""
     begun = time.monotonic()
-    deadline = deadline_of(timeout, request)
+    deadline = optional_deadline(timeout, request)
     spins = False
     engine._adopt_device()
     with engine._changed:

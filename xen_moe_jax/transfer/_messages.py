@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
 from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
-from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteWindow
-from xen_moe_jax.transfer.transfer import Job, Runs, Transfer
-from xen_moe_jax.transfer.window import Region
+from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteWindow
+from xen_moe_jax.transfer._transfer import Job, Runs, Transfer
+from xen_moe_jax.transfer._window import Region
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer._engine import Engine
 
 MAX_INLINE = 1 << 20
 """Bytes that travel in the frame; more travel as an array."""

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from xen_moe_jax.transfer._checks import optional_deadline
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
-from xen_moe_jax.transfer._waiting import deadline_of
-from xen_moe_jax.transfer.messages import check_peer
-from xen_moe_jax.transfer.plan import Piece, Plan
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree
-from xen_moe_jax.transfer.transfer import Transfer
-from xen_moe_jax.transfer.window import push_number
+from xen_moe_jax.transfer._messages import check_peer
+from xen_moe_jax.transfer._plan import Piece, Plan
+from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteTree
+from xen_moe_jax.transfer._transfer import Transfer
+from xen_moe_jax.transfer._window import push_number
 
 
 class Push:
@@ -29,7 +29,7 @@ class Push:
 
     def wait(self, timeout: float | None = None) -> None:
         """Raises what `Transfer.wait` does; the other transfers go on."""
-        deadline = deadline_of(timeout, "push")
+        deadline = optional_deadline(timeout, "push")
         for transfer in self.transfers:
             transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 

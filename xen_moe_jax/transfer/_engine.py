@@ -16,20 +16,20 @@ from typing import Any
 
 import jax
 
-from xen_moe_jax._numbers import as_int
 from xen_moe_jax.transfer import _channel, _device, _process
+from xen_moe_jax.transfer._checks import as_int, check_name, deadline
+from xen_moe_jax.transfer._counter import Arrivals, Imm, ImmCounter, check_imm
+from xen_moe_jax.transfer._errors import TransferError, TransferRefused, about
 from xen_moe_jax.transfer._jobs import parts_job, write_job
 from xen_moe_jax.transfer._loop import Loop
+from xen_moe_jax.transfer._messages import Mailbox, check_peer
 from xen_moe_jax.transfer._reading import read
+from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteTree, pages_key
 from xen_moe_jax.transfer._service import HANDLERS, answer_look
-from xen_moe_jax.transfer._waiting import end_of, wait
-from xen_moe_jax.transfer.counter import Arrivals, Imm, ImmCounter, check_imm
-from xen_moe_jax.transfer.errors import TransferError, TransferRefused, about
-from xen_moe_jax.transfer.messages import Mailbox, check_peer
-from xen_moe_jax.transfer.remote import Peer, RemoteArray, RemoteTree, pages_key
-from xen_moe_jax.transfer.transfer import Transfer
-from xen_moe_jax.transfer.window import Published, Window, _Generation
-from xen_moe_jax.transfer.wire import UcxWire, Wire
+from xen_moe_jax.transfer._transfer import Transfer
+from xen_moe_jax.transfer._waiting import wait
+from xen_moe_jax.transfer._window import Published, Window, _Generation
+from xen_moe_jax.transfer._wire import UcxWire, Wire
 
 BACKENDS = ("auto", "ucx")
 LINGER_S = 2.0
@@ -39,24 +39,17 @@ _never_released: list[_Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""
 
 
-def _check_name(name: Any, request: str) -> None:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{request}: name={name!r} must be a string, not empty")
-
-
 class Engine:
     """Moves JAX arrays to and from other processes. A context manager; `close()` ends it.
 
     Args:
         name: what peers see; unique among the engines that talk to each other.
-        backend: "ucx" (other processes of the host, NVLink, RDMA, TCP), or "auto": the same, but what goes from GPU to
-        GPU of one
-            host is copied by the driver, which takes less time for each piece.
-        token: the secret that all engines of one job share. Without one the descriptor holds a secret of its own: then
-        whoever has
-            the descriptor may connect.
-        host: the address to listen on. The loopback address serves this machine alone; another one opens a port to its
-        network.
+        backend: "ucx" uses UCX for all bytes (processes of one host, NVLink, RDMA, TCP). "auto" does too, but copies
+            between GPUs of one host are made by the CUDA driver, which takes less time for each piece.
+        token: the secret that all engines of one job share. Without a token the descriptor holds a random secret, and
+            any process that has the descriptor may connect.
+        host: the address to listen on. The loopback address serves this machine alone; any other address opens a port
+            to its network.
         port: the port to listen on; 0 lets the system choose.
         settings: UCX settings (names without `UCX_`).
         wire: a `Wire` to use instead of UCX; for tests.
@@ -143,7 +136,7 @@ class Engine:
         Raises `TransferRefused` (wrong token, changed descriptor), `PeerLost` (nobody listens), `TransferTimeout`.
         """
         self._check_open("connect")
-        deadline = end_of(timeout, "connect")
+        until = deadline(timeout, "connect")
         if not isinstance(descriptor, bytes | bytearray):
             raise TransferRefused(
                 f"connect: the descriptor is a {type(descriptor).__name__}: must be the bytes of engine.descriptor",
@@ -179,7 +172,7 @@ class Engine:
             for peer in self._peers_by_number.values():
                 if peer.identity == identity and not peer.lost:
                     return peer
-        channel, hello = _channel.open_channel(address, key, self._hello(), identity, deadline)
+        channel, hello = _channel.open_channel(address, key, self._hello(), identity, until)
         return self._join(channel, hello)
 
     @property
@@ -219,7 +212,7 @@ class Engine:
         """
         self._check_open("window")
         if name is not None:
-            _check_name(name, "window")
+            check_name(name, "window")
         if name is None and not (isinstance(avals, dict) and avals):
             raise ValueError("window: give a name, or a dict of avals whose keys are the names")
         with about("window" if name is None else f"window {name!r}"):
@@ -238,7 +231,7 @@ class Engine:
         the first's place.
         """
         self._check_open("publish")
-        _check_name(name, "publish")
+        check_name(name, "publish")
         with about(f"publish {name!r}"):
             published = Published(self, name, tree)
         with self._lock:
@@ -267,12 +260,11 @@ class Engine:
         """Starts writing arrays into a peer's window.
 
         Args:
-            src: an array of the target's shape and dtype, or a pytree like the target. A `jax.Array` may still be being
-            computed;
-                do not donate it, nor change a NumPy array, before the transfer has ended.
+            src: an array of the target's shape and dtype, or a pytree like the target. A `jax.Array` may still be in
+                computation. Do not donate it, and do not change a NumPy array, before the transfer has ended.
             target: `peer["kv"]`, or a part of it.
-            pages: (source pages, destination pages), equal numbers of indices into the first dimensions: `src[i]` goes
-            to `target[j]`.
+            pages: (source pages, destination pages), equal numbers of indices into the first dimensions: `src[i]` is
+                written to `target[j]`.
             imm: the counter at the peer that this write adds one to when all of it has arrived.
             timeout: seconds for the peer to give leave (at the first write into a generation).
 
@@ -380,7 +372,7 @@ class Engine:
         Transfers under way are cancelled. A peer that does not confirm within `timeout` seconds is cut off, and the
         memory that it could write into is kept until this process ends.
         """
-        deadline = end_of(timeout, "close")
+        until = deadline(timeout, "close")
         with self._lock:
             if self._closing:
                 return
@@ -388,7 +380,7 @@ class Engine:
             transfers = list(self._active)
             windows = list(self._windows.values())
         for transfer in transfers:
-            transfer.cancel(max(0.1, deadline - time.monotonic()))
+            transfer.cancel(max(0.1, until - time.monotonic()))
         for window in windows:
             window.close()
         with self._lock:
@@ -402,7 +394,7 @@ class Engine:
                     not any(generation.writers for _, generation in self._retired)
                     and not any(p.channel.has_outgoing for p in self._peers_by_number.values() if not p.lost)
                 ),
-                max(0.1, deadline - time.monotonic()),
+                max(0.1, until - time.monotonic()),
                 lambda: "close",
                 "close",
             )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from xen_moe_jax._numbers import as_int
-from xen_moe_jax.transfer.errors import TransferRefused, about
+from xen_moe_jax.transfer._checks import as_int
+from xen_moe_jax.transfer._errors import TransferRefused, about
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
+    from xen_moe_jax.transfer._engine import Engine
 
 Imm = int | str
 MAX_NUMBERS = 1 << 20

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._checks import deadline
+from xen_moe_jax.transfer._counter import Imm
+from xen_moe_jax.transfer._errors import StaleWindow, TransferCancelled, TransferError, TransferRefused, about
 from xen_moe_jax.transfer._loop import SPIN_S
-from xen_moe_jax.transfer._waiting import end_of
-from xen_moe_jax.transfer.counter import Imm
-from xen_moe_jax.transfer.errors import StaleWindow, TransferCancelled, TransferError, TransferRefused, about
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.remote import Grant, Peer
-    from xen_moe_jax.transfer.wire import Posting
+    from xen_moe_jax.transfer._engine import Engine
+    from xen_moe_jax.transfer._remote import Grant, Peer
+    from xen_moe_jax.transfer._wire import Posting
 
 
 class Runs(NamedTuple):
@@ -133,7 +133,7 @@ class Transfer:
         """Waits for copies that go on by themselves in the loop in C++, for a while: it sees their end at once."""
         engine = self._engine
         begun = time.monotonic()
-        limit = SPIN_S if timeout is None else min(SPIN_S, end_of(timeout, self._request) - begun)
+        limit = SPIN_S if timeout is None else min(SPIN_S, deadline(timeout, self._request) - begun)
         with engine._lock:
             if engine._closed or not self._runs_alone():
                 return
@@ -145,7 +145,7 @@ class Transfer:
             if self._ended:
                 engine._active = [transfer for transfer in engine._active if not transfer._ended]
             if not engine._active:
-                engine._loop.rest()
+                engine._loop.cancel_poll()
             engine._loop.poll()  # Peers are heard also by whoever does nothing but this.
 
     def cancel(self, timeout: float | None = None) -> bool:
@@ -197,7 +197,7 @@ class Transfer:
         """The engine's thread looks after it from now on."""
         self._engine._active.append(self)
         if self._runs_alone():
-            self._engine._loop.look_after(self.nbytes or 0)
+            self._engine._loop.schedule_poll(self.nbytes or 0)
         else:
             self._engine._loop.wake()
 

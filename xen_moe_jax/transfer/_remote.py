@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
+from xen_moe_jax.transfer._counter import SeenNumbers
+from xen_moe_jax.transfer._errors import PeerLost, StaleWindow, TransferError, TransferRefused
 from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer._plan import Layout
 from xen_moe_jax.transfer._posting import at_address
-from xen_moe_jax.transfer.counter import SeenNumbers
-from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferError, TransferRefused
-from xen_moe_jax.transfer.plan import Layout
-from xen_moe_jax.transfer.transfer import Runs, Transfer, stale
+from xen_moe_jax.transfer._transfer import Runs, Transfer, stale
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.repeat import Repeat
-    from xen_moe_jax.transfer.wire import Link
+    from xen_moe_jax.transfer._engine import Engine
+    from xen_moe_jax.transfer._repeat import Repeat
+    from xen_moe_jax.transfer._wire import Link
 
 ERRORS: dict[str, type[TransferError]] = {"StaleWindow": StaleWindow, "TransferRefused": TransferRefused}
 

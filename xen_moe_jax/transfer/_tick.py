@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental import io_callback
 
 from xen_moe_jax.transfer import _device
-from xen_moe_jax.transfer._waiting import deadline_of
-from xen_moe_jax.transfer.errors import TransferRefused, TransferTimeout
+from xen_moe_jax.transfer._checks import optional_deadline
+from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
 
 
 class Watcher:
@@ -37,7 +37,7 @@ class Watcher:
         """Returns after so many ticks since this watcher was made. Raises the callback's first exception, or
         `TransferTimeout`.
         """
-        deadline = deadline_of(timeout, "tick")
+        deadline = optional_deadline(timeout, "tick")
         with self._changed:
             while self._ticks < ticks and self._error is None:
                 remaining = None if deadline is None else deadline - time.monotonic()

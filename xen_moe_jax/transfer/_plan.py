@@ -74,11 +74,10 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
     Args:
         src: pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings: the sender's, over all of its processes.
-        dst: what the receivers hold: a `Layout`, several of them (each process of the serving side has one), or a
-        pytree with shardings
-            for a single receiver.
+        dst: what the receivers hold: a `Layout`, a list of layouts (one for each process of the serving side), or a
+            pytree with shardings for a single receiver.
         cast: {pattern of paths: dtype}, the first match counts; the sender casts before it sends, so that only the
-        result travels. A pattern that matches no path is an error.
+            result travels. A pattern that matches no path is an error.
 
     Where several processes of the sender hold the same slice, the one that has least to send so far sends it.
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from xen_moe_jax.transfer import _cuda_memory, _memory
+from xen_moe_jax.transfer._counter import ImmCounter
+from xen_moe_jax.transfer._errors import PeerLost, StaleWindow, TransferTimeout
 from xen_moe_jax.transfer._layout import Leaf, Shard, leaves_by_path
-from xen_moe_jax.transfer.counter import ImmCounter
-from xen_moe_jax.transfer.errors import PeerLost, StaleWindow, TransferTimeout
-from xen_moe_jax.transfer.plan import Layout
+from xen_moe_jax.transfer._plan import Layout
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.remote import Peer
-    from xen_moe_jax.transfer.wire import Memory
+    from xen_moe_jax.transfer._engine import Engine
+    from xen_moe_jax.transfer._remote import Peer
+    from xen_moe_jax.transfer._wire import Memory
 
 _numbers = itertools.count(1)
 

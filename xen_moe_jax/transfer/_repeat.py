@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xen_moe_jax.transfer import _posting
-from xen_moe_jax.transfer.counter import Imm
-from xen_moe_jax.transfer.transfer import Arrived, Job, Runs, Transfer
+from xen_moe_jax.transfer._counter import Imm
+from xen_moe_jax.transfer._transfer import Arrived, Job, Runs, Transfer
 
 if TYPE_CHECKING:
-    from xen_moe_jax.transfer.engine import Engine
-    from xen_moe_jax.transfer.remote import Grant
-    from xen_moe_jax.transfer.wire import Posting
+    from xen_moe_jax.transfer._engine import Engine
+    from xen_moe_jax.transfer._remote import Grant
+    from xen_moe_jax.transfer._wire import Posting
 
 
 class Repeat:
