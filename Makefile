@@ -90,8 +90,9 @@ format: $(READY)  ## rewrite the sources as lint wants them
 	$(BIN)/ruff format .
 	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
 
-picture: $(READY)  ## docs/images/house.svg, drawn from the real imports
+picture: $(READY)  ## docs/images: the house, drawn from the real imports, and the charts of the result files
 	$(BIN)/python tools/draw_house.py
+	$(BIN)/python tools/draw_charts.py
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy

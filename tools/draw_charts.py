@@ -1,0 +1,95 @@
+"""Draws the charts of the README and of the pages on performance from benchmarks/results.
+
+    python tools/draw_charts.py            write docs/images/operations_h200x4.png and small_batches_h200x4.png
+
+A bar is the median time of an operation on the slowest rank: this library's, and that of the fastest way with JAX's own
+collectives, each at its best settings (the mode jax-best of the benchmarks). The line in a bar is the time that a bare
+push of the same rows takes on the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS, PEER, LINK = "#3f51b5", "#9e9e9e", "#e65100"
+COMPARISON, SUITE = "h200x4_jax_best.json", "h200x4.json"
+OPERATIONS = (
+    ("dispatch", "float8_e4m3fn"),
+    ("dispatch", "bfloat16"),
+    ("combine", "bfloat16"),
+    ("round trip", "bfloat16"),
+)
+CHARTS = {
+    "operations_h200x4.png": (4096, ("fp8 dispatch, bf16 combine", "bf16, against JAX's own")),
+    "small_batches_h200x4.png": (128, ("decode 128 fp8", "decode 128")),
+}
+"""File -> tokens a rank, and the documents of the suite that hold the bare push of fp8 and of bf16 rows."""
+
+
+def fastest(comparison: dict[str, Any], tokens: int, operation: str, dtype: str, ours: bool) -> float:
+    """Returns the least median time in us over all settings, of this library or of its peers."""
+    return min(
+        row["us_median"]
+        for setting in comparison["settings"].values()
+        for row in setting["results"]
+        if (row["tokens"], row["operation"], row["dtype"]) == (tokens, operation, dtype)
+        and row["name"].startswith("xen_moe_jax") == ours
+    )
+
+
+def bare_push(suite: dict[str, Any], document: str, operation: str) -> float | None:
+    """Returns the time in us that a bare push of an operation's rows takes, or None where the suite has none."""
+    for row in suite["documents"][document]["results"]:
+        if row["name"].startswith("xen_moe_jax") and row["operation"] == operation and "of_link_ceiling" in row:
+            return row["us_median"] * row["of_link_ceiling"]
+    return None
+
+
+def draw(name: str) -> None:
+    tokens, (fp8, bf16) = CHARTS[name]
+    comparison = json.loads((RESULTS / COMPARISON).read_text())
+    suite = json.loads((RESULTS / SUITE).read_text())
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    short = {"float8_e4m3fn": "fp8", "bfloat16": "bf16"}
+    for number, (operation, dtype) in enumerate(OPERATIONS):
+        for offset, ours, colour in ((0.19, True, OURS), (-0.19, False, PEER)):
+            time = fastest(comparison, tokens, operation, dtype, ours)
+            y = len(OPERATIONS) - 1 - number + offset
+            label = ("Xen-MoE" if ours else "JAX at its best") if number == 0 else None
+            axes.barh(y, time, height=0.36, color=colour, label=label)
+            axes.annotate(f"{time:,.0f} us", (time, y), xytext=(4, 0), textcoords="offset points", va="center", size=9)
+            floor = bare_push(suite, fp8 if dtype.startswith("float8") else bf16, operation)
+            if ours and floor:
+                axes.plot(
+                    [floor, floor], [y - 0.18, y + 0.18], color=LINK, lw=2, label="bare push" if number == 0 else None
+                )
+    axes.set_yticks(
+        range(len(OPERATIONS)), [f"{operation}, {short[dtype]}" for operation, dtype in reversed(OPERATIONS)]
+    )
+    machine = comparison["machine"]
+    axes.set_title(
+        f"{tokens} tokens a rank, hidden 7168, 256 experts, top-8; {machine['devices']} x {machine['device_kind']}",
+        size=10,
+    )
+    axes.set_xlabel("microseconds, less is better")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    for chart in CHARTS:
+        draw(chart)
+        print(f"docs/images/{chart}")
