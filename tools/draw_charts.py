@@ -83,7 +83,7 @@ def draw(name: str) -> None:
     axes.set_xlabel("microseconds, less is better")
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper right")
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
     plt.close(figure)
