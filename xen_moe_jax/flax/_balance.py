@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._router import Routing
@@ -26,6 +27,8 @@ class MoEMetrics:
         trusted, and something upstream has gone wrong.
       sequence_loss: float32 `[]`, the part of the per-sequence loss in `aux_loss`.
       z_loss: float32 `[]`, the part of the z-loss in `aux_loss`.
+      topk_idx: int32 `[..., K]`, one entry for each slot of the call's tokens: the expert, or -1 for an unused slot.
+        None unless `MoEConfig.return_topk_idx` is True.
     """
 
     aux_loss: Any
@@ -34,6 +37,7 @@ class MoEMetrics:
     num_nonfinite: Any = 0
     sequence_loss: Any = 0.0
     z_loss: Any = 0.0
+    topk_idx: Any = None
 
     @property
     def max_load(self) -> jax.Array:
@@ -95,7 +99,14 @@ def measure(
         num_nonfinite=nonfinite,
         sequence_loss=sequence,
         z_loss=z,
+        topk_idx=routing.topk_idx if config.return_topk_idx else None,
     )
+
+
+def metric_specs(config: MoEConfig, over_tokens: PartitionSpec) -> MoEMetrics:
+    """Returns how a `shard_map` over the tokens lays out the result of `measure`: sums are the same on all ranks."""
+    sums = {field.name: PartitionSpec() for field in dataclasses.fields(MoEMetrics)}
+    return MoEMetrics(**sums | {"topk_idx": over_tokens if config.return_topk_idx else None})
 
 
 def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ class MoEConfig:
         "uniform": no router at all.
       normalize_weights: divide the chosen scores by their sum, so that a token's weights add up to `weight_scale`.
       weight_scale: factor on the router weights (DeepSeek-V3: 2.5).
+      return_topk_idx: `MoEMetrics.topk_idx` holds the experts that each token used (router replay).
       apply_weights_to: where a router weight meets its row: "rows", the expert's output, in float32 while combine adds
         up; or "activation", in front of the expert's last matmul, rounded to `dtype` with it: the backward pass then
         neither keeps nor reads the experts' outputs. The same layer up to rounding.
@@ -91,6 +92,7 @@ class MoEConfig:
     score: str = "softmax"
     normalize_weights: bool = True
     weight_scale: float = 1.0
+    return_topk_idx: bool = False
     apply_weights_to: str = "rows"
     num_groups: int = 1
     topk_groups: int = 1

@@ -77,7 +77,7 @@ def _check_sizes(config: Any) -> None:
     shared = config.num_shared_experts
     _require(_is_int(shared) and shared >= 0, "num_shared_experts", shared, "must be an int >= 0")
     _require(config.top_k <= config.num_experts, "top_k", config.top_k, f"must be <= num_experts={config.num_experts}")
-    for name in ("expert_bias", "logits_bias", "normalize_weights"):
+    for name in ("expert_bias", "logits_bias", "normalize_weights", "return_topk_idx"):
         value = getattr(config, name)
         _require(isinstance(value, bool), name, value, "must be True or False")
     numbers = ("weight_scale", "aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate")

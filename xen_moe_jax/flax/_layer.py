@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,18 +19,20 @@ from xen_moe_jax.flax._router import route
 
 
 class Tokens(NamedTuple):
-    """What an MoE layer is given, one entry a token; the layer splits all of it alike.
+    """Inputs of an MoE layer with one entry per token; the layer splits all of them alike.
 
     Attributes:
       x: `[..., H]`.
       mask: bool `[...]`, False for tokens to leave out: their output is zero.
       token_ids: integer `[...]` with choice="hash", else None.
+      topk_idx: integer `[..., K]`, the experts to use in place of the router's choice, or None.
       sequence: int32 `[...]`, the sequence of each token where the dimensions no longer say it, else None.
     """
 
     x: Any
     mask: Any
     token_ids: Any = None
+    topk_idx: Any = None
     sequence: Any = None
 
 
@@ -57,7 +60,9 @@ def moe_on_rank(
     mask = given.mask.reshape(-1)
     # A NaN in a left-out token would reach the router's gradient: zero times NaN is NaN.
     x = jnp.where(mask[:, None], x, 0)
-    routing = route(config, weights, x, mask, None if given.token_ids is None else given.token_ids.reshape(-1))
+    token_ids = None if given.token_ids is None else given.token_ids.reshape(-1)
+    topk_idx = None if given.topk_idx is None else given.topk_idx.reshape(-1, config.top_k)
+    routing = route(config, weights, x, mask, token_ids, topk_idx)
 
     parts = {
         name: part_of_rank(config, name, parameter, weights[name]).astype(dtype)
@@ -81,6 +86,9 @@ def moe_on_rank(
     if config.tensor_axis:
         out = jax.lax.psum(out.astype(jnp.float32), config.tensor_axis).astype(dtype)
     metrics = measure(config, routing, mask, _same_over_tensor(config, dropped), sequences, metric_axes)
+    if metrics.topk_idx is not None:
+        shape = (*given.x.shape[:-1], config.top_k)
+        metrics = dataclasses.replace(metrics, topk_idx=metrics.topk_idx.reshape(shape))
     return out.reshape(given.x.shape), metrics
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from xen_moe_jax.flax._balance import MoEMetrics
+from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
 from xen_moe_jax.flax._parameters import pad_experts, parameter_table, rank_specs
@@ -80,6 +81,7 @@ def apply_moe(
     mask: jax.Array | None = None,
     token_ids: jax.Array | None = None,
     active: jax.Array | None = None,
+    topk_idx: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """The MoE layer on `x [..., H]`, wherever it is called.
 
@@ -91,17 +93,18 @@ def apply_moe(
       mask: bool, `x.shape[:-1]`; False leaves a token out.
       token_ids: integer, `x.shape[:-1]`; with choice="hash" and only then.
       active: bool, one entry for every rank of `config.axis_name`.
+      topk_idx: integer `[*x.shape[:-1], K]`, the experts to use in place of the router's choice; -1 is an unused slot.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
-    _check_input(config, x, mask, token_ids)
+    _check_input(config, x, mask, token_ids, topk_idx)
     if active is not None and config.replicated_tokens:
         raise ValueError(
             f"active with MoEConfig.token_axes={config.token_axes}: where tokens are replicated the ranks' outputs are "
             "added up by XLA, which waits for every rank; split the tokens over the expert axis, or pass active=None"
         )
-    given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids)
+    given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids, topk_idx)
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
     inside = [axis for axis in config.layer_axes if axis in manual]
@@ -119,14 +122,16 @@ def apply_moe(
     return _on_mesh(config, _place(config, mesh, context, manual), weights, given, active)
 
 
-def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any) -> None:
+def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
     if x.ndim < 1 or x.shape[-1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}: the last dimension must be hidden_size={config.hidden_size}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x has dtype {x.dtype}: must be floating point; embed the tokens first")
     if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_):
         raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: must be bool{list(x.shape[:-1])}")
-    if (token_ids is None) == (config.choice == "hash"):
+    if topk_idx is not None:
+        _check_topk_idx(config, x, topk_idx)
+    if (token_ids is None) == (config.choice == "hash") and (topk_idx is None or token_ids is not None):
         given = "None" if token_ids is None else "an array"
         raise ValueError(
             f"token_ids is {given} with MoEConfig.choice={config.choice!r}: 'hash' needs the ids of the tokens, and "
@@ -136,6 +141,19 @@ def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any) -> None:
         raise ValueError(
             f"token_ids is {token_ids.dtype}{list(token_ids.shape)}: must be integers of shape {list(x.shape[:-1])}"
         )
+
+
+def _check_topk_idx(config: MoEConfig, x: Any, topk_idx: Any) -> None:
+    given = f"topk_idx is {topk_idx.dtype}{list(topk_idx.shape)}"
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(f"{given}: must be integers, the numbers of experts")
+    if topk_idx.shape != (*x.shape[:-1], config.top_k):
+        raise ValueError(
+            f"{given}: must have shape {[*x.shape[:-1], config.top_k]}, top_k={config.top_k} experts for each token; "
+            "fill up unused slots with -1"
+        )
+    if jnp.iinfo(topk_idx.dtype).max < config.num_experts - 1:
+        raise ValueError(f"{given}: this dtype cannot name all num_experts={config.num_experts}; use a wider one")
 
 
 def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
@@ -216,8 +234,8 @@ def _on_one_device(
         explicit=False,
     )
     tokens, num_sequences = _in_shards(config, given, 1)
-    out, metrics = _mapped(config, place, num_sequences, weights, tokens, active)
-    return _as_it_came(out, given.x), metrics
+    results = _mapped(config, place, num_sequences, weights, tokens, active)
+    return _per_token(lambda a: _as_it_came(a, given.x), *results)
 
 
 def _mapped(
@@ -238,7 +256,7 @@ def _mapped(
         functools.partial(moe_on_rank, config, place.token_axes, num_sequences),
         mesh=place.mesh,
         in_specs=(specs, over_tokens, PartitionSpec()),
-        out_specs=(over_tokens, PartitionSpec()),
+        out_specs=(over_tokens, metric_specs(config, over_tokens)),
         axis_names=set(place.free_axes),
     )
     return mapped(weights, given, active)
@@ -258,7 +276,7 @@ def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Token
     count = math.prod(given.x.shape[:-1])
     extra = max(-(-count // num_shards), 1) * num_shards - count
 
-    def flat(array: jax.Array) -> jax.Array:
+    def flat(array: jax.Array) -> jax.Array:  # padding is left out by its mask of False, whatever its other entries
         array = array.reshape(count, *array.shape[given.x.ndim - 1 :])
         return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
@@ -266,8 +284,17 @@ def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Token
 
 
 def _as_it_came(out: jax.Array, x: jax.Array) -> jax.Array:
-    """Undoes `_in_shards`: `out` in the shape of `x`."""
-    return out[: math.prod(x.shape[:-1])].reshape(x.shape)
+    """Undoes `_in_shards`: `out [N, ...]` with the leading dimensions of `x`."""
+    return out[: math.prod(x.shape[:-1])].reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _per_token(
+    function: Callable[[jax.Array], jax.Array], out: jax.Array, metrics: MoEMetrics
+) -> tuple[jax.Array, MoEMetrics]:
+    """Returns both results with `function` applied to every array that has one entry per token."""
+    if metrics.topk_idx is not None:
+        metrics = dataclasses.replace(metrics, topk_idx=function(metrics.topk_idx))
+    return function(out), metrics
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -290,9 +317,11 @@ def _on_mesh(
         if parameter.dims[0] == "expert" and config.num_experts % place.num_ranks:
             whole = place.reshard(weights[name], PartitionSpec())
             weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
-    out, metrics = _mapped(config, place, num_sequences, weights, given, active)
+    results = _mapped(config, place, num_sequences, weights, given, active)
     if not divides:
-        out = _as_it_came(place.reshard(out, PartitionSpec()), came)
+        results = _per_token(lambda a: _as_it_came(place.reshard(a, PartitionSpec()), came), *results)
     if place.explicit:
-        out = place.reshard(out, jax.typeof(came).sharding.spec)
-    return out, metrics
+        *over_tokens, over_hidden = jax.typeof(came).sharding.spec
+        out, metrics = _per_token(lambda a: place.reshard(a, PartitionSpec(*over_tokens)), *results)
+        results = place.reshard(out, PartitionSpec(*over_tokens, over_hidden)), metrics
+    return results

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from xen_moe_jax import routing
 from xen_moe_jax.flax._config import MoEConfig
@@ -13,11 +14,15 @@ from xen_moe_jax.flax._logits import router_logits
 from xen_moe_jax.flax._parameters import ROUTER_BIAS
 
 
+TOPK_IDX = "xen_moe_topk_idx"
+"""`checkpoint_name` of the chosen experts: under a policy that saves it, the backward pass does not choose again."""
+
+
 class Routing(NamedTuple):
     """Choice of experts for one rank's tokens.
 
     Attributes:
-      topk_idx: int32 `[T, K]`, `-1` for left-out tokens.
+      topk_idx: int32 `[T, K]`, `-1` for unused slots and left-out tokens.
       topk_weights: float32 `[T, K]`.
       scores: float32 `[T, E]`.
       logits: float32 `[T, E]`, or None with score="uniform".
@@ -30,9 +35,14 @@ class Routing(NamedTuple):
 
 
 def route(
-    config: MoEConfig, weights: dict[str, Any], x: jax.Array, mask: jax.Array, token_ids: jax.Array | None
+    config: MoEConfig,
+    weights: dict[str, Any],
+    x: jax.Array,
+    mask: jax.Array,
+    token_ids: jax.Array | None,
+    topk_idx: jax.Array | None = None,
 ) -> Routing:
-    """Chooses experts.
+    """Chooses experts, or weighs the given ones.
 
     Args:
       weights: `router` float32 `[H, E]`; `logits_bias` and `router_bias` float32 `[E]` where the layer has them. The
@@ -40,6 +50,7 @@ def route(
       x: tokens `[T, H]`.
       mask: bool `[T]`, False for tokens to leave out.
       token_ids: integer `[T]` with choice="hash".
+      topk_idx: integer `[T, K]`, experts to use in place of the router's choice; outside `[0, E)` for unused slots.
     """
     logits = None
     if config.score == "uniform":
@@ -49,25 +60,37 @@ def route(
         if config.logits_bias:
             logits = logits + weights["logits_bias"][None, :]
         scores = jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
-    if config.choice == "hash":
+    if topk_idx is not None:
+        topk_idx = _as_given(config, topk_idx)
+    elif config.choice == "hash":
         assert token_ids is not None  # apply_moe has checked
         topk_idx = hashed_experts(token_ids, config.num_experts, config.top_k)
-        topk_weights = _weights(config, scores, topk_idx)
     else:
-        topk_idx, topk_weights = routing.group_limited_top_k(
+        topk_idx, _ = routing.group_limited_top_k(
             scores,
             config.top_k,
             num_groups=config.num_groups,
             topk_groups=config.topk_groups,
             bias=weights.get(ROUTER_BIAS),
-            normalize=config.normalize_weights,
-            scale=config.weight_scale,
         )
+    topk_idx = checkpoint_name(topk_idx, TOPK_IDX)
+    topk_weights = _weights(config, scores, topk_idx)
     return Routing(jnp.where(mask[:, None], topk_idx, -1), topk_weights, scores, logits)
 
 
+def _as_given(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
+    """Returns int32 `topk_idx` with -1 for every entry outside `[0, E)`. The dtype can name every expert."""
+    if jnp.iinfo(topk_idx.dtype).max > jnp.iinfo(jnp.int32).max:  # uint32, int64, uint64: a cast would wrap around
+        known = (topk_idx >= 0) & (topk_idx < config.num_experts)
+        topk_idx = jnp.where(known, topk_idx, jnp.asarray(config.num_experts, topk_idx.dtype))
+    topk_idx = topk_idx.astype(jnp.int32)
+    return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
+
+
 def _weights(config: MoEConfig, scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
-    chosen = jnp.take_along_axis(scores, topk_idx, axis=-1)
+    """Returns the float32 `[T, K]` router weights of the experts `topk_idx`; zero for unused slots (-1)."""
+    used = topk_idx >= 0
+    chosen = jnp.where(used, jnp.take_along_axis(scores, jnp.maximum(topk_idx, 0), axis=-1), 0)
     if config.normalize_weights:
         chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
     return chosen * config.weight_scale

@@ -65,6 +65,7 @@ class MoE(nn.Module):
         mask: jax.Array | None = None,
         token_ids: jax.Array | None = None,
         active: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -76,6 +77,9 @@ class MoE(nn.Module):
           active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: ranks that are out get no
             tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
             ranks: a program that has to run without some of them must not use them.
+          topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
+            dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
+            these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -91,7 +95,7 @@ class MoE(nn.Module):
         if config.balancing == "bias":
             bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
             weights[ROUTER_BIAS] = bias.value
-        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active)
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active, topk_idx)
         if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics

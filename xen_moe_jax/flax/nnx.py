@@ -83,6 +83,7 @@ class MoE(nnx.Module):
         mask: jax.Array | None = None,
         token_ids: jax.Array | None = None,
         active: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -94,6 +95,9 @@ class MoE(nnx.Module):
           active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: ranks that are out get no
             tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
             ranks: a program that has to run without some of them must not use them.
+          topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
+            dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
+            these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -101,7 +105,7 @@ class MoE(nnx.Module):
         weights = {name: getattr(self, name)[...] for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
-        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active)
+        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""
