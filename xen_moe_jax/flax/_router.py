@@ -13,7 +13,6 @@ from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._logits import router_logits
 from xen_moe_jax.flax._parameters import ROUTER_BIAS
 
-
 TOPK_IDX = "xen_moe_topk_idx"
 """`checkpoint_name` of the chosen experts: under a policy that saves it, the backward pass does not choose again."""
 
