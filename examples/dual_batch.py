@@ -27,7 +27,7 @@ import xen_moe_jax as xm
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a rank and a micro-batch. A rank's experts share their weights: one matmul stands for a grouped one."""
+    """Sizes of a rank and a micro-batch. A rank's experts share weights: one matmul stands for a grouped one."""
 
     tokens: int
     hidden: int

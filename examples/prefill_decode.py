@@ -83,7 +83,7 @@ def prefill(params, tokens, each_layer):
 
 
 def sample(logits, position):
-    """The same draw in every process."""
+    """Samples a token; every process draws the same one."""
     return jnp.argmax(logits + jax.random.gumbel(jax.random.fold_in(jax.random.key(2), position), logits.shape))
 
 

@@ -3,7 +3,7 @@ goes on.
 
 The trainer holds its parameters in rows over all of its devices (FSDP); the server wants them split over heads and
 experts. The plan says who sends which slice to whom. The server counts arrivals, and takes a new generation between two
-of its steps; the old one stays as it is for whoever still uses it. One trainer is killed in the middle of a push: the
+of its steps; a reader that still uses the old one keeps it. One trainer is killed in the middle of a push: the
 server throws that generation away, and a new trainer goes on.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/push_weights.py

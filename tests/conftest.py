@@ -36,7 +36,7 @@ LONGEST = (
     "::test_normal_mode_end_to_end",
     "::test_training_learns",
 )
-"""Run first, so that nobody waits for them at the end."""
+"""These run first, so that no worker runs them alone at the end."""
 
 
 def _mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import notebook  # noqa: E402
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/README.md")
-"""Of the repository, in the site whether a page of docs/ links to them or not."""
+"""Files of the repository that the site holds even if no page of docs/ links to them."""
 MODULES = ("", ".routing", ".flax", ".autotune", ".cuda", ".transfer")
 """Public modules that have an API page; "" is the package itself."""
 LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")

@@ -203,7 +203,7 @@ STEPS = (
 
 @dataclasses.dataclass
 class Outcome:
-    """What a step did. `passed`, `failed`, `skipped` count tests where it ran any."""
+    """The outcome of a step. `passed`, `failed` and `skipped` count its tests where it ran any."""
 
     step: str
     status: str

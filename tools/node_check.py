@@ -48,7 +48,7 @@ STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Of this process in the job."""
+    """The place of this process in the job."""
 
     coordinator: str
     num_processes: int
@@ -123,7 +123,7 @@ def run(out: pathlib.Path, place: Place, steps: list[Step], rank_options: tuple[
 
 
 def environment() -> dict[str, str]:
-    """The network that there is, and half of the GPU for JAX where nobody has said otherwise."""
+    """Sets the existing network, and half of the GPU's memory for JAX unless the user has set another share."""
     kept = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"} | dict(os.environ)
     kept.pop("NCCL_HOSTID", None)  # it makes virtual nodes
     path = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -131,7 +131,7 @@ def environment() -> dict[str, str]:
 
 
 def write(path: pathlib.Path, place: Place, results: list[dict]) -> None:
-    """What there is so far: whoever is stopped half way has something to send."""
+    """Writes the results so far, so that a run that is stopped half way leaves a report."""
     report = {section: [dataclasses.asdict(f) for f in found] for section, found in static_report().items()}
     variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "XEN_MOE_", "XLA_"))}
     summary = {
@@ -150,7 +150,7 @@ def write(path: pathlib.Path, place: Place, results: list[dict]) -> None:
 
 
 def static_report() -> dict[str, list[doctor.Finding]]:
-    """What `doctor` says without starting JAX's devices, which the steps need."""
+    """Returns the findings of `doctor` that do not start JAX's devices, which the steps need."""
     compiled = [*doctor.native_modules(), doctor.nvshmem_library(), doctor.nccl_library(), doctor.nccl_puts()]
     compiled.append(doctor.nccl_kernels())
     return {"Versions": doctor.versions(), "Compiled modules": compiled}

@@ -123,7 +123,7 @@ def prefill_by_layer(model, params, prompt, each_layer):
 
 
 def hash_of(layers):
-    """Of one array for each layer, in order."""
+    """Returns one hash over the arrays of all layers, in order."""
     import numpy as np
 
     digest = hashlib.blake2b()

@@ -41,7 +41,7 @@ def batches(shared_segments: bool):
 
 # -- several segments for each peer ------------------------------------------------------------------------------------
 def test_several_segments_for_each_peer(mesh4):
-    """As one segment, as the oracle says, and linear: the gradient is the transpose."""
+    """Several segments give the result of one segment and of the oracle, and the gradient is the transpose."""
     whole = ragged_operands(np.random.default_rng(7), RANKS, "random", (5,), "float32")
     pieces = in_pieces(*whole)
     exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
@@ -149,7 +149,7 @@ def test_groups_of_any_size_and_order(mesh4, groups):
     assert_bits(on(mesh4, exchange)(*operands), expected, "ragged_all_to_all in groups")
 
     def difference(operand, output, *segments):
-        """Of the gradient along a direction, and of the change of the loss along it: the exchange is linear."""
+        """Returns the gradient along a direction and the change of the loss along it, equal for a linear exchange."""
 
         def loss(operand, output):
             return jnp.sum(
@@ -168,7 +168,7 @@ def test_groups_of_any_size_and_order(mesh4, groups):
 
 # -- all_to_all --------------------------------------------------------------------------------------------------------
 def both_ways(body):
-    """What `body` gives with the drop-in, and with `jax.lax`."""
+    """Returns the results of `body` with the drop-in and with `jax.lax`."""
     return lambda *operands: [body(f, *operands) for f in (xm.all_to_all, jax.lax.all_to_all)]
 
 

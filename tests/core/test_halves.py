@@ -96,7 +96,7 @@ def test_the_backward_pass_flies_too(mesh, lands):
 
 
 def test_what_remat_saves_does_not_start_again(mesh, lands):
-    """A flight that nobody finishes would be an error: what only orders it goes with the done half."""
+    """A pending operation without a done half is an error: values that only order it belong to the done half."""
     args = flights.arguments(mesh)
     starts = {}
     for remat in ("all", "names"):

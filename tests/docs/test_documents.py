@@ -1,4 +1,4 @@
-"""What the documents say is true: their examples run, links lead somewhere, every public name is described."""
+"""The documents are true: their examples run, links lead somewhere, and every public name is described."""
 
 import dataclasses
 import importlib

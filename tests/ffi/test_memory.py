@@ -1,4 +1,4 @@
-"""Symmetric memory over host memory: growth that may fail anywhere, generations, buffers, reset, error texts, flights.
+"""Symmetric memory over host memory: growth that fails anywhere, generations, buffers, reset, error texts, start and done.
 
 `make memory-test` builds the module; it needs a C++ compiler, and neither CUDA nor a GPU.
 """
@@ -264,7 +264,7 @@ def test_a_death_fails_a_group_at_once_unless_its_programs_are_told_who_takes_pa
 
 
 def test_a_failure_outlives_the_program_that_failed(memory):
-    """Its workspace goes with its last user, perhaps before anybody has asked."""
+    """A workspace is freed with its last user, perhaps before any caller has asked for it."""
     workspace = memory.workspace([0, 1], 2, 0)
     memory.serve(workspace, *SMALL, 1.0)
     memory.set_busy(True)

@@ -1,6 +1,6 @@
-"""Symmetric memory between nodes, over host memory: who reaches whom, growth at once for all, reset, buffers, refusals.
+"""Symmetric memory between nodes, over host memory: which ranks reach each other, joint growth, reset, buffers, refusals.
 
-As test_memory.py for groups of one node.
+test_memory.py has the same for groups of one node.
 """
 
 import time
@@ -20,11 +20,11 @@ def test_ranks_of_another_node_are_reached_by_the_link_alone(memory, nodes):
     memory.serve(nodes, *SMALL, 1.0)
     for member in range(4):
         own = [0, 1] if member < 2 else [2, 3]
-        everybody = [0, 1, 2, 3]
-        assert memory.pointers(nodes, member) == [own, own, everybody, everybody, everybody]
+        all_ranks = [0, 1, 2, 3]
+        assert memory.pointers(nodes, member) == [own, own, all_ranks, all_ranks, all_ranks]
     whole = memory.workspace([0, 1, 2, 3], 4, 0)
     memory.serve(whole, *SMALL, 1.0)
-    assert memory.pointers(whole, 0) == [everybody, everybody, [], [], []]
+    assert memory.pointers(whole, 0) == [all_ranks, all_ranks, [], [], []]
     assert sorted(w["ranks_per_node"] for w in memory.workspaces()) == [2, 4], "what is cut in two ways shares nothing"
     assert run(memory, nodes, times=3) and run(memory, whole, times=3)
 
@@ -115,8 +115,8 @@ def test_many_ranks_in_nodes_have_counters_of_their_own(memory):
         assert run(memory, many, times=3)
         for member in (0, ranks - 1):
             first = member // per_node * per_node
-            own, everybody = [*range(first, first + per_node)], [*range(ranks)]
-            assert memory.pointers(many, member) == [own, own, everybody, everybody, everybody]
+            own, all_ranks = [*range(first, first + per_node)], [*range(ranks)]
+            assert memory.pointers(many, member) == [own, own, all_ranks, all_ranks, all_ranks]
         memory.stray_chunk(many, 0, ranks - per_node)  # from the first to the last of its rail
         good = memory.run(many, *SMALL, 7)
         assert [rank for rank in range(ranks) if not good[rank]] == [ranks - per_node]

@@ -363,7 +363,7 @@ def test_a_process_that_dies_while_gpus_are_connected_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory) -> list[dict]:
-    """Of four processes in two nodes, whose ranks run against the order of the processes."""
+    """Returns the results of four processes in two nodes, whose ranks are in reverse order of the processes."""
     with job("nodes", tmp_path_factory.mktemp("two_nodes"), 4) as running:
         return results(running)
 

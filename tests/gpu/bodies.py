@@ -92,7 +92,7 @@ def outcome(
     """Every result of the operations on one rank: name -> (array, which of its leading entries are specified).
 
     `operands`: `x [T,H], topk_idx [T,K], topk_weights [T,K], seed uint32[1]`; expert outputs are drawn from the seed,
-    and rows that no token owns are NaN, so that whoever reads one shows it.
+    and rows that no token owns are NaN, so that an operation that reads one shows it.
     """
     case = setup.case
     x, topk_idx, topk_weights, seed = operands

@@ -1,4 +1,4 @@
-"""Processes that are stopped and killed at random: a stopped rank is waited for, a killed one is named, by all.
+"""Stops and kills processes at random: the others wait for a stopped rank, and each of them names a killed one.
 
 Each job is a process per GPU that repeats a checked step. Ranks are stopped for random times, a few times each job;
 then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and
@@ -157,7 +157,9 @@ def one_job(
         dead = rng.randrange(1, count) if kill else None
         began = time.time()
         if dead is None:
-            for rank in running:  # whoever stops first leaves the others without a rank: an error, not a hang
+            for rank in (
+                running
+            ):  # the first rank that stops leaves the others without it: they end with an error and do not hang
                 rank.stop()
         else:
             running[dead].signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which of these tests can run: the marks gpu1 to gpu8 count the GPUs that JAX sees, and a skip says both numbers.
+"""Skips tests that need more GPUs than JAX sees, by the marks gpu1 to gpu8; the reason gives both numbers.
 
 Run with `JAX_PLATFORMS=cuda python -m pytest tests/gpu`; without it the suite's default, eight virtual CPU devices,
 holds.

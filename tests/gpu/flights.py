@@ -1,4 +1,7 @@
-"""Programs in halves and the same programs whole: what tests compare bit for bit. They run on any backend."""
+"""Programs with start and done halves, and the same programs with whole operations, which tests compare bit for bit.
+
+They run on any backend.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ def two_batches(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w
 
 
 def four_open(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: Any) -> Any:
-    """More flights than anybody needs, each with its own rows."""
+    """Returns a program with many pending operations at once, each with its own rows."""
     rows = [x * 2.0**i for i in range(4)]
     if not way.split:
         routed = [xm.dispatch(r, idx, weights, **_routing(config)) for r in rows]

@@ -49,7 +49,7 @@ OVERLAPPING = {
     "those with weights in front": dataclasses.replace(IN_FRONT, num_chunks=2, remat="experts"),
 }
 TOLERANCE = 0.03
-"""Of the largest element: bfloat16 rounds to 0.4 %, several times one after the other."""
+"""Allowed difference as a share of the largest element: bfloat16 rounds to 0.4 %, several times in a row."""
 
 
 def axes_of(config: MoEConfig, devices: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -105,7 +105,7 @@ def assert_close(config: MoEConfig, mesh: Mesh, kept: list | None = None) -> Non
 
 
 def output(config: MoEConfig, mesh: Mesh) -> np.ndarray:
-    """Of the layer, as it is."""
+    """Returns the output of the layer, bit for bit as the devices computed it."""
     moe, x, _ = draw(config, mesh)
     graph, state = nnx.split(moe)
     with jax.set_mesh(mesh):

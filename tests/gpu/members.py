@@ -1,4 +1,4 @@
-"""Programs whose ranks come and go by `active`, for tests on any backend and mesh."""
+"""Programs in which ranks become inactive and active again, for tests on any backend and mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of test_active.py: serves checked steps until one fails, then goes on without who has died.
+"""One process of test_active.py: serves checked steps until one fails, then goes on without the rank that died.
 
 Prints `ready`, and at the end one line of JSON.
 """

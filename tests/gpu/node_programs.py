@@ -1,5 +1,5 @@
-"""What the processes of several nodes run beside the conformance table (rank_program.py): bytes between them, random
-operations, a failure and a new beginning. Each returns what was wrong.
+"""Programs that processes of several nodes run in addition to the conformance table (rank_program.py): counted bytes,
+random operations, a failure and the reset after it. Each program returns a list of differences.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ COUNTED_CHUNK = 32
 ROW_BYTES = 2 * COUNTED.hidden
 RANDOM_CHUNK = 32
 MOST = 1.01
-"""Of the rows that must cross: what may cross in all."""
+"""All bytes that cross, divided by the bytes of the rows that must cross, may be at most this."""
 
 
 def operands(mesh: Mesh, sizes: programs.Sizes, dtype: Any = np.float32, seed: int = 0) -> tuple[jax.Array, ...]:
-    """As `programs.operands`, of several processes; and the routing of all ranks, as each of them knows it."""
+    """Returns the arrays of `programs.operands` distributed over several processes, and the routing of all ranks."""
     rng = np.random.default_rng(seed)
     rows = mesh.size * sizes.tokens
     idx = np.argsort(rng.random((rows, sizes.experts)), axis=1)[:, : sizes.top_k].astype(np.int32)
@@ -83,7 +83,7 @@ def count_bytes(mesh: Mesh, config: xm.KernelConfig, network: str, process: int)
 
 
 def ranks_per_node(config: xm.KernelConfig, mesh: Mesh) -> int:
-    """Of the config, or of the memory that operations on this mesh have."""
+    """Returns the config's value, or that of the memory which operations on this mesh use."""
     if config.ranks_per_node is not None:
         return config.ranks_per_node
     return min(w["ranks_per_node"] for w in cuda.workspaces() if w["ranks"] == mesh.size)
@@ -92,7 +92,7 @@ def ranks_per_node(config: xm.KernelConfig, mesh: Mesh) -> int:
 def random_operations(
     mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, calls: int, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """As many as fit into `seconds`, `calls` at most; all of them where there is no such limit.
+    """Runs at most `calls` random operations, or as many as fit into `seconds` where that is given.
 
     A chunk is two puts of some pieces on the network of the tests, and each piece two copies: large chunks, so that the
     operations of an hour are not those of its copies.
@@ -132,7 +132,7 @@ def _flown() -> int:
 
 
 def every_subset(mesh: Mesh, config: xm.KernelConfig, against: xm.KernelConfig, cases: list[Case]) -> list[str]:
-    """Of the ranks that take part, by `active`, in two orders and from one trace."""
+    """Runs every subset of active ranks, in two orders and from one trace; returns the cases that differ."""
     failed = []
     for case in cases:
         began = time.monotonic()

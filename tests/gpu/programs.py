@@ -22,7 +22,7 @@ EP = P("ep")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of one rank: tokens, elements of a token, experts of all ranks, slots."""
+    """Sizes of one rank's operands: tokens, elements of a token, experts of all ranks, slots."""
 
     tokens: int = 64
     hidden: int = 256

@@ -1,4 +1,4 @@
-"""What each process of a multi-process test runs: joins the others, compares a backend with the reference, prints
+"""The program of each process of a multi-process test: joins the job, compares a backend with the reference, prints
 PASSED.
 
 rank_program.py --coordinator HOST:PORT --num-processes N --process-id I --backend cuda --cases grouped,padded
@@ -163,7 +163,7 @@ def main() -> int:
 
 
 def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace, against: xm.KernelConfig) -> list[str]:
-    """A buffer again and again on a channel of its own, whose nodes nobody has named; what was wrong."""
+    """Opens and closes a buffer repeatedly on a channel of its own without naming nodes; returns the differences."""
     from tests.gpu import bodies
     from tests.support.cases import CASES
     from xen_moe_jax import cuda
@@ -184,7 +184,7 @@ def use_buffers(mesh: jax.sharding.Mesh, options: argparse.Namespace, against: x
 
 
 def wrong_memory(across_nodes: bool) -> list[str]:
-    """What memory between processes XEN_MOE_MEMORY asks for and is not used."""
+    """Returns an error text if the memory between processes is not the kind that XEN_MOE_MEMORY asks for."""
     from xen_moe_jax import cuda
 
     used = sorted({w["memory"] for w in cuda.workspaces()})

@@ -1,4 +1,4 @@
-"""Ranks that are out, on GPUs: every subset of four ranks in one program, and a process that dies and is left out."""
+"""Inactive ranks on GPUs: every subset of four ranks in one program, and a process that dies and becomes inactive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 @pytest.mark.gpu4
 @pytest.mark.parametrize("case", [*CHOSEN, BY_NAME["ranked-two-axes"]], ids=lambda case: case.name)
 def test_every_subset_of_four_ranks(gpu_mesh, case):
-    """The same bits as plain JAX for all sixteen, in two orders, forwards and backwards, from one trace."""
+    """All sixteen subsets give the bits of plain JAX, forward and backward, in two orders, from one trace."""
     mesh = gpu_mesh((2, 2), ("node", "gpu")) if case.axes == 2 else gpu_mesh((4,), ("ep",))
     comparison = members.Comparison(Setup(case, mesh, mesh.axis_names, 20, 256), CONFIG)
     for active in members.subsets(4) + members.subsets(4)[::-1]:

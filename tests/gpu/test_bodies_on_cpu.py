@@ -112,7 +112,7 @@ def test_stress():
 
 
 def test_stress_finds_a_wrong_call():
-    """The same run with one program's weights changed: its calls, and no others, are reported."""
+    """After one program's weights are changed, the run reports the calls of that program and no others."""
     shapes = SMALL[:2]
     wrong = stress.Shape(dataclasses.replace(shapes[0].case, weights=False), shapes[0].num_tokens, shapes[0].hidden)
     mesh = cpu_mesh((2,), ("ep",))

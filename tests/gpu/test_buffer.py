@@ -70,7 +70,7 @@ def test_memory_grows_to_the_largest_need(gpu_mesh):
 
 @pytest.mark.gpu2
 def test_missing_attributes_are_refused_by_name(gpu_mesh):
-    """What Python would never send: the module itself checks."""
+    """The module itself refuses a call without an attribute that Python always sends."""
     mesh = gpu_mesh((2,), ("ep",))
 
     def body(x):

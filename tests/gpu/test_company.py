@@ -1,7 +1,7 @@
-"""Beside XLA's own collectives, in the default configuration: neither waits for the other for ever, results are right.
+"""Operations and XLA's own collectives in one program, in the default configuration: no hang, and right results.
 
 XLA may run a collective before, after or beside an operation of ours, on other streams; every rank may order them in
-another way at run time. Each case runs in a process of its own under a hard limit, because what it looks for is a hang.
+another way at run time. Each case runs in a process of its own under a hard time limit, because the fault to find is a hang.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def check_calls(mesh, config, seed: int, calls: int) -> int:
 
 
 def threads(configs, meshes, calls: int, may_fail: bool) -> None:
-    """One thread for each; a named error is allowed where nobody can order two programs: JAX does not either."""
+    """Runs one thread for each program; a named error is allowed, since JAX does not order programs of two threads."""
     import jax
 
     import xen_moe_jax as xm

@@ -14,7 +14,7 @@ class GpuConformance(conformance.Conformance):
 
 @pytest.mark.gpu1
 class TestOneRank(GpuConformance):
-    """What a program goes through beside the way to other ranks: arguments, layouts, types, gradients, graphs."""
+    """Runs the class with one rank: everything but the way to other ranks (arguments, layouts, dtypes, gradients)."""
 
     num_ranks = 1
     two_axis_sizes = None

@@ -1,6 +1,6 @@
 """Operations that cannot succeed: poisoned at once on every rank, named by their root, and good again after reset().
 
-Each test is a row of a table or a clause of a list that users or readers of the code have made of what went wrong.
+Each test covers one row of the table in docs/user/failures.md, or one reported failure.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def test_absent_in_the_middle_of_a_long_program_ends_it_within_two_timeouts(mesh
 
 
 def test_every_queued_program_ends_at_once(mesh):
-    """What was issued before anybody knew: no program waits its own timeout."""
+    """Programs that the host queued before the failure was known end at once: none waits for its own timeout."""
     args = operands(mesh)
     broken, whole = over(mesh, never_comes(CONFIG, a_dispatch)), over(mesh, round_trip(CONFIG))
     finish(whole(*args))
@@ -324,7 +324,7 @@ def test_ranks_that_run_different_operations_are_told_apart_at_once(mesh, other)
 
 
 def test_two_calls_of_the_same_shapes_in_two_orders_are_told_apart(mesh):
-    """Rank 0 dispatches `x`, then `-x`; rank 1 the other way round. Nobody gets the other's rows."""
+    """Rank 0 dispatches `x`, then `-x`; rank 1 the other way round. Neither rank gets the other's rows."""
 
     def body(x, idx, weights):
         def one(rows):
@@ -529,7 +529,7 @@ def timed_check(calls: int = 20_000) -> float:
 
 
 def test_the_number_of_an_operation_wraps_without_zero(mesh):
-    """Flags start as zero, so zero must never be a number that somebody waits for. Two operations across the wrap."""
+    """Flags start as zero, so zero must never be a number that a rank waits for. Two operations across the wrap."""
     assert_round_trip(mesh, PATIENT)
     module.compiled().renumber(0xFFFFFFFA)
     for _ in range(4):

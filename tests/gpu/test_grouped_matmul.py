@@ -80,7 +80,7 @@ def check(rows, weights, sizes, cotangent, plan=None):
 
 @pytest.fixture(params=["dealt", "claimed"])
 def tiles(request, monkeypatch):
-    """As for matmuls of their own, and beside flights."""
+    """Selects how tiles are assigned: fixed, as in a matmul alone, or claimed, as beside a pending operation."""
     monkeypatch.setattr(hopper, "in_overlap", lambda: request.param == "claimed")
 
 

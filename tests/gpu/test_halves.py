@@ -1,4 +1,4 @@
-"""Operations in two halves on GPUs: the same bits as whole ones, several under way, gradients, and what goes wrong."""
+"""Start and done halves on GPUs: the bits of whole operations, several pending at once, gradients, and failures."""
 
 from __future__ import annotations
 

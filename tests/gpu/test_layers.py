@@ -29,7 +29,7 @@ def test_equals_the_dense_layer(mesh, name):
 
 @pytest.mark.parametrize("name", layers.OVERLAPPING)
 def test_chunks_whose_flights_overlap(mesh, name, monkeypatch):
-    """As the chunks of `layer_bound.py`, and the work of a user's own `xm.overlap`: matmuls claim their tiles."""
+    """Matmuls inside `xm.overlap` claim their tiles, as those of a user's own overlap do."""
     config, plans, genuine = layers.OVERLAPPING[name], [], hopper.plan
 
     def plan(*shape):
@@ -46,7 +46,7 @@ def test_chunks_whose_flights_overlap(mesh, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss"])
 def test_the_bits_of_the_reference_backend(mesh, name):
-    """The same matmuls on rows that came another way."""
+    """The CUDA transport and plain JAX's transport deliver the same rows, so that outputs have equal bits."""
     config = layers.CASES[name]
     plain = dataclasses.replace(config, kernel=xm.KernelConfig(backend="reference"))
     got, expected = (layers.output(c, mesh(config)).view(np.uint16) for c in (config, plain))

@@ -84,7 +84,7 @@ def test_nodes_that_nobody_has_named_are_found(network):
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_every_subset(network, ranks, per_node, mode):
-    """Of the ranks that take part, by `active`: on the rails and past them, and from rank to rank."""
+    """Every subset of active ranks agrees with plain JAX, whether rows use the rails or go from rank to rank."""
     run(network, ranks, per_node, "--cases", "none", "--subsets", "grouped,ranked,padded,grouped-fp8", "--mode", mode)
 
 

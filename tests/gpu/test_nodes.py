@@ -1,7 +1,6 @@
 """Virtual nodes of one process: the kernels across nodes through JAX, on the GPUs of one host.
 
-A rank has no pointers of another node but in the table of its link, so that what a kernel stores across the border it
-stores by a put, or not at all. With two GPUs there are two nodes of one rank, with four 2 x 2 and 4 x 1.
+A rank has pointers of another node only in the table of its link, so a kernel can reach another node only by a put. With two GPUs there are two nodes of one rank, with four 2 x 2 and 4 x 1.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Nodes(conformance.Conformance):
 
     @pytest.fixture(autouse=True)
     def between_nodes(self, request):
-        """What runs is launched between nodes, and nothing beside it. Replays of a CUDA graph are not counted."""
+        """Checks that every launch was one between nodes. Replays of a CUDA graph are not counted."""
         beside = launched(self.num_ranks, self.num_ranks)
         yield
         assert launched(self.num_ranks, self.num_ranks) == beside
@@ -208,7 +207,7 @@ ABSENT = (*(BY_NAME[n] for n in ("grouped", "ranked", "padded", "grouped-fp8")),
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ABSENT, ids=lambda case: case.name)
 def test_every_subset_between_nodes(gpu_mesh, per_node, mode, case):
-    """The same bits as plain JAX for all sixteen, in two orders, forwards and backwards, from one trace."""
+    """All sixteen subsets give the bits of plain JAX, forward and backward, in two orders, from one trace."""
     setup = Setup(case, gpu_mesh((4,), ("ep",)), ("ep",), 20, 256)
     comparison = members.Comparison(setup, cuda_config(per_node, mode=mode), reference(per_node))
     for active in members.subsets(4) + members.subsets(4)[::-1]:

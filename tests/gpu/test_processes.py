@@ -11,7 +11,7 @@ import pytest
 from tests.gpu import chaos, processes
 
 SECONDS = 240.0
-"""Of one multi-process run: start, compilation of every case for two backends, and the runs."""
+"""Time limit of one multi-process run: start, compilation of every case for two backends, and the runs."""
 
 
 def run(num_processes: int, *arguments: str, share: float = 0.3) -> None:

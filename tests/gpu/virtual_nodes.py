@@ -83,7 +83,7 @@ def _up(size: int) -> int:
 
 
 LEAD_CHUNKS, LEAD_BYTES = 8, 48
-"""Of a lead, the routing that goes ahead of so many chunks: its header (`LeadHeader` in cuda_kernels/rail_plan.h)."""
+"""A lead carries the routing of `LEAD_CHUNKS` chunks ahead of them; its header (`LeadHeader`) has `LEAD_BYTES`."""
 
 
 def must_send(

@@ -64,7 +64,7 @@ def test_remedies_name_what_exists():
 
 
 WORDS = {"is", "on", "and", "has", "with", "in", "command"}
-"""What follows the package's name in a sentence."""
+"""Words that may follow the package's name in a sentence."""
 
 
 def test_a_fresh_install_needs_no_newer_python():

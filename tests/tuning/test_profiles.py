@@ -302,7 +302,7 @@ def test_autotune_command_end_to_end(tmp_path, capsys):
 
 
 def test_a_size_that_is_given_wins_over_the_named_model(monkeypatch, tmp_path):
-    """For `--deepseek-v3 --hidden 4096` the profile would else name a shape that nobody asked for."""
+    """For `--deepseek-v3 --hidden 4096` the profile would otherwise name a shape that the user did not ask for."""
     asked = []
     monkeypatch.setattr("xen_moe_jax.benchmark.command.start_jax", lambda options: None)
     monkeypatch.setattr("xen_moe_jax.benchmark.problem.make_problem", lambda work: asked.append(work) or 1 / 0)

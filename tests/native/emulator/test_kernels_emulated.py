@@ -19,7 +19,7 @@ def harness() -> pathlib.Path:
 
 
 # scenario, ranks, GPUs, multiprocessors of each, calls. One multiprocessor means that a block runs only when the one
-# before it has ended: nobody may wait for a block that has not started.
+# before it has ended: no block may wait for a block that has not started.
 CASES = [
     ("normal", 4, 4, 64, 0),
     ("normal", 3, 3, 1, 0),
@@ -204,7 +204,7 @@ def test_an_unknown_instruction_is_an_error(statement):
 
 
 def test_a_kernel_that_lets_the_next_one_in_is_an_error():
-    """XLA launches its kernels early, and reads our results as if nobody wrote them any more."""
+    """XLA launches its kernels early and reads results as if no kernel still wrote them."""
     with pytest.raises(build.Untranslated, match="early_launch.cuh"):
         build.translate('asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')
 

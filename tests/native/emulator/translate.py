@@ -28,7 +28,7 @@ TYPES = {
     "s64": "uint64_t",
 }
 LEFT_OUT = ("", "weak", "volatile", "relaxed", "gpu", "sys", "cta", "global", "shared", "mmio")
-"""What an instruction may say besides its type and vector: scopes are all the same here."""
+"""Qualifiers that the translation drops: on the emulator all scopes are equal."""
 
 
 class Untranslated(Exception):
