@@ -1,4 +1,4 @@
-"""Symmetric memory over host memory: growth that fails anywhere, generations, buffers, reset, error texts, start and done.
+"""Symmetric memory over host memory: growth that fails anywhere, generations, buffers, reset, error texts.
 
 `make memory-test` builds the module; it needs a C++ compiler, and neither CUDA nor a GPU.
 """

@@ -1,4 +1,4 @@
-"""Symmetric memory between nodes, over host memory: which ranks reach each other, joint growth, reset, buffers, refusals.
+"""Symmetric memory between nodes, over host memory: which ranks reach each other, joint growth, reset, buffers.
 
 test_memory.py has the same for groups of one node.
 """

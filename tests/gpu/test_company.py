@@ -1,7 +1,8 @@
 """Operations and XLA's own collectives in one program, in the default configuration: no hang, and right results.
 
 XLA may run a collective before, after or beside an operation of ours, on other streams; every rank may order them in
-another way at run time. Each case runs in a process of its own under a hard time limit, because the fault to find is a hang.
+another way at run time. Each case runs in a process of its own under a hard time limit, because the fault to find is a
+hang.
 """
 
 from __future__ import annotations

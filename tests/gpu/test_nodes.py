@@ -1,6 +1,7 @@
 """Virtual nodes of one process: the kernels across nodes through JAX, on the GPUs of one host.
 
-A rank has pointers of another node only in the table of its link, so a kernel can reach another node only by a put. With two GPUs there are two nodes of one rank, with four 2 x 2 and 4 x 1.
+A rank has pointers of another node only in the table of its link, so a kernel can reach another node only by a put.
+With two GPUs there are two nodes of one rank, with four 2 x 2 and 4 x 1.
 """
 
 from __future__ import annotations
