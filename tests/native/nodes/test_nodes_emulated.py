@@ -56,8 +56,8 @@ def run_until_seen(*arguments, seeds=(1, 2, 3), **options):
     return done
 
 
-# scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor a block must not wait for a block that
-# has not started.
+# scenario, ranks, ranks of a node, link, multiprocessors. With one multiprocessor a block must not wait for a block
+# that has not started.
 CASES = [
     ("normal", 4, 2, "network", 64),
     ("normal", 4, 1, "network", 64),
