@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 # test processes side by side; each has 8 virtual devices
 JOBS ?= 2
 DEMO_ARGS ?=
-BENCHMARK_ARGS ?= --mode normal
+BENCHMARK_ARGS ?= ops
 BAZEL ?= bazel
 
 CPP_FILES = $(shell git ls-files '*.cc' '*.cu' '*.cuh' '*.h')
@@ -55,7 +55,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
-	$(BIN)/xen-moe-jax demo $(DEMO_ARGS)
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 # Every test is in exactly one of the five selections below, by its marks: tests/tools/test_selections.py holds them to it.
 RUN_TESTS = tools/run_tests.sh $(BIN)/python
@@ -103,8 +103,8 @@ docs: $(READY)  ## the documentation site in build/site; a broken link is an err
 doctor: $(READY)  ## what this machine has, and which backend each platform would use
 	$(BIN)/xen-moe-jax doctor
 
-benchmark: $(READY)  ## dispatch and combine against their peers (BENCHMARK_ARGS=...)
-	$(BIN)/xen-moe-jax benchmark $(BENCHMARK_ARGS)
+benchmark: $(READY)  ## dispatch and combine beside other ways (BENCHMARK_ARGS="MODE ...")
+	$(BIN)/python -m benchmarks $(BENCHMARK_ARGS)
 
 bazel-test: $(READY)  ## the tests and benchmarks under Bazel, offline
 	$(BAZEL) test //tests/... //benchmarks/...

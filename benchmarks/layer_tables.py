@@ -93,7 +93,7 @@ def layers(content: dict[str, Any]) -> list[str]:
 
 
 def nnx_layers(content: dict[str, Any]) -> list[str]:
-    """Of `benchmarks/nnx_layer.py`."""
+    """Of `python -m benchmarks nnx-layer`."""
     rows = []
     for name in dict.fromkeys(row["name"] for row in content["results"]):
         found = {row["operation"]: row for row in content["results"] if row["name"] == name}
@@ -106,7 +106,7 @@ def nnx_layers(content: dict[str, Any]) -> list[str]:
 
 
 def training(content: dict[str, Any]) -> list[str]:
-    """Of `benchmarks/train.py`."""
+    """Of `python -m benchmarks train`."""
     mfu = "unknown" if content["mfu"] is None else f"{content['mfu']:.1%} of {content['peak_tflops']:.0f} TFLOP/s"
     memory = "-" if content["temporary_bytes"] is None else f"{content['temporary_bytes'] / 2**30:.1f}"
     rows = [
@@ -124,7 +124,7 @@ def training(content: dict[str, Any]) -> list[str]:
 
 
 def experts(content: dict[str, Any]) -> list[str]:
-    """Of `benchmarks/grouped_matmul.py`: TFLOP/s, and the two last in ms with their share of the peak."""
+    """Of `python -m benchmarks grouped-matmul`: TFLOP/s, and the two last in ms with their share of the peak."""
     shape = content["shape"]
     rows, left_out = [], []
     for name, found in content["candidates"].items():
@@ -149,7 +149,7 @@ def experts(content: dict[str, Any]) -> list[str]:
 
 
 def least_layers(content: dict[str, Any]) -> list[str]:
-    """Of `benchmarks/layer_bound.py`: the pieces, and what the least layer comes to with each of them."""
+    """Of `python -m benchmarks layer-bound`: the pieces, and what the least layer comes to with each of them."""
 
     def us(piece: str, chunks: int, blocks: int | None, operation: str | None = None) -> str:
         wanted = {"piece": piece, "chunks": chunks, "blocks": blocks, "operation": operation}
@@ -189,7 +189,7 @@ def least_layers(content: dict[str, Any]) -> list[str]:
 
 
 def independent_layers(content: dict[str, Any]) -> list[str]:
-    """Of `benchmarks/layer_independent.py`: times, over the experts alone, and what energy each took."""
+    """Of `python -m benchmarks layer-independent`: times, over the experts alone, and what energy each took."""
     measured = {(r["what"], r["blocks"], r["matmul_blocks"], r["operation"]): r for r in content["rows"]}
     limit = max(content.get("power_limit_watts") or [0])
     rows = []
@@ -224,12 +224,12 @@ def absent(what: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "whole layers": lambda: files("layer_*.json", layers, absent("benchmark --mode layer")),
     "stacks of layers": lambda: files("model_*.json", layers, absent("benchmark --mode model")),
-    "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("benchmarks/nnx_layer.py")),
-    "training": lambda: files("train_*.json", training, absent("benchmarks/train.py")),
-    "least layer": lambda: files("least_layer_*.json", least_layers, absent("benchmarks/layer_bound.py")),
+    "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
+    "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
+    "least layer": lambda: files("least_layer_*.json", least_layers, absent("python -m benchmarks layer-bound")),
     "independent layer": lambda: files(
-        "independent_layer_*.json", independent_layers, absent("benchmarks/layer_independent.py")
+        "independent_layer_*.json", independent_layers, absent("python -m benchmarks layer-independent")
     ),
-    "experts": lambda: files("grouped_matmul_*.json", experts, absent("benchmarks/grouped_matmul.py")),
+    "experts": lambda: files("grouped_matmul_*.json", experts, absent("python -m benchmarks grouped-matmul")),
 }
 """By the name that a document gives."""

@@ -1,20 +1,19 @@
 """Runs a table of benchmark commands in one process, most important first, within a time budget; one JSON with every
 document.
 
-    python benchmarks/suite.py gpu --json results.json --seconds 240 --link-ceiling link.json
+    python -m benchmarks suite gpu --json results.json --seconds 240 --link-ceiling link.json
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 import time
 import traceback
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from xen_moe_jax.benchmark import command, modes, options, report
+from benchmarks import command
+from benchmarks.lib import options, report
+from benchmarks.ops import operations as modes
 
 LARGE = "--deepseek-v3 --tokens 4096"
 DECODE = "--mode low-latency --deepseek-v3 --repeats 25 --unroll 20"
@@ -75,7 +74,7 @@ def main() -> int:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--json", required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no command after this long")
-    parser.add_argument("--link-ceiling", help="JSON of benchmarks/link_ceiling.cu, passed on to every command")
+    parser.add_argument("--link-ceiling", help="JSON of benchmarks/ops/link_ceiling.cu, passed on to every command")
     parser.add_argument("--ranks", type=int, help="passed on to every command")
     parser.add_argument("--only", nargs="+", help="names of commands")
     chosen = parser.parse_args()

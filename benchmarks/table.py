@@ -1,7 +1,7 @@
 """Writes docs/lab/benchmark_tables.md, a page of generated tables, from the JSON files in benchmarks/results/.
 
-python benchmarks/table.py            rewrite the page
-python benchmarks/table.py --check    exit status 1 when the page is not what the files say
+python -m benchmarks table            rewrite the page
+python -m benchmarks table --check    exit status 1 when the page is not what the files say
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import layer_tables
+from benchmarks.peers import jax_best, jax_settings
+from benchmarks.tpu import budget as tpu_budget
+from benchmarks.tpu import layer as tpu_layer
+from tools import perf_curves
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lab" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
 QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import layer_tables  # noqa: E402
-from tools import perf_curves  # noqa: E402
-from xen_moe_jax.benchmark import jax_best, jax_settings, tpu_budget, tpu_layer  # noqa: E402
 
 HEAD = """# Benchmark tables
 
-This page is generated: `python benchmarks/table.py` writes it from the files in `benchmarks/results/`, and a test
+This page is generated: `python -m benchmarks table` writes it from the files in `benchmarks/results/`, and a test
 compares the two. [How it is measured](benchmarks.md) explains the columns. Every table names the command that prints
 its figures again.
 """

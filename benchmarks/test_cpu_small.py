@@ -10,7 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # most of its time was compiling
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before JAX is imported
 
-from xen_moe_jax.benchmark.command import main
+from benchmarks.command import main
 
 SIZES = ["--tokens", "32", "--hidden", "256", "--experts", "16", "--top-k", "2"]
 EFFORT = ["--inner", "2", "--repeats", "2"]

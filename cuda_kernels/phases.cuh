@@ -1,4 +1,4 @@
-// When each block reached which phase: for benchmarks/decode_variants.cu alone, which compiles with XEN_MOE_PHASES.
+// When each block reached which phase: for benchmarks/ops/decode_variants.cu alone, which compiles with XEN_MOE_PHASES.
 // Everywhere else nothing of it is compiled.
 #pragma once
 

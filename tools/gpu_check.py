@@ -96,7 +96,7 @@ def info_commands(context: Context) -> list[list[str]]:
 
 def link_commands(context: Context) -> list[list[str]]:
     program = context.scratch / "link_ceiling"
-    source = ROOT / "benchmarks" / "link_ceiling.cu"
+    source = ROOT / "benchmarks" / "ops" / "link_ceiling.cu"
     return [shell(f"nvcc -O3 -std=c++17 -arch=native '{source}' -o '{program}' && '{program}' '{context.link_json}'")]
 
 
@@ -127,7 +127,9 @@ def sanitizer_commands(context: Context) -> list[list[str]]:
 def suite_commands(context: Context, seconds: float, *only: str) -> list[list[str]]:
     script = [
         sys.executable,
-        str(ROOT / "benchmarks" / "suite.py"),
+        "-m",
+        "benchmarks",
+        "suite",
         "gpu",
         "--json",
         str(context.out / "bench-figures.json"),

@@ -98,7 +98,7 @@ else
 fi
 # The kernels' times, for the record: no verdict.
 if [ "$gpus" -gt 1 ] && [ "$(left)" -gt 60 ]; then
-  timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/kernel_variants.cu "${kernels[@]}" -o "$BUILD/variants" &&
+  timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/ops/kernel_variants.cu "${kernels[@]}" -o "$BUILD/variants" &&
     timeout -k 5 "$(($(left) < 40 ? $(left) : 40))" "$BUILD/variants" "$(date +%H:%M)" | tee "$OUT/native_variants.log"
 fi
 echo "ended after $SECONDS s with status $status"

@@ -7,9 +7,9 @@ autotune.use("tuned.json")  # programs lowered from now on look it up
 """
 
 from xen_moe_jax._profiles import OPERATIONS, TUNED_FIELDS, ProfileError, ProfileWarning, forget, use
-from xen_moe_jax.benchmark.problem import Problem, make_problem
-from xen_moe_jax.benchmark.tuning import Measured, Tuned, autotune, candidates, load, save
-from xen_moe_jax.benchmark.workload import Workload
+from xen_moe_jax.tuning.problem import Problem, make_problem
+from xen_moe_jax.tuning.search import Measured, Tuned, autotune, candidates, load, save
+from xen_moe_jax.tuning.workload import Workload
 
 __all__ = [
     "OPERATIONS",

@@ -1,4 +1,4 @@
-"""The `xen-moe-jax` command: `doctor`, `benchmark`, `autotune`, `memory` and `demo`, each with its own `--help`."""
+"""The `xen-moe-jax` command: `doctor`, `benchmark`, `autotune` and `memory`, each with its own `--help`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from xen_moe_jax import __version__
 
 COMMANDS = {
     "doctor": ("xen_moe_jax.doctor", "what this machine has, and which backend each platform would use"),
-    "benchmark": ("xen_moe_jax.benchmark.command", "dispatch and combine against other ways to do it, timed"),
-    "autotune": ("xen_moe_jax.benchmark.tuning_command", "the fastest config of each shape on this machine, kept"),
+    "benchmark": ("xen_moe_jax.tuning.quick", "dispatch and combine beside jax.lax.all_to_all, timed in seconds"),
+    "autotune": ("xen_moe_jax.tuning.command", "the fastest config of each shape on this machine, kept"),
     "memory": ("xen_moe_jax.flax.memory", "bytes of an MoE layer's buffers by capacity, chunks and remat"),
-    "demo": ("xen_moe_jax.demo.command", "train a small MoE language model on virtual CPU devices"),
 }
 """Subcommand -> the module whose `main(arguments)` runs it, and one line of help."""
 

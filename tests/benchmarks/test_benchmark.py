@@ -17,22 +17,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.layers import decode_step, layer_programs
+from benchmarks.lib import accounting, options, report, verify
+from benchmarks.ops import overlap
+from benchmarks.peers import registry as peers
 from tests.support import ROOT, oracle, quick_compiler
-from xen_moe_jax.benchmark import (
-    accounting,
-    decode_step,
-    layer_programs,
-    options,
-    overlap,
-    peers,
-    programs,
-    report,
-    timing,
-    verify,
-)
-from xen_moe_jax.benchmark.problem import SPECS, make_problem
-from xen_moe_jax.benchmark.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 from xen_moe_jax.flax import MoEConfig
+from xen_moe_jax.tuning import programs, timing
+from xen_moe_jax.tuning.problem import SPECS, make_problem
+from xen_moe_jax.tuning.workload import Workload, capacities, draw_tokens, draw_topk_idx, draw_topk_weights
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
 REFERENCE = xm.KernelConfig(backend="reference")
@@ -41,7 +34,7 @@ REFERENCE = xm.KernelConfig(backend="reference")
 def run_command(*arguments: str) -> subprocess.CompletedProcess:
     """The command as a user runs it: its own process, its own number of virtual devices."""
     return subprocess.run(
-        [sys.executable, "-m", "xen_moe_jax.benchmark", *arguments],
+        [sys.executable, "-m", "benchmarks.command", *arguments],
         capture_output=True,
         text=True,
         timeout=400,
@@ -410,7 +403,7 @@ def test_a_foreign_link_ceiling_is_refused(content, tmp_path):
     path = tmp_path / "link.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match="--link-ceiling .*link.json: .*make it with benchmarks/link_ceiling.cu"):
+    with pytest.raises(ValueError, match="--link-ceiling .*link.json: .*make it with benchmarks/ops/link_ceiling.cu"):
         checked("--link-ceiling", str(path))
 
 
@@ -467,8 +460,8 @@ def test_link_ceiling_ratio():
 def test_tables_of_the_document_are_what_their_json_files_say():
     if not (ROOT / "docs" / "lab" / "benchmarks.md").exists() or not (ROOT / "benchmarks" / "results").exists():
         pytest.skip("docs/lab/benchmarks.md or benchmarks/results is not beside the tests")
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "table.py"), "--check"], timeout=60)
-    assert done.returncode == 0, "run python benchmarks/table.py"
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "table", "--check"], timeout=60, cwd=ROOT)
+    assert done.returncode == 0, "run python -m benchmarks table"
 
 
 def test_every_command_of_the_suites_parses():

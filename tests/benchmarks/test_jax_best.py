@@ -10,11 +10,15 @@ import jax
 import pytest
 
 import xen_moe_jax as xm
+from benchmarks.lib import options, verify
+from benchmarks.peers import jax_best, jax_settings
+from benchmarks.peers import ragged as peers_ragged
+from benchmarks.peers import registry as peers
+from benchmarks.peers.jax_settings import OURS, SETTINGS, Setting
 from tests.support import quick_compiler
-from xen_moe_jax.benchmark import jax_best, jax_settings, options, peers, peers_ragged, programs, timing, verify
-from xen_moe_jax.benchmark.jax_settings import OURS, SETTINGS, Setting
-from xen_moe_jax.benchmark.problem import make_problem
-from xen_moe_jax.benchmark.workload import Workload
+from xen_moe_jax.tuning import programs, timing
+from xen_moe_jax.tuning.problem import make_problem
+from xen_moe_jax.tuning.workload import Workload
 
 
 @functools.cache

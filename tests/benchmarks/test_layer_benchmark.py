@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 import xen_moe_jax as xm
+from benchmarks import layer_tables
+from benchmarks.layers import layer, layer_bound, layer_programs
+from benchmarks.lib import options
+from benchmarks.lib.verify import WrongResultError
 from tests.support import ROOT, quick_compiler
-from xen_moe_jax.benchmark import layer, layer_programs, options
-from xen_moe_jax.benchmark.problem import make_problem
-from xen_moe_jax.benchmark.verify import WrongResultError
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._experts import built_in
-
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import layer_bound, layer_tables
+from xen_moe_jax.tuning.problem import make_problem
 
 SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"
 WAYS = ("xen_moe_jax, 2 chunks", "padded all_to_all", "all_gather + psum_scatter")
@@ -41,7 +39,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 def test_layers_of_every_way_agree(tmp_path):
     out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
-    command = ["-m", "xen_moe_jax.benchmark", "--mode", "layer", *SIZES.split(), "--ways", *WAYS]
+    command = ["-m", "benchmarks", "layer", *SIZES.split(), "--ways", *WAYS]
     plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
     done = run(*command, "--repeats", "1", "--inner", "1", "--lock", str(tmp_path / "lock"), "--json", str(out), *plot)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -59,7 +57,7 @@ def test_layers_of_every_way_agree(tmp_path):
 
 def test_a_stack_of_layers(tmp_path):
     out = tmp_path / "model.json"
-    command = ["-m", "xen_moe_jax.benchmark", "--mode", "model", *SIZES.split(), "--ways", "padded all_to_all"]
+    command = ["-m", "benchmarks", "model", *SIZES.split(), "--ways", "padded all_to_all"]
     done = run(*command, "--repeats", "1", "--inner", "1", "--json", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(out.read_text())
@@ -147,9 +145,7 @@ def test_arguments_that_make_no_sense(arguments, error):
 def test_the_training_benchmark(tmp_path):
     out = tmp_path / "train.json"
     sizes = "--layers 2 --hidden 64 --heads 2 --dense-size 128 --experts 8 --width 32 --top-k 2 --context 32 --batch 2"
-    done = run(
-        str(ROOT / "benchmarks" / "train.py"), *sizes.split(), "--steps", "2", "--warm-up", "1", "--json", str(out)
-    )
+    done = run("-m", "benchmarks", "train", *sizes.split(), "--steps", "2", "--warm-up", "1", "--json", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(out.read_text())
     tokens = 2 * 2 * 32
@@ -166,7 +162,7 @@ def test_the_nnx_layer_as_a_user_writes_it(tmp_path):
     out = tmp_path / "nnx.json"
     sizes = "--tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --inner 1 --repeats 1"
     plans = ("4 chunks", "capacity 1.25")
-    done = run(str(ROOT / "benchmarks" / "nnx_layer.py"), *sizes.split(), "--plans", *plans, "--json", str(out))
+    done = run("-m", "benchmarks", "nnx-layer", *sizes.split(), "--plans", *plans, "--json", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(out.read_text())
     rows = {(row["name"], row["operation"]): row for row in document["results"]}
@@ -180,7 +176,7 @@ def test_the_nnx_layer_as_a_user_writes_it(tmp_path):
 
 def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(layer_tables, "RESULTS", tmp_path)
-    assert layer_tables.TABLES["experts"]() == "**Not measured on GPUs yet** (`benchmarks/grouped_matmul.py`)."
+    assert layer_tables.TABLES["experts"]() == "**Not measured on GPUs yet** (`python -m benchmarks grouped-matmul`)."
     row = {"us_median": 2000.0, "tokens_per_second_per_rank": 5e5, "memory_bytes": {"temp": 2**20}, "matmul_share": 0.5}
     document = {
         "command": "a command", "device": "A GPU", "versions": {"jax": "1"}, "width": 8, "layers": 1, "notes": ["slow"],
@@ -201,7 +197,7 @@ def test_layers_without_dependencies_are_measured(tmp_path):
     out = tmp_path / "independent.json"
     sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 3 --blocks 2"
     done = run(
-        str(ROOT / "benchmarks" / "layer_independent.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "-m", "benchmarks", "layer-independent", *sizes.split(), "--inner", "1", "--repeats", "1",
         "--lock", str(tmp_path / "lock"), "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -259,7 +255,7 @@ def test_the_pieces_of_a_layer_are_measured(tmp_path):
     out = tmp_path / "least.json"
     sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 4 --chunks 1 2 --blocks 2"
     done = run(
-        str(ROOT / "benchmarks" / "layer_bound.py"), *sizes.split(), "--inner", "1", "--repeats", "1",
+        "-m", "benchmarks", "layer-bound", *sizes.split(), "--inner", "1", "--repeats", "1",
         "--lock", str(tmp_path / "lock"), "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

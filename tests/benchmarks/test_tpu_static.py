@@ -6,10 +6,13 @@ import json
 
 import pytest
 
+from benchmarks import command
+from benchmarks.lib import options
+from benchmarks.tpu import budget as tpu_budget
+from benchmarks.tpu import static as tpu_static
+from benchmarks.tpu.programs import CASES
+from benchmarks.tpu.topologies import TOPOLOGIES
 from tests.support import ROOT
-from xen_moe_jax.benchmark import command, options, tpu_budget, tpu_static
-from xen_moe_jax.benchmark.tpu_programs import CASES
-from xen_moe_jax.benchmark.tpu_topologies import TOPOLOGIES
 
 RESULTS = ROOT / "benchmarks/results/tpu_static.json"
 FIXED = {"versions": {"jax": "1"}, "sizes": {"hidden": 8}, "seed": 0, "tokens": None}

@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 pytest.importorskip("optax", reason="needs xen-moe-jax[flax]")
 
+from examples.demo import bigram, command, text
+from examples.demo.dense import Comparison, DenseModel, comparable
+from examples.demo.model import ModelConfig
+from examples.demo.report import Progress, load_table
+from examples.demo.training import Trainer, optimizer
 from tests.support import ROOT, quick_compiler
-from xen_moe_jax.demo import bigram, command, text
-from xen_moe_jax.demo.dense import Comparison, DenseModel, comparable
-from xen_moe_jax.demo.model import ModelConfig
-from xen_moe_jax.demo.report import Progress, load_table
-from xen_moe_jax.demo.training import Trainer, optimizer
 from xen_moe_jax.flax import MoEConfig
 
 SMALL = ModelConfig(
@@ -134,7 +134,7 @@ def test_progress_and_table():
 def run_demo(*arguments, timeout=500):
     environment = os.environ | {"XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "xen_moe_jax.demo", *arguments],
+        [sys.executable, "-m", "examples.demo", *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -182,10 +182,10 @@ def test_verdicts(monkeypatch, tmp_path, capsys, steps, loss, equal, status):
     """The whole command with its training and its models replaced: what it says of their results, and its status."""
     comparison = Comparison(1e-6 if equal else 1.0, 0.97, loss, loss)
     fake = types.SimpleNamespace(num_parameters=1, exact_graph=None, state=None)
-    monkeypatch.setattr("xen_moe_jax.demo.training.Trainer", lambda *a: fake)
+    monkeypatch.setattr("examples.demo.training.Trainer", lambda *a: fake)
     monkeypatch.setattr(command, "_train", lambda *a: command._History())
     monkeypatch.setattr(command, "_compare_with_dense", lambda *a: (comparison, np.ones((2, 16), int)))
-    monkeypatch.setattr("xen_moe_jax.demo.sampling.sample", lambda *a: ["text"])
+    monkeypatch.setattr("examples.demo.sampling.sample", lambda *a: ["text"])
     monkeypatch.setattr(command, "_draw", lambda *a: None)
     assert command.main(["--steps", str(steps), "--output", str(tmp_path)]) == status
     out = capsys.readouterr().out

@@ -14,6 +14,7 @@ pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 from flax import nnx
 
 import xen_moe_jax as xm
+from benchmarks.tpu import topologies as tpu_topologies
 from tests.support.layers import (
     CONFIG,
     GPT_OSS,
@@ -25,7 +26,6 @@ from tests.support.layers import (
     run_with_gradients,
     tokens,
 )
-from xen_moe_jax.benchmark import tpu_topologies
 from xen_moe_jax.flax import _chunks
 
 SPLIT = xm.KernelConfig(backend="pallas")

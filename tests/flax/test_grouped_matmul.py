@@ -187,12 +187,11 @@ def test_doctor_shows_the_choice(monkeypatch, has, platform, choice):
 
 def test_the_benchmark_checks_and_times(tmp_path):
     """Tiny, on whatever runs here: what runs has times and small errors, what does not has its reason."""
-    script = ROOT / "benchmarks" / "grouped_matmul.py"
     out = tmp_path / "out.json"
     sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
     only = ["--only", "padded einsum", "transformer_engine"]
-    command = [sys.executable, str(script), "--json", str(out), *sizes.split(), *only]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    command = [sys.executable, "-m", "benchmarks", "grouped-matmul", "--json", str(out), *sizes.split(), *only]
+    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=ROOT)
     report = json.loads(out.read_text())
     runs, missing = (report["candidates"][name] for name in only[1:])
     assert max(runs["errors"].values()) < 1e-5 and runs["times"]["experts with gradients"]["median_us"] > 0

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.lib.verify import defined_rows, local_total, unequal_bits
 from tests.support import oracle
 from tests.support.cases import ROUTINGS, Case
-from xen_moe_jax.benchmark.verify import defined_rows, local_total, unequal_bits
 
 REFERENCE = xm.KernelConfig(backend="reference")
 REDISPATCH_HIDDEN = 128

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.lib.verify import local_total, unequal_bits
 from tests.gpu.bodies import REFERENCE, Setup, defined_rows, draw_operands, draw_outputs, draw_routing
-from xen_moe_jax.benchmark.verify import local_total, unequal_bits
 
 
 def subsets(num_ranks: int) -> list[np.ndarray]:

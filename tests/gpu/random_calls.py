@@ -67,7 +67,7 @@ def _dispatch(config: xm.KernelConfig, x: Any, idx: Any, weights: Any, **options
 
 
 def _rows(routed: xm.Routed, layout: str) -> jax.Array:
-    from xen_moe_jax.benchmark.verify import defined_rows
+    from benchmarks.lib.verify import defined_rows
 
     return defined_rows(layout, routed)
 

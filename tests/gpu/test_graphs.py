@@ -50,7 +50,7 @@ def test_a_loop_of_round_trips_under_graphs():
     behind.
     """
     sizes = "--ranks 2 --tokens 256 --hidden 1024 --inner 50 --repeats 3"
-    run("-m", "xen_moe_jax.benchmark", "--backend", "cuda", "--peers", "none", *sizes.split())
+    run("-m", "benchmarks", "ops", "--backend", "cuda", "--peers", "none", *sizes.split())
 
 
 # -- the scenarios -----------------------------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ def test_imports_fall(tmp_path):
         ("_spec.py", "from xen_moe_jax import _prepare", "imports fall"),
         ("_moe_primitives.py", "import xen_moe_jax.flax", "imports fall"),
         ("pallas_kernels/place.py", "from xen_moe_jax.backends import rounds", "imports fall"),
-        ("benchmark/problem.py", "from xen_moe_jax import autotune", "imports fall"),
+        ("tuning/problem.py", "from xen_moe_jax import autotune", "imports fall"),
         ("backends/reference/combine.py", "from xen_moe_jax.backends.pallas import plan", "a backend knows"),
-        ("benchmark/workload.py", "from xen_moe_jax.benchmark import report", "no circles"),
+        ("tuning/workload.py", "from xen_moe_jax.tuning import timing", "no circles"),
         ("stray.py", "import xen_moe_jax", "imports fall"),
     ],
 )

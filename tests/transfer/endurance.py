@@ -52,8 +52,8 @@ class Numbers:
 
 
 def main():
+    from benchmarks.lib import report
     from tests.transfer import test_adversary, test_kills
-    from xen_moe_jax.benchmark import report
     from xen_moe_jax.transfer import _posting
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

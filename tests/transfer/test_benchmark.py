@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks.transfer import writes as transfer
 from tests.support import ROOT
-from xen_moe_jax.benchmark import transfer
 
 pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
 
@@ -55,6 +55,5 @@ def test_a_row_says_what_was_measured():
 
 
 def test_the_page_shows_what_the_results_say():
-    tool = ROOT / "benchmarks" / "transfer_table.py"
-    done = subprocess.run([sys.executable, str(tool), "--check"], timeout=60)
-    assert done.returncode == 0, "run python benchmarks/transfer_table.py"
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "transfer-table", "--check"], timeout=60, cwd=ROOT)
+    assert done.returncode == 0, "run python -m benchmarks transfer-table"

@@ -11,12 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.lib import options
+from benchmarks.ops import operations as modes
 from xen_moe_jax import _profiles, autotune, doctor
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import reference
-from xen_moe_jax.benchmark import modes, options, timing, tuning_command
-from xen_moe_jax.benchmark.problem import make_problem
-from xen_moe_jax.benchmark.workload import Workload
+from xen_moe_jax.tuning import command as tuning_command
+from xen_moe_jax.tuning import timing
+from xen_moe_jax.tuning.problem import make_problem
+from xen_moe_jax.tuning.workload import Workload
 
 SMALL = Workload(tokens=24, hidden=128, experts=8, top_k=3, ranks=4, pool=3)
 
@@ -26,7 +29,8 @@ def problem():
     return make_problem(SMALL)
 
 
-def test_autotune_measures_saves_and_loads(tmp_path, problem):
+def test_autotune_measures_saves_and_loads(tmp_path, problem, monkeypatch):
+    monkeypatch.setattr("xen_moe_jax.tuning.search.check_tunable", lambda *_: None)
     base = xm.KernelConfig(backend="reference", channel=3)
     configs = [dataclasses.replace(base, chunk_tokens=n) for n in (None, 8, 24)]
     tuned = autotune.autotune(problem, base=base, configs=configs, inner=2, repeats=2)
@@ -42,6 +46,25 @@ def test_autotune_measures_saves_and_loads(tmp_path, problem):
     assert autotune.load(path, other, base) == {}
     autotune.save(path, other, tuned)
     assert autotune.load(path, SMALL, base) and autotune.load(path, other, base)
+
+
+def test_nothing_is_tuned_on_the_reference_backend(problem, tmp_path, capsys):
+    """It runs one program for every config: the fastest of several measurements would be noise."""
+    for given in ({}, {"configs": [xm.KernelConfig(), xm.KernelConfig(chunk_tokens=8)]}):
+        with pytest.raises(ValueError, match="nothing to tune on cpu: the reference backend runs the same program"):
+            autotune.autotune(problem, **given)
+    path = tmp_path / "profile.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xen_moe_jax.tuning.arguments.start_jax", lambda *_: None)
+        assert tuning_command.main(["--output", str(path)]) == 1
+    assert "nothing to tune" in capsys.readouterr().err and not path.exists()
+
+
+def test_shapes_left_out_by_the_time_limit_are_no_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("xen_moe_jax.tuning.arguments.start_jax", lambda *_: None)
+    monkeypatch.setattr("xen_moe_jax.tuning.search.check_tunable", lambda *_: None)
+    assert tuning_command.main(["--output", str(tmp_path / "p.json"), "--seconds", "1e-9", "--tokens", "8"]) == 0
+    assert "left out after --seconds 1e-09: 8 tokens bfloat16, 8 tokens float8_e4m3fn" in capsys.readouterr().err
 
 
 def test_autotune_bad_input(tmp_path, problem):
@@ -290,10 +313,9 @@ def test_autotune_command_end_to_end(tmp_path, capsys):
     # start_jax would set the number of devices: they are there already
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("xen_moe_jax.benchmark.command.start_jax", lambda options: None)
-        patch.setattr(
-            "xen_moe_jax.benchmark.tuning.candidates", lambda base, *_: [base, xm.KernelConfig(chunk_tokens=4)]
-        )
+        patch.setattr("xen_moe_jax.tuning.arguments.start_jax", lambda *_: None)
+        patch.setattr("xen_moe_jax.tuning.search.check_tunable", lambda *_: None)
+        patch.setattr("xen_moe_jax.tuning.search.candidates", lambda base, *_: [base, xm.KernelConfig(chunk_tokens=4)])
         assert tuning_command.main([*sizes, "--output", str(path)]) == 0
     entries = _profiles.read(path)
     assert [e["workload"]["dtype"] for e in entries] == ["bfloat16", "float8_e4m3fn"]
@@ -304,8 +326,9 @@ def test_autotune_command_end_to_end(tmp_path, capsys):
 def test_a_size_that_is_given_wins_over_the_named_model(monkeypatch, tmp_path):
     """For `--deepseek-v3 --hidden 4096` the profile would otherwise name a shape that the user did not ask for."""
     asked = []
-    monkeypatch.setattr("xen_moe_jax.benchmark.command.start_jax", lambda options: None)
-    monkeypatch.setattr("xen_moe_jax.benchmark.problem.make_problem", lambda work: asked.append(work) or 1 / 0)
+    monkeypatch.setattr("xen_moe_jax.tuning.arguments.start_jax", lambda *_: None)
+    monkeypatch.setattr("xen_moe_jax.tuning.search.check_tunable", lambda *_: None)
+    monkeypatch.setattr("xen_moe_jax.tuning.problem.make_problem", lambda work: asked.append(work) or 1 / 0)
     given = "--deepseek-v3 --hidden 4096 --tokens 8 --ranks 2 --output".split()
     with pytest.raises(ZeroDivisionError):
         tuning_command.main([*given, str(tmp_path / "p.json")])

@@ -14,8 +14,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from xen_moe_jax.benchmark import tpu_bundles, tpu_programs, tpu_topologies
-from xen_moe_jax.benchmark.tpu_programs import Case
+from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
+from benchmarks.tpu.programs import Case
 
 pytestmark = pytest.mark.tpu_aot
 

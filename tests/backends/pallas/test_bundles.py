@@ -10,9 +10,12 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import dump as tpu_dump
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
+from benchmarks.tpu.bundles import Part, Work
 from tests.support import ROOT
-from xen_moe_jax.benchmark import tpu_bundles, tpu_dump, tpu_programs, tpu_topologies
-from xen_moe_jax.benchmark.tpu_bundles import Part, Work
 
 DUMP = """\
    0x0   :  { %1 = sld [smem:x] }
@@ -193,7 +196,7 @@ def compiled_operations(generation, case, tmp_path):
     """In a process of its own: libtpu takes the request for a dump when it is loaded."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     out = tmp_path / "bundles.json"
-    command = [sys.executable, "-m", "xen_moe_jax.benchmark.tpu_bundles", "--generation", generation, "--case", case]
+    command = [sys.executable, "-m", "benchmarks.tpu.bundles", "--generation", generation, "--case", case]
     done = subprocess.run(
         [*command, "--json", str(out)],
         cwd=ROOT,

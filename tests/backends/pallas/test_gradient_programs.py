@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
 from xen_moe_jax.backends.pallas import headers
-from xen_moe_jax.benchmark import tpu_bundles, tpu_programs, tpu_topologies
 
 pytestmark = pytest.mark.tpu_aot
 

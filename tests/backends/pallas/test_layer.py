@@ -14,9 +14,13 @@ import xen_moe_jax as xm
 
 pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
 
-from xen_moe_jax.benchmark import layer_programs, tpu_layer, tpu_layer_programs, tpu_programs, tpu_topologies
-from xen_moe_jax.benchmark.problem import RANK_SPEC
+from benchmarks.layers import layer_programs
+from benchmarks.tpu import layer as tpu_layer
+from benchmarks.tpu import layer_programs as tpu_layer_programs
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
 from xen_moe_jax.flax import MoEConfig, linen
+from xen_moe_jax.tuning.problem import RANK_SPEC
 
 SMALLEST = {"hidden": 3584, "experts": 64, "top_k": 8}
 """Half of DeepSeek-V3's hidden size, so that records fill their tiles as its own do; 512 tokens on 8 devices."""

@@ -1,0 +1,1 @@
+"""Programs that measure the library: `python -m benchmarks --help`."""

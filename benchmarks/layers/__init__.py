@@ -1,0 +1,1 @@
+"""Whole layers, their matmuls, and training."""

@@ -1,0 +1,214 @@
+"""Trains the demo's language model at a billion parameters on the GPUs of a host, and reports the share of their peak.
+
+    python -m benchmarks train --json benchmarks/results/train_h200x4.json
+
+Experts are split over all devices, tokens too; the other weights are replicated. Weights and AdamW are float32, the
+computation is bfloat16. A step is timed from the first of `--steps` to the end of the last, after `--warm-up` others.
+
+    FLOPs of a step = 6 * (weights a token is multiplied with) * tokens  +  6 * layers * hidden * context * tokens
+
+The first term is forward and backward of every matmul that a token takes part in (top-k experts, not all; no embedding,
+nothing computed again); the second is causal attention, half of `context` positions in the mean, twice forward and
+twice backward of that. MFU = FLOPs of a step / seconds / (devices * peak).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.lib import report, turns
+from examples.demo import text
+from examples.demo.model import LanguageModel, ModelConfig, next_byte_losses
+from xen_moe_jax.flax import MoEConfig, grouped_matmul
+
+PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
+"""Dense bfloat16, from the data sheets."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--json", type=pathlib.Path)
+    add("--layers", type=int, default=8, help="every second one is a mixture of experts")
+    add("--hidden", type=int, default=2048)
+    add("--heads", type=int, default=16)
+    add("--dense-size", type=int, default=5632)
+    add("--experts", type=int, default=32)
+    add("--width", type=int, default=1024, help="of an expert")
+    add("--top-k", type=int, default=8)
+    add("--context", type=int, default=2048)
+    add("--batch", type=int, default=8, help="sequences a device")
+    add("--steps", type=int, default=20)
+    add("--warm-up", type=int, default=4)
+    add("--capacity-factor", type=float, default=1.25)
+    add("--num-chunks", type=int, default=1)
+    add("--alignment", type=int, default=1)
+    add("--remat", default="none", help="as MoEConfig.remat")
+    add("--apply-weights-to", default="rows", help="as MoEConfig.apply_weights_to")
+    add("--grouped-matmul", default="auto", help="as MoEConfig.grouped_matmul")
+    add("--lock", help="hold this file's lock while training: others may compile meanwhile")
+    options = parser.parse_args(arguments)
+    if min(options.layers, options.batch, options.steps, options.warm_up) < 1:
+        parser.error("--layers, --batch, --steps and --warm-up must be at least 1")
+    return options
+
+
+def model_config(options: argparse.Namespace) -> ModelConfig:
+    moe = MoEConfig(
+        hidden_size=options.hidden,
+        intermediate_size=options.width,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        capacity_factor=options.capacity_factor,
+        num_chunks=options.num_chunks,
+        alignment=options.alignment,
+        remat=options.remat,
+        apply_weights_to=options.apply_weights_to,
+        grouped_matmul=options.grouped_matmul,
+    )
+    attention = "cudnn" if jax.default_backend() == "gpu" else None
+    return ModelConfig(options.layers, options.heads, options.context, options.dense_size, moe, attention)
+
+
+def multiplied_weights(config: ModelConfig) -> int:
+    """Weights that one token is multiplied with: attention, dense layers, the router and top-k experts, the head."""
+    moe, hidden = config.moe, config.moe.hidden_size
+    attention = 4 * hidden * hidden
+    dense = 3 * hidden * config.dense_size
+    experts = 3 * hidden * moe.intermediate_size * moe.top_k + hidden * moe.num_experts
+    sparse = len(config.moe_layers)
+    return config.layers * attention + (config.layers - sparse) * dense + sparse * experts + hidden * 256
+
+
+def step_flops(config: ModelConfig, tokens: int) -> int:
+    attention = 6 * config.layers * config.moe.hidden_size * config.context
+    return (6 * multiplied_weights(config) + attention) * tokens
+
+
+def in_bfloat16(state: Any) -> Any:
+    """What the forward pass reads: everything but the routers, which compute in float32."""
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf if "router" in jax.tree_util.keystr(path) else leaf.astype(jnp.bfloat16)
+
+    return jax.tree_util.tree_map_with_path(cast, state)
+
+
+def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
+    def objective(state: Any, windows: jax.Array) -> tuple[jax.Array, Any]:
+        logits, metrics = nnx.merge(graph, in_bfloat16(state))(windows[:, :-1])
+        loss = next_byte_losses(logits, windows[:, 1:]).mean()
+        dropped = sum(m.num_dropped for m in metrics)
+        return loss + sum(m.aux_loss for m in metrics), (loss, dropped)
+
+    def step(state: Any, moments: Any, windows: jax.Array) -> tuple[Any, Any, Any]:
+        gradients, seen = jax.grad(objective, has_aux=True)(state, windows)
+        updates, moments = optimizer.update(gradients, moments, state)
+        return optax.apply_updates(state, updates), moments, seen
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains and measures; returns the JSON document."""
+    config = model_config(options)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=auto)
+    batch = options.batch * jax.device_count()
+    tokens = batch * options.context
+    source = text.load(None)
+    rng = np.random.default_rng(0)
+    data = jax.NamedSharding(mesh, jax.P("ep"))
+
+    def windows() -> jax.Array:
+        return jax.device_put(text.random_windows(source.train, batch, options.context, rng), data)
+
+    with jax.set_mesh(mesh):
+        build = lambda: LanguageModel(config, rngs=nnx.Rngs(0))  # noqa: E731
+        graph = nnx.graphdef(nnx.eval_shape(build))
+        state = jax.jit(lambda: nnx.state(build()))()
+        optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+        moments = optimizer.init(state)  # eagerly: sharded as the weights are
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state))
+        began = time.perf_counter()
+        step = make_step(graph, optimizer).lower(state, moments, windows()).compile()
+        compile_seconds = time.perf_counter() - began
+        batches = [windows() for _ in range(4)]
+        losses, dropped = [], []
+
+        def go(steps: int) -> float:
+            nonlocal state, moments
+            began = time.perf_counter()
+            for number in range(steps):
+                state, moments, (loss, lost) = step(state, moments, batches[number % len(batches)])
+                losses.append(loss)
+                dropped.append(lost)
+            jax.block_until_ready((state, moments, losses[-1]))
+            return (time.perf_counter() - began) / steps
+
+        with turns.alone(options.lock):
+            go(options.warm_up)
+            seconds = go(options.steps)
+    analysis = step.memory_analysis()
+    peak = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
+    flops = step_flops(config, tokens)
+    achieved = flops / seconds / jax.device_count() / 1e12
+    if not all(math.isfinite(float(loss)) for loss in losses):
+        raise RuntimeError("a loss is not finite")
+    rows = tokens * options.top_k * len(config.moe_layers)
+    return {
+        **report.header([], None),
+        "command": shlex.join(["python", "-m", "benchmarks", "train", *sys.argv[1:]]),
+        "options": {name: str(value) if name == "json" else value for name, value in vars(options).items()},
+        "grouped_matmul": grouped_matmul.describe(jax.default_backend())["choice"]
+        if options.grouped_matmul == "auto"
+        else options.grouped_matmul,
+        "parameters": int(parameters),
+        "multiplied_weights_per_token": multiplied_weights(config),
+        "tokens_per_step": tokens,
+        "flops_per_step": flops,
+        "compile_seconds": compile_seconds,
+        "seconds_per_step": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_device": achieved,
+        "mfu": achieved / peak if peak else None,
+        "peak_tflops": peak,
+        "first_loss": float(losses[0]),
+        "last_loss": float(losses[-1]),
+        "dropped_share": float(np.sum([int(d) for d in dropped]) / (rows * len(dropped))),
+        "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+        "argument_bytes": None if analysis is None else int(analysis.argument_size_in_bytes),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    document = run(options)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    mfu = "no peak is known for this device" if document["mfu"] is None else f"MFU {document['mfu']:.1%}"
+    print(
+        f"{document['parameters'] / 1e9:.2f} B parameters, {document['seconds_per_step'] * 1e3:.1f} ms a step of "
+        f"{document['tokens_per_step']} tokens, {document['tokens_per_second']:.0f} tokens/s, "
+        f"{document['tflops_per_device']:.1f} TFLOP/s a device, {mfu}; loss {document['first_loss']:.3f} -> "
+        f"{document['last_loss']:.3f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Bytes, checks, tables and arguments that the other folders share."""

@@ -1,0 +1,1 @@
+"""The operations: dispatch, combine, exchanges."""

@@ -1,0 +1,313 @@
+// Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
+// graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
+// them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/decode_variants.cu cuda_kernels/*.c* -o dv
+//   ./dv OUT.json [all|short|low|blocks]   low: the low-latency kernels alone; blocks: on other numbers of blocks
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda_kernels/params.h"
+#include "native_benchmark.cuh"
+
+using namespace xen_moe;
+
+namespace xen_moe {
+int ReadDispatchPhases(uint64_t* to);
+int ReadCombinePhases(uint64_t* to);
+}  // namespace xen_moe
+
+constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 512;
+constexpr uint64_t kFlags = 192ull << 20, kHalf = 320ull << 20;
+
+struct Rank {
+  Control* control;
+  Mailbox* mailbox;
+  char *staging, *scratch, *x, *rows, *out;
+  float *scales, *row_scales, *weights, *row_weights;
+  int *idx, *positions, *counts, *local;
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  ErrorRecord* error;
+};
+
+__global__ void Empty(int* p) {
+  if (p) *p = 1;
+}
+
+struct Cut {
+  bool low;
+  int blocks, routing, push, parts;
+};
+
+int main(int argc, char** argv) {
+  if (argc < 2) return std::printf("usage: %s OUT.json [all|short|low|blocks]\n", argv[0]), 2;
+  const std::string wanted = argc < 3 ? "all" : argv[2];
+  const bool blocks_only = wanted == "blocks", low_only = wanted == "low" || blocks_only;
+  const bool all_cuts = wanted == "all" || wanted == "low";
+  int ranks = 0;
+  CHECK(cudaGetDeviceCount(&ranks));
+  std::vector<Rank> all(ranks);
+  std::mt19937 rng(1);
+  const int most_rows = ranks * kMostTokens * kTopK;
+  for (int i = 0; i < ranks; ++i) {
+    CHECK(cudaSetDevice(i));
+    ReachPeers(i, ranks);
+    CHECK(PreloadKernels());
+    Rank& k = all[i];
+    k.control = Device<Control>(1), k.mailbox = Device<Mailbox>(1);
+    k.staging = Device<char>(2 * kHalf), k.scratch = Device<char>(16 << 20);
+    k.x = Device<char>(size_t{2} * kMostTokens * kHidden), k.out = Device<char>(size_t{2} * kMostTokens * kHidden);
+    k.rows = Device<char>(size_t{2} * most_rows * kHidden);
+    k.scales = Device<float>(kMostTokens * 56), k.row_scales = Device<float>(size_t{56} * most_rows);
+    k.weights = Device<float>(kMostTokens * kTopK), k.row_weights = Device<float>(most_rows);
+    k.idx = Device<int>(kMostTokens * kTopK), k.positions = Device<int>(most_rows), k.counts = Device<int>(kExperts);
+    CHECK(cudaHostAlloc(&k.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
+    *k.error = ErrorRecord{};
+    std::vector<int> idx;
+    std::vector<float> weights;
+    for (int t = 0; t < kMostTokens; ++t) {
+      std::vector<int> e(kExperts);
+      for (int n = 0; n < kExperts; ++n) e[n] = n;
+      for (int n = 0; n < kTopK; ++n) {
+        std::swap(e[n], e[n + rng() % (kExperts - n)]);
+        idx.push_back(e[n]);
+        weights.push_back(static_cast<float>(rng() % 1000) / 1000.0f);
+      }
+    }
+    CHECK(cudaMemcpy(k.idx, idx.data(), idx.size() * 4, cudaMemcpyDefault));
+    CHECK(cudaMemcpy(k.weights, weights.data(), weights.size() * 4, cudaMemcpyDefault));
+    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.x), size_t{1} * kMostTokens * kHidden);
+    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.rows), size_t{1} * most_rows * kHidden);
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaStreamCreateWithFlags(&k.stream, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&k.begin));
+    CHECK(cudaEventCreate(&k.end));
+  }
+  for (int r = 0; r < ranks; ++r) {
+    Control c{};
+    MemoryTable t{};
+    for (int j = 0; j < ranks; ++j) c.mailbox[j] = all[j].mailbox, t.staging[j] = all[j].staging;
+    t.flag_bytes = kFlags, t.data_bytes = kHalf - kFlags;
+    t.scratch = all[r].scratch, t.scratch_bytes = 16 << 20;
+    c.current = c.memory[0] = t;
+    c.error = all[r].error;
+    CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
+  }
+  std::FILE* out = std::fopen(argv[1], "w");
+  if (!out) return std::perror(argv[1]), 1;
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0));
+  std::fprintf(out, "{\"device\": \"%s\", \"gpus\": %d, \"hidden\": %d, \"experts\": %d, \"top_k\": %d, \"entries\": [",
+               properties.name, ranks, kHidden, kExperts, kTopK);
+  bool comma = false;
+
+  // Microseconds of one launch on the slowest GPU: graphs of `inner` launches, median and best of the repeats.
+  auto run = [&](const char* what, int tokens, const Cut& cut, auto launch) {
+    const int inner = 200;
+    std::vector<cudaGraphExec_t> graphs(ranks);
+    for (int r = 0; r < ranks; ++r) {
+      CHECK(cudaSetDevice(r));
+      cudaGraph_t graph;
+      CHECK(cudaStreamBeginCapture(all[r].stream, cudaStreamCaptureModeThreadLocal));
+      for (int i = 0; i < inner; ++i) CHECK(launch(r));
+      CHECK(cudaStreamEndCapture(all[r].stream, &graph));
+      CHECK(cudaGraphInstantiate(&graphs[r], graph, 0));
+      CHECK(cudaGraphUpload(graphs[r], all[r].stream));
+      CHECK(cudaGraphDestroy(graph));
+      CHECK(cudaStreamSynchronize(all[r].stream));
+    }
+    std::vector<float> times;
+    for (int repeat = 0; repeat < 6; ++repeat) {
+      for (int r = 0; r < ranks; ++r) {
+        CHECK(cudaSetDevice(r));
+        CHECK(cudaEventRecord(all[r].begin, all[r].stream));
+        CHECK(cudaGraphLaunch(graphs[r], all[r].stream));
+        CHECK(cudaEventRecord(all[r].end, all[r].stream));
+      }
+      float slowest = 0;
+      for (int r = 0; r < ranks; ++r) {
+        CHECK(cudaSetDevice(r));
+        CHECK(cudaStreamSynchronize(all[r].stream));
+        float ms;
+        CHECK(cudaEventElapsedTime(&ms, all[r].begin, all[r].end));
+        slowest = std::max(slowest, ms * 1e3f / inner);
+        if (all[r].error->failure) {
+          std::printf("%s: rank %d gave up: %llx\n", what, r, (unsigned long long)all[r].error->failure);
+          std::exit(1);
+        }
+      }
+      if (repeat > 0) times.push_back(slowest);
+    }
+    std::sort(times.begin(), times.end());
+    for (int r = 0; r < ranks; ++r) CHECK(cudaGraphExecDestroy(graphs[r]));
+    std::printf("%-14s %s T %4d blocks %3d routing %2d push %3d parts %2d: median %7.2f best %7.2f us\n", what,
+                cut.low ? "low" : "old", tokens, cut.blocks, cut.routing, cut.push, cut.parts, times[times.size() / 2],
+                times[0]);
+    std::fflush(stdout);
+    std::fprintf(out,
+                 "%s\n {\"what\": \"%s\", \"low_latency\": %s, \"tokens\": %d, \"blocks\": %d, \"routing_blocks\": %d, "
+                 "\"push_blocks\": %d, \"parts\": %d, \"us\": %.3f, \"best_us\": %.3f}",
+                 comma ? "," : "", what, cut.low ? "true" : "false", tokens, cut.blocks, cut.routing, cut.push,
+                 cut.parts, times[times.size() / 2], times[0]);
+    comma = true;
+    std::fflush(out);
+  };
+  auto routing = [&](int r, int tokens) {
+    Routing q{};
+    q.ranks = ranks, q.rank = r, q.tokens = tokens, q.top_k = q.slots = kTopK, q.experts = kExperts;
+    q.local_experts = kExperts / ranks, q.hidden = kHidden, q.capacity = ranks * tokens * kTopK, q.alignment = 1;
+    q.ranks_per_node = ranks, q.layout = Layout::kGrouped;
+    return q;
+  };
+  auto schedule = [&](int tokens, const Cut& cut) {
+    Schedule s{};
+    s.blocks = cut.blocks, s.push_blocks = cut.push, s.parts = cut.parts, s.low_latency = cut.low;
+    s.part_elements = (kHidden / cut.parts + 255) / 256 * 256;
+    // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+    s.layout_blocks = cut.routing, s.segment_tokens = tokens;
+    if (cut.low) return s;
+    s.solo_layout = ranks * tokens * kTopK <= 2048;
+    if (s.solo_layout) {
+      s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
+      s.segment_tokens = (tokens * ranks + 15) / 16;
+    } else {
+      const int counting = (cut.blocks - cut.push) * 16;
+      s.segment_tokens = std::max(32 / kTopK, (ranks * tokens + counting - 1) / counting);
+      const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
+      s.layout_blocks = std::max(1, std::min(cut.blocks - cut.push, (segments + 15) / 16));
+    }
+    return s;
+  };
+  auto call = [&](int r) {
+    Call c{};
+    c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
+    return c;
+  };
+  auto dispatch = [&](int r, int tokens, bool fp8, const Cut& cut) {
+    Rank& k = all[r];
+    DispatchParams p{};
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, cut);
+    p.element = fp8 ? Element::kByte : Element::kBf16, p.wire = WireType::kNative;
+    p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
+    p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions, p.recv_counts = k.counts;
+    p.weights = k.row_weights;
+    p.staging = cut.low ? PlanLines(p.routing, Operation::kDispatch, p.element, fp8)
+                        : PlanStaging(p.routing, p.schedule, p.element, p.wire, fp8);
+    Describe(&p, fp8, 0, 0);
+    return LaunchDispatch(p, k.stream);
+  };
+  auto combine = [&](int r, int tokens, const Cut& cut) {
+    Rank& k = all[r];
+    CombineParams p{};
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, cut);
+    p.element = Element::kBf16, p.wire = WireType::kNative;
+    p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.out;
+    p.staging = cut.low ? PlanLines(p.routing, Operation::kCombine, p.element, false)
+                        : PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
+    Describe(&p, true, 0, 0);
+    return LaunchCombine(p, k.stream);
+  };
+  auto old_parts = [&](int items, int most) {  // as schedule.py
+    int parts = 1;
+    while (parts * 2 <= 14 && items * parts * 2 <= most) parts *= 2;
+    return parts;
+  };
+
+#ifdef XEN_MOE_PHASES
+  const double ghz = 1.98;
+  static uint64_t stamps[kMaxBlocks][16];
+  auto phases = [&](const char* what, int tokens, const Cut& cut, auto launch, auto read) {
+    double sums[3][8] = {}, starts[3] = {}, ends[3] = {};
+    int counts[3] = {};
+    for (int repeat = 0; repeat < 60; ++repeat) {
+      for (int r = 0; r < ranks; ++r) {
+        CHECK(cudaSetDevice(r));
+        for (int i = 0; i < 4; ++i) CHECK(launch(r));
+      }
+      for (int r = 0; r < ranks; ++r) {
+        CHECK(cudaSetDevice(r));
+        CHECK(cudaStreamSynchronize(all[r].stream));
+      }
+      CHECK(cudaSetDevice(0));
+      CHECK(read(&stamps[0][0]));
+      if (repeat < 10) continue;
+      uint64_t first = ~0ull;
+      for (int b = 0; b < cut.blocks; ++b) first = std::min(first, stamps[b][8]);
+      for (int b = 0; b < cut.blocks; ++b) {
+        const int role = b < cut.routing ? 0 : b < cut.routing + cut.push ? 1 : 2;
+        ++counts[role];
+        starts[role] += static_cast<double>(stamps[b][8] - first);
+        ends[role] += static_cast<double>(stamps[b][14] - first);
+        for (int i = 0; i < 7; ++i) {
+          sums[role][i] += stamps[b][i] > stamps[b][0] ? static_cast<double>(stamps[b][i] - stamps[b][0]) / ghz : 0;
+        }
+      }
+    }
+    const char* const roles[] = {"routing", "push", "receive"};
+    for (int role = 0; role < 3; ++role) {
+      if (!counts[role]) continue;
+      std::printf(
+          "%-14s T %4d %-8s starts at %5.0f ns; then begun %5.0f sent %5.0f counts %5.0f starts %5.0f done %5.0f "
+          "ended %5.0f; ends at %5.0f\n",
+          what, tokens, roles[role], starts[role] / counts[role], sums[role][1] / counts[role],
+          sums[role][2] / counts[role], sums[role][3] / counts[role], sums[role][4] / counts[role],
+          sums[role][5] / counts[role], sums[role][6] / counts[role], ends[role] / counts[role]);
+    }
+  };
+  for (int tokens : {1, 32, 128}) {
+    const Cut cut{true, 96, 4, 16, 1}, without{true, 96, 0, 48, 1};
+    phases("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); }, ReadDispatchPhases);
+    phases("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); }, ReadDispatchPhases);
+    Cut cut_combine = without;
+    cut_combine.routing = 1;
+    phases("combine", tokens, without, [&](int r) { return combine(r, tokens, cut_combine); }, ReadCombinePhases);
+  }
+#else
+  {
+    const Cut none{false, 1, 0, 0, 1};
+    run("empty kernel", 0, none, [&](int r) {
+      Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
+      return cudaGetLastError();
+    });
+  }
+  const std::vector<int> others = blocks_only ? std::vector<int>{48, 64, 80, 112, 120, 132} : std::vector<int>{};
+  for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
+    std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
+    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
+      for (Cut c : {Cut{true, 96, 4, 24, 1}, Cut{true, 96, 4, 32, 1}, Cut{true, 132, 4, 32, 1}}) {
+        cuts.push_back(c);
+      }
+    }
+    if (all_cuts && tokens <= 32) {
+      for (Cut c : {Cut{true, 24, 2, 6, 1}, Cut{true, 48, 2, 12, 1}, Cut{true, 72, 4, 12, 1}}) cuts.push_back(c);
+    }
+    if (low_only) cuts.erase(cuts.begin());
+    for (int blocks : others) cuts.push_back({true, blocks, 4, blocks / 6, 1});
+    for (const Cut& cut : cuts) {
+      run("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); });
+      run("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); });
+    }
+    cuts = {{false, 64, 1, 32, old_parts((ranks - 1) * tokens, 4 * 32 * 16)}, {true, 96, 1, 48, 1}};
+    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
+      for (Cut c : {Cut{true, 96, 1, 40, 1}, Cut{true, 96, 1, 56, 1}, Cut{true, 132, 1, 64, 1}}) {
+        cuts.push_back(c);
+      }
+    }
+    if (all_cuts && tokens <= 32) {
+      for (Cut c : {Cut{true, 24, 1, 12, 1}, Cut{true, 48, 1, 24, 1}, Cut{true, 72, 1, 36, 1}}) cuts.push_back(c);
+    }
+    if (low_only) cuts.erase(cuts.begin());
+    for (int blocks : others) cuts.push_back({true, blocks, 1, blocks / 2, 1});
+    for (const Cut& cut : cuts) run("combine", tokens, cut, [&](int r) { return combine(r, tokens, cut); });
+  }
+#endif
+  std::fprintf(out, "\n]}\n");
+  std::fclose(out);
+}

@@ -1,0 +1,183 @@
+"""What each mode measures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+
+import xen_moe_jax as xm
+from benchmarks.lib import accounting, report, verify
+from benchmarks.lib import options as command_options
+from benchmarks.lib import programs as loops
+from benchmarks.ops import overlap
+from benchmarks.peers import registry as peers
+from xen_moe_jax import _profiles
+from xen_moe_jax.tuning import programs, timing
+from xen_moe_jax.tuning import search as tuning
+from xen_moe_jax.tuning.problem import Problem, make_problem
+from xen_moe_jax.tuning.workload import Workload
+
+
+def measure_programs(
+    problem: Problem, chosen: list[programs.Program], options: argparse.Namespace, checks: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Checks, compiles and times `chosen`; one result row each."""
+    work = problem.work
+    inner = command_options.inner_calls(options, problem.platform, work.tokens)
+    timed, errors = [], []
+    report.progress(f"compiling {len(chosen)} programs")
+    starts = timing.compile_all(chosen, problem, inner, options.unroll, with_memory=True)
+    for program, start in zip(chosen, starts, strict=True):
+        report.progress(f"preparing {program.name}: {program.operation}")
+        error = {}
+        if program.round_trip is not None:
+            error = {"max error": verify.check_round_trip(program, problem)}
+        elif program.name.startswith("xen_moe_jax"):
+            error = checks
+        errors.append(error)
+        timed.append(start())
+    report.progress(f"timing {len(timed)} programs, {options.repeats} repeats")
+    timing.measure(timed, options.repeats, progress=report.progress)
+    rows = accounting.off_rank_rows(work, problem.topk_idx)
+    results = []
+    for entry, error in zip(timed, errors, strict=True):
+        verify.check_timed_result(entry, problem)
+        row = report.result_row(entry, work, rows, error)
+        wire = work.return_wire if entry.program.operation == "combine" else work.dispatch_wire
+        results.append(row | {"tokens": work.tokens, "wire_row_bytes": accounting.wire_row_bytes(work.hidden, wire)})
+    return results
+
+
+def own_checks(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Drops (none allowed without a capacity factor) and, for a kernel backend, the bitwise comparison."""
+    work = problem.work
+    dropped = verify.num_dropped(problem, config)
+    if dropped and work.capacity_factor is None:
+        raise verify.WrongResultError(f"{dropped} rows were dropped at a capacity that holds every row")
+    checks: dict[str, Any] = {"dropped": dropped}
+    is_reference = config.backend == "reference" or (config.backend is None and problem.platform == "cpu")
+    if not is_reference and not options.no_compare:
+        counts = verify.differing_bits(problem, config)
+        checks["bits differing"] = sum(counts.values())
+    return checks
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """Measures what `options` ask for; returns the JSON document."""
+    ceiling = command_options.link_ceiling(options)
+    work = command_options.workload(options, jax.device_count())
+    problem = make_problem(work)
+    config = command_options.kernel_config(options)
+    head = report.header(arguments, work) | {
+        "mode": options.mode,
+        "capacities": dataclasses.asdict(problem.caps),
+        "symmetric_bytes_per_rank": symmetric_bytes(work, config),
+    }
+    if options.tune:
+        return head | tune(problem, config, options)
+    checks = own_checks(problem, config, options)
+    operations = command_options.operations(options)
+    if options.mode == "overlap":
+        return head | {"overlap": overlap.run(problem, config, options), "results": []}
+    if options.mode == "sweep-sms":
+        results = sweep(problem, config, operations, options, checks)
+    else:
+        chosen = programs.own_programs(work, problem.caps, config, operations)
+        names = command_options.peer_names(options)
+        theirs = command_options.operations(options, "peer_operations")
+        chosen += peers.peer_programs(work, problem.caps, problem.platform, names, theirs)
+        if options.mode == "low-latency":
+            by_barriers = options.unroll > 1 and problem.platform == "gpu"
+            chosen.append(loops.empty_chain() if by_barriers else loops.empty_loop())
+        results = measure_programs(problem, chosen, options, checks)
+        if options.mode == "low-latency":
+            report.subtract_loop(results)
+        report.add_ratios(results)
+    report.add_link_ceiling(results, ceiling)
+    return head | {
+        "off_rank_rows": dataclasses.asdict(accounting.off_rank_rows(work, problem.topk_idx)),
+        "results": results,
+    }
+
+
+def symmetric_bytes(work: Workload, config: xm.KernelConfig) -> dict[str, int]:
+    """What the library's operations of this workload need per rank, and the bound that it promises to stay under."""
+    row = max(accounting.wire_row_bytes(work.hidden, wire) for wire in (work.dispatch_wire, work.return_wire))
+    need = [
+        xm.buffer_size_hint(
+            num_tokens=work.tokens,
+            hidden=work.hidden,
+            num_ranks=work.ranks,
+            top_k=work.top_k,
+            num_experts=work.experts,
+            dtype=dtype,
+            wire=wire,
+            backend=config.backend,
+        )
+        for dtype, wire in ((work.dtype, work.wire), (work.compute_dtype, work.combine_wire))
+    ]
+    return {"hint": max(need), "bound": 2 * work.ranks * work.tokens * row + (64 << 20)}
+
+
+def sweep(
+    problem: Problem,
+    config: xm.KernelConfig,
+    operations: tuple[str, ...],
+    options: argparse.Namespace,
+    checks: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Every operation at every number of thread blocks, repeats interleaved over all of them."""
+    chosen, sms = [], []
+    for count in options.num_sms or command_options.DEFAULT_SMS:
+        configured = dataclasses.replace(config, num_sms=count)
+        for program in programs.own_programs(problem.work, problem.caps, configured, operations):
+            chosen.append(program)
+            sms.append(count)
+    results = measure_programs(problem, chosen, options, checks)
+    for row, count in zip(results, sms, strict=True):
+        row["num_sms"] = count
+        row["name"] += f" num_sms={count}"
+    return results
+
+
+def tune(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures candidate configs; the best of each operation first. `--tuned FILE` keeps them."""
+    inner = command_options.inner_calls(options, problem.platform, problem.work.tokens)
+    operations = tuple(name for name in command_options.operations(options) if name in tuning.OPERATIONS)
+    if options.tuned and pathlib.Path(options.tuned).exists():
+        _profiles.read(options.tuned)  # a foreign file is an error before hours of work, not after
+    tuned = tuning.autotune(
+        problem, base=config, operations=operations, inner=inner, repeats=options.repeats, progress=report.progress
+    )
+    if options.tuned:
+        tuning.save(options.tuned, problem.work, tuned)
+
+    def row(m: tuning.Measured) -> dict[str, Any]:
+        fields = {name: getattr(m.config, name) for name in tuning.TUNED_FIELDS}
+        return {"config": fields, "us_median": m.us_median, "us_min": m.us_min, "us_max": m.us_max}
+
+    return {"tuned": {name: [row(m) for m in entry.measured] for name, entry in tuned.items()}, "results": []}
+
+
+def describe_results(document: dict[str, Any]) -> str:
+    parts = [report.describe(document), ""]
+    if "tuned" in document:
+        for operation, rows in document["tuned"].items():
+            lines = [
+                [
+                    ", ".join(f"{name}={value}" for name, value in row["config"].items()),
+                    f"{row['us_median']:.1f}",
+                    f"{row['us_min']:.1f}..{row['us_max']:.1f}",
+                ]
+                for row in rows
+            ]
+            parts += [report.format_table([f"{operation}: best first", "us", "min..max"], lines), ""]
+        return "\n".join(parts)
+    if "overlap" in document:
+        return "\n".join([*parts, overlap.table(document["overlap"]), ""])
+    parts += [report.results_table(document["results"]), "", report.FOOTNOTE]
+    return "\n".join(parts)

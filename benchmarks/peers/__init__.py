@@ -1,0 +1,1 @@
+"""The same round trip by JAX's own collectives."""

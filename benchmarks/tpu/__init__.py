@@ -1,0 +1,1 @@
+"""Compiled TPU programs, read without a TPU."""

@@ -1,0 +1,447 @@
+"""Issue cycles of compiled TPU kernels, counted from libtpu's final VLIW bundles (`tpu_dump`).
+
+A bundle takes a cycle at least: the sum over loops of (bundles of the body x trips) is a floor of what the core needs,
+stalls not included. Trips follow from the shapes and a routing. Both branches of a condition are counted, so that the
+sum is a little over the floor; what a condition does once in a kernel, to meet other ranks, is counted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.tpu.dump import Loop, request_dump, take_dump
+
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+NO_ESTIMATE = 2**62
+FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
+"""What a DMA is called, within the chip and to another one, and what waits for it."""
+
+
+# -- trips ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid. Without an operation:
+    what no other part names.
+
+    Attributes:
+      trips: of all steps together.
+      copies: where the loop shows in pieces, cut by conditions inside it, or the program has it several times: how
+        often. All of its pieces are counted then, also the branches that are not taken.
+      at_most: and at most so often. depth: of the loop; the grid is 1, None is any.
+    """
+
+    name: str
+    operation: str
+    trips: float
+    at_least: int = 1
+    copies: int = 0
+    at_most: int | None = None
+    depth: int | None = None
+
+    def names(self, loop: Loop) -> bool:
+        if self.depth not in (None, loop.depth):
+            return False
+        count = loop.operations[self.operation] if self.operation else 0
+        return not self.operation or (count >= self.at_least and count <= (self.at_most or count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one kernel does on the busiest rank: steps of its grid, and loops inside them."""
+
+    steps: float
+    parts: tuple[Part, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Bundles of one kernel: of each step outside its loops, of each turn of each loop, and of all together, on one of
+    the cores that share them; `issue` of them in loops that start DMAs.
+    """
+
+    step: int
+    turn: dict[str, int]
+    total: float
+    cores: int = 1
+    issue: float = 0.0
+
+
+def count(kernel: Loop, work: Work) -> Count:
+    """Bundles of a kernel; what `work` does not name is counted once a step.
+
+    Raises:
+      ValueError: the kernel has no such loop: it is not the kernel that `work` was written for.
+    """
+    found = list(kernel.all_inner())
+    grid = min((loop.depth for loop in found), default=0)
+    step = sum(loop.bundles for loop in found if loop.depth == grid)  # it shows in pieces, cut by the loops inside
+    inner = [loop for loop in found if loop.depth > grid]
+    turn, total, issue = {}, kernel.bundles + work.steps * step, 0.0
+    for part in work.parts:
+        named = [other for other in work.parts if other.operation] if not part.operation else []
+        chosen = [loop for loop in inner if part.names(loop) and not any(p.names(loop) for p in named)]
+        if not chosen and part.operation == FETCH:  # XLA put what is fetched into VMEM: rows come by loads and stores
+            moved = [loop for loop in inner if loop.operations["vld"] and loop.operations["vst"]]
+            chosen = [loop for loop in moved if loop.operations["vld"] == loop.operations["vst"]]
+        if not chosen:
+            raise ValueError(f"no loop with {part.operation} for {part.name}: {[dict(x.operations) for x in inner]}")
+        bundles = [loop.bundles for loop in chosen]
+        turn[part.name] = -(-sum(bundles) // part.copies) if part.copies else max(bundles)
+        total += part.trips * turn[part.name]
+        issue += part.trips * turn[part.name] if part.operation in (FETCH, STORE, SEND) else 0.0
+    return Count(step, turn, total / kernel.cores, kernel.cores, issue / kernel.cores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visited:
+    """Attributes:
+    blocks: of pairs, ordered together. groups: of pairs that exist, of these blocks.
+    turns: rows of the pair of each group that has most, together.
+    tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
+    waits: for rows that were fetched, and for records that left.
+    """
+
+    blocks: int
+    groups: int
+    turns: int
+    tiles: int
+    singles: int
+    odd: int
+    waits: int
+
+
+def waits(rows: Any, most: int) -> Any:
+    """Turns of the loops that wait for so many DMAs, at most `most` at a time."""
+    from xen_moe_jax.pallas_kernels import send
+
+    turns, left = 0, rows
+    for size in (n for n in send.WAIT_BATCHES if n <= most):
+        turns, left = turns + left // size, left % size
+    return turns
+
+
+def visited_pairs(depths: Any, group: int) -> Visited:
+    """What `order_pairs` and `reduce_slots` make of pairs with so many rows each, 0 for none. `depths [P]`."""
+    import numpy as np
+
+    from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots, send
+
+    block = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128)
+    blocks = -np.sort(-np.pad(depths, (0, -len(depths) % block)).reshape(-1, block), axis=1)
+    groups = blocks.reshape(-1, group)
+    leave = (groups > 0).sum(1)
+    here = (groups[:, :, None] > np.arange(groups.max(initial=0))).sum(1)  # [group, slot]: pairs with such a row
+    tile = reduce_slots.TILE
+    return Visited(
+        len(blocks),
+        int(np.maximum(-(-(blocks > 0).sum(1) // group), 1).sum()),
+        int(groups[:, 0].sum()),
+        int((here // tile).sum()),
+        int((here % tile).sum()),
+        int(((blocks > 0).sum(1) % send.SEND_BATCH).sum()),
+        int((waits(groups.sum(1), tile) + waits(leave, group)).sum()),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What a random routing makes of one rank.
+
+    Attributes:
+      tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
+      pairs: what a combine visits. experts: rows of each local expert. sources: records from each rank.
+    """
+
+    tokens: int
+    top_k: int
+    ranks: int
+    sent: int
+    placed: int
+    pairs: Visited
+    experts: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    def visited(self, block: int, padded: bool) -> int:
+        """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
+        return sum(-(-n // block) for n in (self.experts if padded else [self.placed])) * block
+
+    def visited_waits(self, block: int, padded: bool) -> int:
+        """Turns of waiting for the records of these blocks."""
+        live = self.experts if padded else [self.placed]
+        return sum(n // block * waits(block, block) + waits(n % block, block) for n in live)
+
+
+def mean_waits(rows: int, blocks: float, most: int) -> float:
+    """Turns of waiting for so many rows in so many blocks, each of which has another number, by some tens."""
+    import numpy as np
+
+    return float(waits(max(int(rows / blocks) - 32, 0) + np.arange(64), most).mean() * blocks)
+
+
+def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
+    """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
+    from xen_moe_jax.pallas_kernels import index_rows, order_pairs
+
+    pairs = routing.pairs
+    destinations = min(routing.ranks, routing.top_k)
+    push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
+    pack = blocks.get("pack_tokens", push)
+    placing = routing.visited(place, padded)
+    records = index_rows.records_at_once(routing.tokens)
+    tables = sum(-(-n // records) for n in routing.sources)
+    return {
+        "xen_moe_push": Work(
+            routing.tokens / push,
+            (
+                Part("send", SEND, routing.tokens),
+                Part("wait", WAIT, mean_waits(routing.sent, routing.tokens / push, push), depth=2),
+                *_groups("encode", push, tile, routing.tokens),
+            ),
+        ),
+        "xen_moe_pack": Work(
+            routing.tokens / push,
+            (Part("store", STORE, routing.tokens),) + _groups("encode", push, tile, routing.tokens),
+        ),
+        "xen_moe_pack_tokens": Work(routing.tokens / pack, _groups("encode", pack, tile, routing.tokens)),
+        # its loops over sources, and those that fill windows, which turn a little more often
+        "xen_moe_index_tokens": Work(routing.ranks, (Part("slots", "sst", routing.placed / 8, 16, depth=3),)),
+        "xen_moe_place": Work(
+            placing / place,
+            (
+                Part("fetch", FETCH, placing / 4, copies=2),
+                Part("wait", WAIT, routing.visited_waits(place, padded), depth=2),
+                *_groups("decode", place, tile, placing),
+            ),
+        ),
+        "xen_moe_index_rows": Work(
+            routing.ranks,
+            (
+                Part("table", "", tables, copies=1, depth=2),
+                Part("column", "", tables * routing.top_k, copies=1, depth=3),
+                Part("slots", "sst", routing.placed / 8, 8, depth=4),
+            ),
+        ),
+        "xen_moe_scatter": Work(
+            routing.ranks * routing.tokens / order_pairs.BLOCK, (Part("slots", "sst", routing.placed / 8, 4, depth=3),)
+        ),
+        "xen_moe_order_pairs": Work(pairs.blocks),
+        "xen_moe_order_tokens": Work(pairs.blocks),
+        "xen_moe_reduce_slots": Work(
+            pairs.blocks,
+            (
+                Part("group", "", pairs.groups, copies=1, depth=2),
+                Part("turn", "", pairs.turns, copies=1, depth=3),
+                Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
+                Part("fetch one", FETCH, pairs.singles, at_most=2, copies=2),
+                Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
+                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
+                Part("send one", SEND, pairs.odd, at_most=1),
+                Part("wait", WAIT, pairs.waits, depth=3),
+            ),
+        ),
+        "xen_moe_reduce_ranks": Work(
+            routing.tokens / ranks,
+            (
+                Part("fetch", FETCH, routing.tokens * destinations / 4, copies=2),
+                Part("wait", WAIT, mean_waits(routing.sent, routing.tokens / ranks, destinations * ranks), depth=2),
+                Part("add", "vld", routing.tokens * destinations / min(tile, ranks), 16),
+            ),
+        ),
+    }
+
+
+def _groups(name: str, block: int, tile: int, rows: int) -> tuple[Part, ...]:
+    """The loop over groups of rows of a block; a block of one group has none, and is counted with the step."""
+    return (Part(name, "vld", rows / tile, 16),) if block > tile else ()
+
+
+# -- XLA --------------------------------------------------------------------------------------------------------------
+
+
+def xla_cycles(text: str) -> int:
+    """XLA's own estimate of the cycles of its operations in a compiled program.
+
+    Scalar gathers, sorts, grouped matmuls and collectives have none; a scatter that it gives to the SparseCore has the
+    largest int64 instead of one.
+    """
+    return sum(n for n in map(int, CYCLES.findall(text)) if n < NO_ESTIMATE)
+
+
+def scalar_operations(text: str) -> dict[str, int]:
+    """Gathers, scatters and sorts that XLA left in a program: most elements of one, by kind."""
+    found: dict[str, int] = {}
+    for shape, kind in re.findall(r"= \(?\w+\[([\d,]*)\][^=]*? (gather|scatter|sort)\(", text):
+        elements = 1
+        for n in filter(None, shape.split(",")):
+            elements *= int(n)
+        found[kind] = max(found.get(kind, 0), elements)
+    return found
+
+
+# -- a program ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled operation. `blocks`: rows or tokens of a step of each kernel, as the policy chose them.
+    `every_kernel`: also those that share a name.
+    """
+
+    text: str
+    kernels: dict[str, Loop]
+    blocks: dict[str, int]
+    compiled: Any = None
+    every_kernel: tuple[tuple[str, Loop], ...] = ()
+
+
+def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
+    """Compiles, and takes the dump out of `folder`."""
+    from xen_moe_jax.backends.pallas import hardware
+
+    blocks = {}
+    launch = hardware.launch
+
+    def recorded(kernel: str, *args: Any, **kwargs: Any) -> Any:
+        chosen = launch(kernel, *args, **kwargs)
+        blocks[kernel] = chosen.block
+        return chosen
+
+    hardware.launch = recorded  # type: ignore[assignment]
+    try:
+        compiled = compile_program()
+    finally:
+        hardware.launch = launch
+    kernels = take_dump(folder)
+    return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels))
+
+
+def pair_group(program: Program) -> int:
+    """Pairs that a combine reduces together."""
+    from xen_moe_jax.pallas_kernels import reduce_slots
+
+    return reduce_slots.pairs_at_once(program.blocks.get("reduce_slots", 1))
+
+
+def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
+    """Bundles of every kernel of a program that `works` knows."""
+    known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, padded)
+    return {name: count(loop, known[name]) for name, loop in program.kernels.items() if name in known}
+
+
+def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
+    """Uniform routing with distinct experts: what the busiest rank of it does."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    idx = np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
+    owner = idx // -(-experts // ranks)
+    rows = np.stack([(owner == r).sum(2) for r in range(ranks)])  # [destination, source, token]
+    busiest = int(rows.sum((1, 2)).argmax())
+    return Routing(
+        tokens,
+        top_k,
+        ranks,
+        int((rows[busiest] > 0).sum()),
+        int(rows[busiest].sum()),
+        visited_pairs(rows[busiest].reshape(-1), pair_group),
+        tuple(np.bincount(idx[owner == busiest], minlength=experts)[np.unique(idx[owner == busiest])].tolist()),
+        tuple((rows[busiest] > 0).sum(1).tolist()),
+    )
+
+
+def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
+    """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    local = -(-experts // ranks)
+    depths = rng.hypergeometric(local, experts - local, top_k, (ranks, tokens))
+    placed = int(depths.sum())
+    return Routing(
+        tokens,
+        top_k,
+        ranks,
+        int((depths > 0).sum()),
+        placed,
+        visited_pairs(depths.reshape(-1), pair_group),
+        tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
+        tuple((depths > 0).sum(1).tolist()),
+    )
+
+
+def moves(routing: Routing) -> Any:
+    """`tpu_programs.Counts` of a rank."""
+    from benchmarks.tpu import programs as tpu_programs
+
+    others = routing.ranks - 1
+    off, duplicated = (n * others // routing.ranks for n in (routing.sent, routing.placed))
+    return tpu_programs.Counts(off, duplicated, routing.sent, routing.placed)
+
+
+def main() -> int:
+    """`python -m benchmarks.tpu.bundles`: where the cycles of a dispatch and a combine go."""
+    import argparse
+    import json
+    import tempfile
+
+    from benchmarks.tpu import programs as tpu_programs
+    from benchmarks.tpu import topologies as tpu_topologies
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generation", choices=list(tpu_topologies.TOPOLOGIES), default="v5p")
+    parser.add_argument("--case", choices=[case.name for case in tpu_programs.CASES], default="throughput")
+    parser.add_argument("--operations", nargs="+", choices=["dispatch", "combine"], default=["dispatch", "combine"])
+    parser.add_argument("--json", help="write the counts here")
+    options = parser.parse_args()
+
+    folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
+    tpu_topologies.prepare_environment()
+    request_dump(folder)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    sizes = {"hidden": 7168, "experts": 256, "top_k": 8}
+    topology = tpu_topologies.TOPOLOGIES[options.generation]
+    case = next(case for case in tpu_programs.CASES if case.name == options.case)
+    document: dict[str, Any] = {"generation": options.generation, "case": case.name, "operations": {}}
+    print(f"{options.generation}, 8 devices, {case.name}: {case.tokens} tokens a device. Estimates: no TPU ran this.")
+    total = 0.0
+    for operation in options.operations:
+        compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
+        program = compile_counted(compile_one, folder)
+        routing = uniform_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), 0)
+        found = counts(program, routing, case.layout == "padded")
+        cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
+        wire = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"])["ici_bytes"]
+        everybody = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
+        wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
+        print(f"\n{operation}: wire {wire_us:.0f} us")
+        for name, n in cycles.items():
+            print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")
+            shared = " on each of two cores" if name in found and found[name].cores > 1 else ""
+            print(f"  {found[name].step} a step, {found[name].turn}{shared}" if name in found else "")
+        total += sum(cycles.values())
+        document["operations"][operation] = {
+            "wire_us": wire_us,
+            "cycles": cycles,
+            "step": {name: c.step for name, c in found.items()},
+            "turn": {name: c.turn for name, c in found.items()},
+            "cores": {name: c.cores for name, c in found.items()},
+            "scalar_operations": scalar_operations(program.text),
+            "collective_bytes": tpu_programs.collectives(program.text),
+        }
+    print(f"\nall: {total:.0f} cycles, {total / topology.clock_hz * 1e6:.0f} us at {topology.clock_hz / 1e9:.2f} GHz")
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,255 @@
+"""`python -m benchmarks.tpu.layer`: a whole MoE layer with its gradients, compiled for TPUs without one.
+
+Dispatch, grouped matmuls, combine, and the gradients of all of it, beside the same layer on
+`jax.lax.ragged_all_to_all` (`tpu_layer_programs`). What is counted is in `NOTICE`; nothing is measured. A compilation
+takes minutes: `--json` is written after each, and a program that the file already has is not compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import functools
+import importlib.metadata
+import json
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
+
+NOTICE = """\
+Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
+which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
+device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
+bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. XLA: its own estimate of its operations; the
+grouped matmuls (the same in both), scalar gathers, sorts and collectives have none and are not in it."""
+TARGETS = {"v5p:2x2x4": "v5p", "v5e:4x4": "v5e", "v4:2x2x4": "v4", "v5p:4x4x4": "v5p", "v5e:8x8": "v5e"}
+"""Topologies and their generations: 16 devices of three, 64 of two."""
+SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
+TOKENS, WIDTH = 4096, 2048
+"""DeepSeek-V3's layer, with the tokens of a device that the other figures have."""
+MATMULS = ("ragged_dot", "tokamax")
+IDENTITY = ("topology", "program", "matmul")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compiles what is missing, prints the table, writes JSON where asked."""
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topologies", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--matmuls", nargs="+", choices=MATMULS, default=list(MATMULS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the figures here, and keep those that are there")
+    parser.add_argument("--again", action="store_true", help="compile what the file has, too: the kernels have changed")
+    options = parser.parse_args(arguments)
+
+    folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
+    tpu_topologies.prepare_environment()
+    tpu_bundles.request_dump(folder)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from benchmarks.tpu.layer_programs import OWN, PEER
+    from xen_moe_jax.flax import grouped_matmul
+
+    document = earlier(options.json) or {"results": [], "left_out": []}
+    document |= {
+        "command": "python -m benchmarks.tpu.layer " + shlex.join(sys.argv[1:]),
+        "notice": NOTICE,
+        "versions": report.versions(),
+        "sizes": SIZES | {"tokens": TOKENS, "width": WIDTH},
+    }
+    for matmul in options.matmuls:
+        if matmul == "tokamax" and not grouped_matmul.installed():
+            leave_out(document, "tokamax", "not installed where this was compiled")
+            continue
+        for topology in options.topologies:
+            for program in (OWN, PEER):
+                if known(document, topology, program, matmul) and not options.again:
+                    continue
+                report.progress(f"{topology} {program} {matmul}")
+                try:
+                    put(document, one_row(topology, program, matmul, options.seed, folder))
+                except Exception as error:  # what XLA or a kernel cannot compile is a result
+                    leave_out(document, f"{topology} {program} {matmul}", f"{type(error).__name__}: {error}"[:300])
+                document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                if options.json:
+                    report.write_json(options.json, document)
+    print("\n".join([*table(document), "", NOTICE, *left_out(document)]))
+    return 0
+
+
+def earlier(path: str | None) -> dict[str, Any] | None:
+    """The document of a run before, if it is of these sizes."""
+    if path is None or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text():
+        return None
+    found = json.loads(pathlib.Path(path).read_text())
+    same = found["sizes"] == SIZES | {"tokens": TOKENS, "width": WIDTH} and found["versions"] == report.versions()
+    return found if same else None
+
+
+def known(document: dict[str, Any], topology: str, program: str, matmul: str) -> bool:
+    return any((r["topology"], r["program"], r["matmul"]) == (topology, program, matmul) for r in document["results"])
+
+
+def put(document: dict[str, Any], row: dict[str, Any]) -> None:
+    """Instead of an earlier row of the same program; rows stand in the order of `TARGETS`."""
+    others = [r for r in document["results"] if not known({"results": [r]}, *(row[k] for k in IDENTITY))]
+    order = {topology: n for n, topology in enumerate(TARGETS)}
+    document["results"] = sorted(
+        [*others, row], key=lambda r: (order[r["topology"]], MATMULS.index(r["matmul"]), r["program"] != "xen_moe_jax")
+    )
+    name = " ".join(row[k] for k in IDENTITY)
+    document["left_out"] = [entry for entry in document["left_out"] if entry["name"] != name]
+
+
+def leave_out(document: dict[str, Any], name: str, why: str) -> None:
+    document["left_out"] = [entry for entry in document["left_out"] if entry["name"] != name]
+    document["left_out"].append({"name": name, "why": why})
+
+
+def left_out(document: dict[str, Any]) -> list[str]:
+    """What the document does not have, and why."""
+    tried = " ".join(entry["name"] for entry in document["left_out"])
+    not_run = [t for t in TARGETS if t not in tried and not any(r["topology"] == t for r in document["results"])]
+    lines = [f"Not compiled: {entry['name']}: {entry['why']}." for entry in document["left_out"]]
+    return lines + [f"Not compiled yet, a run takes long: {topology}." for topology in not_run]
+
+
+# -- a row ------------------------------------------------------------------------------------------------------------
+
+
+def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) -> dict[str, Any]:
+    """One program: compiled, and counted."""
+    from benchmarks.tpu import layer_programs as tpu_layer_programs
+
+    generation = TARGETS[topology]
+    chip = tpu_topologies.TOPOLOGIES[generation]
+    devices = len(tpu_topologies.devices(generation, topology=topology))
+    begin = time.monotonic()
+    compiled = tpu_bundles.compile_counted(
+        functools.partial(
+            tpu_layer_programs.compile_layer, program, generation, topology, TOKENS, SIZES, WIDTH, matmul
+        ),
+        folder,
+    )
+    seconds = time.monotonic() - begin
+    us = 1e6 / chip.clock_hz
+    counted, uncounted = kernel_cycles(compiled, devices, seed)
+    own = program == tpu_layer_programs.OWN
+    version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
+    ici = ici_bytes(own, devices, seed)
+    return {
+        "topology": topology,
+        "devices": devices,
+        "program": program,
+        "matmul": matmul,
+        **version,
+        **tpu_layer_programs.memory(compiled.compiled),
+        "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
+        "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
+        "collective_bytes": tpu_programs.collectives(compiled.text),
+        "ici_bytes": ici,
+        "wire_us": round(chip.all_to_all_us(ici, devices), 1),
+        "kernels_us": round(sum(counted.values()) * us, 1),
+        "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
+        "uncounted": uncounted,
+        "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
+        "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
+        "compile_seconds": round(seconds, 1),
+    }
+
+
+def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
+    group = tpu_bundles.pair_group(program)
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
+    blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
+    works = tpu_bundles.works(routing, blocks, padded=False)
+    counted: dict[str, float] = {}
+    uncounted = {}
+    for name, loop in program.every_kernel:
+        if name not in works:
+            uncounted[name] = "its trips are not modelled"
+            continue
+        try:
+            counted[name] = counted.get(name, 0.0) + tpu_bundles.count(loop, works[name]).total
+        except ValueError as error:
+            uncounted[name] = str(error)[:200]
+    return counted, uncounted
+
+
+def ici_bytes(own: bool, devices: int, seed: int) -> int:
+    """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
+    for each slot of the peer's; bfloat16.
+    """
+    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
+    row = SIZES["hidden"] * 2
+    if not own:
+        return 4 * routing.placed * (devices - 1) // devices * row
+    case = tpu_programs.Case("layer", TOKENS, "grouped", None, None)
+    counts = tpu_bundles.moves(routing)
+    dispatch, combine = (
+        tpu_programs.traffic(case, operation, counts, SIZES["hidden"], SIZES["top_k"], devices)["ici_bytes"]
+        for operation in ("dispatch", "combine")
+    )
+    # backward: a redispatch without headers, and a combine
+    return dispatch + 3 * combine
+
+
+# -- showing ----------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *(
+        "topology",
+        "matmul",
+        "program",
+        "temp MiB",
+        "taken MiB",
+        "ours of it",
+        "ICI MB",
+        "wire us",
+        "kernels us",
+        "XLA us",
+    ),
+    *("our kernels", "XLA's collectives, KiB"),
+)
+
+
+def cells(row: dict[str, Any], document: dict[str, Any]) -> list[str]:
+    from_same = [r for r in document["results"] if (r["topology"], r["matmul"]) == (row["topology"], row["matmul"])]
+    least_of_others = [r["allocated_bytes"] for r in from_same if r["program"] != row["program"]]
+    own = row["program"] == "xen_moe_jax"
+    moved = row["collective_bytes"]
+    return [
+        row["topology"],
+        row["matmul"],
+        row["program"],
+        f"{row['temp_bytes'] / 2**20:.0f}",
+        f"{row['allocated_bytes'] / 2**20:.0f}",
+        f"{row['allocated_bytes'] / least_of_others[0]:.0%}" if own and least_of_others else "-",
+        f"{row['ici_bytes'] / 1e6:.0f}",
+        f"{row['wire_us']:.0f}",
+        f"{row['kernels_us']:.0f}" if own else "-",
+        f"{row['xla_us']:.0f}",
+        str(sum(row["kernels"].values())),
+        ", ".join(f"{kind} {size / 1024:.0f}" for kind, size in moved.items()) or "none",
+    ]
+
+
+def table(document: dict[str, Any]) -> list[str]:
+    """As Markdown."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 4) + "---|"]
+    return lines + ["| " + " | ".join(cells(row, document)) + " |" for row in document["results"]]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

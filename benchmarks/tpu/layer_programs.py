@@ -1,0 +1,183 @@
+"""A whole MoE layer with its gradients, compiled for a TPU without one: ours, and one on `jax.lax.ragged_all_to_all`.
+
+The peer is written as MaxText's sparse layer with expert parallelism is: every slot's row is sorted by expert, one
+segment goes to each rank, rows are sorted again by local expert, and all of it back; slots are added up by an einsum in
+float32. Sorts have the gradient that MaxText gives them, a gather by the inverse order. One thing differs: its buffer
+has the capacity of ours, where MaxText's holds the worst case, `R*T*min(L, K)` rows, and would need many times as much.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import xen_moe_jax as xm
+from benchmarks.layers import layer_programs
+from benchmarks.layers.layer_programs import Layer, Weights
+from benchmarks.peers.ragged import exclusive
+from benchmarks.tpu import topologies as tpu_topologies
+from xen_moe_jax.flax import MoEConfig
+from xen_moe_jax.flax._experts import built_in
+from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC
+from xen_moe_jax.tuning.workload import Workload, round_up
+
+OWN = "xen_moe_jax"
+PEER = "jax.lax.ragged_all_to_all"
+CAPACITY_FACTOR = 1.25
+"""Rows of both layers over the mean: what a job would allocate."""
+
+
+@jax.custom_vjp
+def in_order(rows: jax.Array, order: jax.Array) -> jax.Array:
+    """`rows[order]`, `order` a permutation; its transpose is a gather, not a scatter."""
+    return rows[order]
+
+
+def _in_order_forward(rows: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rows[order], order
+
+
+def _in_order_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return cotangent[jnp.argsort(order)], None
+
+
+in_order.defvjp(_in_order_forward, _in_order_backward)
+
+
+def capacity(work: Workload) -> int:
+    """Rows that a rank's experts take, in both layers."""
+    return round_up((work.capacity_factor or CAPACITY_FACTOR) * work.tokens * work.top_k)
+
+
+def peer_layer(
+    config: MoEConfig, work: Workload, ragged: Callable[..., jax.Array] = jax.lax.ragged_all_to_all
+) -> Layer:
+    """The layer on `ragged`, one segment for each rank."""
+    ranks, local, rows_here = work.ranks, work.local_experts, capacity(work)
+    experts = built_in(config)
+
+    def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
+        topk_weights = layer_programs.router_weights(work, weights["router"], x, topk_idx)
+        me = jax.lax.axis_index(AXIS)
+        flat = topk_idx.reshape(-1)
+        by_expert = jnp.argsort(flat)
+        rows = in_order(jnp.repeat(x, work.top_k, axis=0), by_expert)
+        counts = jax.lax.all_gather(jnp.bincount(flat, length=ranks * local).astype(jnp.int32), AXIS)
+        counts = counts.reshape(ranks, ranks, local)  # [source, destination, local expert]
+        sizes = counts.sum(2)
+
+        def exchange(rows: jax.Array, room: int, sizes: jax.Array) -> jax.Array:
+            """`sizes [source, destination]` rows."""
+            into = jnp.zeros((room, rows.shape[1]), rows.dtype)
+            starts, landing = exclusive(sizes[me]), exclusive(sizes)[me]
+            return ragged(rows, into, starts, sizes[me], landing, sizes[:, me], axis_name=AXIS)
+
+        arrived = exchange(rows, rows_here, sizes)
+        expert = jnp.tile(jnp.arange(local, dtype=jnp.int32), ranks)
+        # rows that nobody fills come last, with the last expert's
+        expert = jnp.repeat(expert, counts[:, me].reshape(-1), total_repeat_length=rows_here)
+        filled = jnp.arange(rows_here) < counts[:, me].sum()
+        by_local_expert = jnp.argsort(jnp.where(filled, expert, local))
+        y = experts(in_order(arrived, by_local_expert), counts[:, me].sum(0), weights)
+        y = in_order(y, jnp.argsort(by_local_expert))
+        # landing places of the way there are where the rows of the way back begin, and the other way round
+        back = exchange(y, flat.size, sizes.T)
+        slots = in_order(back, jnp.argsort(by_expert)).reshape(*topk_idx.shape, -1)
+        return jnp.einsum("tkh,tk->th", slots.astype(jnp.float32), topk_weights).astype(x.dtype)
+
+    return layer
+
+
+def layer_of(program: str, config: MoEConfig, work: Workload) -> Layer:
+    """`OWN` or `PEER`."""
+    return layer_programs.own_layer(config, work) if program == OWN else peer_layer(config, work)
+
+
+def workload(ranks: int, tokens: int, sizes: dict[str, int]) -> Workload:
+    return Workload(tokens, sizes["hidden"], sizes["experts"], sizes["top_k"], ranks, capacity_factor=CAPACITY_FACTOR)
+
+
+def config_of(work: Workload, width: int, grouped_matmul: str) -> MoEConfig:
+    kernel = xm.KernelConfig(backend="pallas")
+    config = layer_programs.layer_config(work, width, grouped_matmul, kernel)
+    return dataclasses.replace(config, capacity_factor=None, capacity=capacity(work))
+
+
+def compile_layer(
+    program: str,
+    generation: str,
+    topology: str | None,
+    tokens: int,
+    sizes: dict[str, int],
+    width: int,
+    grouped_matmul: str = "ragged_dot",
+) -> Any:
+    """Output, and gradients by the tokens and all weights, in bfloat16.
+
+    Args:
+      topology: as libtpu names it; None is that of 8 devices.
+      tokens: of a device. sizes: `hidden`, `experts`, `top_k`. width: features inside an expert.
+    """
+    mesh = tpu_topologies.mesh(generation, topology=topology)
+    assert mesh.axis_names == (AXIS,)
+    work = workload(mesh.size, tokens, sizes)
+    layer = layer_of(program, config_of(work, width, grouped_matmul), work)
+    specs = layer_programs.weight_specs(1)
+    mapped = jax.shard_map(
+        layer_programs.forward_and_backward(layer_programs.stacked(layer, 1)),
+        mesh=mesh,
+        in_specs=(specs, RANK_SPEC, RANK_SPEC),
+        out_specs=(RANK_SPEC, RANK_SPEC, specs),
+        check_vma=False,
+    )
+
+    def struct(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    experts, hidden = work.local_experts * work.ranks, work.hidden
+    shapes = {"gate": (experts, hidden, width), "up": (experts, hidden, width), "down": (experts, width, hidden)}
+    weights = {name: struct((1, *shape), jnp.bfloat16, specs[name]) for name, shape in shapes.items()}
+    weights["router"] = struct((1, hidden, experts), jnp.float32, specs["router"])
+    x = struct((work.ranks * tokens, hidden), jnp.bfloat16, RANK_SPEC)
+    topk_idx = struct((work.ranks * tokens, work.top_k), jnp.int32, RANK_SPEC)
+    with for_other_devices(grouped_matmul):
+        return jax.jit(mapped).trace(weights, x, topk_idx).lower(lowering_platforms=("tpu",)).compile()
+
+
+def for_other_devices(grouped_matmul: str) -> Any:
+    """tokamax chooses its kernels by the devices of this process, CPUs, unless it is told that others are meant."""
+    if grouped_matmul != "tokamax":
+        return contextlib.nullcontext()
+    from tokamax.config import cross_compile
+
+    return cross_compile(True)
+
+
+def matmul_kernels(text: str) -> dict[str, int]:
+    """Kernels of a compiled program that are not ours: the grouped matmuls, XLA's own or tokamax's, and how many."""
+    found = re.findall(r"%([\w-]+?)(?:\.\d+)*(?:\.\w+)* = [^\n]*tpu_custom_call", text)
+    return dict(collections.Counter(name for name in found if not name.startswith("xen_moe")))
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes of one device.
+
+    `temp_bytes` is what XLA reports as temporary, in which gaps between buffers count twice; `allocated_bytes` is what
+    the buffers take, gaps once.
+    """
+    found = compiled.memory_analysis()
+    given = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return {
+        "temp_bytes": found.temp_size_in_bytes,
+        "allocated_bytes": found.total_allocation_bytes - given,
+        "argument_bytes": found.argument_size_in_bytes,
+        "output_bytes": found.output_size_in_bytes,
+    }

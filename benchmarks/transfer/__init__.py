@@ -1,0 +1,1 @@
+"""`xen_moe_jax.transfer` beside other ways to write to another process."""

@@ -1,1 +1,0 @@
-"""The demo: trains a small byte-level MoE language model on 8 virtual CPU devices (`python -m xen_moe_jax.demo`)."""
