@@ -47,7 +47,7 @@ def head(content: dict[str, Any], path: pathlib.Path) -> list[str]:
     versions, time = content["versions"], content.get("time")
     return [
         f"{where}, jax {versions['jax']}{f'; {time[:10]}' if time else ''}. "
-        f"[The file](../benchmarks/results/{path.name}); its command:",
+        f"[The file](../../benchmarks/results/{path.name}); its command:",
         "",
         f"`{content['command']}`",
     ]

@@ -24,7 +24,7 @@ from tools import perf_curves
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lab" / "benchmark_tables.md"
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTING = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+QUOTING = [ROOT / "README.md", *(path for path in sorted(ROOT.glob("docs/**/*.md")) if path != PAGE)]
 BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 HEAD = """# Benchmark tables

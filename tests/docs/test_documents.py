@@ -75,7 +75,7 @@ no_transfer = pytest.mark.skipif(
 
 
 def test_the_pages_with_examples_are_found():
-    assert {"docs/user/concepts.md", "docs/user/failures.md", "docs/lab/benchmarks.md", NOT_EVERYWHERE} <= set(RUNNABLE)
+    assert {"docs/user/concepts.md", "docs/user/failures.md", NOT_EVERYWHERE} <= set(RUNNABLE)
 
 
 @pytest.mark.parametrize(

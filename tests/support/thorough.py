@@ -45,7 +45,6 @@ THOROUGH = (
     "benchmarks/test_benchmark.py::test_overlap_mode_end_to_end",
     "benchmarks/test_layer_benchmark.py::test_a_stack_of_layers",
     "benchmarks/test_layer_benchmark.py::test_the_training_benchmark",
-    "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/lab/benchmarks.md]",
     "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/flax.md]",
     "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/memory.md]",
     "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/migrating.md]",

@@ -130,7 +130,7 @@ def test_tune_refuses_a_foreign_file_before_it_measures(tmp_path, monkeypatch):
         modes.run(parsed, [])
 
 
-@pytest.mark.parametrize(("platform", "field"), [("gpu", "num_sms"), ("tpu", "block_tokens"), ("cpu", "chunk_tokens")])
+@pytest.mark.parametrize(("platform", "field"), [("gpu", "num_sms"), ("tpu", "block_tokens")])
 def test_candidates_start_with_the_default_and_differ(platform, field):
     found = autotune.candidates(xm.KernelConfig(channel=2), platform, 64)
     assert found[0] == xm.KernelConfig(channel=2) and len(set(found)) == len(found) > 3
