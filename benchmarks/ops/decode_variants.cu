@@ -1,7 +1,8 @@
 // Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
 // graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
 // them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/decode_variants.cu cuda_kernels/*.c* -o dv
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/decode_variants.cu cuda_kernels/*.c*
+//   -o dv
 //   ./dv OUT.json [all|short|low|blocks]   low: the low-latency kernels alone; blocks: on other numbers of blocks
 #include <cuda_runtime.h>
 
