@@ -19,26 +19,29 @@ def pytest_test(name, srcs, args = [], data = [], **kwargs):
         **kwargs
     )
 
-def nvcc_shared_library(name, srcs, hdrs = [], architectures = [], copts = [], **kwargs):
-    """lib<name>.so from CUDA sources; a target that is skipped where there is no nvcc.
+def nvcc_shared_library(name, script, srcs, architectures = [], **kwargs):
+    """lib<name>.so from the CUDA sources that a script compiles; a target that is skipped where there is no nvcc.
 
     Args:
       name: of the target.
-      srcs: .cu and .cc files.
-      hdrs: files that they include, from the workspace's root.
+      script: the label of a script that puts objects into the folder of its first argument; further arguments are
+        options of nvcc, and $NVCC is the compiler.
+      srcs: all files that the script reads.
       architectures: values of nvcc's -gencode.
-      copts: further options of nvcc.
       **kwargs: of the genrule.
     """
-    options = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "--threads=2", "-I."]
-    options += ["'-gencode=%s'" % architecture for architecture in architectures] + copts
-    options.append("-L%s/lib" % CUDA_HOME)  # where the toolkit that pip installs keeps libcudart_static
-    sources = ["$(location %s)" % src for src in srcs]
+    options = " ".join(["'-gencode=%s'" % architecture for architecture in architectures])
+    nvcc = CUDA_HOME + "/bin/nvcc"
     native.genrule(
         name = name,
-        srcs = srcs + hdrs,
+        srcs = srcs,
         outs = ["lib%s.so" % name],
-        cmd = " ".join([CUDA_HOME + "/bin/nvcc"] + options + ["-o", "$@"] + sources),
+        tools = [script],
+        cmd = " && ".join([
+            "NVCC=%s $(location %s) $(@D)/objects %s -Xcompiler=-fPIC" % (nvcc, script, options),
+            # lib: where the toolkit that pip installs keeps libcudart_static
+            "%s -shared %s -L%s/lib -o $@ $(@D)/objects/*.o" % (nvcc, options, CUDA_HOME),
+        ]),
         target_compatible_with = CUDA_COMPATIBLE,
         **kwargs
     )

@@ -12,8 +12,8 @@
 #include <set>
 #include <thread>
 
-#include "cuda_kernels/node_launch.h"
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/core/params.h"
+#include "cuda_kernels/kernels.h"
 #include "ffi/devices.h"
 
 namespace xen_moe {
@@ -106,22 +106,19 @@ class Cuda final : public Devices {
       Check(cudaMemsetAsync(gpu.begun, 0, sizeof(uint32_t), gpu.stream), "cudaMemset");
       Check(cudaStreamSynchronize(gpu.stream), "cudaStreamSynchronize");
       Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
-      Check(static_cast<cudaError_t>(PreloadKernels()), "loading the kernels");
-      Check(static_cast<cudaError_t>(PreloadPeerDispatch()), "loading the kernels across nodes");
-      Check(static_cast<cudaError_t>(PreloadPeerCombine()), "loading the kernels across nodes");
-      Check(static_cast<cudaError_t>(PreloadPeerLowLatency()), "loading the kernels across nodes");
+      Check(static_cast<cudaError_t>(PreloadKernels(kSmallGroup)), "loading the kernels");
+      Check(static_cast<cudaError_t>(PeerKernelsFor(kSmallGroup).preload()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
     }
     for (int ordinal : ordinals) {
-      if (ranks <= kNarrowRanks || (nodes > 1 && across)) continue;
-      if (!(nodes > 1 ? wide_across_ : wide_).insert(ordinal).second) continue;
+      if (ranks <= kSmallGroup || (nodes > 1 && across)) continue;
+      if (!(nodes > 1 ? large_across_ : large_).insert(ordinal).second) continue;
       DeviceGuard guard(ordinal);
       if (nodes == 1) {
-        Check(static_cast<cudaError_t>(PreloadWideKernels()), "loading the kernels for many ranks");
-        continue;
-      }
-      for (auto* preload : {wide::PreloadPeerDispatch, wide::PreloadPeerCombine, wide::PreloadPeerLowLatency}) {
-        Check(static_cast<cudaError_t>(preload()), "loading the kernels across nodes for many ranks");
+        Check(static_cast<cudaError_t>(PreloadKernels(ranks)), "loading the kernels for many ranks");
+      } else {
+        Check(static_cast<cudaError_t>(PeerKernelsFor(ranks).preload()),
+              "loading the kernels across nodes for many ranks");
       }
     }
     if (page_left_ == 0) AddPage();
@@ -349,7 +346,7 @@ class Cuda final : public Devices {
 
   std::mutex mutex_;
   std::map<int, Gpu> gpus_;
-  std::set<int> wide_, wide_across_;  // GPUs that have the kernels for many ranks: of one node, of several
+  std::set<int> large_, large_across_;  // GPUs that have the kernels for many ranks: of one node, of several
   std::map<char*, Block> blocks_;
   static constexpr uint64_t kPage = 256 * 1024;
   Pinned page_;  // what is left of the newest

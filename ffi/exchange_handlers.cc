@@ -1,4 +1,5 @@
 // all_to_all and ragged_all_to_all: check, launch.
+#include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
 

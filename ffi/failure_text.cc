@@ -48,8 +48,8 @@ std::string OperationText(const Descriptor& d) {
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";
   std::string out;
-  if (d.ranks > kNarrowRanks && d.flags >> kDescribedOutShift) out = ", without some ranks";
-  for (uint32_t rank = 0; rank < d.ranks && d.ranks <= kNarrowRanks; ++rank) {
+  if (d.ranks > kSmallGroup && d.flags >> kDescribedOutShift) out = ", without some ranks";
+  for (uint32_t rank = 0; rank < d.ranks && d.ranks <= kSmallGroup; ++rank) {
     if (d.flags >> kDescribedOutShift >> rank & 1) out += (out.empty() ? ", without ranks " : ", ") + Number(rank);
   }
   return text + out;

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "cuda_kernels/workspace.h"
+#include "cuda_kernels/core/workspace.h"
 
 namespace xen_moe {
 

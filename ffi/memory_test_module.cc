@@ -220,7 +220,7 @@ struct FakeLink {
       if (without[other / 64] >> other % 64 & 1) gone.push_back(other);
     }
     const uint64_t base = 1000 * time;
-    uint64_t* const to = ranks <= kNarrowRanks ? rail->windows.base : WideBase(&rail->windows);
+    uint64_t* const to = ranks <= kSmallGroup ? rail->windows.base : LargeGroupBase(&rail->windows);
     FakeDevices::Get().Write(ordinal, to, &base, sizeof(base));
   }
   static const LinkKernels* Kernels() {
@@ -335,7 +335,7 @@ NB_MODULE(_memory_test, m) {
     d["mailbox"] = reinterpret_cast<uintptr_t>(table.mailbox);
     d["processes"] = processes;
     d["connection"] = std::vector<int>{made[0], made[1]};
-    d["base"] = w.ranks() <= kNarrowRanks ? table.base[0] : ReadWord(member, WideBase(&member.rail->windows));
+    d["base"] = w.ranks() <= kSmallGroup ? table.base[0] : ReadWord(member, LargeGroupBase(&member.rail->windows));
     d["expected"] = ReadWord(member, ExpectedOfMember(w, member));
     return d;
   });

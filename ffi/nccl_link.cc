@@ -56,8 +56,9 @@ void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, in
   cudaStream_t stream = nullptr;
   Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   const Pinned late = CudaDevices().AllocatePinned(sizeof(int));
-  const int rc = LaunchNcclSettle({made.data(), &rail->windows}, plan, gone, time, static_cast<uint64_t>(seconds * 1e9),
-                                  reinterpret_cast<int*>(late.device), stream);
+  const int rc =
+      NcclSettleFor(ranks)({made.data(), &rail->windows}, plan, gone, time, static_cast<uint64_t>(seconds * 1e9),
+                           reinterpret_cast<int*>(late.device), stream);
   // A stream that is still busy, and what it writes to, stay.
   const bool ended = rc == cudaSuccess && Ended(stream, seconds);
   const int waited = ended ? *reinterpret_cast<volatile int*>(late.host) : 0;

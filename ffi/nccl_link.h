@@ -2,7 +2,7 @@
 // headers (XEN_MOE_NCCL_KERNELS).
 #pragma once
 
-#include "cuda_kernels/nccl_launch.h"
+#include "cuda_kernels/node/nccl_kernels.h"
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {

@@ -21,9 +21,9 @@ std::string NewNcclId();                // in one process, for all
 void StartNccl(Devices* gpus, int ordinal, int process, int num_processes, const std::string& id, double seconds);
 const MemoryProvider* NcclProvider();
 
-// For kernels that put to other nodes (cuda_kernels/nccl_transport.cuh). The structures are those of the headers that
-// these kernels were compiled with, given and taken as bytes: this library includes none of them.
-// Collective, entered in the same order by all processes as windows are, within `seconds`: the device communicator that
+// For kernels that put to other nodes (cuda_kernels/node/nccl_transport.cuh). The structures are those of the headers
+// that these kernels were compiled with, given and taken as bytes: this library includes none of them. Collective,
+// entered in the same order by all processes as windows are, within `seconds`: the device communicator that
 // `requirements` (ncclDevCommRequirements_t) asks for. When it fails, there are no further windows either.
 std::string JoinNcclDevices(const std::string& requirements, size_t device_comm_bytes, double seconds);
 // This process's affair: fills `*properties` (ncclCommProperties_t), whose first members are set.

@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/params.h"
-#include "cuda_kernels/rail_plan.h"
+#include "cuda_kernels/core/params.h"
+#include "cuda_kernels/node/rail_plan.h"
 #include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"

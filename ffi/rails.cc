@@ -1,5 +1,5 @@
-// What a workspace keeps for the rails of a group of several nodes (cuda_kernels/rail_memory.h): made with the homes,
-// told of every generation, cleared when everything begins again. This file fills the tables of the links.
+// What a workspace keeps for the rails of a group of several nodes (cuda_kernels/node/rail_memory.h): made with the
+// homes, told of every generation, cleared when everything begins again. This file fills the tables of the links.
 #include <cstddef>
 #include <memory>
 

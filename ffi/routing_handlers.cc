@@ -1,5 +1,5 @@
 // dispatch, redispatch and combine: check, launch. Operand and result order: docs/design/internals.md.
-#include "cuda_kernels/node_launch.h"
+#include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/nccl_link.h"
 #include "ffi/operation.h"
@@ -34,17 +34,15 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
 // connection, which a module without its kernels has not made (NcclLinkKernels).
 int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
 #ifdef XEN_MOE_NCCL_KERNELS
-  if (member.connection) return LaunchNcclDispatch(p, rails, NcclSiteOf(member), on);
+  if (member.connection) return NcclKernelsFor(p.routing.ranks).dispatch(p, rails, NcclSiteOf(member), on);
 #endif
-  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyDispatch : LaunchPeerDispatch;
-  return launch(p, rails, &member.rail->peers, on);
+  return PeerKernelsFor(p.routing.ranks).dispatch(p, rails, &member.rail->peers, on);
 }
 int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
 #ifdef XEN_MOE_NCCL_KERNELS
-  if (member.connection) return LaunchNcclCombine(p, rails, NcclSiteOf(member), on);
+  if (member.connection) return NcclKernelsFor(p.routing.ranks).combine(p, rails, NcclSiteOf(member), on);
 #endif
-  const auto launch = p.schedule.low_latency ? LaunchPeerLowLatencyCombine : LaunchPeerCombine;
-  return launch(p, rails, &member.rail->peers, on);
+  return PeerKernelsFor(p.routing.ranks).combine(p, rails, &member.rail->peers, on);
 }
 
 // `plan` as it is for this rank.

@@ -1,5 +1,5 @@
 // Symmetric memory: for each group of devices (the ranks of one expert-parallel axis) and channel, what
-// cuda_kernels/workspace.h describes, made, grown by generations, and given back.
+// cuda_kernels/core/workspace.h describes, made, grown by generations, and given back.
 //
 // Within one process `Devices` gives memory that all GPUs of the group reach; between processes (one per GPU)
 // `MemoryProvider` does, and the processes agree first. Nothing here stops a running program: an operation that runs
@@ -22,8 +22,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_kernels/rail_memory.h"
-#include "cuda_kernels/workspace.h"
+#include "cuda_kernels/core/workspace.h"
+#include "cuda_kernels/node/rail_memory.h"
 #include "ffi/agreement.h"
 #include "ffi/devices.h"
 #include "ffi/memory_provider.h"
@@ -69,7 +69,7 @@ struct Member {
 class Workspace {
  public:
   // `ranks_per_node`: consecutive ranks of a group that share NVLink; `ranks`: all of them. Between nodes no rank has
-  // the other's pointers but in its link's table (cuda_kernels/rail_memory.h).
+  // the other's pointers but in its link's table (cuda_kernels/node/rail_memory.h).
   // `flights_of`: the workspace whose flights it serves, and which makes and owns it; null: one of its own.
   Workspace(Job job, std::vector<DeviceKey> devices, int ranks, int ranks_per_node, int channel,
             Workspace* flights_of = nullptr);

@@ -19,23 +19,23 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$capability" = 90 ]; then target=-gencode=arch=compute_90a,code=sm_90a; else target=-arch=sm_$capability; fi
 echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep release)"
 
+failed=0
 objects=()
-pids=()
-for source in cuda_kernels/*.cu cuda_kernels/*.cc tests/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
-  case $source in cuda_kernels/*nccl_*) continue ;; esac  # they need NCCL's headers, and native_processes runs them
+options=("$target" -lineinfo -Xcompiler "-Wall,-Wextra,-ffp-contract=off")
+rm -rf "$BUILD/kernels"
+JOBS=64 timeout -k 5 150 tools/build_kernels.sh "$BUILD/kernels" "${options[@]}" >"$OUT/native_build.log" 2>&1 &
+pids=($!)
+for source in tests/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac
-  timeout -k 5 150 "$NVCC" -std=c++17 -O3 "$target" -lineinfo -I. -Xcompiler -Wall,-Wextra,-ffp-contract=off -c "$source" \
-    -o "$object" >"$object.log" 2>&1 &
+  timeout -k 5 150 "$NVCC" -std=c++17 -O3 "${options[@]}" -I. -c "$source" -o "$object" >"$object.log" 2>&1 &
   pids+=($!)
 done
-failed=0
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
-cat "$BUILD"/*.o.log >"$OUT/native_build.log"
-kernels=()
-for object in "${objects[@]}"; do case $object in *world* | *scenarios* | *members* | *harness* | */rings.cu.o | */wide.cu.o) ;; *) kernels+=("$object") ;; esac; done
+cat "$BUILD"/*.o.log >>"$OUT/native_build.log"
+kernels=("$BUILD"/kernels/*.o)
 if [ $failed = 0 ]; then
-  "$NVCC" "$target" "${objects[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 &&
+  "$NVCC" "$target" "${objects[@]}" "${kernels[@]}" -o "$BUILD/harness" >>"$OUT/native_build.log" 2>&1 &&
     "$NVCC" "$target" "${kernels[@]}" "$BUILD"/{world,nodes}.cu.o -o "$BUILD/nodes" >>"$OUT/native_build.log" 2>&1 || failed=1
 fi
 if [ $failed = 1 ]; then

@@ -10,10 +10,11 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda_kernels/bulk_copy.cuh"
+#include "cuda_kernels/dispatch/bulk_copy.cuh"
 #include "native_benchmark.cuh"
 
 using namespace xen_moe;
+using namespace xen_moe::XEN_MOE_VARIANT;
 
 constexpr int kRows = 8192, kRowBytes = 7168, kClaim = 4;
 constexpr int kMostShared = 227 * 1024;

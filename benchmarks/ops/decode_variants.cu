@@ -1,8 +1,9 @@
 // Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
 // graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
 // them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/decode_variants.cu cuda_kernels/*.c*
-//   -o dv
+//   target=-gencode=arch=compute_90a,code=sm_90a   (and -DXEN_MOE_PHASES)
+//   tools/build_kernels.sh build/dv $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/decode_variants.cu
+//   build/dv/*.o -o dv
 //   ./dv OUT.json [all|short|low|blocks]   low: the low-latency kernels alone; blocks: on other numbers of blocks
 #include <cuda_runtime.h>
 
@@ -14,15 +15,16 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/kernels.h"
 #include "native_benchmark.cuh"
 
 using namespace xen_moe;
 
-namespace xen_moe {
+namespace xen_moe::ranks16 {
 int ReadDispatchPhases(uint64_t* to);
 int ReadCombinePhases(uint64_t* to);
-}  // namespace xen_moe
+}  // namespace xen_moe::ranks16
+using ranks16::ReadCombinePhases, ranks16::ReadDispatchPhases;
 
 constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 512;
 constexpr uint64_t kFlags = 192ull << 20, kHalf = 320ull << 20;
@@ -60,7 +62,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < ranks; ++i) {
     CHECK(cudaSetDevice(i));
     ReachPeers(i, ranks);
-    CHECK(PreloadKernels());
+    CHECK(PreloadKernels(kSmallGroup));
     Rank& k = all[i];
     k.control = Device<Control>(1), k.mailbox = Device<Mailbox>(1);
     k.staging = Device<char>(2 * kHalf), k.scratch = Device<char>(16 << 20);

@@ -1,7 +1,8 @@
 // Times the dispatch and combine kernels alone, without JAX: one process, all GPUs, back-to-back launches, CUDA events.
 // To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/kernel_variants.cu cuda_kernels/*.cu \
-//     cuda_kernels/*.cc -o variants
+//   target=-gencode=arch=compute_90a,code=sm_90a
+//   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_variants.cu
+//   build/k/*.o -o variants
 //   ./variants NAME [quick|scan|flight]
 // quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules. flight:
 // 4096 tokens on few thread blocks, as operations in flight run.
@@ -14,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/kernels.h"
 #include "native_benchmark.cuh"
 
 using namespace xen_moe;
@@ -40,7 +41,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < ranks; ++i) {
     CHECK(cudaSetDevice(i));
     ReachPeers(i, ranks);
-    CHECK(PreloadKernels());
+    CHECK(PreloadKernels(kSmallGroup));
   }
   const uint64_t half = 320ull << 20;
   for (int tokens : quick   ? std::vector<int>{128, 1}

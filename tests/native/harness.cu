@@ -87,11 +87,11 @@ int main(int argc, char** argv) {
     if (wanted != "all" && wanted != scenario.name) continue;
     found = true;
     const bool of_many = scenario.run == native::Wide || scenario.run == native::Rings;
-    if (options.ranks > xen_moe::kNarrowRanks && !of_many) {
+    if (options.ranks > xen_moe::kSmallGroup && !of_many) {
       if (wanted != "all") return Fail("more than 16 ranks: --scenario wide or rings");
       continue;
     }
-    if (options.ranks <= xen_moe::kNarrowRanks && scenario.run == native::Rings) {
+    if (options.ranks <= xen_moe::kSmallGroup && scenario.run == native::Rings) {
       if (wanted != "all") return Fail("--scenario rings: more than 16 ranks");
       continue;
     }

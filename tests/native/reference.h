@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/core/params.h"
 #include "tests/native/wire_reference.h"
 
 namespace native {

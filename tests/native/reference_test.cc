@@ -1,22 +1,15 @@
-// What can be tested without a GPU: the words of cuda_kernels/workspace.h, the places of cuda_kernels/plan.cc, and the
-// reference that the harness compares with.
+// What can be tested without a GPU: the words of cuda_kernels/core/workspace.h, the places of
+// cuda_kernels/core/plan.cc, and the reference that the harness compares with.
 #include "tests/native/reference.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <set>
 
-#include "cuda_kernels/line_plan.h"
+#include "cuda_kernels/low_latency/ll128_plan.h"
 
 using namespace native;
 using namespace xen_moe;
-
-// plan.cc asks these of dispatch.cu, which needs nvcc.
-namespace xen_moe {
-uint64_t DispatchScratchBytes(const Routing& r, const Schedule&) { return static_cast<uint64_t>(r.tokens) * 4; }
-uint64_t SoloLayoutBytes(const Routing&, const Schedule&) { return 1000; }
-uint64_t SoloLayoutLimit() { return 40 * 1024; }
-}  // namespace xen_moe
 
 #define EXPECT(condition)                                                       \
   do {                                                                          \
@@ -155,7 +148,7 @@ static void Rings() {
           if (static_cast<int64_t>(ranks) * tokens * 8 > 0x7FFFFFFF) continue;
           const Staging m = plan(ranks, tokens, hidden, wire, &c);
           const uint64_t pairs = static_cast<uint64_t>(ranks) * tokens, all = pairs * m.row_bytes;
-          EXPECT((m.ring_tokens == 0) == (ranks <= kNarrowRanks || all <= limits.bytes || tokens <= limits.tokens ||
+          EXPECT((m.ring_tokens == 0) == (ranks <= kSmallGroup || all <= limits.bytes || tokens <= limits.tokens ||
                                           pairs / ranks <= limits.bytes / (ranks * m.row_bytes)));
           for (const int fewer : {tokens - 1, tokens / 2}) {  // an xm.Buffer serves smaller calls too
             if (fewer < 1) continue;

@@ -19,7 +19,7 @@ Problem RingProblem(const Options& o, std::mt19937& rng, Operation operation, La
   return p;
 }
 
-// Every operation and layout, and every kernel of wide_dispatch.cu and wide_combine.cu that differs in how it reads or
+// Every operation and layout, and every kernel of ranks256_ring that differs in how it reads or
 // stores a staged row.
 std::vector<Problem> RingProblems(const Options& o, std::mt19937& rng) {
   std::vector<Problem> out;

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/core/params.h"
 
 namespace native {
 

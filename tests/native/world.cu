@@ -277,8 +277,8 @@ World::World(int ranks, int gpus, uint32_t epochs_done) {
       if (e != cudaErrorPeerAccessAlreadyEnabled) NATIVE_CHECK(e);
       cudaGetLastError();
     }
-    NATIVE_CHECK(PreloadKernels());
-    if (ranks > kNarrowRanks) NATIVE_CHECK(PreloadWideKernels());
+    NATIVE_CHECK(PreloadKernels(kSmallGroup));
+    if (ranks > kSmallGroup) NATIVE_CHECK(PreloadKernels(ranks));
     // The harness's own kernels too: a first launch could wait for a kernel that spins.
     cudaFuncAttributes attributes;
     NATIVE_CHECK(cudaFuncGetAttributes(&attributes, SleepKernel));

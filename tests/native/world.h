@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/params.h"
+#include "cuda_kernels/kernels.h"
 #include "tests/native/reference.h"
 
 namespace native {

@@ -13,37 +13,57 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 from tests.native.emulator.translate import Untranslated, translate  # noqa: E402
 
-FOLDERS = ("cuda_kernels", "tests/native", "tests/native/nodes")
+FOLDERS = (*(f"cuda_kernels/{p.name}" for p in (ROOT / "cuda_kernels").iterdir() if p.is_dir()), "cuda_kernels")
+FOLDERS += ("tests/native", "tests/native/nodes")
 PROGRAMS = {
     "harness": ("harness.cu", "scenarios.cu", "members.cu", "rings.cu", "wide.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
-    "nodes_wide": ("nodes/nodes_wide.cu", "nodes/network.cc"),
+    "nodes_ranks256": ("nodes/nodes.cu", "nodes/network.cc"),
     "paced": ("nodes/paced.cu",),
 }
 """Program to its own files of tests/native; world.cu and the kernels are part of every one."""
+DEFINES = {"nodes_ranks256": ("XEN_MOE_MAX_RANKS=256",)}
+"""Program to the defines that its own files are compiled with."""
 FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"
 """Kernels take the same registers for words and for numbers, which a C++ compiler need not allow from -O2 on."""
 
 
-def sources(program: str) -> list[pathlib.Path]:
-    """All that a program is made of; the harness as tools/gpu_native_check.sh builds it. What launches kernels across
-    nodes for the host (peer_*.cu, nccl_*.cu, and both for many ranks) is left out: nodes.cu launches its own choice of
-    them, and they take minutes."""
-    links = ("peer_", "nccl_", "wide_peer_", "wide_nccl_")
-    kernels = sorted(p for p in (ROOT / "cuda_kernels").glob("*.c[cu]") if not p.name.startswith(links))
-    return kernels + [ROOT / "tests/native" / name for name in ("world.cu", *PROGRAMS[program])]
+class Unit(NamedTuple):
+    """A translation unit: the name of its object, its file, and the defines that it is compiled with."""
+
+    name: str
+    source: pathlib.Path
+    defines: tuple[str, ...] = ()
 
 
-def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]], program: str) -> list[pathlib.Path]:
-    """Translates every file into `folder`, with `faults` put in; returns those to compile."""
-    wanted, needed = [], sources(program)
+RUNTIME = Unit("runtime.cc", HERE / "runtime.cc")
+
+
+def units_of(program: str) -> list[Unit]:
+    """Returns the translation units of a program.
+
+    The kernels are the lines of cuda_kernels/variants.txt, without those that launch kernels across nodes for the host:
+    nodes.cu launches its own choice of these kernels, and they take minutes to compile.
+    """
+    lines = (ROOT / "cuda_kernels" / "variants.txt").read_text().splitlines()
+    chosen = [line.split() for line in lines if not re.match(r"#|\S*(peer|nccl)", line)]
+    kernels = [Unit(name, ROOT / "cuda_kernels" / source, tuple(defines)) for name, source, *defines in chosen]
+    folder, defines = ROOT / "tests" / "native", DEFINES.get(program, ())
+    prefix = f"{program}." if defines else ""
+    own = [Unit(prefix + pathlib.Path(name).name, folder / name, defines) for name in PROGRAMS[program]]
+    return [*kernels, *own, Unit("world.cu", folder / "world.cu")]
+
+
+def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]]) -> None:
+    """Translates every file into `folder`, with `faults` put in."""
     for source in (p for part in FOLDERS for p in (ROOT / part).iterdir() if p.suffix in (".cc", ".cu", ".cuh", ".h")):
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,9 +78,6 @@ def write(folder: pathlib.Path, faults: dict[str, tuple[str, str]], program: str
             raise SystemExit(f"{source}: tests/native/emulator/translate.py does not know: {error}") from None
         if not target.exists() or target.read_text() != text:
             target.write_text(text)
-        if source in needed:
-            wanted.append(target)
-    return sorted(wanted, key=lambda p: -p.stat().st_size)
 
 
 def includes(source: pathlib.Path) -> set[pathlib.Path]:
@@ -92,31 +109,36 @@ def build(
     """Compiles what is out of date. Returns the program.
 
     Args:
-      faults: file to (text, what to put there instead), to see that the tests find it. Only what includes these files
-        is compiled; `folder` lies in the one of the whole program then, and takes the rest from there.
-      units: how the names of the files begin that get them; the others stay right.
+      faults: file to (text, replacement), to see that the tests find the fault. Only the units that include these files
+        are compiled; `folder` lies in the folder of the whole program then, and takes the other objects from there.
+      units: the beginning of the names of the units that get the faults, each name with a dot behind it; the other
+        units stay right. "ranks256." is a variant, "ranks16.dispatch." one unit.
     """
     command = compiler(folder)
     headers = [*(HERE / "include").iterdir(), *(p for part in FOLDERS for p in (ROOT / part).glob("*.*h"))]
     newest = max(p.stat().st_mtime for p in [*headers, *HERE.glob("*.py")])
+    source_folder = folder / "source"
+    write(source_folder, faults or {})
 
-    def compile_one(source: pathlib.Path, original: pathlib.Path) -> pathlib.Path:
-        target = folder / f"{source.name}.o"
-        changed = max(newest, *(p.stat().st_mtime for p in includes(original)))
+    def compile_one(unit: Unit) -> pathlib.Path:
+        target = folder / f"{unit.name}.o"
+        translated = source_folder / unit.source.relative_to(ROOT) if unit.name != RUNTIME.name else unit.source
+        changed = max(newest, *(p.stat().st_mtime for p in includes(unit.source)))
         if not target.exists() or target.stat().st_mtime < changed:
-            subprocess.run([*command, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
+            defines = [f"-D{define}" for define in unit.defines]
+            subprocess.run([*command, *defines, "-x", "c++", "-c", str(translated), "-o", str(target)], check=True)
         return target
 
-    translated = write(folder / "source", faults or {}, program)
-    work = [(p, ROOT / p.relative_to(folder / "source")) for p in translated]
-    work.append((HERE / "runtime.cc", HERE / "runtime.cc"))
+    work = [*units_of(program), RUNTIME]
+    ready: list[pathlib.Path] = []
     if faults:
         spoilt = {ROOT / name for name in faults}
-        wrong = [(p, original) for p, original in work if p.name.startswith(units) and includes(original) & spoilt]
-        ready = [folder.parent / f"{p.name}.o" for p, original in work if (p, original) not in wrong]
+        wrong = [u for u in work if f"{u.name}.".startswith(units) and includes(u.source) & spoilt]
+        ready = [folder.parent / f"{u.name}.o" for u in work if u not in wrong]
         work = wrong
+    work.sort(key=lambda unit: -unit.source.stat().st_size)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [*pool.map(lambda w: compile_one(*w), work), *(ready if faults else ())]
+        objects = [*pool.map(compile_one, work), *ready]
     linked = folder / program
     if faults or not linked.exists() or linked.stat().st_mtime < max(o.stat().st_mtime for o in objects):
         new = linked.with_suffix(".new")  # a program that other tests run is not written over

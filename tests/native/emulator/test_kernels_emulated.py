@@ -63,7 +63,7 @@ def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, cal
 
 @pytest.mark.parametrize("ranks, multiprocessors", [(18, 3), (33, 3), pytest.param(72, 2, marks=pytest.mark.slow)])
 def test_many_ranks(harness, ranks, multiprocessors):
-    """More ranks than a word has bits, in the kernels of wide_*.cu: 72 is the largest NVLink domain."""
+    """More ranks than a word has bits, in the kernels of the ranks256 variant: 72 is the largest NVLink domain."""
     done = wide(harness, ranks, multiprocessors)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
@@ -90,18 +90,18 @@ def test_rounds_of_many_ranks(harness, ranks, multiprocessors, calls):
 
 RING_FAULTS = {
     "no-credit": (
-        "rounds.cuh",
+        "core/rounds.cuh",
         "if (!rounds.AwaitCredits(item / per_round + kRoundsAhead - kRingRounds + 1, &credited)) return;",
         "",
     ),
-    "early-credit": ("rounds.cuh", "!= static_cast<uint32_t>(items)", "!= 1u"),
+    "early-credit": ("core/rounds.cuh", "!= static_cast<uint32_t>(items)", "!= 1u"),
     "no-row": (
-        "dispatch.cuh",
+        "dispatch/dispatch.cuh",
         "arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), shared.run, epoch, Step::kRows, source);",
         "arrived = true;",
     ),
     "no-partial": (
-        "combine.cuh",
+        "combine/combine.cuh",
         "arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);",
         "arrived = true;",
     ),
@@ -114,15 +114,15 @@ RING_FAULTS = {
 def test_a_fault_in_the_rings_is_seen(harness, fault):
     """Rows stored before their place is free, in two ways, and rows taken before they have come."""
     file, *texts = RING_FAULTS[fault]
-    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)}, units="rings_")
+    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)}, units="ranks256_ring.")
     done = rings(program, 18, 3)
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_wait_for_rows_that_is_hidden_is_seen(harness):
     """A rank shows whose credit it waits for though it waits for rows too: who gives up could name the wrong one."""
-    faults = {"cuda_kernels/failure.cuh": ("(!StepsBack(step) || !ShowsRows(run))", "true")}
-    done = rings(with_fault(harness, "hides-rows", faults, units="rings_"), 18, 3)
+    faults = {"cuda_kernels/core/failure.cuh": ("(!StepsBack(step) || !ShowsRows(run))", "true")}
+    done = rings(with_fault(harness, "hides-rows", faults, units="ranks256_ring."), 18, 3)
     assert done.returncode == 1 and "not for 17 in step 2" in done.stdout, done.stdout + done.stderr
 
 
@@ -134,8 +134,8 @@ def wide(program, ranks, multiprocessors):
 def test_a_fault_in_the_sets_of_many_ranks_is_seen(harness):
     """Ranks of the second word are not counted: their partial rows are left out of sums."""
     before = "for (int w = 0; w < kRankWords; ++w) count += __popc(ranks.word[w]);"
-    faults = {"cuda_kernels/wide_rank_mask.cuh": (before, before.replace("w < kRankWords", "w < 1"))}
-    done = wide(with_fault(harness, "wide-fault", faults, units="wide_"), 33, 3)
+    faults = {"cuda_kernels/core/rank_mask.cuh": (before, before.replace("w < kRankWords", "w < 1"))}
+    done = wide(with_fault(harness, "wide-fault", faults, units="ranks256."), 33, 3)
     assert done.returncode == 1 and "wrong vectors" in done.stdout, done.stdout + done.stderr
 
 
@@ -149,18 +149,18 @@ def test_a_scenario_of_few_ranks_is_refused_for_many(harness):
 
 
 FAULTS = {
-    "wrong-bytes": ("exchange.cu", "p.chunk_bytes, from + begin, min(", "p.chunk_bytes, from, min("),
+    "wrong-bytes": ("exchange/exchange.cu", "p.chunk_bytes, from + begin, min(", "p.chunk_bytes, from, min("),
     "missing-wait": (
-        "exchange.cu",
+        "exchange/exchange.cu",
         "arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);",
         "arrived = true;",
     ),
     "early-line": (
-        "lines.cuh",
+        "low_latency/ll128.cuh",
         "piece.line < lines && v.w != epoch",
         "piece.line < lines && v.w > epoch",
     ),
-    "row-twice": ("low_latency_few.cuh", "(keys.y - least < below)", "0"),  # rows of few tokens on one another
+    "row-twice": ("low_latency/few.cuh", "(keys.y - least < below)", "0"),  # rows of few tokens on one another
 }
 
 
@@ -177,16 +177,16 @@ def test_a_fault_in_a_kernel_is_seen(harness, fault):
 
 def test_a_rank_that_shows_the_wrong_one_is_seen(harness):
     """Blocks that wait beside the one that meets the others: `Announcements::AwaitOwn` of operation.cuh."""
-    faults = {"cuda_kernels/operation.cuh": ("  announcements.AwaitOwn();\n", "")}
-    program = with_fault(harness, "not-own", faults, units="exchange")
+    faults = {"cuda_kernels/core/operation.cuh": ("  announcements.AwaitOwn();\n", "")}
+    program = with_fault(harness, "not-own", faults, units="ranks16.exchange.")
     command = [program, "--ranks", 3, "--gpus", 3, "--scenario", "unmet", "--calls", 0, "--patience", PATIENCE]
     done = emulate(command, seconds=SECONDS)
     assert done.returncode == 1 and "shows that it waits for" in done.stdout, done.stdout + done.stderr
 
 
 def test_shared_memory_that_no_kernel_asked_for_is_an_error(harness):
-    faults = {"cuda_kernels/load_kernel.cuh": ("if (shared_bytes == 0)", "if (shared_bytes >= 0)")}
-    program = with_fault(harness, "not-asked", faults, units="dispatch.cu")
+    faults = {"cuda_kernels/core/launch.cuh": ("if (shared_bytes == 0)", "if (shared_bytes >= 0)")}
+    program = with_fault(harness, "not-asked", faults, units="ranks16.dispatch.")
     done = emulate([program, "--ranks", 2, "--gpus", 2, "--scenario", "normal"], seconds=SECONDS)
     assert done.returncode != 0 and "shared memory that it was not granted" in done.stderr, done.stdout + done.stderr
 
@@ -205,7 +205,7 @@ def test_an_unknown_instruction_is_an_error(statement):
 
 def test_a_kernel_that_lets_the_next_one_in_is_an_error():
     """XLA launches its kernels early and reads results as if no kernel still wrote them."""
-    with pytest.raises(build.Untranslated, match="early_launch.cuh"):
+    with pytest.raises(build.Untranslated, match="launch.cuh"):
         build.translate('asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')
 
 

@@ -98,7 +98,7 @@ def _instruction(text: str, operand) -> str:
         return [value(a.strip()) for a in argument.strip("{} ").split(",")]
 
     match words:
-        case ["ld", "relaxed", "sys", "global", "v4", "u32"]:  # part of a line: cuda_kernels/lines.cuh
+        case ["ld", "relaxed", "sys", "global", "v4", "u32"]:  # part of a line: cuda_kernels/low_latency/ll128.cuh
             part = f"::emulator::LoadLinePart(::emulator::At<const uint4>({address(arguments[1])}))"
             names = zip(elements(arguments[0]), "xyzw", strict=True)
             return f"const uint4 part = {part}; " + " ".join(f"{t} = part.{c};" for t, c in names)
@@ -144,7 +144,7 @@ def _instruction(text: str, operand) -> str:
         case ["griddepcontrol", "wait"]:  # a kernel starts when the one before it has ended
             return ""
         case ["griddepcontrol", "launch_dependents"]:
-            raise Untranslated("no kernel lets the next one in before it ends: cuda_kernels/early_launch.cuh says why")
+            raise Untranslated("no kernel lets the next one in before it ends: cuda_kernels/core/launch.cuh says why")
         case ["bar" | "barrier", *kind] if "sync" in kind:
             count = value(arguments[1]) if len(arguments) > 1 else "0"
             return f"::emulator::Barrier({value(arguments[0])}, {count});"

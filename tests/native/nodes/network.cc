@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda_kernels/rail_plan.h"
+#include "cuda_kernels/node/rail_plan.h"
 
 namespace native {
 

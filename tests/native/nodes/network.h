@@ -1,5 +1,5 @@
-// A network between the nodes of a test, as bad as one may be: the slow half of cuda_kernels/transport.cuh over host
-// threads. Test code.
+// A network between the nodes of a test, as bad as one may be: the slow half of cuda_kernels/node/transport.cuh over
+// host threads. Test code.
 //
 // A put goes into a queue for its pair of ranks, and one thread delivers. What the contract does not promise does not
 // happen: by `Faults`, with a seed, payloads arrive late, in any order and in pieces; signals arrive in bursts, but

@@ -1,9 +1,9 @@
-// The device's side of the network of a test: cuda_kernels/transport.cuh says what its calls mean.
+// The device's side of the network of a test: cuda_kernels/node/transport.cuh says what its calls mean.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "cuda_kernels/failure.cuh"
+#include "cuda_kernels/core/failure.cuh"
 #include "tests/native/nodes/network.h"
 
 namespace native {

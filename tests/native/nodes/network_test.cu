@@ -1,4 +1,4 @@
-// The network of network.h by itself, and the six calls of cuda_kernels/transport.cuh over it. For the emulator.
+// The network of network.h by itself, and the six calls of cuda_kernels/node/transport.cuh over it. For the emulator.
 //   network_test NAME|all [SEED]
 // One line per test. Exit status 0: all passed. Each rule of the network is also broken on purpose, and the test that
 // stands for it must then fail.
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <functional>
 
-#include "cuda_kernels/transport.cuh"
+#include "cuda_kernels/node/transport.cuh"
 #include "tests/native/expectations.h"
 #include "tests/native/nodes/network_link.cuh"
 

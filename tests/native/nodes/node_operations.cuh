@@ -5,16 +5,16 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/node_combine.cuh"
-#include "cuda_kernels/node_dispatch.cuh"
-#include "cuda_kernels/node_low_latency_combine.cuh"
-#include "cuda_kernels/node_low_latency_dispatch.cuh"
-#include "cuda_kernels/quantize_codec.cuh"
+#include "cuda_kernels/dispatch/quantize_codec.cuh"
+#include "cuda_kernels/node/combine.cuh"
+#include "cuda_kernels/node/dispatch.cuh"
+#include "cuda_kernels/node/low_latency_combine.cuh"
+#include "cuda_kernels/node/low_latency_dispatch.cuh"
 #include "tests/native/expectations.h"
 
 namespace native {
 
-using namespace XEN_MOE_KERNELS;
+using namespace xen_moe::XEN_MOE_VARIANT;
 
 struct NodeOptions : Options {
   int per_node = 2;

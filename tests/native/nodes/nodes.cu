@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "cuda_kernels/peer_transport.cuh"
+#include "cuda_kernels/node/peer_transport.cuh"
 #include "tests/native/nodes/node_operations.cuh"
 #ifndef __CUDACC__
 #include "tests/native/nodes/network_link.cuh"

@@ -14,7 +14,7 @@
 // at system scope by every thread of the pacer's block, then the signal.
 #pragma once
 
-#include "cuda_kernels/peer_transport.cuh"
+#include "cuda_kernels/node/peer_transport.cuh"
 
 namespace native {
 
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warps = static_cast<int>(gridDim.x) * kWarps;
   auto signal = [&](int node, int item) {
     const int message = item < leads ? kMaxChunks + item / turns : (item - leads) / turns;
-    return static_cast<uint32_t>(ChunkSignals(kNarrowRanks) + node * 2 * kRailMessages + message);
+    return static_cast<uint32_t>(ChunkSignals(kSmallGroup) + node * 2 * kRailMessages + message);
   };
   const int first = static_cast<int>(blockIdx.x) + static_cast<int>(threadIdx.x / 32 * gridDim.x);
   for (int item = first; item < items; item += warps) {

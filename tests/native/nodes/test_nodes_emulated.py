@@ -29,8 +29,8 @@ def test_the_network_keeps_its_rules_and_each_rule_is_needed(network_test, seed)
 
 
 @pytest.fixture(scope="session")
-def nodes_wide() -> pathlib.Path:
-    return built("nodes_wide")
+def nodes_ranks256() -> pathlib.Path:
+    return built("nodes_ranks256")
 
 
 @pytest.fixture(scope="session")
@@ -108,17 +108,17 @@ MANY_SLOW += [("left", 18, 6), ("overtaken", 18, 6), ("normal", 18, 6), ("normal
 @pytest.mark.parametrize(
     "scenario, ranks, per_node", [*MANY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY_SLOW)]
 )
-def test_many_ranks(nodes_wide, scenario, ranks, per_node):
+def test_many_ranks(nodes_ranks256, scenario, ranks, per_node):
     """Nodes of more ranks together than the kernels for few ranks take, and than a word has bits."""
-    done = run(nodes_wide, scenario, ranks, per_node, multiprocessors=3, calls=40, seconds=600)
+    done = run(nodes_ranks256, scenario, ranks, per_node, multiprocessors=3, calls=40, seconds=600)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_fault_that_shows_beyond_a_word_of_ranks_is_seen(nodes_wide):
+def test_a_fault_that_shows_beyond_a_word_of_ranks_is_seen(nodes_ranks256):
     """Counters of chunks from rank to rank by the rank's number in its word: ranks 1 and 33 share one."""
-    fault = {"cuda_kernels/direct.cuh": ("* Sources(plan) + rank)", "* Sources(plan) + rank % 32)")}
-    program = with_fault(nodes_wide, "counters-by-word", fault)
+    fault = {"cuda_kernels/node/direct.cuh": ("* Sources(plan) + rank)", "* Sources(plan) + rank % 32)")}
+    program = with_fault(nodes_ranks256, "counters-by-word", fault)
     assert run(program, "many", 18, 6, multiprocessors=3).returncode == 0
     done = run(program, "many", 36, 12, multiprocessors=3, patience=1, seconds=600)
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
@@ -160,63 +160,63 @@ def test_a_signal_before_its_put_is_seen(nodes):
 # must say, and of which scenario.
 FAULTS = {
     "crosses-twice": (
-        "node_dispatch.cuh",
+        "node/dispatch.cuh",
         "Holds(ranks, expert / r.local_experts)",
         "true",
         " bytes instead of ",
         "normal",
     ),
     "node-order": (
-        "node_combine.cuh",
+        "node/combine.cuh",
         "for (int node = 0; node < plan.nodes; ++node) {",
         "for (int node = plan.nodes - 1; node >= 0; --node) {",
         "wrong vectors",
         "normal",
     ),
     "node-order-streamed": (
-        "node_combine.cuh",
+        "node/combine.cuh",
         "before = far & ((1u << plan.node) - 1), after = far & ~before;",
         "after = far & ((1u << plan.node) - 1), before = far & ~after;",
         "wrong vectors",
         "normal",
     ),
     "missing-wait": (
-        "node_combine.cuh",
+        "node/combine.cuh",
         "if (!(arrived = AwaitPartials(p, shared, plan, slots, others, token, part))) return;",
         "",
         "wrong vectors",
         "normal",
     ),
     "rows-before-their-routing": (
-        "node_dispatch.cuh",
+        "node/dispatch.cuh",
         "arrived = WaitFlag(routed, shared.run, shared.run.epoch, Step::kMetadata, source);",
         "",
         "FAILED",
         "normal",
     ),
     "routing-not-awaited": (
-        "node_dispatch.cuh",
+        "node/dispatch.cuh",
         "arrived = WaitFlag(flag, shared.run, shared.run.epoch, Step::kMetadata, source);",
         "",
         "FAILED",
         "normal",
     ),
     "direct-crosses-twice": (
-        "node_low_latency_dispatch.cuh",
+        "node/low_latency_dispatch.cuh",
         "goes |= local >= 0 && local < r.local_experts;",
         "goes = true;",
         " bytes instead of ",
         "normal",
     ),
     "direct-node-order": (
-        "node_low_latency_combine.cuh",
+        "node/low_latency_combine.cuh",
         "for (int node = 0; node < direct.plan.nodes; ++node) {",
         "for (int node = direct.plan.nodes - 1; node >= 0; --node) {",
         "wrong vectors",
         "normal",
     ),
     "direct-rounds-once": (
-        "node_low_latency_combine.cuh",
+        "node/low_latency_combine.cuh",
         "for (int i = 0; i < kSumRounds; ++i) sum[i].Add(total[i].Round());",
         "for (int i = 0; i < kSumRounds; ++i)\n"
         "for (int j = 0; j < Values<Y>::kCount; ++j) sum[i].v[j] += total[i].v[j];",
@@ -224,56 +224,56 @@ FAULTS = {
         "normal",
     ),
     "direct-missing-wait": (
-        "direct.cuh",
+        "node/direct.cuh",
         "if (!AwaitCounter(rank, Signal(rank, chunk), step)) return false;",
         "",
         "FAILED",
         "normal",
     ),
     "share-done-twice": (
-        "node_low_latency_combine.cuh",
+        "node/low_latency_combine.cuh",
         "if (good && sends && block < cut.push && !run.repeats) {",
         "if (good && sends && block < cut.push) {",
         "FAILED",
         "members",
     ),
     "not-past-the-rail": (
-        "rail.cuh",
+        "node/rail.cuh",
         "(forwards == to || !Takes(forwards));",
         "forwards == to;",
         "FAILED",
         "members",
     ),
     "joins-without-meeting": (
-        "operation.cuh",
+        "core/operation.cuh",
         "refused = !far.Join(run, run.active & ~run.reachable);",
         "",
         "FAILED",
         "members",
     ),
     "rails-without-parity": (
-        "rail.cuh",
+        "node/rail.cuh",
         "parity = run_.epoch & 1;",
         "parity = 0;",
         "FAILED",
         "overtaken",
     ),
     "left-without-waiting": (
-        "rail.cuh",
+        "node/rail.cuh",
         "return call.active == nullptr || transport.Flush();",
         "return true;",
         "FAILED",
         "left",
     ),
     "tells-nobody": (
-        "transport.cuh",
+        "node/transport.cuh",
         "/ kTellShare) TellWaiting(link, run);",
         "/ kTellShare) (void)0;",
         "FAILED",
         "chain",
     ),
     "reset-forgets-nothing": (
-        "direct.cuh",
+        "node/direct.cuh",
         "const uint32_t value = static_cast<uint32_t>(seen) + 1;",
         "const uint32_t value = static_cast<uint32_t>(seen);",
         "FAILED",

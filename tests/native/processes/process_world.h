@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_kernels/nccl_transport.cuh"
+#include "cuda_kernels/node/nccl_transport.cuh"
 #include "tests/native/nodes/node_operations.cuh"
 #include "tests/native/processes/meeting.h"
 #include "tests/native/processes/tcp_rma.h"

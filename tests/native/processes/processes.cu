@@ -48,12 +48,12 @@ __global__ void ProbeKernel(NcclLink link, char* staging, int per_node, uint64_t
     own[0] = 1000 + rank, own[1] = other;
     __threadfence_system();
     if (!link.Reserve(other)) result[0] = 1;
-    link.PutSignal(1, other, 1024 + 16 * rank, 16 * other, 16, ChunkSignals(kNarrowRanks) + node * kMaxChunks);
+    link.PutSignal(1, other, 1024 + 16 * rank, 16 * other, 16, ChunkSignals(kSmallGroup) + node * kMaxChunks);
   }
   uint64_t start = NowNs();
   for (int other = rank % per_node; other < ranks; other += per_node) {
     if (other == rank) continue;
-    while (link.Count(ChunkSignals(kNarrowRanks) + other / per_node * kMaxChunks) < 1) {
+    while (link.Count(ChunkSignals(kSmallGroup) + other / per_node * kMaxChunks) < 1) {
       if (NowNs() - start > limit_ns) {
         result[0] = 2, result[1] = other;
         return;

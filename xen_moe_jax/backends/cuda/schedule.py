@@ -79,7 +79,7 @@ def tuned(**values: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """See `struct Schedule` in cuda_kernels/params.h."""
+    """See `struct Schedule` in cuda_kernels/core/params.h."""
 
     blocks: int
     push_blocks: int
@@ -115,7 +115,7 @@ def chunk_tokens(spec: Spec, config: KernelConfig, *, low_latency: bool = False)
 def use_low_latency(
     spec: Spec, hidden: int, dtype: Any, config: KernelConfig, *, wire: Wire | None, combine: bool = False
 ) -> bool:
-    """Whether the low-latency kernels (cuda_kernels/low_latency_*) run a dispatch or combine of rows of this dtype.
+    """Whether the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
 
     They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
     """

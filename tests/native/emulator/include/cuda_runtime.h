@@ -96,7 +96,7 @@ T CompareAndSwap(T* p, T expected, T value) {
   return expected;
 }
 void SyncWarp(unsigned mask);
-// 16 of the 128 bytes of a line, which eight lanes store and load as a whole (cuda_kernels/lines.cuh).
+// 16 of the 128 bytes of a line, which eight lanes store and load as a whole (cuda_kernels/low_latency/ll128.cuh).
 uint4 LoadLinePart(const uint4* p);
 void StoreLinePart(uint4* p, uint4 part);
 inline uint4 LoadVector(const uint4* p) {

@@ -1,0 +1,209 @@
+// Eight consecutive elements per lane, in float32. A warp step is 256 elements; a scale block of 128 is 16 lanes.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda_kernels/core/params.h"
+
+namespace xen_moe {
+
+constexpr int kOctet = 8;
+constexpr int kWarpElements = 32 * kOctet;
+
+struct Octet {
+  float v[kOctet];
+};
+
+__device__ __forceinline__ float ToFloat(float x) { return x; }
+__device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }
+__device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ __forceinline__ T FromFloat(float x);
+template <>
+__device__ __forceinline__ float FromFloat<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// The bits of an octet as loaded: kept apart from the conversion so that several loads can be in flight.
+template <class T>
+struct RawOctet {
+  static constexpr int kVectors = kOctet * sizeof(T) / 16;
+  int4 bits[kVectors];
+};
+
+// `row` is the row's first element, `e` the lane's first; elements at or past `end` read as zero. `vector`: rows are
+// 16-byte aligned and `end` is a multiple of 8.
+template <class T>
+__device__ __forceinline__ RawOctet<T> LoadOctet(const T* row, int e, int end, bool vector) {
+  RawOctet<T> raw;
+  if (vector) {
+#pragma unroll
+    for (int i = 0; i < RawOctet<T>::kVectors; ++i) {
+      raw.bits[i] = e < end ? __ldcs(reinterpret_cast<const int4*>(row + e) + i) : make_int4(0, 0, 0, 0);
+    }
+  } else {
+    T* values = reinterpret_cast<T*>(raw.bits);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = e + i < end ? row[e + i] : FromFloat<T>(0.0f);
+  }
+  return raw;
+}
+template <class T>
+__device__ __forceinline__ Octet Widen(const RawOctet<T>& raw) {
+  const T* values = reinterpret_cast<const T*>(raw.bits);
+  Octet o;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) o.v[i] = ToFloat(values[i]);
+  return o;
+}
+// Of two values in a word the upper one is its upper bits: one instruction each, where ToFloat takes three for both.
+template <>
+__device__ __forceinline__ Octet Widen(const RawOctet<__nv_bfloat16>& raw) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(raw.bits);
+  Octet o;
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) {
+    o.v[2 * i] = __uint_as_float(words[i] << 16);
+    o.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+  }
+  return o;
+}
+// Two values are rounded by one instruction where the GPU has one.
+__device__ __forceinline__ void RoundPair(float* to, float x, float y) { to[0] = x, to[1] = y; }
+__device__ __forceinline__ void RoundPair(__half* to, float x, float y) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+}
+__device__ __forceinline__ void RoundPair(__nv_bfloat16* to, float x, float y) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
+}
+template <class T>
+__device__ __forceinline__ RawOctet<T> Narrow(const Octet& o) {
+  RawOctet<T> raw;
+  T* values = reinterpret_cast<T*>(raw.bits);
+#pragma unroll
+  for (int i = 0; i < kOctet; i += 2) RoundPair(values + i, o.v[i], o.v[i + 1]);
+  return raw;
+}
+template <class T>
+__device__ __forceinline__ void StoreOctet(T* row, int e, int end, bool vector, const RawOctet<T>& raw) {
+  if (vector) {
+    if (e < end) {
+#pragma unroll
+      for (int i = 0; i < RawOctet<T>::kVectors; ++i) reinterpret_cast<int4*>(row + e)[i] = raw.bits[i];
+    }
+  } else {
+    const T* values = reinterpret_cast<const T*>(raw.bits);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (e + i < end) row[e + i] = values[i];
+    }
+  }
+}
+
+// One-byte wire values of an octet, and the scale of the 128 elements that its 16 lanes hold.
+struct QuantizedOctet {
+  uint2 bits;
+  float scale;
+};
+
+// The scale of 128 elements, and what they are multiplied by. Where one of them is not finite the scale is NaN and the
+// values are zero; `inverse` is then negative.
+struct BlockScale {
+  float scale, inverse;
+};
+// The arithmetic of docs/design/internals.md, "Quantize". `bits`: the largest magnitude's; they compare as integers:
+// NaN > infinity > every finite value.
+template <WireType kWire>
+__device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
+  constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
+  const bool finite = bits < 0x7F800000u;
+  const float amax = fmaxf(__uint_as_float(bits), 1.262177448e-29f);  // 2^-96
+  float scale = __fdiv_rn(amax, kQmax);
+  float inverse;
+  if (ue8m0) {
+    const uint32_t s = __float_as_uint(scale);
+    scale = __uint_as_float(((s >> 23) + ((s & 0x7FFFFFu) ? 1u : 0u)) << 23);
+    inverse = __fdiv_rn(1.0f, scale);
+  } else {
+    inverse = __fdiv_rn(kQmax, amax);
+  }
+  return finite ? BlockScale{scale, inverse} : BlockScale{__uint_as_float(0x7FC00000u), -1.0f};
+}
+template <WireType kWire>
+__device__ __forceinline__ uint2 QuantizeBits(const Octet& o, float inverse) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kOctet; i += 2) {
+    const float x = __fmul_rn(o.v[i], inverse), y = __fmul_rn(o.v[i + 1], inverse);
+    uint32_t pair;
+    if constexpr (kWire == WireType::kInt8) {
+      pair = (max(-127, min(127, __float2int_rn(x))) & 0xFF) | (max(-127, min(127, __float2int_rn(y))) & 0xFF) << 8;
+    } else {
+      pair = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+    }
+    words[i / 4] |= pair << (8 * (i & 3));
+  }
+  const uint32_t finite = inverse > 0.0f ? 0xFFFFFFFFu : 0u;
+  return make_uint2(words[0] & finite, words[1] & finite);
+}
+// All 32 lanes call it.
+template <WireType kWire>
+__device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) bits = max(bits, __float_as_uint(o.v[i]) & 0x7FFFFFFFu);
+#pragma unroll
+  for (int m = 8; m > 0; m >>= 1) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
+  const BlockScale block = ScaleOf<kWire>(bits, ue8m0);
+  return {QuantizeBits<kWire>(o, block.inverse), block.scale};
+}
+
+template <WireType kWire>
+__device__ __forceinline__ Octet Dequantize(const QuantizedOctet& q) {
+  Octet o;
+#pragma unroll
+  for (int i = 0; i < kOctet; i += 2) {
+    const uint32_t pair = (i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)) & 0xFFFF;
+    float2 values;
+    if constexpr (kWire == WireType::kInt8) {
+      values.x = static_cast<float>(static_cast<int8_t>(pair));
+      values.y = static_cast<float>(static_cast<int8_t>(pair >> 8));
+    } else {
+      values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3)));
+    }
+    o.v[i] = __fmul_rn(values.x, q.scale);
+    o.v[i + 1] = __fmul_rn(values.y, q.scale);
+  }
+  return o;
+}
+
+// A wire row holds ceil(H/8) * 8 value bytes at least: the last octet may carry zeros past H.
+__device__ __forceinline__ void StoreQuantized(char* wire_row, uint64_t scale_offset, int e, int end,
+                                               const QuantizedOctet& q) {
+  if (e >= end) return;
+  *reinterpret_cast<uint2*>(wire_row + e) = q.bits;
+  if ((e & (kScaleBlock - 1)) == 0) *reinterpret_cast<float*>(wire_row + scale_offset + e / kScaleBlock * 4) = q.scale;
+}
+__device__ __forceinline__ QuantizedOctet LoadQuantized(const char* wire_row, uint64_t scale_offset, int e, int end) {
+  QuantizedOctet q{make_uint2(0, 0), 0.0f};
+  if (e < end) {
+    q.bits = __ldcs(reinterpret_cast<const uint2*>(wire_row + e));
+    q.scale = __ldcs(reinterpret_cast<const float*>(wire_row + scale_offset + e / kScaleBlock * 4));
+  }
+  return q;
+}
+
+}  // namespace xen_moe

@@ -1,0 +1,276 @@
+// Symmetric memory as the kernels see it. Plain data: shared by kernels, launchers, the FFI layer and its fake
+// provider.
+//
+// Per rank of a group there are
+//   Mailbox   a small allocation that every rank of the group can write: announcements, the failure word, and what
+//             this rank shows to the others. It never moves while the workspace lives.
+//   staging   a large allocation that every rank can write, made anew when it must grow: one per generation.
+//   Control   device memory of this rank alone: the tables through which it sees the others. It never moves, so that a
+//             captured CUDA graph finds the staging areas after they have grown.
+//   ErrorRecord  mapped host memory: what the host reads.
+//
+// A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start,
+// lines lie behind them and data at the end:
+//   flags  uint32 words that only ever hold epochs. A word equal to the current epoch says "arrived". Because the word
+//          holds the number of the operation, nothing has to be reset in between, and a stale word is not mistaken.
+//          Numbers come round after 2^32 operations: long before that every rank clears its flags and lines
+//          (kClearAfter).
+//   lines  128 bytes each, of which the last eight only ever hold epochs and the others anything (ll128.cuh): what the
+//          low-latency kernels stage. They write whole lines and nothing else, so a line that holds the current epoch
+//          was written in this operation, whatever the shape of the operations that wrote it before.
+//   data   whatever the other operations stage (rows, metadata).
+// The borders never move in a generation: no operation's data ever lie where another one looks for flags or lines. The
+// first LineBorder(flag_bytes) of a half's MemoryTable::flag_bytes are flags, the others lines; a fresh generation and
+// a reset clear them all.
+//
+// Why two halves are enough: an operation ends only after it has seen every rank's announcement of that same
+// operation. So when a rank starts operation n+2, every other rank has started n+1, hence has finished n, and nobody
+// reads or writes half `n & 1` any more. The same holds for the announcements, which are kept by parity too.
+//
+// Generations: an announcement carries the newest generation that its rank has. The operation after it uses the least
+// of what all ranks announced, which every rank computes from the same words: all switch at the same operation. An
+// operation that needs more than that waits for the announcements of its own epoch first and takes their least.
+//
+// Ranks that are out: an operation may be given a bit mask of the ranks that take part. Nobody stores to the others or
+// waits for them; "every rank" above is every rank that takes part. One that is out does nothing but count the
+// operation, if it runs it at all; it may run ahead or stay behind. So when an operation has a rank that the one before
+// it had not, all its ranks first meet (`Mailbox::joins`): each has begun it, hence ended everything before, and what
+// is said above holds from there on. Such an operation takes its memory from its own announcements. After a start or a
+// reset the operation before is taken to have had no ranks. The mask is part of the announced signature.
+// A rank that is left out from some operation on may still be busy with the one before, and the others do not hear when
+// it has ended: they may use the half again meanwhile. Hence all that is stored at a rank in an operation is awaited
+// there before it ends, rows that are dropped too; and where ranks may be left out nothing is stored a second time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define XEN_MOE_ANYWHERE __host__ __device__
+#else
+#define XEN_MOE_ANYWHERE
+#endif
+
+namespace xen_moe {
+
+constexpr int kMaxRanks = 256;   // of a group: the failure word has eight bits for one
+constexpr int kSmallGroup = 16;  // groups of so many have kernels whose sets of ranks are one word (rank_mask.cuh)
+constexpr int kRankWords = kMaxRanks / 32;
+constexpr int kMaxSlots = 64;      // top-k
+constexpr int kMaxExperts = 4096;  // of all ranks
+constexpr int kMaxBlocks = 256;    // thread blocks of one operation
+constexpr int kMaxParts = 64;      // of a row
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kScaleBlock = 128;  // elements that share one scale
+constexpr int kGenerations = 4;   // memory tables that a rank keeps
+constexpr int kRingRounds = 4;    // rounds of tokens that a ring of staged rows holds (rounds.cuh)
+constexpr int kMaxRounds = 1024;  // of one operation
+
+enum class Operation : uint32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kExchange = 3 };
+
+// What a rank that waits is waiting for.
+enum class Step : uint32_t {
+  kArrival = 0,      // that the other rank starts the operation
+  kMetadata = 1,     // its routing
+  kRows = 2,         // its rows
+  kCredit = 3,       // that it takes rows out of the ring
+  kLocalBlocks = 4,  // blocks of this GPU
+  kOwner = 5         // that the operation before this one on the channel ends
+};
+
+enum class Cause : uint32_t {
+  kNone = 0,
+  kTimeout = 1,     // `rank` did not come; `other` gave up
+  kMismatch = 2,    // `rank` and `other` run different operations under one number
+  kDead = 3,        // the process of `rank` has ended: written by the host
+  kMemory = 4,      // `rank` has released its memory, or has too little
+  kIndex = 5,       // `rank` was given a handle with impossible counts
+  kConcurrent = 6,  // on `rank`, another operation held the channel for too long
+  kReset = 7        // the host asks all kernels to leave
+};
+
+// The failure word: 1 << 63 | cause << 56 | operation << 52 | step << 48 | rank << 40 | other << 32 | epoch. 0: none.
+struct Failure {
+  Cause cause;
+  Operation operation;
+  Step step;
+  int rank;   // the root: who owes
+  int other;  // who noticed
+  uint32_t epoch;
+};
+XEN_MOE_ANYWHERE inline uint64_t PackFailure(const Failure& f) {
+  return 1ull << 63 | static_cast<uint64_t>(f.cause) << 56 | static_cast<uint64_t>(f.operation) << 52 |
+         static_cast<uint64_t>(f.step) << 48 | static_cast<uint64_t>(f.rank & 0xFF) << 40 |
+         static_cast<uint64_t>(f.other & 0xFF) << 32 | f.epoch;
+}
+XEN_MOE_ANYWHERE inline Failure UnpackFailure(uint64_t word) {
+  return {static_cast<Cause>(word >> 56 & 0x7F), static_cast<Operation>(word >> 52 & 0xF),
+          static_cast<Step>(word >> 48 & 0xF),   static_cast<int>(word >> 40 & 0xFF),
+          static_cast<int>(word >> 32 & 0xFF),   static_cast<uint32_t>(word)};
+}
+
+// An announcement: epoch << 32 | signature << 8 | generation. The generation is the low byte of a counter: two of them
+// are compared by their difference, which is less than kGenerations.
+XEN_MOE_ANYWHERE inline uint64_t PackAnnouncement(uint32_t epoch, uint32_t signature, uint32_t generation) {
+  return static_cast<uint64_t>(epoch) << 32 | (signature & 0xFFFFFF) << 8 | (generation & 0xFF);
+}
+XEN_MOE_ANYWHERE inline uint32_t AnnouncedEpoch(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+XEN_MOE_ANYWHERE inline uint32_t AnnouncedSignature(uint64_t word) { return static_cast<uint32_t>(word) >> 8; }
+XEN_MOE_ANYWHERE inline uint32_t AnnouncedGeneration(uint64_t word) { return static_cast<uint32_t>(word) & 0xFF; }
+XEN_MOE_ANYWHERE inline bool OlderGeneration(uint32_t a, uint32_t b) {
+  return static_cast<int8_t>(static_cast<uint8_t>(a - b)) < 0;
+}
+
+// What a rank is doing: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits` it has started the
+// epoch and is not known to wait for anybody. A rank that waits goes on to show another beat: one that has been stopped
+// shows the same word for ever.
+XEN_MOE_ANYWHERE inline uint64_t PackProgress(uint32_t epoch) { return static_cast<uint64_t>(epoch) << 32; }
+XEN_MOE_ANYWHERE inline uint64_t PackWaiting(uint32_t epoch, Step step, int rank, uint32_t beat = 0) {
+  return static_cast<uint64_t>(epoch) << 32 | 1u << 31 | (beat & 0x7FFF) << 16 | static_cast<uint32_t>(step) << 8 |
+         static_cast<uint32_t>(rank);
+}
+XEN_MOE_ANYWHERE inline uint32_t ProgressEpoch(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+XEN_MOE_ANYWHERE inline bool ProgressWaits(uint64_t word) { return word >> 31 & 1; }
+XEN_MOE_ANYWHERE inline Step ProgressStep(uint64_t word) { return static_cast<Step>(word >> 8 & 0xFF); }
+XEN_MOE_ANYWHERE inline int ProgressRank(uint64_t word) { return static_cast<int>(word & 0xFF); }
+
+// The operation's number after `epoch`. 0 is left out, because fresh flags are 0; parity goes on alternating.
+XEN_MOE_ANYWHERE inline uint32_t NextEpoch(uint32_t epoch) { return epoch == 0xFFFFFFFFu ? 2u : epoch + 1u; }
+// So many epochs after its flags were last cleared a half is cleared again: no word lives so long that its number comes
+// round.
+constexpr uint32_t kClearAfter = 1u << 30;
+// Epochs that are ahead of `newest` by less than this are newer.
+XEN_MOE_ANYWHERE inline bool EpochBefore(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+// An operation in full, as the error names it. All of it must be equal on all ranks. `Describe` in params.h makes it.
+struct Descriptor {
+  uint32_t operation;  // enum Operation
+  uint32_t dtype;      // the host's code
+  uint32_t wire, layout;
+  uint32_t flags;  // kDescribed...
+  uint32_t ranks, ranks_per_node;
+  uint32_t tokens;           // exchange: units of the operand
+  uint32_t top_k;            // exchange: chunks of a ring
+  uint32_t experts;          // exchange: bytes of a chunk
+  uint32_t hidden;           // exchange: bytes of a unit, low half
+  uint32_t capacity;         // exchange: units of the output
+  uint32_t alignment;        // exchange: bytes of a unit, high half
+  uint32_t parts;            // and above 8 bits, where rows lie in rings: tokens of a ring. Exchange: lanes
+  uint32_t metadata_slices;  // and above 16 bits, between nodes: tokens of a chunk
+  uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
+};
+static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
+constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
+                   kDescribedLowLatency = 16;
+// From this bit on: the ranks that are out, up to kSmallGroup a bit each, above that a hash. The host leaves it 0.
+constexpr int kDescribedOutShift = 16;
+
+// 24 bits of a hash (FNV-1a over words, then mixed).
+XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
+  const uint32_t words[16] = {
+      d.operation, d.dtype,   d.wire,   d.layout,   d.flags,     d.ranks, d.ranks_per_node,  d.tokens,
+      d.top_k,     d.experts, d.hidden, d.capacity, d.alignment, d.parts, d.metadata_slices, d.site};
+  uint32_t h = 2166136261u;
+  for (int i = 0; i < 16; ++i) {
+    h = (h ^ words[i]) * 16777619u;
+    h ^= h >> 15;
+  }
+  h *= 0x85EBCA6Bu;
+  return (h ^ h >> 13) & 0xFFFFFF;
+}
+
+// One per rank, in memory that all ranks of the group can write and read. Zeroed when made.
+struct alignas(128) Mailbox {
+  // Written by the ranks of the group.
+  uint64_t announcements[2][kMaxRanks];  // [epoch parity][source rank]
+  uint64_t joins[kMaxRanks];             // [source rank], as an announcement; 0: none, or used
+  // By whoever gives up first; 0: none. A line of its own: it is polled.
+  alignas(128) uint64_t failure;
+  // By the host: bit mask of the ranks whose process has ended. Nothing is read or stored there.
+  uint32_t dead[kRankWords];
+  uint64_t unread;  // by ranks of other nodes: what a signal alone carries
+  // By ranks of other nodes, again and again while they wait: what each rank of their node shows in `progress`.
+  alignas(128) uint64_t told[kMaxRanks];
+  // Written by this rank alone, for the others to read when something is wrong.
+  alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
+  uint64_t progress;
+  uint64_t waited_ns;  // how long this rank had waited when it gave up
+};
+
+// A generation of staging areas, as seen by one rank.
+struct MemoryTable {
+  uint32_t generation;       // these two first: Control says why
+  uint32_t members;          // of Control::current alone: bit mask of the ranks that took part in the operation before
+  char* staging[kMaxRanks];  // each rank's, as mapped into this device; null: released
+  char* scratch;             // private to this rank
+  uint64_t flag_bytes;       // of a half: flags and lines
+  uint64_t data_bytes;       // of a half; a half has flag_bytes + data_bytes
+  uint64_t scratch_bytes;
+  uint32_t more_members[kRankWords - 1];  // `members` goes on
+};
+
+// Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says
+// how much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
+constexpr uint64_t kLineShare = 7;
+XEN_MOE_ANYWHERE inline uint64_t LineBorder(uint64_t flag_bytes) { return flag_bytes / kLineShare / 128 * 128; }
+XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines) {
+  const uint64_t for_flags = (flags + 127) / 128 * 128 * kLineShare;
+  const uint64_t for_lines = (lines * kLineShare + kLineShare - 2) / (kLineShare - 1);
+  return ((for_flags > for_lines ? for_flags : for_lines) + 255) / 256 * 256;
+}
+
+// What an operation needs of a generation.
+struct Needs {
+  uint64_t flag_bytes = 0;
+  uint64_t data_bytes = 0;
+  uint64_t scratch_bytes = 0;
+};
+XEN_MOE_ANYWHERE inline bool Suffices(const MemoryTable& table, const Needs& needs) {
+  return needs.flag_bytes <= table.flag_bytes && needs.data_bytes <= table.data_bytes &&
+         needs.scratch_bytes <= table.scratch_bytes;
+}
+
+// What the host reads without asking the device. Zeroed when made.
+struct alignas(64) ErrorRecord {
+  uint64_t failure;     // as in Mailbox; written last
+  uint64_t waited_ns;   // how long `other` had waited
+  Descriptor of_rank;   // the root's operation (its latest, when it never started this one)
+  Descriptor of_other;  // the operation of who noticed
+  // Not about errors: the generation (low byte) of the newest operation that has completed. Older ones may be freed
+  // when every local rank says so.
+  uint32_t generation;
+};
+
+// State of one rank of one workspace. The host writes the first part: `memory` and `newest` at any time (the table
+// first, then the number, in one stream), the others while nothing runs. It may change the second part only while
+// nothing runs: to start and after reset() all of it is zero but `epoch` and `current` (equal on all ranks: the table
+// of a generation that all ranks have).
+struct alignas(128) Control {
+  Mailbox* mailbox[kMaxRanks];  // each rank's, as mapped into this device
+  ErrorRecord* error;
+  MemoryTable memory[kGenerations];  // generation g: entry g % kGenerations
+  uint32_t newest;                   // this rank has generations up to this one
+
+  // Who runs and under what number, in one 8-byte word: read together, claimed by its first half.
+  alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
+  uint32_t epoch;                                 // operations completed, as NextEpoch counts
+  MemoryTable current;                            // what the next operation uses; its first words are read with the two
+  alignas(128) uint32_t ticket;                   // says which blocks have finished the current operation
+  uint32_t claimed[7];                            // next unclaimed items of the current operation
+  uint32_t completed[2];                          // items of it that are done
+  uint32_t mirrored;                              // the failure has been written to `error`
+  uint32_t reported;                              // generation written to `error`
+  uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
+  uint64_t told_ns;                               // when this rank last told other nodes for whom it waits
+  alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
+  uint32_t landed[kMaxBlocks];                    // by block: the last low-latency epoch whose rows others can see
+  alignas(128) uint32_t taken[kMaxRounds];        // items of a round that are done; 0 again when all are (rounds.cuh)
+};
+
+static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");
+static_assert(offsetof(Control, current) == offsetof(Control, owner) + 8,
+              "its generation and members are read with them");
+static_assert(256 % kGenerations == 0, "the low byte of a generation tells its table");
+
+}  // namespace xen_moe

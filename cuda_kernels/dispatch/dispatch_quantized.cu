@@ -1,0 +1,38 @@
+// Dispatch of float rows that travel as fp8 or int8 and arrive in their own dtype.
+#include "cuda_kernels/dispatch/dispatch.cuh"
+#include "cuda_kernels/dispatch/quantize_codec.cuh"
+
+namespace xen_moe::XEN_MOE_VARIANT {
+namespace {
+
+template <WireType kWire>
+int LaunchWire(const DispatchParams& p, cudaStream_t stream) {
+  switch (p.element) {
+    case Element::kBf16:
+      return LaunchWith<QuantizeCodec<__nv_bfloat16, kWire>>(p, stream);
+    case Element::kF16:
+      return LaunchWith<QuantizeCodec<__half, kWire>>(p, stream);
+    case Element::kF32:
+      return LaunchWith<QuantizeCodec<float, kWire>>(p, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+template <WireType kWire>
+int PreloadWire() {
+  if (int e = Preload<QuantizeCodec<__nv_bfloat16, kWire>>()) return e;
+  if (int e = Preload<QuantizeCodec<__half, kWire>>()) return e;
+  return Preload<QuantizeCodec<float, kWire>>();
+}
+
+}  // namespace
+
+int LaunchQuantizedDispatch(const DispatchParams& p, cudaStream_t stream) {
+  return p.wire == WireType::kFp8 ? LaunchWire<WireType::kFp8>(p, stream) : LaunchWire<WireType::kInt8>(p, stream);
+}
+int PreloadQuantizedDispatch() {
+  if (int e = PreloadWire<WireType::kFp8>()) return e;
+  return PreloadWire<WireType::kInt8>();
+}
+
+}  // namespace xen_moe::XEN_MOE_VARIANT

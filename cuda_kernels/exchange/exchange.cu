@@ -1,0 +1,223 @@
+// all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings in the staging
+// areas.
+//
+// What moves: the message to rank p is cut into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Half of a
+// block copies chunks into ring slots at rank p and raises their flags; the other half copies what p has sent on the
+// same lane to the output and returns credits. The ring bounds the symmetric memory, whatever the message. Who waits
+// for whom: a receiver for chunks (and, ragged, for the sender's offsets), a sender for the credit of the chunk that
+// used the slot before. In round k, rank r is paired with rank (k - r) mod R; blocks claim (round, lane) in ascending
+// order. So every wait ends, with any number of resident blocks: the least pair of a lane that is not done anywhere has
+// been claimed by a running block on both its ranks, and either half of it waits for the other rank's alone. Memory
+// order: as in dispatch.cuh; a credit is released after the half block has read the slot. After a failed wait nothing
+// more is stored at a peer.
+#include "cuda_kernels/core/claims.cuh"
+#include "cuda_kernels/core/launch.cuh"
+#include "cuda_kernels/core/operation.cuh"
+
+namespace xen_moe::XEN_MOE_VARIANT {
+namespace {
+
+constexpr int kHalfThreads = kThreads;
+constexpr int kBlockThreads = 2 * kHalfThreads;  // the first half sends, the second receives
+
+// Among the threads of this half of the block.
+__device__ __forceinline__ void SyncHalf() {
+  if (threadIdx.x < kHalfThreads) {
+    asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
+  } else {
+    asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads) : "memory");
+  }
+}
+__device__ __forceinline__ bool Leads() { return threadIdx.x % kHalfThreads == 0; }
+
+template <class Vec>
+__device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t bytes) {
+  constexpr int kInFlight = 4;
+  const Vec* src = reinterpret_cast<const Vec*>(from);
+  Vec* dst = reinterpret_cast<Vec*>(to);
+  const uint64_t n = bytes / sizeof(Vec);
+  for (uint64_t base = threadIdx.x % kHalfThreads; base < n; base += kInFlight * kHalfThreads) {
+    Vec v[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (base + i * kHalfThreads < n) v[i] = __ldcs(src + base + i * kHalfThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (base + i * kHalfThreads < n) dst[base + i * kHalfThreads] = v[i];
+    }
+  }
+  for (uint64_t b = n * sizeof(Vec) + threadIdx.x % kHalfThreads; b < bytes; b += kHalfThreads) to[b] = from[b];
+}
+__device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
+  const uint64_t both = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
+  if (both % 16 == 0) {
+    CopyVectors<int4>(to, from, bytes);
+  } else if (both % 4 == 0) {
+    CopyVectors<unsigned int>(to, from, bytes);
+  } else {
+    CopyVectors<unsigned char>(to, from, bytes);
+  }
+}
+
+struct Message {
+  int offset;  // units into the receiver's output
+  int units;
+};
+
+struct Lane {
+  uint32_t* chunk_flags;   // at the receiver
+  uint32_t* credit_flags;  // at the sender
+  char* ring;              // at the receiver
+};
+// The lane `lane` from `source` to `target`, as seen by either.
+__device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& run, int source, int target, int lane) {
+  const uint64_t in = static_cast<uint64_t>(source) * p.lanes + lane,
+                 out = static_cast<uint64_t>(target) * p.lanes + lane;
+  return {reinterpret_cast<uint32_t*>(run.half[target] + p.chunk_flags) + in * p.max_chunks,
+          reinterpret_cast<uint32_t*>(run.half[source] + p.credit_flags) + out * p.max_chunks,
+          run.data[target] + p.ring + in * p.ring_chunks * p.chunk_bytes};
+}
+
+// What this rank sends to `target`; a size or offset outside the operand sends nothing.
+__device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
+  if (!p.send_sizes) {
+    const int units = static_cast<int>(p.operand_units / p.ranks);
+    *first = static_cast<uint64_t>(target) * units;
+    return {p.rank * units, units};
+  }
+  const int64_t begin = p.input_offsets[target], units = p.send_sizes[target];
+  *first = static_cast<uint64_t>(begin);
+  const bool inside = begin >= 0 && units >= 0 && begin + units <= static_cast<int64_t>(p.operand_units);
+  return {p.output_offsets[target], inside ? static_cast<int>(units) : 0};
+}
+__device__ __forceinline__ bool Fits(const ExchangeParams& p, const Message& m) {
+  return m.offset >= 0 && static_cast<int64_t>(m.offset) + m.units <= static_cast<int64_t>(p.output_units);
+}
+
+__device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const Running& run, int source, int target) {
+  return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
+}
+
+// One lane to `target`. False: the group has failed.
+__device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
+  const uint32_t epoch = run.epoch;
+  uint64_t first;
+  const Message message = Outgoing(p, target, &first);
+  if (p.send_sizes && Leads() && lane == 0) {
+    reinterpret_cast<Message*>(run.data[target] + p.offsets)[p.rank] = message;
+    __threadfence_system();
+    StoreRelaxedSystem(MessageFlag(p, run, p.rank, target), epoch);
+  }
+  __shared__ bool free_slot;
+  const Lane way = LaneOf(p, run, p.rank, target, lane);
+  const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
+  const char* from = p.operand + first * p.unit_bytes;
+  for (uint64_t n = 0; n < p.max_chunks; ++n) {
+    const uint64_t begin = (n * p.lanes + lane) * p.chunk_bytes;
+    if (begin >= bytes) break;
+    if (n >= static_cast<uint64_t>(p.ring_chunks)) {
+      if (Leads()) free_slot = WaitFlag(way.credit_flags + n - p.ring_chunks, run, epoch, Step::kCredit, target);
+      SyncHalf();
+      if (!free_slot) return false;
+    }
+    CopyBytes(way.ring + n % p.ring_chunks * p.chunk_bytes, from + begin, min(p.chunk_bytes, bytes - begin));
+    SyncHalf();
+    if (Leads()) {
+      __threadfence_system();
+      StoreRelaxedSystem(way.chunk_flags + n, epoch);
+    }
+  }
+  return true;
+}
+
+// One lane from `source`. False: the group has failed.
+__device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
+  __shared__ Message message;
+  __shared__ bool arrived;
+  const uint32_t epoch = run.epoch;
+  if (Leads()) {
+    arrived = true;
+    if (p.send_sizes) {
+      arrived = WaitFlag(MessageFlag(p, run, source, p.rank), run, epoch, Step::kMetadata, source);
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(run.data[p.rank] + p.offsets) + 2 * source;
+      message = {0, 0};
+      if (arrived) message = {static_cast<int>(LoadRelaxedSystem(from)), static_cast<int>(LoadRelaxedSystem(from + 1))};
+    } else {
+      const int units = static_cast<int>(p.operand_units / p.ranks);
+      message = {source * units, units};
+    }
+  }
+  SyncHalf();
+  if (!arrived) return false;
+  const Lane way = LaneOf(p, run, source, p.rank, lane);
+  const uint64_t bytes = static_cast<uint64_t>(max(0, message.units)) * p.unit_bytes;
+  const bool fits = Fits(p, message);
+  char* to = p.output + static_cast<int64_t>(message.offset) * static_cast<int64_t>(p.unit_bytes);
+  for (uint64_t n = 0; n < p.max_chunks; ++n) {
+    const uint64_t begin = (n * p.lanes + lane) * p.chunk_bytes;
+    if (begin >= bytes) break;
+    SyncHalf();
+    if (Leads()) arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);
+    SyncHalf();
+    if (!arrived) return false;
+    if (fits) CopyBytes(to + begin, way.ring + n % p.ring_chunks * p.chunk_bytes, min(p.chunk_bytes, bytes - begin));
+    SyncHalf();
+    // Credits that somebody awaits: another would come when the sender may be two operations ahead (workspace.h).
+    if (Leads() && begin + p.ring_chunks * p.lanes * p.chunk_bytes < bytes) {
+      __threadfence_system();
+      StoreRelaxedSystem(way.credit_flags + n, epoch);
+    }
+  }
+  return true;
+}
+
+// The own part, by the receiving half.
+__device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
+  uint64_t first;
+  const Message message = Outgoing(p, p.rank, &first);
+  if (!Fits(p, message)) return;
+  const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
+  for (uint64_t begin = lane * p.chunk_bytes; begin < bytes; begin += p.lanes * p.chunk_bytes) {
+    CopyBytes(p.output + static_cast<uint64_t>(message.offset) * p.unit_bytes + begin,
+              p.operand + first * p.unit_bytes + begin, min(p.chunk_bytes, bytes - begin));
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_constant__ ExchangeParams p) {
+  __shared__ Running run;
+  BeginOperation(run, p.call, Operation::kExchange, p.ranks, p.rank);
+  if (!run.refused) {
+    const int pairs = p.ranks * p.lanes;
+    for (;;) {
+      const int claimed = BlockClaim(&run.control->claimed[static_cast<int>(Work::kPush)], 1);
+      if (claimed >= pairs) break;
+      const int round = claimed / p.lanes, lane = claimed % p.lanes;
+      const int peer = (round - p.rank + p.ranks) % p.ranks;
+      const bool sending = threadIdx.x < kHalfThreads;
+      bool going = true;
+      if (peer == p.rank) {
+        if (!sending) CopyOwn(p, lane);
+      } else if (sending) {
+        going = Send(p, run, peer, lane);
+      } else {
+        going = Receive(p, run, peer, lane);
+      }
+      if (!__syncthreads_and(going)) break;
+    }
+  }
+  FinishOperation(run, [&](uint32_t index, uint32_t count) {
+    FillBytes(p.output, p.output_units * p.unit_bytes, p.poison, index, count);
+  });
+}
+
+}  // namespace
+
+int LaunchExchange(const ExchangeParams& p, cudaStream_t stream) {
+  if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
+  ExchangeKernel<<<ExchangeBlocks(p), kBlockThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+int PreloadExchange() { return LoadKernel(ExchangeKernel); }
+
+}  // namespace xen_moe::XEN_MOE_VARIANT

@@ -1,0 +1,123 @@
+// Dispatch of small batches: no barrier between blocks, no fence, no flag beside the data.
+//
+// What moves: to every rank, this one too, a message of lines: how many rows each of its experts gets from here, then
+// per token a line that says for every slot which expert of that rank wants it, its number among this rank's rows of
+// that expert, and its weight. To every other rank that owns one of its experts, a token's row in lines, behind the
+// messages. Who does it: the first `layout_blocks` blocks number all rows, each for itself in shared memory, and send
+// shares of the messages; the next `push_blocks` send shares of the rows, and need to know nothing but topk_idx; the
+// others receive: each adds up the counts of all sources for itself, and its warps place parts of rows as their lines
+// come in. Who waits for whom: senders wait for nobody. A receiver waits for lines alone; before its first long wait,
+// and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
+// any number of resident blocks. Memory order: ll128.cuh; nothing else is shared between GPUs. What peers sent is
+// checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+//
+// Few tokens are numbered by those who receive them (few.cuh): the same, without the counts.
+#include "cuda_kernels/core/launch.cuh"
+#include "cuda_kernels/dispatch/dispatch.cuh"
+#include "cuda_kernels/low_latency/few.cuh"
+#include "cuda_kernels/low_latency/rows.cuh"
+
+namespace xen_moe::XEN_MOE_VARIANT {
+namespace {
+
+// All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
+// would have to lie in memory for it.
+template <class Numbered>
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut& cut, const Running& run, char* dynamic,
+                                         bool prepared) {
+  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
+  const Piece piece;
+  auto begin = [] { return true; };
+  for (int next = 0;;) {
+    const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
+    if (share < 0) return;
+    if (share >= cut.routing) {
+      PushShare(plan, piece, share - cut.routing, begin);
+      continue;
+    }
+    if (!prepared) Numbered::PrepareLate(plan);
+    prepared = true;
+    Numbered::Send(plan, piece, share, begin);
+  }
+}
+
+template <class Numbered>
+__global__ void __launch_bounds__(kThreads, 1)
+    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut) {
+  __shared__ Running run;
+  extern __shared__ __align__(16) char dynamic[];
+  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
+  const Piece piece;
+  const int block = static_cast<int>(blockIdx.x);
+  AwaitKernelBefore();
+  Phase(0);
+  // What does not depend on the operation's number is loaded while the first warp finds it.
+  if (threadIdx.x < 32) {
+    BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
+    if (p.call.active && block < plan.Shares()) StartOnce(run, block);
+  } else {
+    Numbered::Prepare(plan);
+  }
+  bool begun = false;
+  auto begin = [&] {  // of all threads once
+    if (!begun) {
+      __syncthreads();
+      begun = true;
+      Phase(1);
+      if (!run.refused && block < plan.Shares()) StartShare(run.control, block, run.epoch);
+    }
+    return !run.refused;
+  };
+  if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
+  auto sends = [&] { return begin() && !run.repeats; };
+  // One share each; a block that is alone does both.
+#pragma unroll 1
+  for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
+    if (share != block) StartShare(run.control, share, run.epoch);
+    if (share >= cut.routing) {
+      PushShare(plan, piece, share - cut.routing, sends);
+    } else {
+      Numbered::Send(plan, piece, share, sends);
+    }
+    if (!begin()) break;
+  }
+  bool good = begin();
+  Phase(2);
+  if (good && plan.receiver >= 0) {
+    good = Numbered::Receive(plan, piece, [&] { AdoptShares<Numbered>(p, cut, run, dynamic, block < cut.routing); });
+    Phase(4);
+    if (good) {
+      good = PlaceRows<Numbered::kRounds, Numbered::kFew>(
+          plan, piece, [&](int source, int token, bool write, int* position) {
+            return Numbered::Resolve(plan, piece, source, token, write, position);
+          });
+      Numbered::Complete(plan);
+    }
+  }
+  Phase(5);
+  FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
+  Phase(6);
+}
+
+}  // namespace
+
+int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
+  const bool few = IsFew(p.routing);
+  const auto kernel = few ? LowLatencyDispatchKernel<NumberedByReceiver> : LowLatencyDispatchKernel<NumberedBySender>;
+  const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);
+  return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, cut);
+}
+int PreloadLowLatencyDispatch() {
+  if (int e = LoadKernel(LowLatencyDispatchKernel<NumberedByReceiver>, kLowLatencySharedBytes)) return e;
+  return LoadKernel(LowLatencyDispatchKernel<NumberedBySender>, kLowLatencySharedBytes);
+}
+
+}  // namespace xen_moe::XEN_MOE_VARIANT
+
+#ifdef XEN_MOE_PHASES
+namespace xen_moe::XEN_MOE_VARIANT {
+int ReadDispatchPhases(uint64_t* to) { return ReadPhases(to); }
+}  // namespace xen_moe::XEN_MOE_VARIANT
+#endif

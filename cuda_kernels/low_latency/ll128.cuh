@@ -1,0 +1,111 @@
+// Data that carry their own flag: lines of 128 bytes, 120 of data and the operation's epoch behind them.
+//
+// A warp stores or loads four lines at once (a round), 16 bytes a lane; the last lane of each line has eight bytes of
+// data and the epoch. Who reads a line with the current epoch has its data: no fence, no flag of its own, and one
+// flight over the link in all. Memory order: this rests on a line of 128 bytes, written by eight lanes of one store
+// instruction, becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a
+// whole. The PTX memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol
+// relies on it in the same way. Where the words of a line may come one by one, the low-latency kernels must not be
+// used. One instruction means that the lanes are together: lanes that went different ways before, the first one into
+// the slow half of a wait say, may run it one group after another, and then a lane has old data beside a new epoch. So
+// every line is moved by the two functions below, which bring the warp together first; all its lanes must call them.
+//
+// A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order, the other
+// four the 32 bytes after them: so both ends move aligned vectors, and nothing is shuffled between lanes.
+#pragma once
+
+#include "cuda_kernels/core/failure.cuh"
+#include "cuda_kernels/low_latency/ll128_plan.h"
+
+namespace xen_moe::XEN_MOE_VARIANT {
+
+// This lane's 16 bytes of a line, past the L1 cache; zeros without `wanted`, which is the same for all lanes of a line.
+__device__ __forceinline__ uint4 LoadOfLine(const char* line, int part, bool wanted = true) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  const uint4* const p = reinterpret_cast<const uint4*>(line) + part;
+  __syncwarp();
+  if (wanted) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+  }
+  return v;
+}
+__device__ __forceinline__ void StoreOfLine(char* line, int part, uint4 v, bool wanted) {
+  uint4* const p = reinterpret_cast<uint4*>(line) + part;
+  __syncwarp();
+  if (wanted) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+}
+
+// This lane's place in a round.
+struct Piece {
+  int line;    // of the round
+  bool flags;  // this lane holds the epoch, and only eight bytes of data
+  int offset;  // of its data among the round's
+  __device__ __forceinline__ Piece() {
+    const int lane = threadIdx.x & 31;
+    line = lane >> 3;
+    flags = (lane & 7) == 7;
+    offset = flags ? kRoundData - 8 * kRoundLines + 8 * line : 16 * (lane - line);
+  }
+};
+
+// All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.
+__device__ __forceinline__ void StoreRound(char* round, const Piece& piece, uint4 v, int lines, uint32_t epoch) {
+  if (piece.flags) v.z = v.w = epoch;
+  StoreOfLine(round, static_cast<int>(threadIdx.x & 31), v, piece.line < lines);
+}
+// All lanes. What is loaded counts only where the whole line has arrived: Missing says which lanes' lines have not.
+__device__ __forceinline__ uint4 LoadRound(const char* round) {
+  return LoadOfLine(round, static_cast<int>(threadIdx.x & 31));
+}
+__device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, uint32_t epoch) {
+  return piece.flags && piece.line < lines && v.w != epoch;
+}
+
+// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
+constexpr int kLinePolls = 256;
+// For lines that a warp keeps as they come: until `look()`, a mask of what has not come, is 0. Not for long: what it
+// keeps would have to lie in memory while it asks whether to go on. False: await one of them by AwaitLines, then look
+// at all of them anew.
+template <class Look>
+__device__ __forceinline__ bool KeepLooking(Look look) {
+#pragma unroll 1
+  for (int poll = 0; poll < kLinePolls; ++poll) {
+    if (look() == 0) return true;
+  }
+  return false;
+}
+
+// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
+// `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
+// or it left.
+template <class MissingLanes, class RankOf, class Stalled>
+__device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
+                                           Step step) {
+  uint32_t mask = missing();
+  if (mask == 0) return true;
+  Waiting waiting;
+  for (bool first = true;; first = false) {
+#pragma unroll 1
+    for (int poll = 0; poll < kLinePolls; ++poll) {
+      mask = missing();
+      if (mask == 0) {
+        if ((threadIdx.x & 31) == 0 && waiting.shown) {
+          StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
+        }
+        return true;
+      }
+    }
+    if (first && stalled()) return false;
+    bool go_on = true;
+    if ((threadIdx.x & 31) == 0) go_on = MayWaitOn(run, step, rank_of(mask), &waiting);
+    if (!__shfl_sync(0xFFFFFFFFu, go_on, 0)) return false;
+  }
+}
+
+}  // namespace xen_moe::XEN_MOE_VARIANT

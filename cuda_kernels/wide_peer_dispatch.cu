@@ -1,5 +1,0 @@
-// peer_dispatch.cu for groups of more than kNarrowRanks ranks (rank_mask.cuh).
-#include "wide_rank_mask.cuh"
-
-// Behind it:
-#include "peer_dispatch.cu"
