@@ -48,9 +48,9 @@ std::string OperationText(const Descriptor& d) {
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";
   std::string out;
-  if (d.ranks > kSmallGroup && d.flags >> kDescribedOutShift) out = ", without some ranks";
+  if (d.ranks > kSmallGroup && d.flags >> kDescribedInactiveShift) out = ", without some ranks";
   for (uint32_t rank = 0; rank < d.ranks && d.ranks <= kSmallGroup; ++rank) {
-    if (d.flags >> kDescribedOutShift >> rank & 1) out += (out.empty() ? ", without ranks " : ", ") + Number(rank);
+    if (d.flags >> kDescribedInactiveShift >> rank & 1) out += (out.empty() ? ", without ranks " : ", ") + Number(rank);
   }
   return text + out;
 }

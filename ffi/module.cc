@@ -78,7 +78,7 @@ std::string NoLines(bool combine, int ranks, int ranks_per_node, int tokens, int
   r.local_experts = (experts + ranks - 1) / ranks, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
   const Element element = dtype > static_cast<int>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
   const Operation operation = combine ? Operation::kCombine : Operation::kDispatch;
-  const char* why = NoLowLatency(r, operation, element, static_cast<WireType>(wire), chunk_tokens);
+  const char* why = WhyNotLowLatency(r, operation, element, static_cast<WireType>(wire), chunk_tokens);
   return why ? why : "";
 }
 

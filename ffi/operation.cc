@@ -81,10 +81,10 @@ int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* p
   plan->flight = a.Int("flight", 0, 1) != 0;
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   if (p.schedule.low_latency) {
-    if (const char* why = NoLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens)) {
+    if (const char* why = WhyNotLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens)) {
       Refuse(std::string("attribute low_latency = 1: these kernels do not take this operation: ") + why);
     }
-    p.staging = PlanLines(p.routing, operation, p.element, scaled);
+    p.staging = PlanLowLatency(p.routing, operation, p.element, scaled);
   } else {
     p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
   }

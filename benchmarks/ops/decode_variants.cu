@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
     p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
     p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions, p.recv_counts = k.counts;
     p.weights = k.row_weights;
-    p.staging = cut.low ? PlanLines(p.routing, Operation::kDispatch, p.element, fp8)
+    p.staging = cut.low ? PlanLowLatency(p.routing, Operation::kDispatch, p.element, fp8)
                         : PlanStaging(p.routing, p.schedule, p.element, p.wire, fp8);
     Describe(&p, fp8, 0, 0);
     return LaunchDispatch(p, k.stream);
@@ -212,7 +212,7 @@ int main(int argc, char** argv) {
     p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, cut);
     p.element = Element::kBf16, p.wire = WireType::kNative;
     p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.out;
-    p.staging = cut.low ? PlanLines(p.routing, Operation::kCombine, p.element, false)
+    p.staging = cut.low ? PlanLowLatency(p.routing, Operation::kCombine, p.element, false)
                         : PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
     Describe(&p, true, 0, 0);
     return LaunchCombine(p, k.stream);

@@ -128,7 +128,7 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
 }
 
 // Where a partial row of `source` goes, and as whose it is staged there: to the source itself, as this rank's.
-struct Straight {
+struct DirectPush {
   // Pairs of a source and a token, in the order in which they are pushed.
   __device__ __forceinline__ static int Pairs(const Routing& r) { return (r.ranks - 1) * r.tokens; }
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
 }
 
 // What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
-template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = Straight>
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = DirectPush>
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
   const Schedule& s = p.schedule;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
   if (block >= s.push_blocks || items == 0) return;
   const bool few = !kRings && items <= s.push_blocks * kWarps;
   Signaller signaller{shared.signals, shared.run, p.staging.row_flags, epoch, few};
-  if (!few && warp == kSignalWarp) return signaller.Serve();
+  if (!few && warp == kSignalWarp) return signaller.RunSignalWarp();
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPush)], items, false);
   int item = items;
   if (!few) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   const RankMask below = ranks & RanksBelow(r.rank), above = ranks & RanksAbove(r.rank), staged = below | above;
   // Entries: ranks below, own rows, ranks above.
   const int first_own = CountRanks(below), first_above = first_own + own;
-  EachOwnRank(lane, r.ranks, [&](int rank) {
+  ForEachOwnRank(lane, r.ranks, [&](int rank) {
     if (Holds(staged, rank)) shared.sources[warp][CountRanks(staged & RanksBelow(rank))] = rank;
   });
   __syncwarp();
@@ -363,7 +363,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
     const GatheredRows own = GatherRows(p, shared, r.rank, token);
     bool arrived = true;
-    EachOwnRank(lane, r.ranks, [&](int rank) {
+    ForEachOwnRank(lane, r.ranks, [&](int rank) {
       if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;
       const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
       arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
@@ -430,7 +430,7 @@ __device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShare
   GoThroughRounds(
       shared.run, shared.signals, p.routing, p.staging, (p.routing.ranks - 1) * parts,
       [&](Signaller& signaller, int item) {
-        PushPartial<Y, kWire, kSteps, kGeneral, Straight>(p, shared, ring, vector, signaller, item);
+        PushPartial<Y, kWire, kSteps, kGeneral, DirectPush>(p, shared, ring, vector, signaller, item);
       },
       [&](const Rounds& rounds) {
         const Taking taking{rounds, parts};

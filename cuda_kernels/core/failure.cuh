@@ -23,7 +23,7 @@ constexpr uint64_t kBeatGraceNs = 500000000;
 // For a rank that seems to have gone on without this one; an eighth of the timeout at most. While a killed process is
 // taken apart its kernels still run, but stores to it or from it may already be lost: that looks the same, until the
 // host hears of the death, a second later.
-constexpr uint64_t kWentOnGraceNs = 5000000000;
+constexpr uint64_t kProceededGraceNs = 5000000000;
 
 // The operation that a block runs: in shared memory, written when it begins.
 struct Running {
@@ -70,27 +70,27 @@ static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step s
 }
 
 // The rank of this node through which everything of `rank`, of another node, comes: that of its place (rail_plan.h).
-__device__ __forceinline__ int ComesThrough(const Running& run, int rank) {
+__device__ __forceinline__ int RailPeerOf(const Running& run, int rank) {
   return FirstRank(run.reachable) + rank % CountRanks(run.reachable);
 }
 // Whether `rank` can be told anything: it takes part, and its process has not ended.
-__device__ __forceinline__ bool Listens(const Running& run, int rank) {
+__device__ __forceinline__ bool CanReceive(const Running& run, int rank) {
   return Holds(run.members & ~LoadDead(*run.mailbox), rank);
 }
 // The rank of this node that hands on to this one what comes from `rank`, of another node; past a rail it is this one.
-__device__ __forceinline__ int HandsOn(const Running& run, int rank) {
-  const int through = ComesThrough(run, rank);
-  return Listens(run, through) ? through : run.rank;
+__device__ __forceinline__ int ForwarderOf(const Running& run, int rank) {
+  const int through = RailPeerOf(run, rank);
+  return CanReceive(run, through) ? through : run.rank;
 }
 // Whether `rank`, of another node, hears for whom `about`, of this one, waits: of each node the one with its place, and
 // where that one does not listen all others there.
-__device__ __forceinline__ bool Hears(const Running& run, int rank, int about) {
+__device__ __forceinline__ bool ReceivesNotice(const Running& run, int rank, int about) {
   const int per_node = CountRanks(run.reachable), of_place = rank / per_node * per_node + about % per_node;
-  return Listens(run, rank) && (rank == of_place || !Listens(run, of_place));
+  return CanReceive(run, rank) && (rank == of_place || !CanReceive(run, of_place));
 }
 // Where this node has heard for whom `rank`, of another one, waits.
-__device__ __forceinline__ const uint64_t* HeardOf(const Running& run, int rank) {
-  return &run.control->mailbox[HandsOn(run, rank)]->told[rank];
+__device__ __forceinline__ const uint64_t* NoticeOf(const Running& run, int rank) {
+  return &run.control->mailbox[ForwarderOf(run, rank)]->told[rank];
 }
 
 // `most`, or this part of the timeout where that is less.
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uin
 
 // Whether the rank that shows at `where` that it waits, as `shown` said, has been stopped: a process that was killed in
 // the middle of a wait shows it for ever.
-__device__ __forceinline__ bool StandsStill(const Running& run, const uint64_t* where, uint64_t shown) {
+__device__ __forceinline__ bool IsStalled(const Running& run, const uint64_t* where, uint64_t shown) {
   const uint64_t start = NowNs(), grace = Grace(run, kBeatGraceNs, 8);
   while (LoadRelaxedSystem(where) == shown) {
     if (LoadRelaxedSystem(&run.mailbox->failure)) return false;  // somebody else has found the root
@@ -110,11 +110,11 @@ __device__ __forceinline__ bool StandsStill(const Running& run, const uint64_t* 
 }
 // Whether this node goes on hearing that `rank`, of another one, waits, in this operation or the one before; in
 // `*shown`, for whom.
-__device__ __forceinline__ bool IsHeardToWait(const Running& run, int rank, uint64_t* shown) {
-  const uint64_t* const told = HeardOf(run, rank);
+__device__ __forceinline__ bool IsReportedWaiting(const Running& run, int rank, uint64_t* shown) {
+  const uint64_t* const told = NoticeOf(run, rank);
   *shown = LoadRelaxedSystem(told);
   return ProgressWaits(*shown) && !EpochBefore(NextEpoch(ProgressEpoch(*shown)), run.epoch) &&
-         !StandsStill(run, told, *shown);
+         !IsStalled(run, told, *shown);
 }
 
 // A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. What those
@@ -126,12 +126,12 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
     seen |= OneRank(rank);
     if (IsDead(run, rank)) break;
     uint64_t shown;
-    if (Holds(run.reachable, rank) || !IsHeardToWait(run, rank, &shown)) {
-      const int asked = Holds(run.reachable, rank) ? rank : ComesThrough(run, rank);
+    if (Holds(run.reachable, rank) || !IsReportedWaiting(run, rank, &shown)) {
+      const int asked = Holds(run.reachable, rank) ? rank : RailPeerOf(run, rank);
       if (asked == run.rank) break;
       const uint64_t* const progress = &run.control->mailbox[asked]->progress;
       shown = LoadRelaxedSystem(progress);
-      if (IsDead(run, asked) || !ProgressWaits(shown) || StandsStill(run, progress, shown)) {
+      if (IsDead(run, asked) || !ProgressWaits(shown) || IsStalled(run, progress, shown)) {
         if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
         rank = asked;
         if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
@@ -147,14 +147,14 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
 }
 
 // What `rank` announced under this number, or what it came to join with.
-__device__ __forceinline__ uint64_t Said(const Mailbox& mailbox, uint32_t epoch, int rank) {
+__device__ __forceinline__ uint64_t AnnouncedWord(const Mailbox& mailbox, uint32_t epoch, int rank) {
   const uint64_t word = LoadRelaxedSystem(&mailbox.announcements[epoch & 1][rank]);
   return AnnouncedEpoch(word) == epoch ? word : LoadRelaxedSystem(&mailbox.joins[rank]);
 }
 
 // `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
 static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
-  auto said = [&](int r) { return Said(*run.mailbox, run.epoch, r); };
+  auto said = [&](int r) { return AnnouncedWord(*run.mailbox, run.epoch, r); };
   const uint32_t theirs = AnnouncedSignature(said(rank));
   const uint64_t start = NowNs(), grace = Grace(run, kMismatchGraceNs, 4);
   int with_me, with_them, arrived;
@@ -174,7 +174,7 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
 
 // Whether `rank` has begun a later operation and never came to this one: it was told that this rank is out. One that
 // agrees about the members does not end an operation before it has seen the announcements of all of them.
-static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) {
+static __device__ __noinline__ bool ProceededWithout(const Running& run, int rank) {
   if (!Holds(run.reachable, rank)) return false;
   const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
   if (shown == 0 || !EpochBefore(run.epoch, ProgressEpoch(shown))) return false;
@@ -185,7 +185,7 @@ static __device__ __noinline__ bool WentOnWithout(const Running& run, int rank) 
 
 // Whether a wait for a credit steps back behind waits for rows (rounds.cuh): who gives none may itself wait for rows,
 // of a rank that this one waits for too.
-__device__ __forceinline__ bool StepsBack(Step step) { return kRings && step == Step::kCredit; }
+__device__ __forceinline__ bool YieldsToRows(Step step) { return kRings && step == Step::kCredit; }
 // Whether this rank shows that it waits for rows.
 __device__ __forceinline__ bool ShowsRows(const Running& run) {
   const uint64_t shown = LoadRelaxedSystem(&run.mailbox->progress);
@@ -199,8 +199,8 @@ struct Waiting {
 
 // The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks. `here`: for what a
 // rank of this node does; what comes from another node is handed on then, by a block that waits for it.
-static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int rank, Waiting* waiting,
-                                              bool here = true) {
+static __device__ __noinline__ bool KeepWaiting(const Running& run, Step step, int rank, Waiting* waiting,
+                                                bool here = true) {
   const bool near = Holds(run.reachable, rank), handed_on = here && !near;
   if (LoadRelaxedSystem(&run.mailbox->failure)) return false;
   if (rank != run.rank) {
@@ -219,26 +219,26 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
   const uint64_t waited = now - waiting->start;
   if (rank != run.rank && waited > kShowWaitingNs && now - waiting->shown > kShowWaitingNs) {
     waiting->shown = now;
-    const int awaited = handed_on ? HandsOn(run, rank) : rank;
-    if (awaited != run.rank && (!StepsBack(step) || !ShowsRows(run))) {
+    const int awaited = handed_on ? ForwarderOf(run, rank) : rank;
+    if (awaited != run.rank && (!YieldsToRows(step) || !ShowsRows(run))) {
       StoreRelaxedSystem(&run.mailbox->progress,
                          PackWaiting(run.epoch, step, awaited, static_cast<uint32_t>(now / kShowWaitingNs)));
     }
-    if (!WentOnWithout(run, rank)) {
+    if (!ProceededWithout(run, rank)) {
       waiting->alone = 0;
     } else if (waiting->alone == 0) {
       waiting->alone = now;
-    } else if (now - waiting->alone > Grace(run, kWentOnGraceNs, 8)) {
+    } else if (now - waiting->alone > Grace(run, kProceededGraceNs, 8)) {
       FailMismatch(run, rank);
       return false;
     }
   }
   // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
   // waits for one of its own, and tells this one in time; and so does who hands on, before those that wait for it.
-  const uint64_t counts = rank == run.rank           ? waited / 2
-                          : handed_on                ? waited / 7 * 4
-                          : near && !StepsBack(step) ? waited
-                                                     : waited / 3 * 2;
+  const uint64_t counts = rank == run.rank              ? waited / 2
+                          : handed_on                   ? waited / 7 * 4
+                          : near && !YieldsToRows(step) ? waited
+                                                        : waited / 3 * 2;
   if (run.timeout_ns && counts > run.timeout_ns) {
     FailTimeout(run, step, rank, waited);
     return false;
@@ -249,12 +249,13 @@ static __device__ __noinline__ bool MayWaitOn(const Running& run, Step step, int
 // Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used. The slow half
 // takes about a microsecond: `kPolls` of memory take tens of them, of shared memory it must be more.
 // `tell(waiting)` is called beside it, and says whether that is for something of this node (transport.cuh).
-struct TellNobody {
+struct NoNotice {
   static constexpr bool kHere = true;
   __device__ __forceinline__ void operator()(const Waiting&) const {}
 };
-template <int kPolls = 64, class Arrived, class Tell = TellNobody>
-__device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank, Tell tell = {}) {
+template <int kPolls = 64, class Arrived, class Notify = NoNotice>
+__device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, Step step, int rank,
+                                          Notify notify = {}) {
   if (arrived()) return true;
   Waiting waiting;
   do {
@@ -264,7 +265,7 @@ __device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, S
       if (waiting.shown) StoreRelaxedSystem(&run.mailbox->progress, PackProgress(run.epoch));
       return true;
     }
-  } while (MayWaitOn(run, step, rank, &waiting, Tell::kHere) && (tell(waiting), true));
+  } while (KeepWaiting(run, step, rank, &waiting, Notify::kHere) && (notify(waiting), true));
   return false;
 }
 

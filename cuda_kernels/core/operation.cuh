@@ -62,7 +62,7 @@ struct Announcements {
   // Every lane waits for its own ranks. All lanes call it.
   __device__ __forceinline__ void Await() {
     const uint32_t epoch = run.epoch;
-    EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+    ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
       if (!Holds(run.meets, rank)) return;
       const uint64_t* at = At(rank);
       if (WaitUntil([&] { return AnnouncedEpoch(word = LoadAcquireSystem(at)) == epoch; }, run, Step::kArrival, rank) &&
@@ -75,7 +75,7 @@ struct Announcements {
   // Whether all of this lane's ranks that are met have come, and to this operation.
   __device__ __forceinline__ bool Match() const {
     bool match = true;
-    EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+    ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
       const uint64_t said = kLargeGroups ? LoadRelaxedSystem(At(rank)) : word;
       match &=
           !Holds(run.meets, rank) || (AnnouncedEpoch(said) == run.epoch && AnnouncedSignature(said) == run.signature);
@@ -116,11 +116,11 @@ struct Announcements {
 static __device__ __noinline__ bool Join(const Running& run) {
   const int lane = threadIdx.x & 31;
   bool joined = true;
-  EachOwnRank(lane, run.ranks, [&](int rank) {
+  ForEachOwnRank(lane, run.ranks, [&](int rank) {
     if (!Holds(run.meets, rank)) return;
     StoreRelaxedSystem(&run.control->mailbox[rank]->joins[run.rank], PackAnnouncement(run.epoch, run.signature, 0));
   });
-  EachOwnRank(lane, run.ranks, [&](int rank) {
+  ForEachOwnRank(lane, run.ranks, [&](int rank) {
     if (!joined || !Holds(run.meets, rank)) return;
     const uint64_t* const at = &run.mailbox->joins[rank];
     uint64_t word = 0;
@@ -133,7 +133,7 @@ static __device__ __noinline__ bool Join(const Running& run) {
   });
   joined = __all_sync(0xFFFFFFFFu, joined);
   if (!joined) return false;
-  EachOwnRank(lane, run.ranks, [&](int rank) {
+  ForEachOwnRank(lane, run.ranks, [&](int rank) {
     if (!Holds(run.meets, rank)) return;
     uint64_t* const at = &run.mailbox->joins[rank];
     const uint64_t word = LoadRelaxedSystem(at);
@@ -180,9 +180,9 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
 }
 
 // What an operation announces when some ranks are out.
-static __device__ __noinline__ uint32_t SignatureWithout(const Descriptor& all, RankMask out) {
+static __device__ __noinline__ uint32_t SignatureWithInactive(const Descriptor& all, RankMask out) {
   Descriptor descriptor = all;
-  descriptor.flags |= DescribedOut(out);
+  descriptor.flags |= DescribedInactive(out);
   return Signature(descriptor);
 }
 
@@ -208,17 +208,18 @@ static __device__ __noinline__ void ClearOldFlags(const Running& run, const Lane
 
 // The first warp of block 0 of an operation that is refused. Another block of it may have found the mismatch before
 // this one started: then the failure names this rank, and everybody wants to know what it runs. Nothing goes on by it.
-static __device__ __noinline__ void TellMismatch(const Running& run, const Call& call, uint64_t failure, RankMask out) {
+static __device__ __noinline__ void AnnounceMismatch(const Running& run, const Call& call, uint64_t failure,
+                                                     RankMask out) {
   const int lane = threadIdx.x;
   const Failure found = UnpackFailure(failure);
   if (found.cause != Cause::kMismatch || found.epoch != run.epoch) return;
   if (lane >= 16) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-    const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedOut(out) : 0;
+    const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedInactive(out) : 0;
     StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
   }
   const RankMask alive = run.meets & ~LoadDead(*call.mailbox);
-  EachOwnRank(lane, run.ranks, [&](int rank) {
+  ForEachOwnRank(lane, run.ranks, [&](int rank) {
     if (!Holds(alive, rank)) return;
     const uint64_t word = PackAnnouncement(run.epoch, run.signature, LoadRelaxedSystem(&call.control->newest));
     StoreRelaxedSystem(&call.control->mailbox[rank]->announcements[run.epoch & 1][run.rank], word);
@@ -226,7 +227,7 @@ static __device__ __noinline__ void TellMismatch(const Running& run, const Call&
 }
 
 // What BeginFirstWarp does about ranks of other nodes, where all share NVLink; direct.cuh has the other one.
-struct NobodyFar {
+struct SingleNode {
   static constexpr bool kAny = false;
   __device__ __forceinline__ static constexpr bool GoesOn() { return false; }
 };
@@ -237,11 +238,11 @@ __device__ __forceinline__ void ShowBegin(const Call& call) {
 }
 
 // BeginOperation for the first warp.
-template <class Far = NobodyFar>
+template <class Far = SingleNode>
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
                                                RankMask reachable = EveryRank(), const Far& far = Far()) {
   const int lane = threadIdx.x;
-  const RankMask everybody = AllRanks(ranks);
+  const RankMask all_ranks = AllRanks(ranks);
   const RankVotes takes_part(lane, ranks,
                              [&](int r) { return r < ranks && (call.active == nullptr || call.active[r]); });
   if (lane == 0) {
@@ -253,16 +254,16 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
     run.operation = operation;
     run.ranks = ranks;
     run.rank = rank;
-    run.active = everybody;
-    run.reachable = run.meets = everybody & reachable;
+    run.active = all_ranks;
+    run.reachable = run.meets = all_ranks & reachable;
     run.outside = !CheckIn(run, call.call_id);
   }
-  const RankMask members = takes_part.Ballot(), out = everybody & ~members;
+  const RankMask members = takes_part.Ballot(), out = all_ranks & ~members;
   if (lane == 0) {
     run.members = members;
     run.active = Holds(members, rank) ? members : NoRanks();
     run.meets = run.active & reachable;
-    if (Any(out)) run.signature = SignatureWithout(call.descriptor, out);
+    if (Any(out)) run.signature = SignatureWithInactive(call.descriptor, out);
   }
   __syncwarp();
   const uint32_t epoch = run.epoch;
@@ -275,13 +276,13 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   const uint32_t cleared = LoadRelaxedSystem(&call.control->cleared[(epoch & 1) ^ 1]);
   const uint64_t failure = __shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(&call.mailbox->failure), 0);
   bool refused = failure != 0 || run.outside;
-  if (failure && blockIdx.x == 0 && !run.outside) TellMismatch(run, call, failure, out);
+  if (failure && blockIdx.x == 0 && !run.outside) AnnounceMismatch(run, call, failure, out);
   if (!refused) {
     const bool joins = AnyOfFirstLane((Far::kAny ? run.active : meets) & ~before);
     if (blockIdx.x == 0 && !far.GoesOn()) {
       if (lane >= 16) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(&call.descriptor);
-        const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedOut(out) : 0;
+        const uint32_t flags = lane - 16 == offsetof(Descriptor, flags) / 4 ? DescribedInactive(out) : 0;
         StoreRelaxedSystem(reinterpret_cast<uint32_t*>(&call.mailbox->descriptor) + lane - 16, from[lane - 16] | flags);
       }
       if (lane == 0) StoreRelaxedSystem(&call.mailbox->progress, PackProgress(epoch));
@@ -299,7 +300,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       }
       // Every rank gets the same word, this one too.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
-      EachOwnRank(lane, ranks, [&](int r) {
+      ForEachOwnRank(lane, ranks, [&](int r) {
         if (refused || !Holds(meets, r)) return;
         StoreRelaxedSystem(&call.control->mailbox[r]->announcements[epoch & 1][rank], word);
       });
@@ -312,7 +313,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   }
   if (!refused && lane < ranks) {
     const uint64_t half_bytes = memory.flag_bytes + memory.data_bytes;
-    EachOwnRank(lane, ranks, [&](int r) {
+    ForEachOwnRank(lane, ranks, [&](int r) {
       char* const half = memory.staging.Of(r) + (epoch & 1) * half_bytes;
       run.half[r] = half;
       run.data[r] = half + half_bytes - call.needs.data_bytes;
@@ -331,7 +332,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
 // do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
 // `reachable`: the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
 // `far`: of those, direct.cuh.
-template <class Far = NobodyFar>
+template <class Far = SingleNode>
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,
                                                RankMask reachable = EveryRank(), const Far& far = Far()) {
   if (threadIdx.x < 32) BeginFirstWarp(run, call, operation, ranks, rank, reachable, far);
@@ -379,7 +380,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     const uint64_t start = NowNs();
     do {
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
-      const uint64_t announced = Said(*own, failure.epoch, rank);
+      const uint64_t announced = AnnouncedWord(*own, failure.epoch, rank);
       const bool came = AnnouncedEpoch(announced) == failure.epoch;
       if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
       const uint64_t shown = LoadRelaxedSystem(&control->mailbox[rank]->progress);

@@ -160,10 +160,11 @@ struct RingLimits {
 Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled,
                     const RingLimits& limits = RingLimits());
 // The same for the low-latency kernels: schedule.low_latency. `operation`: dispatch or combine.
-Staging PlanLines(const Routing& routing, Operation operation, Element element, bool scaled);
+Staging PlanLowLatency(const Routing& routing, Operation operation, Element element, bool scaled);
 // Null, or why the low-latency kernels do not take the operation; the others take every one. `chunk_tokens`: of the
 // schedule.
-const char* NoLowLatency(const Routing& routing, Operation operation, Element element, WireType wire, int chunk_tokens);
+const char* WhyNotLowLatency(const Routing& routing, Operation operation, Element element, WireType wire,
+                             int chunk_tokens);
 Needs NeedsOf(const Routing& routing, const Schedule& schedule, const Staging& staging);
 // Fills message_flags ... data_bytes, offsets, ring and max_chunks from the other fields.
 void PlanExchange(ExchangeParams* params, bool ragged);

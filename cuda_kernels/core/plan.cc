@@ -107,7 +107,7 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   return m;
 }
 
-Staging PlanLines(const Routing& r, Operation operation, Element element, bool scaled) {
+Staging PlanLowLatency(const Routing& r, Operation operation, Element element, bool scaled) {
   Staging m{};
   const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
   m.scale_offset = static_cast<uint64_t>(r.hidden) * ElementBytes(element);
@@ -123,14 +123,14 @@ Staging PlanLines(const Routing& r, Operation operation, Element element, bool s
   return m;
 }
 
-const char* NoLowLatency(const Routing& r, Operation operation, Element element, WireType wire, int chunk_tokens) {
+const char* WhyNotLowLatency(const Routing& r, Operation operation, Element element, WireType wire, int chunk_tokens) {
   if (operation != Operation::kDispatch && operation != Operation::kCombine) return "neither dispatch nor combine";
   if (wire != WireType::kNative) return "the wire quantizes";
   if (static_cast<int64_t>(r.hidden) * ElementBytes(element) % 16 != 0) return "a row is not a multiple of 16 bytes";
   if (static_cast<int64_t>(r.ranks) * r.tokens > (r.ranks > kSmallGroup ? kMostLineRowsOfLargeGroups : kMostLineRows))
     return "ranks * tokens";
   if (chunk_tokens > 0 && r.tokens > kMaxDirectChunks * chunk_tokens) return "tokens, between nodes";
-  if (PlanLines(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
+  if (PlanLowLatency(r, operation, element, true).row_rounds > kMostRounds) return "a row is too long";
   if (r.top_k > kLineSlots) return "top_k is more than a line holds";
   if (operation == Operation::kCombine) {
     return r.ranks_per_node != r.ranks && chunk_tokens == 0 ? "combine over two axes" : nullptr;
@@ -197,7 +197,7 @@ const char* Unfit(const DispatchParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule, p.staging)) return e;
   if (p.schedule.low_latency) {
     const Operation operation = p.known_positions ? Operation::kRedispatch : Operation::kDispatch;
-    return NoLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens);
+    return WhyNotLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens);
   }
   if (p.schedule.solo_layout && SoloLayoutBytes(p.routing, p.schedule) > SoloLayoutLimit()) return "solo_layout";
   return nullptr;
@@ -205,7 +205,7 @@ const char* Unfit(const DispatchParams& p) {
 const char* Unfit(const CombineParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule, p.staging)) return e;
   if (!p.schedule.low_latency) return nullptr;
-  return NoLowLatency(p.routing, Operation::kCombine, p.element, p.wire, p.schedule.chunk_tokens);
+  return WhyNotLowLatency(p.routing, Operation::kCombine, p.element, p.wire, p.schedule.chunk_tokens);
 }
 const char* Unfit(const ExchangeParams& p) {
   if (p.call.call_id == 0) return "call_id is 0";

@@ -38,7 +38,7 @@ __device__ __forceinline__ void DropFirst(RankMask& ranks) { ranks &= ranks - 1;
 
 // f(rank) for every rank that this lane looks after; of those that there are not, it may come by too.
 template <class F>
-__device__ __forceinline__ void EachOwnRank(int lane, int, F f) {
+__device__ __forceinline__ void ForEachOwnRank(int lane, int, F f) {
   f(lane);
 }
 // What every lane says of its own ranks, and then the set of all whose lane said true: that part all lanes call.
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool LoadIsDead(const Mailbox& mailbox, int rank) {
 __device__ __forceinline__ RankMask LoadMembers(const MemoryTable& table) { return LoadRelaxedSystem(&table.members); }
 __device__ __forceinline__ void StoreMembers(MemoryTable& table, RankMask members) { table.members = members; }
 // In Descriptor::flags, the ranks that are out: a bit each.
-__device__ __forceinline__ uint32_t DescribedOut(RankMask out) { return out << kDescribedOutShift; }
+__device__ __forceinline__ uint32_t DescribedInactive(RankMask out) { return out << kDescribedInactiveShift; }
 
 // What a lane needs of the staging areas of a memory table that the host or another block may just have written.
 class OwnStaging {
@@ -187,7 +187,7 @@ __device__ __forceinline__ RankMask Shifted(const RankMask& ranks, int first) {
 }
 
 template <class F>
-__device__ __forceinline__ void EachOwnRank(int lane, int ranks, F f) {
+__device__ __forceinline__ void ForEachOwnRank(int lane, int ranks, F f) {
 #pragma unroll 1
   for (int rank = lane; rank < ranks; rank += 32) f(rank);
 }
@@ -223,14 +223,14 @@ __device__ __forceinline__ void StoreMembers(MemoryTable& table, const RankMask&
   for (int w = 1; w < kRankWords; ++w) table.more_members[w - 1] = members.word[w];
 }
 // There are more ranks than bits: a hash, never 0 where any rank is out.
-__device__ __forceinline__ uint32_t DescribedOut(const RankMask& out) {
+__device__ __forceinline__ uint32_t DescribedInactive(const RankMask& out) {
   if (!Any(out)) return 0;
   uint32_t h = 2166136261u;
   for (int w = 0; w < kRankWords; ++w) {
     h = (h ^ out.word[w]) * 16777619u;
     h ^= h >> 15;
   }
-  return (h >> 16 | 1u) << kDescribedOutShift;
+  return (h >> 16 | 1u) << kDescribedInactiveShift;
 }
 
 class OwnStaging {

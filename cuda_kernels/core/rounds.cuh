@@ -68,7 +68,7 @@ struct Rounds {
   __device__ __forceinline__ bool AwaitCredits(int end, int* credited) const {
     bool given = true;
     for (; *credited < end && given; ++*credited) {
-      EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+      ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
         if (!given || !Holds(run.meets, rank) || rank == run.rank) return;
         given = WaitFlag(Flag(run.half[run.rank], rank, *credited), run, run.epoch, Step::kCredit, rank);
       });
@@ -92,7 +92,7 @@ struct Rounds {
     if (__shfl_sync(0xFFFFFFFFu, done, 0) != static_cast<uint32_t>(items)) return;
     __syncwarp();  // what lane 0 has acquired, all lanes may rely on
     if ((threadIdx.x & 31) == 0) *counter = 0;
-    EachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
+    ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
       if (!Holds(run.meets, rank) || rank == run.rank) return;
       FenceSystem();
       StoreRelaxedSystem(const_cast<uint32_t*>(Flag(run.half[rank], run.rank, which)), run.epoch);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void GoThroughRounds(const Running& run, SignalBox& s
   __syncthreads();
   Signaller signaller{signals, run, s.row_flags, run.epoch, false};
   if (warp == kSignalWarp) {
-    signaller.Serve();
+    signaller.RunSignalWarp();
   } else {
     if (warp < kRoundPushers) PushLaterRounds(rounds, pushes, [&](int item) { push(signaller, item); });
     signaller.Finish();

@@ -60,7 +60,7 @@ struct Signaller {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     __syncwarp();
     if (direct) {
-      EachOwnRank(lane, run.ranks, [&](int rank) {
+      ForEachOwnRank(lane, run.ranks, [&](int rank) {
         if (!Holds(ranks, rank)) return;
         FenceSystem();
         StoreRelaxedSystem(reinterpret_cast<uint32_t*>(run.half[rank] + row_flags) + index, epoch);
@@ -81,7 +81,7 @@ struct Signaller {
     }
   }
   // The signalling warp's duty, until all other warps of the block have finished.
-  __device__ __forceinline__ void Serve() {
+  __device__ __forceinline__ void RunSignalWarp() {
     const int lane = threadIdx.x & 31;
     const bool watches = lane < kSignalWarp;
     uint32_t sent = 0;

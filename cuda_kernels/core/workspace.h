@@ -164,7 +164,7 @@ static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
                    kDescribedLowLatency = 16;
 // From this bit on: the ranks that are out, up to kSmallGroup a bit each, above that a hash. The host leaves it 0.
-constexpr int kDescribedOutShift = 16;
+constexpr int kDescribedInactiveShift = 16;
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
 XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {

@@ -73,7 +73,7 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
   }
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  EachOwnRank(threadIdx.x, r.ranks, [&](int rank) {
+  ForEachOwnRank(threadIdx.x, r.ranks, [&](int rank) {
     if (!Holds(shared.run.meets, rank) || rank == r.rank) return;
     __threadfence_system();
     StoreRelaxedSystem(MetadataFlag(shared.run.half[rank], p.staging, r.rank, slice), epoch);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   if (few) {
     if (StartShare(control, slices + block, epoch, once)) item = block + warp * s.push_blocks;
   } else if (warp == kSignalWarp) {
-    signaller.Serve();
+    signaller.RunSignalWarp();
   } else {
     item = claims.First();
   }
@@ -187,14 +187,14 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
 }
 
 // In which order the rows of other ranks are placed: token by token, the sources interleaved, as they arrive.
-struct AsPushed {
+struct InPushOrder {
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
     PairOfOthers(r, pair, source, token);
   }
 };
 
 // `taking`: of an operation that goes through rings.
-template <class Codec, class Order = AsPushed, class Items = Claims, class... Takes>
+template <class Codec, class Order = InPushOrder, class Items = Claims, class... Takes>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
                                           const int* starts, uint32_t epoch, const Takes&... taking) {
   const Routing& r = p.routing;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchS
       [&](Signaller& signaller, int item) { PushRow<Codec>(p, shared, signaller, item); },
       [&](const Rounds& rounds) {
         const Taking taking{rounds, (r.ranks - 1) * parts};
-        PlaceRows<Codec, AsPushed, RoundClaims>(p, shared, scratch, starts, epoch, taking);
+        PlaceRows<Codec, InPushOrder, RoundClaims>(p, shared, scratch, starts, epoch, taking);
       });
 }
 

@@ -121,11 +121,11 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
 template <class Y, int kSumRounds, int kRows>
 struct LowLatencyCombine {
   const CombineParams& p;
-  const LineCut& cut;
+  const LowLatencyCut& cut;
   const Running& run;
   const Piece piece;
 
-  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, const LineCut& line_cut,
+  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, const LowLatencyCut& line_cut,
                                                const Running& running)
       : p(params), cut(line_cut), run(running) {}
 
@@ -180,7 +180,8 @@ struct LowLatencyCombine {
   }
   // A warp alone: what no block of this GPU has started. Not a method of the object at hand, which would have to lie in
   // memory for it.
-  static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LineCut& cut, const Running& run) {
+  static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LowLatencyCut& cut,
+                                                  const Running& run) {
     const LowLatencyCombine work(p, cut, run);
     const int lane = threadIdx.x & 31;
     for (int base = 0; base < cut.push; base += 32) {
@@ -325,7 +326,7 @@ struct LowLatencyCombine {
 
 template <class Y, int kSumRounds, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
-    LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut) {
+    LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LowLatencyCut cut) {
   __shared__ Running run;
   const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
   AwaitKernelBefore();
@@ -360,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
+  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, true);
   const auto kernel = p.routing.tokens <= kFewTokens ? LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>
                                                      : LowLatencyCombineKernel<Y, kSumRounds, 3>;
   return LaunchEarly(kernel, p.schedule.blocks, 0, stream, p, cut);

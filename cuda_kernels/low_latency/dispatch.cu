@@ -23,8 +23,8 @@ namespace {
 // All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
 // would have to lie in memory for it.
 template <class Numbered>
-__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut& cut, const Running& run, char* dynamic,
-                                         bool prepared) {
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LowLatencyCut& cut, const Running& run,
+                                         char* dynamic, bool prepared) {
   const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
   const Piece piece;
   auto begin = [] { return true; };
@@ -43,7 +43,7 @@ __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LineCut&
 
 template <class Numbered>
 __global__ void __launch_bounds__(kThreads, 1)
-    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut) {
+    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LowLatencyCut cut) {
   __shared__ Running run;
   extern __shared__ __align__(16) char dynamic[];
   const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
+  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, false);
   const bool few = IsFew(p.routing);
   const auto kernel = few ? LowLatencyDispatchKernel<NumberedByReceiver> : LowLatencyDispatchKernel<NumberedBySender>;
   const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);

@@ -114,7 +114,7 @@ struct NumberedByReceiver {
         const char* const from = plan.run.half[r.rank] + plan.MessageAt(source, plan.p.staging.count_lines + token);
         uint4 v;
         auto missing = [&] {
-          v = LoadOfLine(from, q, active);
+          v = LoadLinePart(from, q, active);
           if (static_cast<int>(threadIdx.x) < plan.Shares()) {
             idle = LoadRelaxedGpu(&plan.run.control->started[threadIdx.x]) != plan.run.epoch;
           }

@@ -20,7 +20,7 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 
 // This lane's 16 bytes of a line, past the L1 cache; zeros without `wanted`, which is the same for all lanes of a line.
-__device__ __forceinline__ uint4 LoadOfLine(const char* line, int part, bool wanted = true) {
+__device__ __forceinline__ uint4 LoadLinePart(const char* line, int part, bool wanted = true) {
   uint4 v = make_uint4(0, 0, 0, 0);
   const uint4* const p = reinterpret_cast<const uint4*>(line) + part;
   __syncwarp();
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint4 LoadOfLine(const char* line, int part, bool wan
   }
   return v;
 }
-__device__ __forceinline__ void StoreOfLine(char* line, int part, uint4 v, bool wanted) {
+__device__ __forceinline__ void StoreLinePart(char* line, int part, uint4 v, bool wanted) {
   uint4* const p = reinterpret_cast<uint4*>(line) + part;
   __syncwarp();
   if (wanted) {
@@ -57,11 +57,11 @@ struct Piece {
 // All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.
 __device__ __forceinline__ void StoreRound(char* round, const Piece& piece, uint4 v, int lines, uint32_t epoch) {
   if (piece.flags) v.z = v.w = epoch;
-  StoreOfLine(round, static_cast<int>(threadIdx.x & 31), v, piece.line < lines);
+  StoreLinePart(round, static_cast<int>(threadIdx.x & 31), v, piece.line < lines);
 }
 // All lanes. What is loaded counts only where the whole line has arrived: Missing says which lanes' lines have not.
 __device__ __forceinline__ uint4 LoadRound(const char* round) {
-  return LoadOfLine(round, static_cast<int>(threadIdx.x & 31));
+  return LoadLinePart(round, static_cast<int>(threadIdx.x & 31));
 }
 __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, uint32_t epoch) {
   return piece.flags && piece.line < lines && v.w != epoch;
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of,
     }
     if (first && stalled()) return false;
     bool go_on = true;
-    if ((threadIdx.x & 31) == 0) go_on = MayWaitOn(run, step, rank_of(mask), &waiting);
+    if ((threadIdx.x & 31) == 0) go_on = KeepWaiting(run, step, rank_of(mask), &waiting);
     if (!__shfl_sync(0xFFFFFFFFu, go_on, 0)) return false;
   }
 }

@@ -98,7 +98,7 @@ struct Divisor {
 // How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` the rows, the
 // others receive; if none is left, all do. Rows that are received (summed) are cut into `parts` of `rounds` rounds,
 // about one for each warp, and so are those that a combine pushes.
-struct LineCut {
+struct LowLatencyCut {
   int routing, push, receivers;
   int rounds, parts;
   int push_rounds, push_parts;
@@ -118,8 +118,9 @@ XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int mos
   if (*rounds > most_rounds) *rounds = most_rounds;
   *parts = (all_rounds + *rounds - 1) / *rounds;
 }
-XEN_MOE_ANYWHERE inline LineCut CutLines(const Routing& r, const Schedule& s, const Staging& m, bool combine) {
-  LineCut c{};
+XEN_MOE_ANYWHERE inline LowLatencyCut CutLowLatency(const Routing& r, const Schedule& s, const Staging& m,
+                                                    bool combine) {
+  LowLatencyCut c{};
   const int all_rounds = m.row_rounds;
   // No more shares than blocks: a second one could not be claimed together with the number (low_latency/dispatch.cu).
   c.routing = combine ? 0 : s.layout_blocks < s.blocks ? s.layout_blocks : s.blocks > 1 ? s.blocks - 1 : 1;

@@ -72,7 +72,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const OfTables<uint64_t> data_bytes([&](int i) { return tables[i].data_bytes; });
   const OfTables<uint32_t> generation([&](int i) { return tables[i].generation; });
   Mailbox* const peer = lane < ranks ? LoadRelaxedSystem(&control->mailbox[lane]) : nullptr;
-  const RankMask everybody = AllRanks(ranks);
+  const RankMask all_ranks = AllRanks(ranks);
   const bool takes_part = lane >= ranks || call.active == nullptr || call.active[lane];
   if (lane == 0) run.repeats = run.settled = false;
   const uint32_t newest = LoadRelaxedSystem(&control->newest);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint32_t before = __shfl_sync(0xFFFFFFFFu, head.w, 0);
   char* const at = staging.At(current);
   const uint64_t flags = flag_bytes.At(current), data = data_bytes.At(current);
-  const bool good = owner == call.call_id && failure == 0 && takes_part && before == FirstWord(everybody) &&
+  const bool good = owner == call.call_id && failure == 0 && takes_part && before == FirstWord(all_ranks) &&
                     epoch - cleared < kClearAfter && generation.At(current) == current &&
                     call.needs.flag_bytes <= flags && call.needs.data_bytes <= data;
   if (!__all_sync(0xFFFFFFFFu, good)) return BeginSlowly(run, call, operation, ranks, rank);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
     run.operation = operation;
     run.ranks = ranks;
     run.rank = rank;
-    run.members = run.active = run.reachable = run.meets = everybody;
+    run.members = run.active = run.reachable = run.meets = all_ranks;
     run.scratch = nullptr;
     run.generation = run.current = current & 0xFF;
     run.reported = reported;

@@ -15,16 +15,16 @@ namespace xen_moe::XEN_MOE_VARIANT {
 // What a block knows of the operation. `shared`: its dynamic shared memory.
 struct Plan {
   const DispatchParams& p;
-  const LineCut& cut;
+  const LowLatencyCut& cut;
   const Running& run;
   char* shared;
   SharedPlan at;
   int receiver;  // this block's number among the receivers, or negative
 
-  __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencyCut& line_cut, const Running& running,
                                   char* dynamic)
       : Plan(params, line_cut, running, dynamic, PlanShared(params.routing)) {}
-  __device__ __forceinline__ Plan(const DispatchParams& params, const LineCut& line_cut, const Running& running,
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencyCut& line_cut, const Running& running,
                                   char* dynamic, const SharedPlan& places)
       : p(params), cut(line_cut), run(running), shared(dynamic), at(places) {
     receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
@@ -218,7 +218,7 @@ __device__ __forceinline__ void SumCounts(const Plan& plan) {
 // Receiving. All threads of the block: counts of all sources. `adopt()` does what no block has started, before the
 // first long wait. `far`: has the counts of ranks of other nodes (node/low_latency_dispatch.cuh). False: the group has
 // failed.
-template <class Adopt, class Far = NobodyFar>
+template <class Adopt, class Far = SingleNode>
 __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& piece, Adopt adopt,
                                               const Far& far = Far()) {
   const Routing& r = plan.p.routing;
@@ -236,7 +236,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
       uint4 v;
       auto missing = [&] {
-        v = LoadOfLine(from, q, active);
+        v = LoadLinePart(from, q, active);
         if (static_cast<int>(threadIdx.x) < plan.Shares()) {
           idle = LoadRelaxedGpu(&plan.run.control->started[threadIdx.x]) != plan.run.epoch;
         }
@@ -325,7 +325,7 @@ __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece
     const char* line = plan.run.half[r.rank] + plan.MessageAt(source, p.staging.count_lines + token);
     const bool good = AwaitLines(
         [&] {
-          slots = LoadOfLine(line, lane & 7);
+          slots = LoadLinePart(line, lane & 7);
           return __ballot_sync(0xFFFFFFFFu, piece.flags && slots.w != plan.run.epoch);
         },
         [&](uint32_t) { return source; }, [] { return false; }, plan.run, Step::kMetadata);

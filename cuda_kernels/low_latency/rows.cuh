@@ -86,7 +86,7 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
 // Every warp places parts of (source, token)s, `kRounds` rounds at once. `kKeeps`: lines that have come are kept while
 // it waits for the others, which pays where they are few. `resolve(source, token, write, &position)`: as ResolveRows.
 // `far`: has those of other nodes (node/low_latency_dispatch.cuh). False: the group has failed.
-template <int kRounds = kPlaceRounds, bool kKeeps = false, class Resolve, class Far = NobodyFar>
+template <int kRounds = kPlaceRounds, bool kKeeps = false, class Resolve, class Far = SingleNode>
 __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, Resolve resolve,
                                           const Far& far = Far()) {
   const DispatchParams& p = plan.p;

@@ -24,7 +24,7 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 // A partial row goes to the rank of this node with the source's place, as this rank's for the source's node. Where that
 // is this rank, it is not pushed but added in place.
-struct ByNode {
+struct NodeAggregated {
   __device__ __forceinline__ static int Target(const Routing& r, int source) {
     return r.rank / r.ranks_per_node * r.ranks_per_node + source % r.ranks_per_node;
   }
@@ -88,8 +88,8 @@ __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineS
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int chunk = item / others, n = item % others;
     const int source = n < plan.node * plan.per_node ? n : n + plan.per_node;
-    const int target = ByNode::Target(r, source), slot = ByNode::Slot(r, source);
-    if (!Holds(shared.run.active, source) || !ByNode::Takes(shared.run, target)) continue;
+    const int target = NodeAggregated::Target(r, source), slot = NodeAggregated::Slot(r, source);
+    if (!Holds(shared.run.active, source) || !NodeAggregated::Takes(shared.run, target)) continue;
     const uint32_t mask = TokensOfSource(p, plan, source, chunk);
     if (lane == 0) {
       *MaskOf(shared.run.data[target], plan, slot, chunk) = mask;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineS
 __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared, const RailPlan& plan,
                                               int slots, const RankMask& places, int token, int part) {
   bool arrived = true;
-  EachOwnRank(threadIdx.x & 31, plan.per_node, [&](int place) {
+  ForEachOwnRank(threadIdx.x & 31, plan.per_node, [&](int place) {
     if (!arrived || !Holds(places, place)) return;
     const uint32_t* flags = reinterpret_cast<const uint32_t*>(shared.run.half[p.routing.rank] + p.staging.row_flags);
     arrived = WaitFlag(flags + PartialFlagIndex(p, slots + place, token, part), shared.run, shared.run.epoch,
@@ -152,7 +152,7 @@ __device__ __forceinline__ void StreamNodes(const CombineParams& p, CombineShare
   __syncwarp();
   if (before >> lane & 1) sources[__popc(before & ((1u << lane) - 1))] = lane;
   if (after >> lane & 1) sources[near_end - own + __popc(after & ((1u << lane) - 1))] = lane;
-  EachOwnRank(lane, plan.per_node, [&](int place) {
+  ForEachOwnRank(lane, plan.per_node, [&](int place) {
     if (Holds(low, place)) sources[first_near + CountRanks(low & RanksBelow(place))] = place;
     if (Holds(high, place)) sources[first_own + CountRanks(high & RanksBelow(place))] = place;
   });
@@ -261,7 +261,7 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
       return LoadRelaxedSystem(MaskOf(shared.run.data[r.rank], plan, slots + place, chunk));
     };
     if (threadIdx.x < 32) {
-      EachOwnRank(lane, plan.per_node, [&](int place) {
+      ForEachOwnRank(lane, plan.per_node, [&](int place) {
         if (!arrived || !takes(place)) return;
         arrived = WaitFlag(MaskFlag(shared.run.half[r.rank], plan, slots + place, chunk), shared.run, shared.run.epoch,
                            Step::kMetadata, plan.node * plan.per_node + place);
@@ -269,7 +269,7 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
     }
     if (!__syncthreads_and(arrived)) return;
     uint32_t mask = 0;  // of this lane's places together
-    EachOwnRank(lane, plan.per_node, [&](int place) {
+    ForEachOwnRank(lane, plan.per_node, [&](int place) {
       if (takes(place)) mask |= mask_of(place);
     });
     const uint32_t tokens = __reduce_or_sync(0xFFFFFFFFu, mask);
@@ -445,18 +445,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank,
-                 NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
+                 NodeMask(rails.plan, rails.plan.node), JoinBarrier<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     const bool vector = p.routing.hidden % kOctet == 0;
     SendMasks(p, shared, rails.plan);
-    PushPartials<Y, kWire, kSteps, true, ByNode>(p, shared, ring, vector, shared.run.epoch);
+    PushPartials<Y, kWire, kSteps, true, NodeAggregated>(p, shared, ring, vector, shared.run.epoch);
     if (AddsForNodes(p.schedule)) SendSums<Y, kWire, kSteps>(p, shared, rail, ring, vector);
     SumNodes<Y, kWire, kSteps>(p, shared, rail, arrivals, ring, vector);
     rail.Leave(p.call);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
-    if (index == 0 && threadIdx.x == 0) rail.TellFailure();
+    if (index == 0 && threadIdx.x == 0) rail.PutFailure();
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
   });
 }

@@ -26,13 +26,13 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 // What the ranks of other nodes are to the beginning of an operation (operation.cuh): those that join meet them too.
 template <class Link>
-class Meeting {
+class JoinBarrier {
  public:
   static constexpr bool kAny = true;
-  __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run)
-      : Meeting(params, link, run, false) {}
+  __device__ __forceinline__ JoinBarrier(const RailParams& params, const Link& link, const Running& run)
+      : JoinBarrier(params, link, run, false) {}
   // `goes_on`: an operation that another kernel has begun, which has met and announced.
-  __device__ __forceinline__ Meeting(const RailParams& params, const Link& link, const Running& run, bool goes_on)
+  __device__ __forceinline__ JoinBarrier(const RailParams& params, const Link& link, const Running& run, bool goes_on)
       : expected_(params.expected),
         first_(JoinSignals(Sources(params.plan))),
         transport_(link, run),
@@ -143,7 +143,7 @@ class Direct {
     __syncwarp();
   }
   // Tells the ranks `ranks` of other nodes that the group has failed, if it has. One thread calls it.
-  __device__ __forceinline__ void TellFailure(const RankMask& ranks) const {
+  __device__ __forceinline__ void PutFailure(const RankMask& ranks) const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
     for (RankMask m = ranks & ~LoadDead(*run_.mailbox); word && Any(m); DropFirst(m)) {
       transport_.Fail(FirstRank(m), word);
@@ -206,7 +206,7 @@ inline uint32_t SeenBytes(const RailPlan& plan) {
 template <class Link>
 __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const Call& call, Operation operation,
                                             const Routing& r, const RailParams& rails, const Link& link) {
-  const Meeting<Link> meeting(rails, link, run, rails.part == Part::kReceive);
+  const JoinBarrier<Link> meeting(rails, link, run, rails.part == Part::kReceive);
   if (threadIdx.x == 0) run.repeats = run.settled = false;
   BeginFirstWarp(run, call, operation, r.ranks, r.rank, NodeMask(rails.plan, rails.plan.node), meeting);
   __syncwarp();

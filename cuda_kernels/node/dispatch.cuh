@@ -129,7 +129,7 @@ __device__ __forceinline__ void RaiseRouting(const DispatchShared& shared, const
                                              const RankMask& to) {
   __threadfence_system();
   __syncwarp();
-  EachOwnRank(threadIdx.x & 31, shared.run.ranks, [&](int rank) {
+  ForEachOwnRank(threadIdx.x & 31, shared.run.ranks, [&](int rank) {
     if (!Holds(to, rank)) return;
     StoreRelaxedSystem(RoutingFlag(shared.run.half[rank], plan, source, lead), shared.run.epoch);
   });
@@ -226,7 +226,7 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
                             });
       __threadfence_system();
       __syncwarp();
-      EachOwnRank(lane, r.ranks, [&](int rank) {
+      ForEachOwnRank(lane, r.ranks, [&](int rank) {
         if (!Holds(ranks, rank)) return;
         uint32_t* const flags = reinterpret_cast<uint32_t*>(shared.run.half[rank] + p.staging.row_flags);
         for (int part = 0; part < p.schedule.parts; ++part) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ bool AwaitFar(const DispatchParams& p, const Dispatch
 
 // In which order rows are placed: those of this node, which are there soon, then the others, token by token, as they
 // come.
-struct NearFirst {
+struct OwnNodeFirst {
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
     const int per_node = r.ranks_per_node, near = per_node - 1, far = r.ranks - per_node;
     const int first = r.rank / per_node * per_node;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
-                 p.routing.rank, NodeMask(rails.plan, rails.plan.node), Meeting<Link>(rails, link, shared.run));
+                 p.routing.rank, NodeMask(rails.plan, rails.plan.node), JoinBarrier<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
     // Few rows are pushed as shares of the pushing blocks, which the others would do a second time for one that is
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       return AwaitMetadata(p, shared, shared.run.epoch) && AwaitFar(p, shared, rails.plan, rails.plan.leads);
     };
     if (ComputePositions(p, shared, dynamic, scratch, &starts, await)) {
-      PlaceRows<Codec, NearFirst>(p, shared, scratch, starts, shared.run.epoch);
+      PlaceRows<Codec, OwnNodeFirst>(p, shared, scratch, starts, shared.run.epoch);
       ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
       ClearUnusedRows(p, scratch, blockIdx.x, gridDim.x);
     }
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     rail.Leave(p.call);
   }
   FinishOperation(shared.run, [&](uint32_t index, uint32_t count) {
-    if (index == 0 && threadIdx.x == 0) rail.TellFailure();
+    if (index == 0 && threadIdx.x == 0) rail.PutFailure();
     PoisonDispatch(p, index, count);
   });
 }

@@ -190,7 +190,7 @@ struct FarCombine {
   }
   // All threads of the block. False: the group has failed.
   __device__ __forceinline__ bool Sum() const {
-    const LineCut& cut = near.cut;
+    const LowLatencyCut& cut = near.cut;
     const uint32_t parts = cut.parts, items = near.p.routing.tokens * parts;
     const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
     if (summer < 0) return true;
@@ -206,7 +206,7 @@ struct FarCombine {
 
 template <class Y, int kSumRounds, int kRows, class Link>
 __global__ void __launch_bounds__(kThreads, 1)
-    NodeLowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LineCut cut,
+    NodeLowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LowLatencyCut cut,
                                 const __grid_constant__ RailParams rails, const __grid_constant__ Link link) {
   __shared__ Running run;
   __shared__ RankMask far;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (good) good = others.Sum();
   if (!run.refused) good &= direct.Leave(p.call);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
-    if (index == 0 && threadIdx.x == 0) direct.TellFailure(run.members & ~run.reachable);
+    if (index == 0 && threadIdx.x == 0) direct.PutFailure(run.members & ~run.reachable);
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
   });
 }
@@ -244,7 +244,7 @@ int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rail
       p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, true);
+  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, true);
   const auto few = NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>;
   const auto kernel = p.routing.tokens <= kFewTokens ? few : NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>;
   return LaunchDirect(p.call, p.routing, Operation::kCombine, rails, link, p.schedule.blocks, cut.push, cut.receivers,

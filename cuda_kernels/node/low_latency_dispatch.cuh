@@ -185,9 +185,9 @@ __device__ __forceinline__ void SendShare(const FarDispatch<Link>& others, const
 
 // All threads of the block: whatever of this operation nobody has started.
 template <class Link>
-static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LineCut& cut, const Running& run,
-                                                    char* dynamic, const RailParams& rails, const Link& link,
-                                                    const RankMask& far, int* clean, bool numbered) {
+static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LowLatencyCut& cut,
+                                                    const Running& run, char* dynamic, const RailParams& rails,
+                                                    const Link& link, const RankMask& far, int* clean, bool numbered) {
   const Plan plan(p, cut, run, dynamic);
   const Piece piece;
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, dynamic + plan.at.bytes);
@@ -210,7 +210,7 @@ static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, con
 
 template <class Link>
 __global__ void __launch_bounds__(kThreads, 1)
-    NodeLowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LineCut cut,
+    NodeLowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LowLatencyCut cut,
                                  const __grid_constant__ RailParams rails, const __grid_constant__ Link link,
                                  int* clean) {
   __shared__ Running run;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!run.refused) good &= direct.Leave(p.call);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
-    if (index == 0 && threadIdx.x == 0) direct.TellFailure(run.members & ~run.reachable);
+    if (index == 0 && threadIdx.x == 0) direct.PutFailure(run.members & ~run.reachable);
     PoisonDispatch(p, index, count);
     FillBytes(clean, static_cast<uint64_t>(p.routing.tokens) * p.routing.top_k * 4, kPoison, index, count);
   });
@@ -278,7 +278,7 @@ int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rail
       p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
-  const LineCut cut = CutLines(p.routing, p.schedule, p.staging, false);
+  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, false);
   DispatchParams near = p;
   near.clean_topk_idx = nullptr;
   const uint32_t shared = PlanShared(p.routing).bytes + SeenBytes(rails.plan);

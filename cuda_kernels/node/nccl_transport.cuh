@@ -83,7 +83,7 @@ struct NcclLink {
     constexpr uint64_t kAt = offsetof(Mailbox, failure);
     PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::failure), ncclGin_None{});
   }
-  __device__ __forceinline__ void Tell(int target, int about, uint64_t) const {
+  __device__ __forceinline__ void Notify(int target, int about, uint64_t) const {
     const uint64_t at = offsetof(Mailbox, told) + about * sizeof(uint64_t);
     PutInto(target, table->mailbox, at, at, sizeof(uint64_t), ncclGin_None{});
   }

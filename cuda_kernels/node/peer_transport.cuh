@@ -51,7 +51,7 @@ struct PeerLink {
   __device__ __forceinline__ void Fail(int target, uint64_t word) const {
     ClaimWordSystem(&table->mailbox[target]->failure, word);
   }
-  __device__ __forceinline__ void Tell(int target, int about, uint64_t word) const {
+  __device__ __forceinline__ void Notify(int target, int about, uint64_t word) const {
     StoreRelaxedSystem(&table->mailbox[target]->told[about], word);
   }
 };

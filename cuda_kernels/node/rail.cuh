@@ -137,7 +137,7 @@ class Rail {
   }
   // Tells the other nodes that the group has failed, if it has: their rank of this place, which tells the rest; where
   // ranks may be out, every one that takes part. One thread calls it.
-  __device__ __forceinline__ void TellFailure() const {
+  __device__ __forceinline__ void PutFailure() const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
     const RankMask alive = run_.members & ~LoadDead(*run_.mailbox);
     for (int turn = 0; word && turn < Turns(); ++turn) {

@@ -65,7 +65,7 @@ struct RailParams {
   Part part;           // what a kernel is told by its launcher
 };
 
-// PlanRail where few tokens go from rank to rank: `staging` as PlanLines made it.
+// PlanRail where few tokens go from rank to rank: `staging` as PlanLowLatency made it.
 inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, Staging* staging) {
   auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
   const bool combine = operation == Operation::kCombine;
@@ -80,7 +80,7 @@ inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, St
   staging->data_bytes = up(plan->land + all, 256);
 }
 
-// Completes `staging`, as PlanStaging or PlanLines made it, for an operation over several nodes.
+// Completes `staging`, as PlanStaging or PlanLowLatency made it, for an operation over several nodes.
 // `masked`: it is told which ranks take part.
 inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, bool masked,
                          Staging* staging) {

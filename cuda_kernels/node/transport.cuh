@@ -9,7 +9,7 @@
 //   Count(signal)    an own counter, with acquire semantics at system scope: any lane alone
 //   Pending()        a rank to which a put of this context is still being read from here, or -1: any lane alone
 //   Fail(rank, word) as Transport::Fail, after a Reserve: one lane alone
-//   Tell(rank, about, word)
+//   Notify(rank, about, word)
 //                    puts `word`, which Mailbox::told[about] is here, or a later one, into that of `rank`, after a
 //                    Reserve: one lane alone
 // A context is a warp of an operation: what is said about the order of puts is said about the puts of one warp.
@@ -23,40 +23,40 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-constexpr uint64_t kTellShare = 4;  // a wait that lasts longer than this part of the timeout is told of
-constexpr uint64_t kTellBeats = 4;  // how often, in the time that a rank is given to show another beat
+constexpr uint64_t kNoticeShare = 4;  // a wait that lasts longer than this part of the timeout is told of
+constexpr uint64_t kNoticeBeats = 4;  // how often, in the time that a rank is given to show another beat
 
 // Tells other nodes for whom the ranks of this one wait, unless a warp of this rank just has: they may wait for these
 // ranks. One lane calls it.
 template <class Link>
-static __device__ __noinline__ void TellWaiting(const Link& link, const Running& run) {
+static __device__ __noinline__ void NotifyWaiting(const Link& link, const Running& run) {
   unsigned long long* const last = reinterpret_cast<unsigned long long*>(&run.control->told_ns);
   const uint64_t now = NowNs(), before = LoadRelaxedSystem(&run.control->told_ns);
-  if (now - before < Grace(run, kBeatGraceNs, 8) / kTellBeats || atomicCAS(last, before, now) != before) return;
+  if (now - before < Grace(run, kBeatGraceNs, 8) / kNoticeBeats || atomicCAS(last, before, now) != before) return;
   for (RankMask near = run.reachable; Any(near); DropFirst(near)) {
     const int about = FirstRank(near);
-    if (!Listens(run, about)) continue;
+    if (!CanReceive(run, about)) continue;
     const uint64_t word = LoadRelaxedSystem(&run.control->mailbox[about]->progress);
     StoreRelaxedSystem(&run.mailbox->told[about], word);
     __threadfence_system();
     for (RankMask far = run.members & ~run.reachable; Any(far); DropFirst(far)) {
       const int rank = FirstRank(far);
-      if (!Hears(run, rank, about)) continue;
+      if (!ReceivesNotice(run, rank, about)) continue;
       if constexpr (Link::kReserves) {
         if (!link.Reserve(rank)) continue;
       }
-      link.Tell(rank, about, word);
+      link.Notify(rank, about, word);
     }
   }
 }
 // A wait for something of another node, which all others hear of if it takes long.
 template <class Link>
-struct TellOthers {
+struct NotifyPeers {
   static constexpr bool kHere = false;
   const Link& link;
   const Running& run;
   __device__ __forceinline__ void operator()(const Waiting& waiting) const {
-    if (run.timeout_ns && waiting.shown > waiting.start + run.timeout_ns / kTellShare) TellWaiting(link, run);
+    if (run.timeout_ns && waiting.shown > waiting.start + run.timeout_ns / kNoticeShare) NotifyWaiting(link, run);
   }
 };
 
@@ -92,7 +92,7 @@ class Transport {
   // WaitUntil for something that `rank`, of another node, does. Any lane alone.
   template <class Arrived>
   __device__ __forceinline__ bool WaitFor(Arrived arrived, Step step, int rank) const {
-    return WaitUntil(arrived, run_, step, rank, TellOthers<Link>{link_, run_});
+    return WaitUntil(arrived, run_, step, rank, NotifyPeers<Link>{link_, run_});
   }
   // This rank's counter `signal`, with acquire semantics at system scope. Any lane alone.
   __device__ __forceinline__ uint64_t Count(uint32_t signal) const { return link_.Count(signal); }

@@ -95,20 +95,20 @@ static void Plans() {
     EXPECT(m.row_flags + 4 * pairs * p.parts <= LineBorder(m.flag_bytes));
     // Lines: behind any operation's flags, and inside; the same in a half that is larger than what is needed.
     for (Operation operation : {Operation::kDispatch, Operation::kCombine}) {
-      const Staging l = PlanLines(r, operation, p.element, p.scaled);
+      const Staging l = PlanLowLatency(r, operation, p.element, p.scaled);
       const uint64_t lines = l.row_lines + pairs * l.row_rounds * kRoundLines;
       for (uint64_t flag_bytes : {l.flag_bytes, l.flag_bytes + 256, 3 * l.flag_bytes}) {
         EXPECT(LineBorder(flag_bytes) % kLineBytes == 0 && LineBorder(flag_bytes) + lines * kLineBytes <= flag_bytes);
         if (flag_bytes >= m.flag_bytes) EXPECT(m.row_flags + 4 * pairs * p.parts <= LineBorder(flag_bytes));
       }
-      const char* why = NoLowLatency(r, operation, p.element, WireType::kNative, 0);
+      const char* why = WhyNotLowLatency(r, operation, p.element, WireType::kNative, 0);
       const bool whole_scales =
           operation == Operation::kCombine || p.element != Element::kByte || p.scale_blocks() * 4 % 16 == 0;
       EXPECT((why == nullptr) == (p.hidden * p.element_bytes() % 16 == 0 && whole_scales));
       EXPECT(static_cast<uint64_t>(l.row_rounds) * kRoundData >= l.row_bytes && (why || l.row_bytes % 16 == 0));
       EXPECT(operation == Operation::kCombine ||
              l.count_lines * kLineCounts >= (p.layout == Layout::kRanked ? 1 : r.local_experts));
-      EXPECT(NoLowLatency(r, operation, p.element, WireType::kFp8, 0) != nullptr);
+      EXPECT(WhyNotLowLatency(r, operation, p.element, WireType::kFp8, 0) != nullptr);
     }
     CombineParams bad = c;
     bad.routing.local_experts += 1;

@@ -181,7 +181,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
   s.segment_tokens = p.segment_tokens;
   s.bulk = p.bulk, s.chunk_tokens = p.chunk_tokens;
   s.solo_layout = p.solo && SoloLayoutBytes(r, s) <= SoloLayoutLimit();
-  s.low_latency = p.low_latency && NoLowLatency(r, p.operation, p.element, p.wire, p.chunk_tokens) == nullptr;
+  s.low_latency = p.low_latency && WhyNotLowLatency(r, p.operation, p.element, p.wire, p.chunk_tokens) == nullptr;
   if (p.operation == Operation::kExchange) {
     ExchangeParams& e = exchange;
     e.call = call;
@@ -197,7 +197,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
     k.wire = p.wire, k.ue8m0 = p.ue8m0;
-    k.staging = s.low_latency ? PlanLines(r, p.operation, p.element, false)
+    k.staging = s.low_latency ? PlanLowLatency(r, p.operation, p.element, false)
                               : PlanStaging(r, s, p.element, p.wire, false, rings);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
     k.out = out(0);
@@ -206,7 +206,7 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     DispatchParams& d = dispatch;
     d.call = call, d.routing = r, d.schedule = s, d.element = p.element;
     d.wire = p.wire, d.ue8m0 = p.ue8m0;
-    d.staging = s.low_latency ? PlanLines(r, p.operation, p.element, p.scaled)
+    d.staging = s.low_latency ? PlanLowLatency(r, p.operation, p.element, p.scaled)
                               : PlanStaging(r, s, p.element, p.wire, p.scaled, rings);
     d.known_positions = p.operation == Operation::kRedispatch;
     d.x = inputs_[0], d.scales = reinterpret_cast<float*>(inputs_[1]), d.topk_idx = Input(2);

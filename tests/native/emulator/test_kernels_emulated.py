@@ -121,7 +121,7 @@ def test_a_fault_in_the_rings_is_seen(harness, fault):
 
 def test_a_wait_for_rows_that_is_hidden_is_seen(harness):
     """A rank shows whose credit it waits for though it waits for rows too: who gives up could name the wrong one."""
-    faults = {"cuda_kernels/core/failure.cuh": ("(!StepsBack(step) || !ShowsRows(run))", "true")}
+    faults = {"cuda_kernels/core/failure.cuh": ("(!YieldsToRows(step) || !ShowsRows(run))", "true")}
     done = rings(with_fault(harness, "hides-rows", faults, units="ranks256_ring."), 18, 3)
     assert done.returncode == 1 and "not for 17 in step 2" in done.stdout, done.stdout + done.stderr
 

@@ -127,7 +127,7 @@ int Network::Pending(int rank, int context) {
 }
 
 void Network::Fail(int source, int target, uint64_t word) { PostWord(source, target, -1, word); }
-void Network::Tell(int source, int target, int about, uint64_t word) { PostWord(source, target, about, word); }
+void Network::Notify(int source, int target, int about, uint64_t word) { PostWord(source, target, about, word); }
 void Network::PostWord(int source, int target, int about, uint64_t word) {
   std::lock_guard<std::mutex> lock(mutex_);
   if ((about < 0 ? failure_ : told_)[target] == nullptr) Broken("no mailbox", source, target, 0, 0, 0);

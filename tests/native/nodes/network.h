@@ -42,7 +42,7 @@ class Network {
   Network(int ranks, int ranks_per_node, int signals, const Faults& faults);
   ~Network();
   Network(const Network&) = delete;
-  // Memory that puts of this generation (its low byte) go from and to, the word that Fail claims, and those that Tell
+  // Memory that puts of this generation (its low byte) go from and to, the word that Fail claims, and those that Notify
   // writes, by rank. Nothing may be under way.
   void Register(uint32_t generation, int rank, char* memory, uint64_t bytes);
   void RegisterFailure(int rank, uint64_t* word);
@@ -55,7 +55,7 @@ class Network {
   uint64_t Count(int rank, int signal) const;
   int Pending(int rank, int context);
   void Fail(int source, int target, uint64_t word);
-  void Tell(int source, int target, int about, uint64_t word);
+  void Notify(int source, int target, int about, uint64_t word);
 
   // What a test does to it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the rank any
   // more, and nothing that it has put completes.
@@ -64,7 +64,7 @@ class Network {
   // alone decides. False: nothing is left.
   bool Step();
   void Kill(int rank);
-  // Of what `source` puts to `target` the first arrives so much later, and nothing behind it. Fail and Tell do.
+  // Of what `source` puts to `target` the first arrives so much later, and nothing behind it. Fail and Notify do.
   void Starve(int source, int target, int milliseconds);
   // Puts to `rank` arrive, and are read, so much later.
   void Delay(int rank, int milliseconds);
@@ -94,7 +94,7 @@ class Network {
     std::vector<Piece> pieces;  // that have not arrived
     uint64_t signal_not_before = 0, word = 0, overtaken_until = 0;
     uint32_t epoch = 0;  // of the operation; 0: not known
-    int about = -1;      // of Tell: the rank
+    int about = -1;      // of Notify: the rank
     bool signalled = false, lost = false;
   };
   struct Again {

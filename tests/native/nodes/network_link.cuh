@@ -33,7 +33,7 @@ struct NetworkLink {
     return network->Pending(rank, Context());
   }
   __device__ void Fail(int target, uint64_t word) const { network->Fail(rank, target, word); }
-  __device__ void Tell(int target, int about, uint64_t word) const { network->Tell(rank, target, about, word); }
+  __device__ void Notify(int target, int about, uint64_t word) const { network->Notify(rank, target, about, word); }
 };
 
 }  // namespace native

@@ -140,8 +140,8 @@ void Kills(const Faults& faults) {
          "something went to or came from a dead rank");
   Expect(hosts.network.Pending(0, 0) == 2 && hosts.network.Pending(0, 1) < 0, "a put to a dead rank is done");
 }
-// Of what is put from one rank to another the first comes late and the rest never; words of Tell come, and so does what
-// others put.
+// Of what is put from one rank to another the first comes late and the rest never; words of Notify come, and so does
+// what others put.
 void Starves(const Faults& faults) {
   Hosts hosts(3, 1, faults);
   std::vector<uint64_t> told(3);
@@ -152,7 +152,7 @@ void Starves(const Faults& faults) {
   hosts.Put(0, 1, 0, 1);
   hosts.Put(0, 1, 1, 2);
   hosts.Put(0, 2, 2, 1);
-  hosts.network.Tell(0, 1, 2, 77);
+  hosts.network.Notify(0, 1, 2, 77);
   hosts.network.Drain();
   Expect(Now() - start > 0.19, "the first did not come late");
   Expect(hosts.Holds(1, 0, 9) && hosts.network.Count(1, 1) == 1, "the first did not come");

@@ -67,7 +67,9 @@ struct PacedLink {
     return LoadRelaxedGpu(&queue->done) == LoadRelaxedGpu(&queue->posted) ? -1 : peer.rank;
   }
   __device__ __forceinline__ void Fail(int target, uint64_t word) const { peer.Fail(target, word); }
-  __device__ __forceinline__ void Tell(int target, int about, uint64_t word) const { peer.Tell(target, about, word); }
+  __device__ __forceinline__ void Notify(int target, int about, uint64_t word) const {
+    peer.Notify(target, about, word);
+  }
 
   static constexpr uint32_t kNoSignal = 0xFFFFFFFFu;
 };

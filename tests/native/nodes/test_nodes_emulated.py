@@ -265,10 +265,10 @@ FAULTS = {
         "FAILED",
         "left",
     ),
-    "tells-nobody": (
+    "notifies-nobody": (
         "node/transport.cuh",
-        "/ kTellShare) TellWaiting(link, run);",
-        "/ kTellShare) (void)0;",
+        "/ kNoticeShare) NotifyWaiting(link, run);",
+        "/ kNoticeShare) (void)0;",
         "FAILED",
         "chain",
     ),

@@ -117,7 +117,7 @@ def use_low_latency(
 ) -> bool:
     """Whether the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
 
-    They take what plan.cc's NoLowLatency does not refuse; the other kernels take every operation.
+    They take what plan.cc's WhyNotLowLatency does not refuse; the other kernels take every operation.
     """
     nodes = _nodes.several(spec.num_ranks, config)
     if _tuning.low_latency is not None:
