@@ -1,45 +1,47 @@
 // Symmetric memory as the kernels see it. Plain data: shared by kernels, launchers, the FFI layer and its fake
 // provider.
 //
-// Per rank of a group there are
+// Each rank of a group has
 //   Mailbox   a small allocation that every rank of the group can write: announcements, the failure word, and what
 //             this rank shows to the others. It never moves while the workspace lives.
-//   staging   a large allocation that every rank can write, made anew when it must grow: one per generation.
-//   Control   device memory of this rank alone: the tables through which it sees the others. It never moves, so that a
-//             captured CUDA graph finds the staging areas after they have grown.
+//   staging   a large allocation that every rank can write. It is replaced when it must grow: one per generation.
+//   Control   device memory of this rank alone: the tables through which it reaches the other ranks. It never moves, so
+//             that a captured CUDA graph finds the staging areas after they have grown.
 //   ErrorRecord  mapped host memory: what the host reads.
 //
-// A staging area has two halves; operation number `epoch` uses half `epoch & 1`. In a half, flags grow from the start,
-// lines lie behind them and data at the end:
-//   flags  uint32 words that only ever hold epochs. A word equal to the current epoch says "arrived". Because the word
-//          holds the number of the operation, nothing has to be reset in between, and a stale word is not mistaken.
-//          Numbers come round after 2^32 operations: long before that every rank clears its flags and lines
-//          (kClearAfter).
-//   lines  128 bytes each, of which the last eight only ever hold epochs and the others anything (ll128.cuh): what the
-//          low-latency kernels stage. They write whole lines and nothing else, so a line that holds the current epoch
-//          was written in this operation, whatever the shape of the operations that wrote it before.
-//   data   whatever the other operations stage (rows, metadata).
-// The borders never move in a generation: no operation's data ever lie where another one looks for flags or lines. The
-// first LineBorder(flag_bytes) of a half's MemoryTable::flag_bytes are flags, the others lines; a fresh generation and
-// a reset clear them all.
+// A staging area has two halves; the operation with number `epoch` uses half `epoch & 1`. In a half, flags begin at the
+// start, LL128 lines follow and data lie at the end:
+//   flags  uint32 words that only ever hold epochs. A word equal to the current epoch means "arrived". Because the word
+//          holds the number of the operation, no flag must be reset between operations, and a stale word is never taken
+//          for a new one. Epochs wrap around after 2^32 operations: long before that every rank clears its flags and
+//          lines (kClearAfter).
+//   lines  128 bytes each, of which the last eight only ever hold epochs and the others any data (ll128.cuh): the
+//          staging of the low-latency kernels. They write whole lines and nothing else, so a line that holds the
+//          current epoch was written in this operation, whatever the shape of the operations that wrote it before.
+//   data   the staging of all other operations (rows, metadata).
+// The borders never move within a generation: no operation stores data where another operation looks for flags or
+// lines. In a half, the first LineBorder(flag_bytes) of MemoryTable::flag_bytes bytes are flags, the rest are lines; a
+// fresh generation and a reset clear all of them.
 //
-// Why two halves are enough: an operation ends only after it has seen every rank's announcement of that same
-// operation. So when a rank starts operation n+2, every other rank has started n+1, hence has finished n, and nobody
-// reads or writes half `n & 1` any more. The same holds for the announcements, which are kept by parity too.
+// Why two halves are enough: an operation ends only after it has seen every rank's announcement of the same operation.
+// So when a rank starts operation n+2, every other rank has started n+1, hence has finished n, and no rank reads or
+// writes half `n & 1` any more. The same holds for the announcements, which are kept by parity too.
 //
-// Generations: an announcement carries the newest generation that its rank has. The operation after it uses the least
-// of what all ranks announced, which every rank computes from the same words: all switch at the same operation. An
-// operation that needs more than that waits for the announcements of its own epoch first and takes their least.
+// Generations: an announcement carries the newest generation that its rank has. The next operation uses the oldest
+// generation of all ranks' announcements, which every rank computes from the same words: all ranks switch at the same
+// operation. An operation that needs more memory than that generation has waits for the announcements of its own epoch
+// first, and uses the oldest generation in them.
 //
-// Ranks that are out: an operation may be given a bit mask of the ranks that take part. Nobody stores to the others or
-// waits for them; "every rank" above is every rank that takes part. One that is out does nothing but count the
-// operation, if it runs it at all; it may run ahead or stay behind. So when an operation has a rank that the one before
-// it had not, all its ranks first meet (`Mailbox::joins`): each has begun it, hence ended everything before, and what
-// is said above holds from there on. Such an operation takes its memory from its own announcements. After a start or a
-// reset the operation before is taken to have had no ranks. The mask is part of the announced signature.
-// A rank that is left out from some operation on may still be busy with the one before, and the others do not hear when
-// it has ended: they may use the half again meanwhile. Hence all that is stored at a rank in an operation is awaited
-// there before it ends, rows that are dropped too; and where ranks may be left out nothing is stored a second time.
+// Inactive ranks: an operation may be given a mask of the ranks that take part. No rank stores to an inactive rank or
+// waits for it; "every rank" above means every active rank. An inactive rank only counts the operation, if it runs the
+// operation at all; it may run ahead or fall behind. So when an operation has a rank that the operation before did not
+// have, all its ranks first meet (`Mailbox::joins`): each has begun this operation, hence has ended everything before,
+// and the argument above holds from there on. Such an operation takes its memory from its own announcements. After a
+// start or a reset, the operation before counts as one without any ranks. The mask is part of the announced signature.
+// A rank that becomes inactive may still be busy with the operation before, and the other ranks do not learn when it
+// has ended: they may use the half again meanwhile. Therefore everything that is stored at a rank in an operation is
+// awaited there before the operation ends, even rows that are dropped; and where ranks may be inactive, nothing is
+// stored a second time.
 #pragma once
 
 #include <cstddef>
@@ -53,41 +55,42 @@
 
 namespace xen_moe {
 
-constexpr int kMaxRanks = 256;   // of a group: the failure word has eight bits for one
-constexpr int kSmallGroup = 16;  // groups of so many have kernels whose sets of ranks are one word (rank_mask.cuh)
+constexpr int kMaxRanks = 256;  // ranks of a group: the failure word has eight bits for a rank
+// groups of up to this many ranks run the ranks16 variant (variant.h), in which a set of ranks is one word
+constexpr int kSmallGroup = 16;
 constexpr int kRankWords = kMaxRanks / 32;
 constexpr int kMaxSlots = 64;      // top-k
 constexpr int kMaxExperts = 4096;  // of all ranks
 constexpr int kMaxBlocks = 256;    // thread blocks of one operation
-constexpr int kMaxParts = 64;      // of a row
+constexpr int kMaxParts = 64;      // parts of a row
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kScaleBlock = 128;  // elements that share one scale
 constexpr int kGenerations = 4;   // memory tables that a rank keeps
 constexpr int kRingRounds = 4;    // rounds of tokens that a ring of staged rows holds (rounds.cuh)
-constexpr int kMaxRounds = 1024;  // of one operation
+constexpr int kMaxRounds = 1024;  // rounds of one operation
 
 enum class Operation : uint32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kExchange = 3 };
 
-// What a rank that waits is waiting for.
+// What a waiting rank waits for.
 enum class Step : uint32_t {
-  kArrival = 0,      // that the other rank starts the operation
+  kArrival = 0,      // the other rank starts the operation
   kMetadata = 1,     // its routing
   kRows = 2,         // its rows
-  kCredit = 3,       // that it takes rows out of the ring
+  kCredit = 3,       // it takes rows out of the ring
   kLocalBlocks = 4,  // blocks of this GPU
-  kOwner = 5         // that the operation before this one on the channel ends
+  kOwner = 5         // the operation before this one on the channel ends
 };
 
 enum class Cause : uint32_t {
   kNone = 0,
-  kTimeout = 1,     // `rank` did not come; `other` gave up
-  kMismatch = 2,    // `rank` and `other` run different operations under one number
+  kTimeout = 1,     // `rank` did not arrive; `other` gave up
+  kMismatch = 2,    // `rank` and `other` run different operations under one epoch
   kDead = 3,        // the process of `rank` has ended: written by the host
   kMemory = 4,      // `rank` has released its memory, or has too little
   kIndex = 5,       // `rank` was given a handle with impossible counts
   kConcurrent = 6,  // on `rank`, another operation held the channel for too long
-  kReset = 7        // the host asks all kernels to leave
+  kReset = 7        // the host asks all kernels to end
 };
 
 // The failure word: 1 << 63 | cause << 56 | operation << 52 | step << 48 | rank << 40 | other << 32 | epoch. 0: none.
@@ -95,8 +98,8 @@ struct Failure {
   Cause cause;
   Operation operation;
   Step step;
-  int rank;   // the root: who owes
-  int other;  // who noticed
+  int rank;   // the root: the rank that did not do its part
+  int other;  // the rank that noticed
   uint32_t epoch;
 };
 XEN_MOE_ANYWHERE inline uint64_t PackFailure(const Failure& f) {
@@ -110,8 +113,8 @@ XEN_MOE_ANYWHERE inline Failure UnpackFailure(uint64_t word) {
           static_cast<int>(word >> 32 & 0xFF),   static_cast<uint32_t>(word)};
 }
 
-// An announcement: epoch << 32 | signature << 8 | generation. The generation is the low byte of a counter: two of them
-// are compared by their difference, which is less than kGenerations.
+// An announcement: epoch << 32 | signature << 8 | generation. The generation is the low byte of a counter: two
+// generations are compared by their difference, which is less than kGenerations.
 XEN_MOE_ANYWHERE inline uint64_t PackAnnouncement(uint32_t epoch, uint32_t signature, uint32_t generation) {
   return static_cast<uint64_t>(epoch) << 32 | (signature & 0xFFFFFF) << 8 | (generation & 0xFF);
 }
@@ -122,9 +125,9 @@ XEN_MOE_ANYWHERE inline bool OlderGeneration(uint32_t a, uint32_t b) {
   return static_cast<int8_t>(static_cast<uint8_t>(a - b)) < 0;
 }
 
-// What a rank is doing: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits` it has started the
-// epoch and is not known to wait for anybody. A rank that waits goes on to show another beat: one that has been stopped
-// shows the same word for ever.
+// What a rank is doing: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits` the rank has started
+// the epoch and is not known to wait. A waiting rank keeps changing the beat: a rank that has been stopped shows the
+// same word for ever.
 XEN_MOE_ANYWHERE inline uint64_t PackProgress(uint32_t epoch) { return static_cast<uint64_t>(epoch) << 32; }
 XEN_MOE_ANYWHERE inline uint64_t PackWaiting(uint32_t epoch, Step step, int rank, uint32_t beat = 0) {
   return static_cast<uint64_t>(epoch) << 32 | 1u << 31 | (beat & 0x7FFF) << 16 | static_cast<uint32_t>(step) << 8 |
@@ -135,12 +138,12 @@ XEN_MOE_ANYWHERE inline bool ProgressWaits(uint64_t word) { return word >> 31 & 
 XEN_MOE_ANYWHERE inline Step ProgressStep(uint64_t word) { return static_cast<Step>(word >> 8 & 0xFF); }
 XEN_MOE_ANYWHERE inline int ProgressRank(uint64_t word) { return static_cast<int>(word & 0xFF); }
 
-// The operation's number after `epoch`. 0 is left out, because fresh flags are 0; parity goes on alternating.
+// Returns the epoch after `epoch`. It skips 0, because fresh flags are 0; parity keeps alternating.
 XEN_MOE_ANYWHERE inline uint32_t NextEpoch(uint32_t epoch) { return epoch == 0xFFFFFFFFu ? 2u : epoch + 1u; }
-// So many epochs after its flags were last cleared a half is cleared again: no word lives so long that its number comes
-// round.
+// A half is cleared again this many epochs after its last clearing, so that no word survives until its epoch comes
+// again.
 constexpr uint32_t kClearAfter = 1u << 30;
-// Epochs that are ahead of `newest` by less than this are newer.
+// Returns whether epoch `a` is older than `b`, across the wrap-around.
 XEN_MOE_ANYWHERE inline bool EpochBefore(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
 // An operation in full, as the error names it. All of it must be equal on all ranks. `Describe` in params.h makes it.
@@ -180,38 +183,39 @@ XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
   return (h ^ h >> 13) & 0xFFFFFF;
 }
 
-// One per rank, in memory that all ranks of the group can write and read. Zeroed when made.
+// One per rank, in memory that all ranks of the group can write and read. Zeroed when allocated.
 struct alignas(128) Mailbox {
   // Written by the ranks of the group.
   uint64_t announcements[2][kMaxRanks];  // [epoch parity][source rank]
-  uint64_t joins[kMaxRanks];             // [source rank], as an announcement; 0: none, or used
-  // By whoever gives up first; 0: none. A line of its own: it is polled.
+  uint64_t joins[kMaxRanks];             // [source rank], in the format of an announcement; 0: none, or consumed
+  // Written by the first rank that gives up; 0: none. It has a cache line of its own because it is polled.
   alignas(128) uint64_t failure;
-  // By the host: bit mask of the ranks whose process has ended. Nothing is read or stored there.
+  // Written by the host: a mask of the ranks whose process has ended. No memory of such a rank is read or written.
   uint32_t dead[kRankWords];
-  uint64_t unread;  // by ranks of other nodes: what a signal alone carries
-  // By ranks of other nodes, again and again while they wait: what each rank of their node shows in `progress`.
+  uint64_t unread;  // written by ranks of other nodes: the payload of a signal that carries no data
+  // Written by ranks of other nodes, repeatedly while they wait: what each rank of their node shows in `progress`.
   alignas(128) uint64_t told[kMaxRanks];
-  // Written by this rank alone, for the others to read when something is wrong.
-  alignas(128) Descriptor descriptor;  // of the operation that `progress` tells of
+  // Written by this rank alone; the other ranks read it after a failure.
+  alignas(128) Descriptor descriptor;  // of the operation that `progress` is about
   uint64_t progress;
   uint64_t waited_ns;  // how long this rank had waited when it gave up
 };
 
-// A generation of staging areas, as seen by one rank.
+// A generation of staging areas, as one rank sees it.
 struct MemoryTable {
-  uint32_t generation;       // these two first: Control says why
-  uint32_t members;          // of Control::current alone: bit mask of the ranks that took part in the operation before
-  char* staging[kMaxRanks];  // each rank's, as mapped into this device; null: released
+  uint32_t generation;       // the first two fields are read together with Control::owner: see there
+  uint32_t members;          // only in Control::current: mask of the ranks that were active in the operation before
+  char* staging[kMaxRanks];  // of each rank, as mapped into this device; null: released
   char* scratch;             // private to this rank
   uint64_t flag_bytes;       // of a half: flags and lines
   uint64_t data_bytes;       // of a half; a half has flag_bytes + data_bytes
   uint64_t scratch_bytes;
-  uint32_t more_members[kRankWords - 1];  // `members` goes on
+  uint32_t more_members[kRankWords - 1];  // the further words of `members`
 };
 
-// Lines begin here in a half whose flags and lines are `flag_bytes` together: a fixed share, so that one number says
-// how much there is of both. FlagAndLineBytes: enough for so many flags, or lines.
+// LineBorder returns where lines begin in a half whose flags and lines take `flag_bytes` together: a fixed share, so
+// that one number determines the room for both. FlagAndLineBytes returns the bytes that have room for the given bytes
+// of flags and for the given bytes of lines.
 constexpr uint64_t kLineShare = 7;
 XEN_MOE_ANYWHERE inline uint64_t LineBorder(uint64_t flag_bytes) { return flag_bytes / kLineShare / 128 * 128; }
 XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines) {
@@ -220,7 +224,7 @@ XEN_MOE_ANYWHERE inline uint64_t FlagAndLineBytes(uint64_t flags, uint64_t lines
   return ((for_flags > for_lines ? for_flags : for_lines) + 255) / 256 * 256;
 }
 
-// What an operation needs of a generation.
+// The memory that an operation needs of a generation.
 struct Needs {
   uint64_t flag_bytes = 0;
   uint64_t data_bytes = 0;
@@ -231,41 +235,41 @@ XEN_MOE_ANYWHERE inline bool Suffices(const MemoryTable& table, const Needs& nee
          needs.scratch_bytes <= table.scratch_bytes;
 }
 
-// What the host reads without asking the device. Zeroed when made.
+// What the host reads without asking the device. Zeroed when allocated.
 struct alignas(64) ErrorRecord {
   uint64_t failure;     // as in Mailbox; written last
   uint64_t waited_ns;   // how long `other` had waited
-  Descriptor of_rank;   // the root's operation (its latest, when it never started this one)
-  Descriptor of_other;  // the operation of who noticed
-  // Not about errors: the generation (low byte) of the newest operation that has completed. Older ones may be freed
-  // when every local rank says so.
+  Descriptor of_rank;   // the root's operation (its latest one, if it never started this one)
+  Descriptor of_other;  // the operation of the rank that noticed
+  // Not about errors: the generation (low byte) of the newest completed operation. The host may free older generations
+  // when every local rank has reached this one.
   uint32_t generation;
 };
 
 // State of one rank of one workspace. The host writes the first part: `memory` and `newest` at any time (the table
-// first, then the number, in one stream), the others while nothing runs. It may change the second part only while
-// nothing runs: to start and after reset() all of it is zero but `epoch` and `current` (equal on all ranks: the table
-// of a generation that all ranks have).
+// first, then the number, in one stream), the other fields while no operation runs. It may change the second part only
+// while no operation runs: at the start and after reset() all of it is zero except `epoch` and `current` (equal on all
+// ranks: the table of a generation that all ranks have).
 struct alignas(128) Control {
   Mailbox* mailbox[kMaxRanks];  // each rank's, as mapped into this device
   ErrorRecord* error;
   MemoryTable memory[kGenerations];  // generation g: entry g % kGenerations
-  uint32_t newest;                   // this rank has generations up to this one
+  uint32_t newest;                   // this rank has all generations up to this one
 
-  // Who runs and under what number, in one 8-byte word: read together, claimed by its first half.
-  alignas(128) uint32_t owner;                    // Call::call_id of the operation that runs; 0: none
-  uint32_t epoch;                                 // operations completed, as NextEpoch counts
-  MemoryTable current;                            // what the next operation uses; its first words are read with the two
-  alignas(128) uint32_t ticket;                   // says which blocks have finished the current operation
-  uint32_t claimed[7];                            // next unclaimed items of the current operation
-  uint32_t completed[2];                          // items of it that are done
+  // The running operation and its epoch, in one 8-byte word: read together, claimed by its first half.
+  alignas(128) uint32_t owner;  // Call::call_id of the running operation; 0: none
+  uint32_t epoch;               // completed operations, counted by NextEpoch
+  MemoryTable current;  // the memory of the next operation; its first words are read together with `owner` and `epoch`
+  alignas(128) uint32_t ticket;                   // counts the blocks that have finished the current operation
+  uint32_t claimed[7];                            // next unclaimed item of each kind of work of the current operation
+  uint32_t completed[2];                          // items of the current operation that are done
   uint32_t mirrored;                              // the failure has been written to `error`
   uint32_t reported;                              // generation written to `error`
-  uint32_t cleared[2];                            // by half: the epoch in which its flags were last set to 0
-  uint64_t told_ns;                               // when this rank last told other nodes for whom it waits
-  alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which somebody began them
-  uint32_t landed[kMaxBlocks];                    // by block: the last low-latency epoch whose rows others can see
-  alignas(128) uint32_t taken[kMaxRounds];        // items of a round that are done; 0 again when all are (rounds.cuh)
+  uint32_t cleared[2];                            // for each half: the epoch in which its flags were last set to 0
+  uint64_t told_ns;                               // when this rank last notified other nodes of the waits here
+  alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which a block began the share
+  uint32_t landed[kMaxBlocks];  // for each block: the last low-latency epoch whose rows are visible to other blocks
+  alignas(128) uint32_t taken[kMaxRounds];  // items of a round that are done; 0 again when all are (rounds.cuh)
 };
 
 static_assert(offsetof(Control, epoch) == offsetof(Control, owner) + 4, "read as one word");
