@@ -84,7 +84,7 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
     addresses = np.ascontiguousarray(runs.addresses)
     parameters, flush_parameters = _ucp.parameters(runs.memory), _ucp.RequestParams()
     calls = ("ucp_put_nbx", "ucp_ep_flush_nbx", "ucp_worker_progress", "ucp_request_check_status", "ucp_request_free")
-    handles = (engine._wire._worker, link.endpoint, link.key(runs.key))
+    handles = (engine._core.wire._worker, link.endpoint, link.key(runs.key))
     loop = _Loop(
         *(ctypes.cast(getattr(ucp, call), ctypes.c_void_p) for call in calls),
         *handles,
@@ -94,7 +94,7 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
     run = _compiled_loop()
 
     def operation(count: int, kept: Any = (kept, parameters, flush_parameters)) -> None:
-        with engine._lock:
+        with engine._core.lock:
             status = run(ctypes.byref(loop), addresses.ctypes.data, len(addresses), count)
         if status:
             raise RuntimeError(f"raw UCX: {_ucp.status_text(status)}")

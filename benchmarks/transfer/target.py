@@ -56,7 +56,7 @@ class Target:
 
         if self.agent is None:
             self.agent = nixl_agent("target", nixl_agent_config(backends=["UCX"]))
-        (block,) = self.windows[window]._open.blocks
+        (block,) = self.windows[window].open_generation.blocks
         if block.shards[0].memory == "cuda":
             block = _memory.Block((nbytes,), self.np.dtype(self.np.uint8), None)
         pointer, memory = block.shards[0].pointer, "VRAM" if block.shards[0].memory == "cuda" else "DRAM"

@@ -8,8 +8,8 @@ import random
 
 import numpy as np
 
-from xen_moe_jax.transfer._posting import at_address
-from xen_moe_jax.transfer._wire import UcxWire
+from xen_moe_jax.transfer._ucx import UcxWire
+from xen_moe_jax.transfer._wire import at_address
 
 FAIL, CUT = 0.01, 0.0005
 """Probability that a posting fails in the middle, and that its link breaks."""

@@ -1,5 +1,6 @@
 """Thousands of writes through an adversary: what is committed is whole, every time, and every arrival counts once."""
 
+import functools
 import hashlib
 import time
 
@@ -9,7 +10,7 @@ import pytest
 
 import xen_moe_jax.transfer as xt
 from tests.transfer import transfer_sides
-from xen_moe_jax.transfer._counter import SeenNumbers
+from xen_moe_jax.transfer._connection import SeenNumbers
 
 ROWS, WIDTH = 64, 512
 
@@ -33,10 +34,10 @@ def run(engine, others, transfers, seed, limit):
         counter = engine.counter(f"rows{generation}", expect=ROWS)
         try:
             # A writer that was cut off before its first row arrived is nobody whose loss this counter could notice.
-            engine._wait(
-                lambda counter=counter: counter.done() or window._open.lost, 30, lambda: "the writer is silent", "test"
-            )
-            assert window._open.lost or counter.value == ROWS, "an arrival counted twice"
+            opened = window.open_generation
+            ended = functools.partial(lambda g, c: c.done() or g.lost, opened, counter)
+            engine._core.wait(ended, 30, lambda: "the writer is silent", "test")
+            assert window.open_generation.lost or counter.value == ROWS, "an arrival counted twice"
             array = window.commit(10)
         except xt.PeerLost:
             resets += 1

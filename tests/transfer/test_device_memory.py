@@ -86,10 +86,10 @@ def test_a_tick_leaves_the_context_of_its_thread(monkeypatch):
         _device.make_current(1)
         seen.append((index, current[0]))
 
-    xt.Watcher()._tick(np.int32(3), None, None)
+    xt.Watcher().on_tick(np.int32(3), None, None)
     assert not _device.driver.cache_info().currsize, "the driver was loaded for nothing"
     _device.driver()
-    xt.Watcher(callback)._tick(np.int32(4), None, None)
+    xt.Watcher(callback).on_tick(np.int32(4), None, None)
     assert (seen[-1], current) == ((4, 101), [105])
 
 

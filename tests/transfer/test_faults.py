@@ -282,9 +282,9 @@ def test_a_peer_that_breaks_the_protocol_loses_itself_alone(engine, frame):
     with xt.Engine(name="bad") as bad, xt.Engine(name="good") as good:
         broken, fine = bad.connect(engine.descriptor), good.connect(engine.descriptor)
         bad.write(np.ones(4, np.float32), broken["w"], imm=0).wait(5)
-        with bad._lock:
+        with bad._core.lock:
             broken.send(frame)
-        bad._wait(lambda: broken.lost, 5, lambda: "the engine put up with it", "test")
+        bad._core.wait(lambda: broken.lost, 5, lambda: "the engine put up with it", "test")
         good.write(np.ones(4, np.float32), fine["w"], imm=2).wait(5)
         engine.counter(2, expect=1).wait(5)
 

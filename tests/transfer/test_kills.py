@@ -9,9 +9,10 @@ import xen_moe_jax.transfer as xt
 from tests.transfer import transfer_sides
 
 
-def kill_senders(engine, others, numbers, seed):
-    """Kills one sender after another, as many as there are numbers; (generations that were committed, generations that
-    were thrown away).
+def kill_senders(engine, others, numbers, seed, last=False):
+    """Kills one sender after another, as many as there are numbers. Returns (generations that were committed,
+    generations that were thrown away). With `last` the senders give their permission back with the last write of a
+    generation: one whose counter was met is never thrown away.
     """
     rng = random.Random(seed)
     window = transfer_sides.leaves_window(engine)
@@ -19,7 +20,7 @@ def kill_senders(engine, others, numbers, seed):
     kept = []
     for number in numbers:
         other = others(f"sender{number}", connected=False)
-        other.start("fill_generations", engine.descriptor)
+        other.start("fill_generations", engine.descriptor, last)
         peer = engine.peer(f"sender{number}", 30)
         commits, killed = rng.randrange(4), False
         until = time.monotonic() + 20
@@ -31,22 +32,23 @@ def kill_senders(engine, others, numbers, seed):
             if not killed and time.monotonic() > until:
                 other.kill()
                 killed = True
-            if peer.lost:
-                break
-            if counter.done():
+            if counter.done() and not (peer.lost and not last):
                 try:
                     got = window.commit(20)
                 except xt.PeerLost:
+                    assert not last, "a finished generation did not survive its sender"
                     break
                 assert transfer_sides.is_whole(got, generation), f"generation {generation} is torn"
                 kept = [*kept[-3:], (got, generation)]
                 whole, commits = whole + 1, commits - 1
                 counter.close()
+            elif peer.lost:
+                break
             else:
                 time.sleep(0.0002)
         for got, generation in kept:
             assert transfer_sides.is_whole(got, generation), f"generation {generation} changed after its commit"
-        if window._open.lost:
+        if window.open_generation.lost:
             with pytest.raises(xt.PeerLost):
                 window.commit(1)
             thrown += 1
@@ -81,6 +83,11 @@ def kill_receivers(engine, others, numbers, seed):
 @pytest.mark.parametrize("kill", [kill_senders, kill_receivers])
 def test_ten_kills(engine, others, kill):
     kill(engine, others, range(10), 1)
+
+
+def test_finished_generations_survive_ten_kills(engine, others):
+    whole, _ = kill_senders(engine, others, range(10), 4, last=True)
+    assert whole >= 5
 
 
 @pytest.mark.slow

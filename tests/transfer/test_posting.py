@@ -74,20 +74,20 @@ def test_a_loop_that_is_not_there_is_named(monkeypatch):
 
 def test_the_thread_looks_after_copies_once_and_in_time(engine):
     """Copies that nobody waits for, one after another: later ones do not put off the end of the first."""
-    loop, rings = engine._loop, []
-    with engine._lock:
-        alarm, on_alarm = loop._alarm.descriptor, loop._alarm.on_alarm
-        loop._selector.modify(alarm, selectors.EVENT_READ, lambda: (rings.append(time.monotonic()), on_alarm()))
+    poller, rings = engine._core.poller, []
+    with engine._core.lock:
+        alarm, on_alarm = poller.alarm.descriptor, poller.alarm.on_alarm
+        poller.selector.modify(alarm, selectors.EVENT_READ, lambda: (rings.append(time.monotonic()), on_alarm()))
     begun = time.monotonic()
     while not rings:
-        with engine._lock:
-            loop.schedule_poll(10 << 20)  # Some 85 us.
+        with engine._core.lock:
+            poller.schedule_poll(10 << 20)  # Some 85 us.
         time.sleep(2e-5)
         assert time.monotonic() - begun < 10, "it was put off again and again"
-    with engine._lock:
-        loop.cancel_poll()
-        loop.schedule_poll(200_000_000_000)  # Half a second.
-        loop.cancel_poll()
+    with engine._core.lock:
+        poller.cancel_poll()
+        poller.schedule_poll(200_000_000_000)  # Half a second.
+        poller.cancel_poll()
         rested = time.monotonic()
     time.sleep(0.9)
     late = [ring - rested for ring in rings if ring > rested + 0.4]  # what had rung already is heard before

@@ -119,7 +119,7 @@ def test_a_stopped_writer_delays_a_commit_but_not_a_reset(engine, window, others
     assert time.monotonic() - begun < 1
     second.call("write", "w", 7, SHAPE, np.uint8, 1)
     engine.counter(1, expect=1).wait(10)
-    assert engine._retired, "memory that a stopped process can write into was given up"
+    assert engine._windows.retired, "memory that a stopped process can write into was given up"
     stopped.resume()
     with pytest.raises(xt.StaleWindow):
         for _ in range(100):  # Until it has read that its leave was withdrawn; before, it writes into the old memory.
@@ -127,7 +127,7 @@ def test_a_stopped_writer_delays_a_commit_but_not_a_reset(engine, window, others
             time.sleep(0.02)
     array = window.commit(10)
     np.testing.assert_array_equal(np.asarray(array), content(7, SHAPE, np.uint8))
-    engine._wait(lambda: not engine._retired, 5, lambda: "memory was kept for nobody", "test")
+    engine._core.wait(lambda: not engine._windows.retired, 5, lambda: "memory was kept for nobody", "test")
 
 
 def test_commit_may_be_called_again_after_a_timeout(engine, window, other):
@@ -141,12 +141,15 @@ def test_commit_may_be_called_again_after_a_timeout(engine, window, other):
 
 
 def test_the_memory_of_a_killed_writer_is_given_back_when_it_is_gone(engine, window, other):
+    there = engine.peer("there")
     other.call("keep_target", "w")
     other.kill()
-    engine._wait(lambda: engine._peers_by_number[1].lost, 5, lambda: "the death was not noticed", "test")
+    engine._core.wait(lambda: there.lost, 5, lambda: "the death was not noticed", "test")
     window.reset()
-    assert engine._retired
-    engine._wait(lambda: engine._housekeeping() is None and not engine._retired, 10, lambda: "kept", "test")
+    assert engine._windows.retired
+    engine._core.wait(
+        lambda: engine._windows.release_retired() is None and not engine._windows.retired, 10, lambda: "kept", "test"
+    )
 
 
 def test_committed_arrays_outlive_the_engine(others, engine):

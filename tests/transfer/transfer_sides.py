@@ -1,6 +1,7 @@
 """What the other process of a test does. Every function takes the process's state first; `serve` runs them."""
 
 import os
+import signal
 import time
 
 import jax
@@ -60,13 +61,46 @@ def target(state, name, path=(), index=None):
     return found if index is None else found[index]
 
 
-def write(state, name, seed, shape, dtype, imm=None, pages=None, path=(), index=None, spec=None, numpy=False):
+def write(
+    state, name, seed, shape, dtype, imm=None, pages=None, path=(), index=None, spec=None, numpy=False, last=False
+):
     array = content(seed, shape, dtype)
     if not numpy:
         array = jnp.asarray(array) if spec is None else jax.device_put(array, sharding(spec))
-    transfer = state.engine.write(array, target(state, name, path, index), pages=pages, imm=imm)
+    transfer = state.engine.write(array, target(state, name, path, index), pages=pages, imm=imm, last=last)
     transfer.wait(20)
     return transfer.bytes_done
+
+
+def write_last_and_die(state, name, kind, seed):
+    """Writes a whole request, the last write of it as such, and is killed as soon as that has ended."""
+    tree = state.peer[name]
+    array = tree["k"]
+    source = jnp.asarray(content(seed, array.shape, array.dtype))
+    rows = np.arange(array.shape[0])
+    half = len(rows) // 2
+    if kind == "again":  # The second of two equal writes takes the short path.
+        state.engine.write(source, array, imm="last").wait(20)
+    if kind == "pages":
+        transfer = state.engine.write(source[rows[::-1]], array, pages=(rows, rows[::-1]), imm="last", last=True)
+    elif kind == "tree":
+        transfer = state.engine.write({"k": source}, tree, imm="last", last=True)
+    elif kind == "scatter":
+        pieces = [(slice(0, half), array[:half]), (slice(half, None), array[half:])]
+        transfer = state.engine.scatter(source, pieces, imm="last", last=True)
+    else:
+        transfer = state.engine.write(source, array, imm=None if kind == "nothing to count" else "last", last=True)
+    transfer.wait(20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow_then_last(state, name):
+    array = state.peer[name]
+    slow = state.engine.write(slow_source(), array[0], imm="w")
+    ones = state.engine.write(jnp.ones(array.shape[1:], jnp.float32), array[1], imm="w", last=True)
+    ones.wait(20)
+    slow.wait(40)
+    return True
 
 
 def write_tree(state, name, seeds, imm):
@@ -328,7 +362,7 @@ def adversarial_writer(state, descriptor, seed, limit):
                             raise
                         failures += 1
             seen = rows.generation
-            with state.engine._lock:
+            with state.engine._core.lock:
                 flush()
         except (xt.PeerLost, xt.StaleWindow, xt.TransferRefused):
             losses += 1
@@ -352,23 +386,26 @@ def is_whole(tree, generation):
     return all((np.asarray(tree[str(i)]) == leaf(generation, i)[0]).all() for i in range(LEAVES))
 
 
-def fill_generation(engine, peer, seen):
-    """Fills the open generation, if it is a new one; its number."""
+def fill_generation(engine, peer, seen, last=False):
+    """Fills the open generation, if it is a new one; returns its number. With `last` the permission is given back."""
     target = peer["model"]
     if target.generation == seen:
         time.sleep(0.0002)
         return seen
     number = f"model{target.generation}"
-    transfers = [engine.write(leaf(target.generation, i), target[str(i)], imm=number) for i in range(LEAVES)]
+    transfers = [
+        engine.write(leaf(target.generation, i), target[str(i)], imm=number, last=last and i == LEAVES - 1)
+        for i in range(LEAVES)
+    ]
     for transfer in transfers:
         transfer.wait(20)
     return target.generation
 
 
-def fill_generations(state, descriptor):
+def fill_generations(state, descriptor, last=False):
     peer, seen = state.engine.connect(descriptor), 0
     while True:
-        seen = fill_generation(state.engine, peer, seen)
+        seen = fill_generation(state.engine, peer, seen, last)
 
 
 def take_generations(state):

@@ -14,7 +14,8 @@ from xen_moe_jax.transfer._errors import (
     TransferTimeout,
     TransferUnavailable,
 )
-from xen_moe_jax.transfer._plan import Layout, Plan, plan
+from xen_moe_jax.transfer._layout import Layout
+from xen_moe_jax.transfer._plan import Plan, plan
 from xen_moe_jax.transfer._push import Push, push
 from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteTree
 from xen_moe_jax.transfer._tick import Watcher, tick

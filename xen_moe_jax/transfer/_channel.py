@@ -25,14 +25,14 @@ VERSION = 1
 MAX_HELLO = 64 << 10
 MAX_FRAME = 256 << 20
 _SIZES = struct.Struct("<II")
-_TAG = 16
+TAG = 16
 
 Head = dict[str, Any]
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
     """A keyed BLAKE2b over the parts, each with its length."""
-    hasher = hashlib.blake2b(key=key, digest_size=_TAG)
+    hasher = hashlib.blake2b(key=key, digest_size=TAG)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
@@ -125,17 +125,17 @@ class Channel:
             if head_size + payload_size > MAX_FRAME:
                 raise ValueError(f"a frame of {head_size + payload_size} bytes; the limit is {MAX_FRAME}")
             body_end = start + _SIZES.size + head_size + payload_size
-            if len(self._incoming) < body_end + _TAG:
+            if len(self._incoming) < body_end + TAG:
                 break
             body = bytes(memoryview(self._incoming)[start:body_end])
-            mark = bytes(self._incoming[body_end : body_end + _TAG])
+            mark = bytes(self._incoming[body_end : body_end + TAG])
             expected = tag(self._keys[self._directions[1]], self._received.to_bytes(8, "little"), body)
             if not hmac.compare_digest(mark, expected):
                 raise ValueError("a frame whose authentication tag is wrong")
             self._received += 1
             text = body[_SIZES.size : _SIZES.size + head_size]
             frames.append((json.loads(text), body[_SIZES.size + head_size :]))
-            start = body_end + _TAG
+            start = body_end + TAG
         if start:
             del self._incoming[:start]
         return frames

@@ -11,12 +11,9 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xen_moe_jax.transfer import _device, _posting, _process
-
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._wire import UcxLink
 
 _EXPORT = struct.Struct("<16s16s64sQQQ")
 """Machine, process, CUDA's handle, its buffer number, first address and bytes of the allocation."""
@@ -62,7 +59,7 @@ class Copies:
     in that GPU's context.
     """
 
-    def __init__(self, loop: Any, link: UcxLink, device: int, from_host: bool):
+    def __init__(self, loop: Any, link: _posting.LinkState, device: int, from_host: bool):
         self._loop, self._link, self._device = loop, link, device
         self._mappings: dict[bytes, Mapping | None] = {}
         _device.make_current(device)
@@ -131,7 +128,7 @@ class LinkCopies:
     `through` (None: it has none).
     """
 
-    def __init__(self, link: UcxLink, through: int | None):
+    def __init__(self, link: _posting.LinkState, through: int | None):
         self._link, self._through, self._by_device = link, through, dict[int | None, Copies]()
 
     def way(self, exported: bytes, local: int | None) -> tuple[_posting.NativeStarter, Mapping] | None:

@@ -1,4 +1,4 @@
-"""What can go wrong between two processes, by name.
+"""The errors of transfers between processes.
 
 Every error says which peer, which request and how many bytes had been confirmed: `error.peer`, `error.request`,
 `error.bytes_done`.
@@ -20,8 +20,8 @@ __all__ = [
 class TransferError(RuntimeError):
     """The base of this module's errors.
 
-    Attributes: `peer` (its name, or None), `request` (what was going on, with its number), `bytes_done` (bytes that the
-    engine had confirmed in the peer's memory; 0 where nothing was).
+    Attributes: `peer` (its name, or None), `request` (the operation that failed), `bytes_done` (bytes that were
+    confirmed in the peer's memory before the error).
     """
 
     def __init__(self, text: str, *, peer: str | None = None, request: str = "", bytes_done: int = 0):
@@ -32,7 +32,7 @@ class TransferError(RuntimeError):
 
 
 class about:
-    """Says of the errors within which request and which peer they concern, where they do not say it themselves."""
+    """A context that adds the request and the peer to the transfer errors raised in it which do not name them."""
 
     __slots__ = ("_peer", "_request")
 
@@ -57,20 +57,28 @@ class PeerLost(TransferError):
 
 
 class TransferTimeout(TransferError, TimeoutError):
-    """What was waited for did not happen in time; it may still happen, unless it is cancelled."""
+    """The operation did not end in time. It is still pending, unless it is cancelled."""
 
 
 class StaleWindow(TransferError):
-    """The generation of the window that was meant is not open any more (committed, reset or closed)."""
+    """The generation of the window is not open any more: it was committed, reset or closed."""
 
 
 class TransferRefused(TransferError):
-    """The peer, or this process, will not do it: no permission, wrong token, wrong shape, engine closed."""
+    """The peer or this process refuses: no permission, wrong token, wrong shape, engine closed."""
 
 
 class TransferCancelled(TransferError):
-    """`Transfer.cancel` was called; nothing of it can land any more."""
+    """`Transfer.cancel` was called; nothing more of the transfer can be written."""
 
 
 class TransferUnavailable(ImportError):
     """The engine's library is not installed: `pip install 'xen-moe-jax[transfer]'`."""
+
+
+def stale_window(request: str, peer: str, window: str, generation: int) -> StaleWindow:
+    """Returns the error for a write into a generation that is not open any more."""
+    text = (
+        f"{request}: generation {generation} of window {window!r} of {peer!r} was closed; take peer[{window!r}] again"
+    )
+    return StaleWindow(text, peer=peer, request=request)

@@ -13,12 +13,9 @@ import ctypes
 import errno
 import os
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xen_moe_jax.transfer import _posting, _process, _shared_memory
-
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._wire import UcxLink
 
 _EXPORT = struct.Struct("<16s16sQQQQqQQ")
 """Machine, process's mark, its number, where the mark lies, first address and bytes of the memory; where it lies in the
@@ -59,7 +56,7 @@ class HostCopies:
     open = True
     runs_alone = False
 
-    def __init__(self, loop: Any, link: UcxLink, process: int, descriptor: int):
+    def __init__(self, loop: Any, link: _posting.LinkState, process: int, descriptor: int):
         self._link, self._descriptor = link, descriptor
         self._fields = _Fields(process, descriptor, 0)
         self.starter = _posting.NativeStarter(
@@ -84,7 +81,7 @@ class HostCopies:
 class LinkCopies:
     """The copies into one peer's memory, as soon as it has given some."""
 
-    def __init__(self, link: UcxLink):
+    def __init__(self, link: _posting.LinkState):
         self._link = link
         self._copies: HostCopies | None = None
         self._of: tuple[bytes, int] | None = None

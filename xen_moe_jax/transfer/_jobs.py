@@ -1,26 +1,25 @@
-"""What a write has to copy: which runs of which source go where, checked before anything moves."""
+"""The jobs of writes: which runs of which source go where, checked before anything is written."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._connection import Grant
+from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Pages, leaves_by_path
-from xen_moe_jax.transfer._remote import MAX_TEMPLATES, Grant, RemoteArray, RemoteTree, check_pages, pages_key
+from xen_moe_jax.transfer._remote import MAX_TEMPLATES, RemoteArray, RemoteTree, check_pages, pages_key
 from xen_moe_jax.transfer._repeat import Repeat
 from xen_moe_jax.transfer._transfer import Job, Runs
 
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._engine import Engine
-
 
 def write_job(
-    engine: Engine, src: Any, target: RemoteArray | RemoteTree, pages: Any, request: str, timeout: float
+    core: Core, src: Any, target: RemoteArray | RemoteTree, pages: Any, request: str, timeout: float
 ) -> tuple[Job, list[object]]:
-    """The job of one write of `src`, an array or a tree like the target, and the sources to keep alive."""
+    """Returns the job of one write of `src`, an array or a tree like the target, and the sources to keep alive."""
     targets = {"": target} if isinstance(target, RemoteArray) else target.arrays
     given = {"": src} if isinstance(target, RemoteArray) else leaves_by_path(src)
     if given.keys() != targets.keys():
@@ -31,13 +30,13 @@ def write_job(
     for label, array, _ in parts:
         _memory.check_array(array, f"{request}: {label}")
     checked = None if pages is None else check_pages(pages, parts, request)
-    return parts_job(engine, parts, checked, request, timeout)
+    return parts_job(core, parts, checked, request, timeout)
 
 
 def parts_job(
-    engine: Engine, parts: list[tuple[str, Any, RemoteArray]], pages: Pages | None, request: str, timeout: float
+    core: Core, parts: list[tuple[str, Any, RemoteArray]], pages: Pages | None, request: str, timeout: float
 ) -> tuple[Job, list[object]]:
-    """One job for (label, array, target) of one generation of one window."""
+    """Returns one job for a list of (label, array, target) in one generation of one window, and its sources."""
     for label, array, target in parts:
         shape, wanted = array.shape, target.shape
         if pages is not None:
@@ -52,8 +51,8 @@ def parts_job(
             )
     window = parts[0][2].target
     grant = window.grant(request, timeout)
-    if engine._device is not None:
-        parts = [(label, _reachable(engine, array, grant, target), target) for label, array, target in parts]
+    if core.device is not None:
+        parts = [(label, _reachable(core, array, grant, target), target) for label, array, target in parts]
 
     def plan():
         runs: list[Runs] = []
@@ -72,14 +71,12 @@ def parts_job(
     return Job(window.peer, grant, plan), [array for _, array, _ in parts]
 
 
-def _reachable(engine: Engine, array: Any, grant: Grant, target: RemoteArray) -> Any:
-    """A source that can be written to the target: what lies on the host goes through a GPU of this process, where
-    the wire cannot write it to another process's GPU.
-    """
+def _reachable(core: Core, array: Any, grant: Grant, target: RemoteArray) -> Any:
+    """Returns the source, or a copy on a GPU of this process if the wire cannot write host memory to the target."""
     shards = grant.leaves[target.leaf.path].shards
     if grant.memory[target.leaf.path] != "cuda" or _memory.is_on_gpu(array):
         return array
-    with engine._lock:
+    with core.lock:
         if all(target.peer.link.takes_host_memory(shard.key) for shard in shards):
             return array
-    return _memory.on_gpu(array, engine._default_device)
+    return _memory.on_gpu(array, core.default_device)

@@ -64,6 +64,17 @@ class Leaf:
         return cls(str(record["p"]), tuple(map(int, record["s"])), jax.numpy.dtype(record["d"]), shards)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of one window and the boxes that its process holds: `window.layout`, or `peer["w"].layout` from
+    afar.
+    """
+
+    owner: str
+    window: str
+    leaves: tuple[Leaf, ...]
+
+
 def distinct(shards: Sequence[Shard]) -> tuple[Shard, ...]:
     """One shard of each box: what a reader needs of replicated arrays."""
     return tuple({shard.box: shard for shard in reversed(shards)}.values())

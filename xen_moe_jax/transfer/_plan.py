@@ -13,18 +13,7 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _memory
-from xen_moe_jax.transfer._layout import Box, Leaf, box_of, intersection, leaves_by_path
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The arrays of one window and the boxes that its process holds: `window.layout`, or `peer["w"].layout` from
-    afar.
-    """
-
-    owner: str
-    window: str
-    leaves: tuple[Leaf, ...]
+from xen_moe_jax.transfer._layout import Box, Layout, Leaf, box_of, intersection, leaves_by_path
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ import pathlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_size_t, c_void_p
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from xen_moe_jax.transfer import _ucp
-
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._wire import UcxLink
+from xen_moe_jax.transfer._wire import Repeated, at_address
 
 SLICE = {"host": 16 << 20, "cuda": 1 << 30}
 """Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB
@@ -56,12 +54,18 @@ class Key:
             self.handle = 0
 
 
+class LinkState(Protocol):
+    """The link that postings are on. `failed` is the reason why it broke, or None."""
+
+    failed: str | None
+
+
 class PythonPosting:
     """A posting whose loop is in Python."""
 
     runs_alone = False
 
-    def __init__(self, link: UcxLink, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray):
+    def __init__(self, link: Any, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray):
         self.nbytes = nbytes
         self.bytes_posted = 0
         self.error: str | None = None
@@ -208,7 +212,7 @@ class _Native:
         self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) if name else 0 for name in _COPIES]
         self.start_call = _address(library.xen_moe_copies_start)
         self.move_call = _address(library.xen_moe_host_move)
-        holding = ctypes.PyDLL(str(path), handle=library._handle)
+        holding = ctypes.PyDLL(str(path), handle=library._handle)  # noqa: SLF001
         for name, (result, arguments) in _PROTOTYPES.items():
             for functions, suffix in ((library, ""), (holding, "_short")):
                 function = getattr(functions, f"xen_moe_{name}")
@@ -305,32 +309,6 @@ class NativePosting:
             self._loop.posting_free_short(self._handle)
 
 
-class Repeated:
-    """Runs of a write that is started again and again, whose local addresses count from the source's first byte.
-    `prepared` is what the link has made of them; `lasting` is the same where it may be started without the link, until
-    that fails.
-    """
-
-    __slots__ = ("key", "lasting", "memory", "nbytes", "prepared", "template")
-
-    def __init__(self, key: bytes, memory: str, nbytes: int, template: np.ndarray):
-        self.key, self.memory, self.nbytes, self.template = key, memory, nbytes, template
-        self.prepared: Prepared | None = None
-        self.lasting: LastingPrepared | None = None
-
-    def prepare(self, starter: Starter, key: Key) -> Prepared:
-        self.prepared = starter.prepare(key, self)
-        self.lasting = self.prepared if isinstance(self.prepared, LastingPrepared) else None
-        return self.prepared
-
-
-def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
-    """The runs of a template for a source that begins there."""
-    runs = template.copy()
-    runs[:, 0] += pointer
-    return runs
-
-
 class Prepared(Protocol):
     """What a starter has made of repeated runs and one key. It holds while the key is not forgotten: the link asks for
     it anew then.
@@ -353,6 +331,13 @@ class Starter(Protocol):
     def prepare(self, key: Key, runs: Repeated) -> Prepared: ...
 
 
+def prepare(starter: Starter, key: Key, runs: Repeated) -> Prepared:
+    """Prepares repeated runs for one key, and notes with the runs what was prepared."""
+    prepared = runs.prepared = starter.prepare(key, runs)
+    runs.lasting = prepared if isinstance(prepared, LastingPrepared) else None
+    return prepared
+
+
 class PythonPrepared:
     def __init__(self, starter: PythonStarter, key: Key, runs: Repeated):
         self._starter, self.key, self._runs = starter, key, runs
@@ -365,7 +350,7 @@ class PythonPrepared:
 class PythonStarter:
     """Starts postings whose loop is in Python."""
 
-    def __init__(self, link: UcxLink):
+    def __init__(self, link: Any):
         self._link = link
 
     def post(
@@ -468,7 +453,7 @@ class UcxStarter:
     link has failed and only the error is left to be told.
     """
 
-    def __init__(self, link: UcxLink, worker: int):
+    def __init__(self, link: Any, worker: int):
         loop, ucp = native(), _ucp.library()
         self._link, self._python = link, PythonStarter(link)
         calls = [_address(getattr(ucp, call)) for call in _CALLS]

@@ -1,4 +1,4 @@
-"""Weights from a trainer's mesh to the windows of a serving side, as a plan says; the receivers only count."""
+"""Pushes weights from a trainer's mesh into the windows of a serving side, as a plan says; the receivers only count."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from xen_moe_jax.transfer._checks import optional_deadline
+from xen_moe_jax.transfer._jobs import parts_job
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
 from xen_moe_jax.transfer._messages import check_peer
 from xen_moe_jax.transfer._plan import Piece, Plan
@@ -21,20 +22,20 @@ from xen_moe_jax.transfer._window import push_number
 
 
 class Push:
-    """A push under way. `wait` returns when every receiver has all that this process sends."""
+    """A pending push. `wait` returns when every receiver has all that this process sends."""
 
     def __init__(self, transfers: list[Transfer], nbytes: int):
         self.transfers = transfers
         self.nbytes = nbytes
 
     def wait(self, timeout: float | None = None) -> None:
-        """Raises what `Transfer.wait` does; the other transfers go on."""
+        """Waits for all transfers. Raises the error of the first that failed; the other transfers go on."""
         deadline = optional_deadline(timeout, "push")
         for transfer in self.transfers:
             transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Returns when nothing of it can land any more; True if a part had not arrived."""
+        """Cancels all transfers; returns whether a part had not arrived. See `Transfer.cancel`."""
         return True in [transfer.cancel(timeout) for transfer in self.transfers]
 
 
@@ -57,7 +58,7 @@ def push(
         timeout: seconds for a receiver to answer, and for room in the staging.
 
     Every write adds one to `window.counter` of the generation at the receiver. When the last one for a receiver has
-    arrived, the leave to write is given back: what happens to this process afterwards does not concern that generation.
+    arrived, the permission to write is given back: the death of this process afterwards does not spoil the generation.
 
     Raises `KeyError` for a receiver that is not among the peers, and what `Engine.write` does.
     """
@@ -98,13 +99,11 @@ def push(
             for piece, (data, _) in zip(pieces, cut)
         ]
         left[receiver].remove(path)
-        transfer = array.peer._engine._write_parts(
-            parts,
-            f"push of {path or 'the array'} to {receiver or array.peer.name!r}",
-            push_number(array.target.name, array.generation),
-            timeout,
-            last=not left[receiver],
-        )
+        core = array.peer.core
+        request = f"push of {path or 'the array'} to {receiver or array.peer.name!r}"
+        job, sources = parts_job(core, parts, None, request, timeout)
+        number = push_number(array.target.name, array.generation)
+        transfer = Transfer(core, "put", request, [job], sources, number, last=not left[receiver]).start()
         transfers.append(transfer)
         nbytes += sum(data.nbytes for data, _ in cut)
         if copies:
@@ -113,7 +112,7 @@ def push(
 
 
 def _cut_out(array: Any, piece: Piece, dtype: np.dtype) -> tuple[Any, bool]:
-    """(the piece as an array of its own, whether it is a copy)."""
+    """Returns (the piece as an array of its own, whether it is a copy)."""
     if not isinstance(array, jax.Array):
         part = array[tuple(slice(*extent) for extent in piece.box)]
         return np.asarray(part, dtype, order="C"), True

@@ -1,34 +1,32 @@
-"""Pulling what a peer has published: a lease, one transfer, and the question whether all was there until its end."""
+"""Reads what a peer has published: a lease, one transfer, and a check that the arrays were there all the time."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._checks import deadline
+from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
 from xen_moe_jax.transfer._layout import Leaf, distinct
 from xen_moe_jax.transfer._remote import RemoteArray, RemoteTree
 from xen_moe_jax.transfer._transfer import Job, Runs, Transfer
 
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._engine import Engine
-
 
 def read(
-    engine: Engine,
+    core: Core,
     target: RemoteArray | RemoteTree,
     sharding: jax.sharding.Sharding | None,
     timeout: float,
     request: str,
 ) -> Any:
-    """The arrays of `target`, as `Engine.read` gives them."""
+    """Returns the arrays of `target`; see `Engine.read`."""
     until = deadline(timeout, request)
     peer = target.peer
-    lease = engine._call(peer, {"t": "lease", "name": target.target.name}, timeout, request)
+    lease = peer.ask({"t": "lease", "name": target.target.name}, timeout, request)
     leaves = {record["p"]: Leaf.from_json(record) for record in lease["leaves"]}
     give_back = {"t": "release", "l": lease["l"]}
     try:
@@ -48,20 +46,23 @@ def read(
                 runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
             return runs, list(blocks.values())
 
-        transfer = engine._start(Transfer(engine, "get", request, [Job(peer, None, plan)], []))
+        transfer = Transfer(core, "get", request, [Job(peer, None, plan)], []).start()
         try:
             transfer.wait(max(0.0, until - time.monotonic()))
         except TransferTimeout:
             transfer.cancel(5.0)
             raise
     finally:
-        with engine._lock:
+        with core.lock:
             for leaf in leaves.values():
                 for shard in leaf.shards:
                     if not peer.lost:
                         peer.link.forget(shard.key)
-        verdict = None if peer.lost else engine._call(peer, give_back, max(1.0, until - time.monotonic()), request)
-    if verdict is not None and not verdict["intact"]:
+        # Also after an error: the lease ends. A peer that died cannot say whether the arrays were there all the time.
+        verdict = None if peer.lost else peer.ask(give_back, max(1.0, until - time.monotonic()), request)
+    if verdict is None:
+        raise peer.lost_error(request, request)
+    if not verdict["intact"]:
         raise TransferRefused(
             f"{request}: the peer donated or deleted the arrays meanwhile", peer=peer.name, request=request
         )

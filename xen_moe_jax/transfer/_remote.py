@@ -1,146 +1,71 @@
-"""The sending side's view: a peer, its windows, and the grants by which this process may write into them."""
+"""The sending side: a peer, its windows, and the arrays in them as targets of writes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
-from xen_moe_jax.transfer._counter import SeenNumbers
-from xen_moe_jax.transfer._errors import PeerLost, StaleWindow, TransferError, TransferRefused
-from xen_moe_jax.transfer._layout import Box, Leaf, Pages, Shard, copy_runs, shift
-from xen_moe_jax.transfer._plan import Layout
-from xen_moe_jax.transfer._posting import at_address
-from xen_moe_jax.transfer._transfer import Runs, Transfer, stale
+from xen_moe_jax.transfer._connection import Connection, Grant, Template
+from xen_moe_jax.transfer._core import Core
+from xen_moe_jax.transfer._errors import TransferRefused, stale_window
+from xen_moe_jax.transfer._layout import Box, Layout, Leaf, Pages, Shard, copy_runs, shift
+from xen_moe_jax.transfer._repeat import Repeat
+from xen_moe_jax.transfer._transfer import Runs
+from xen_moe_jax.transfer._wire import Link, at_address
 
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._engine import Engine
-    from xen_moe_jax.transfer._repeat import Repeat
-    from xen_moe_jax.transfer._wire import Link
-
-ERRORS: dict[str, type[TransferError]] = {"StaleWindow": StaleWindow, "TransferRefused": TransferRefused}
-
-
-Template = tuple[int, bytes, str, np.ndarray]
-"""(number of a local shard, remote key, local memory, runs whose local addresses count from the shard's first byte)."""
 MAX_TEMPLATES = 1024
 PagesKey = tuple[bytes, bytes]
 
 
-class Grant:
-    """Leave to write into one generation of one window, until the owner takes it back."""
-
-    def __init__(self, peer: Peer, name: str, window: int, generation: int, leaves: dict[str, Leaf]):
-        self.peer, self.name, self.window, self.generation, self.leaves = peer, name, window, generation, leaves
-        self.open = True
-        self.memory = {path: leaf.shards[0].memory if leaf.shards else "host" for path, leaf in leaves.items()}
-        self.templates: dict[tuple, list[Template]] = {}
-        self._finishing = False
-        self._transfers: set[Transfer] = set()
-
-    def stale_error(self, request: str) -> StaleWindow:
-        return stale(request, self.peer.name, self.name, self.generation)
-
-    def take(self, transfer: Transfer) -> None:
-        self._transfers.add(transfer)
-
-    def drop(self, transfer: Transfer) -> None:
-        self._transfers.discard(transfer)
-        if self._finishing:
-            self.finish()
-        self._confirm()
-
-    def finish(self) -> None:
-        """Gives the leave back by itself, now or when the last transfer ends. What happens to this process afterwards
-        does not concern that generation.
-        """
-        self._finishing = True
-        if not self._transfers:
-            self.open = False
-            self._confirm()
-
-    def revoke(self) -> None:
-        """Stops what is on its way, and tells the owner when nothing can land any more."""
-        self.open = False
-        for transfer in list(self._transfers):
-            transfer._stop(self.stale_error(transfer._request))
-        self._confirm()
-
-    def _confirm(self) -> None:
-        if not self.open and not self._transfers and (self.window, self.generation) in self.peer.grants:
-            del self.peer.grants[self.window, self.generation]
-            if not self.peer.lost:
-                for leaf in self.leaves.values():
-                    for shard in leaf.shards:
-                        self.peer.link.forget(shard.key)
-                self.peer.send({"t": "revoked", "w": self.window, "g": self.generation})
-
-
-class Peer:
+class Peer(Connection):
     """Another engine, connected. `peer["kv"]` is its window of that name.
 
-    Attributes: `name`, `process` (host and process number), `lost` (why it is gone, or None).
+    Attributes: `name`, `process` (host and process number), `lost` (the reason why it is lost, or None).
     """
 
-    def __init__(self, engine: Engine, number: int, channel: Channel, link: Link, hello: dict[str, Any]):
-        self._engine = engine
-        self.number, self.channel, self.link = number, channel, link
-        self.name = str(hello["name"])
-        self.identity = str(hello["identity"])
-        self.process = dict(hello["process"])
-        self.lost: str | None = None
-        self.left = False
-        self.grants: dict[tuple[int, int], Grant] = {}
-        self.arrivals_seen = SeenNumbers()
-        self._number = -1
+    def __init__(
+        self,
+        core: Core,
+        number: int,
+        channel: Channel,
+        link: Link,
+        hello: dict[str, Any],
+        on_lost: Callable[[Peer], None],
+        disconnect: Callable[[Peer], None],
+    ):
+        super().__init__(core, number, channel, link, hello, on_lost)
+        self._disconnect = disconnect
 
     def __repr__(self) -> str:
         return f"<Peer {self.name!r}{': ' + self.lost if self.lost else ''}>"
 
     def __getitem__(self, name: str) -> RemoteArray | RemoteTree:
-        """The window `name` as it is now: its open generation. Asks the peer; raises `TransferRefused`, `PeerLost`,
+        """Returns the window `name` in its open generation. Asks the peer; raises `TransferRefused`, `PeerLost`,
         `TransferTimeout`.
         """
         return self.window(name)
 
     def window(self, name: str, timeout: float = 30.0) -> RemoteArray | RemoteTree:
-        """`peer[name]` with a time limit in seconds."""
-        reply = self._engine._call(self, {"t": "look", "name": name}, timeout, f"window {name!r} of {self.name!r}")
+        """Returns `peer[name]`, with a time limit in seconds."""
+        reply = self.ask({"t": "look", "name": name}, timeout, f"window {name!r} of {self.name!r}")
         leaves = {record["p"]: Leaf.from_json(record) for record in reply["leaves"]}
         target = RemoteWindow(self, name, int(reply["w"]), int(reply["g"]), bool(reply["writable"]), leaves)
         return remote(target, str(reply["prefix"]))
 
     def close(self) -> None:
-        """Ends the connection; returns when nothing of this process can land at the peer any more."""
-        self._engine._disconnect(self)
+        """Ends the connection; returns when nothing of this process can be written at the peer any more.
 
-    # Under the engine's lock.
-
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
-        if self.lost:
-            return
-        try:
-            self.channel.send(head, payload)
-        except OSError as cause:
-            self._engine._lose(self, cause.strerror or str(cause))
-        if self.channel.has_outgoing:
-            self._engine._loop.wake()
-
-    def lost_error(self, what: str, request: str, bytes_done: int = 0) -> PeerLost:
-        return PeerLost(
-            f"{what}: peer {self.name!r} is lost ({self.lost})", peer=self.name, request=request, bytes_done=bytes_done
-        )
+        The name is free then: another process may connect under it, also while this peer's process is stopped.
+        """
+        self._disconnect(self)
 
 
 class RemoteWindow:
-    """One generation of a peer's window. The leave to write is asked for at the first write."""
+    """One generation of a peer's window. The permission to write is asked for at the first write."""
 
     def __init__(self, peer: Peer, name: str, window: int, generation: int, writable: bool, leaves: dict[str, Leaf]):
         self.peer, self.name, self.window, self.generation = peer, name, window, generation
@@ -148,26 +73,24 @@ class RemoteWindow:
         self._grant: Grant | None = None
 
     def grant(self, request: str, timeout: float) -> Grant:
-        """Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout`."""
+        """Returns the permission to write. Raises `StaleWindow`, `TransferRefused`, `PeerLost`, `TransferTimeout`."""
         if self._grant is None or not self._grant.open:
             self._grant = self._ask(request, timeout)
         return self._grant
 
     def _ask(self, request: str, timeout: float) -> Grant:
-        engine = self.peer._engine
-        with engine._lock:
+        lock = self.peer.core.lock
+        with lock:
             if held := self.peer.grants.get((self.window, self.generation)):
                 if not held.open:
                     raise held.stale_error(request)
                 return held
-        # The reply installs the grant in the order of frames: a withdrawal that follows it finds it.
-        engine._call(
-            self.peer, {"t": "open", "name": self.name, "w": self.window, "g": self.generation}, timeout, request
-        )
-        with engine._lock:
+        # The reply installs the grant in the order of frames, so that a frame that revokes it finds it.
+        self.peer.ask({"t": "open", "name": self.name, "w": self.window, "g": self.generation}, timeout, request)
+        with lock:
             if held := self.peer.grants.get((self.window, self.generation)):
                 return held
-        raise stale(request, self.peer.name, self.name, self.generation)
+        raise stale_window(request, self.peer.name, self.name, self.generation)
 
 
 class RemoteTree:

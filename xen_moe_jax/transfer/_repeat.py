@@ -1,36 +1,34 @@
-"""The same small write again and again, with as little as possible around the library's call."""
+"""A short path for a small write that is repeated: as little as possible around the library's call."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xen_moe_jax.transfer import _posting
+from xen_moe_jax.transfer._connection import Grant
+from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Imm
 from xen_moe_jax.transfer._transfer import Arrived, Job, Runs, Transfer
-
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._engine import Engine
-    from xen_moe_jax.transfer._remote import Grant
-    from xen_moe_jax.transfer._wire import Posting
+from xen_moe_jax.transfer._wire import Posting, Repeated, at_address
 
 
 class Repeat:
     """A write that was planned before: an array on one device, or pages of it, into one piece of a peer's memory.
 
-    Planning it anew says what is wrong with a write; this says only whether it is the same again.
+    It only decides whether a further write is the same again. If not, the write is planned anew, which raises the
+    errors of a write that is wrong.
     """
 
     __slots__ = ("_aval", "_grant", "_kind", "_request", "_runs", "_sharding")
 
     def __init__(self, grant: Grant, request: str, source: Any, runs: Runs):
-        template = _posting.at_address(runs.addresses, -source.unsafe_buffer_pointer())
+        template = at_address(runs.addresses, -source.unsafe_buffer_pointer())
         self._grant, self._request = grant, request
-        self._runs = _posting.Repeated(runs.key, runs.memory, runs.nbytes, template)
+        self._runs = Repeated(runs.key, runs.memory, runs.nbytes, template)
         self._kind, self._aval, self._sharding = type(source), source.aval, source.sharding
 
-    def write(self, engine: Engine, source: Any, imm: Imm | None) -> Transfer | None:
-        """The transfer, or None where the source differs or is not ready, or the window was closed."""
-        if type(source) is not self._kind:  # NumPy's, or one that is being traced.
+    def write(self, core: Core, source: Any, imm: Imm | None, last: bool) -> Transfer | None:
+        """Returns the transfer, or None if the source differs or is not ready, or if the window was closed."""
+        if type(source) is not self._kind:  # A NumPy array, or one that is being traced.
             return None
         if (found := source.aval) is not self._aval:
             if found.shape != self._aval.shape or found.dtype != self._aval.dtype:
@@ -39,13 +37,13 @@ class Repeat:
             return None
         grant = self._grant
         peer = grant.peer
-        if peer._engine is not engine:
+        if peer.core is not core:
             return None
-        with engine._lock:
-            if not grant.open or engine._closing or peer.lost or source.is_deleted() or not source.is_ready():
+        with core.lock:
+            if not grant.open or core.closing or peer.lost or source.is_deleted() or not source.is_ready():
                 return None
-            if engine._device is not None:
-                engine._adopt_device()
+            if core.device is not None:
+                core.adopt_device()
             runs, pointer = self._runs, source.unsafe_buffer_pointer()
             lasting = runs.lasting
             posting: Posting | None
@@ -54,12 +52,9 @@ class Repeat:
             else:
                 posting = peer.link.post_again(runs, pointer)
             if posting is None and imm is None and not source.is_deleted():
-                return Arrived(engine, self._request, runs.nbytes)
-            transfer = Transfer(engine, "put", self._request, [], [source], imm)
+                if last:
+                    grant.finish()
+                return Arrived(core, self._request, runs.nbytes)
             job = Job(peer, grant, None)
             job.add(posting, runs.nbytes)
-            grant.take(transfer)
-            transfer._begun(job)
-            if not transfer._ended:
-                transfer._follow()
-        return transfer
+            return Transfer(core, "put", self._request, [], [source], imm, last).start_posted(job)

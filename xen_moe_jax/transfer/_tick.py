@@ -47,7 +47,7 @@ class Watcher:
             if self._error is not None:
                 raise self._error
 
-    def _tick(self, index: np.ndarray, data: Any, _: Any) -> None:
+    def on_tick(self, index: np.ndarray, data: Any, _: Any) -> None:
         try:
             if self._callback is not None:
                 # The runtime takes its buffers back when this returns; what the callback sends must outlive it.
@@ -76,7 +76,7 @@ def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
     _check_callbacks()
     y, data = jax.lax.optimization_barrier((y, data))
     done = [jnp.ravel(leaf)[:1] for leaf in jax.tree.leaves(y)]
-    io_callback(watcher._tick, None, jnp.asarray(index), jax.lax.stop_gradient(data), done, ordered=False)
+    io_callback(watcher.on_tick, None, jnp.asarray(index), jax.lax.stop_gradient(data), done, ordered=False)
     return y
 
 

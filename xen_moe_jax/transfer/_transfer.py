@@ -1,24 +1,21 @@
-"""A transfer on its way: what it still needs, what is in flight, and how it ended."""
+"""A transfer: its jobs, the bytes that are in flight, and how it ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._checks import deadline
+from xen_moe_jax.transfer._connection import Connection, Grant
+from xen_moe_jax.transfer._core import SPIN_S, Core
 from xen_moe_jax.transfer._counter import Imm
-from xen_moe_jax.transfer._errors import StaleWindow, TransferCancelled, TransferError, TransferRefused, about
-from xen_moe_jax.transfer._loop import SPIN_S
-
-if TYPE_CHECKING:
-    from xen_moe_jax.transfer._engine import Engine
-    from xen_moe_jax.transfer._remote import Grant, Peer
-    from xen_moe_jax.transfer._wire import Posting
+from xen_moe_jax.transfer._errors import TransferCancelled, TransferError, TransferRefused, about
+from xen_moe_jax.transfer._wire import Posting
 
 
 class Runs(NamedTuple):
@@ -32,18 +29,22 @@ class Runs(NamedTuple):
 
 
 class Job:
-    """The part of a transfer that concerns one peer. `plan` gives its runs once the sources are finished, and what to
-    keep alive; without it the job is posted by whoever makes it.
+    """The part of a transfer that concerns one peer.
+
+    `plan` returns the runs of bytes, and objects to keep alive, once the sources are finished. Without a plan the
+    caller posts the job itself, with `add`.
     """
 
-    def __init__(self, peer: Peer, grant: Grant | None, plan: Callable[[], tuple[list[Runs], list[object]]] | None):
+    def __init__(
+        self, peer: Connection, grant: Grant | None, plan: Callable[[], tuple[list[Runs], list[object]]] | None
+    ):
         self.peer, self.grant, self.plan = peer, grant, plan
         self.postings: list[Posting] = []
         self.nbytes = self.bytes_ended = 0
         self.ended = False
 
     def post(self, kind: str, kept: list[object]) -> None:
-        """Starts all runs. What they need alive goes to `kept` before the first of them."""
+        """Starts all runs. The objects that they need alive are added to `kept` before the first run starts."""
         assert self.plan is not None
         runs, held = self.plan()
         kept += held
@@ -51,7 +52,7 @@ class Job:
             self.add(self.peer.link.post(kind, *piece), piece.nbytes)
 
     def add(self, posting: Posting | None, nbytes: int) -> None:
-        """A posting of so many bytes, or None where they have arrived."""
+        """Adds a posting of `nbytes`; None stands for bytes that have arrived already."""
         self.nbytes += nbytes
         if posting is None:
             self.bytes_ended += nbytes
@@ -63,9 +64,9 @@ class Job:
         return self.bytes_ended + sum(posting.bytes_posted for posting in self.postings)
 
     def advance(self) -> tuple[bool, bool]:
-        """(nothing in flight any more, whether this call got something done)."""
+        """Drives every posting. Returns (whether none is in flight any more, whether anything was done)."""
         ended, moved = True, False
-        for posting in self.postings:  # Each of them, also after one that has not ended.
+        for posting in self.postings:
             before = posting.bytes_posted
             ended &= posting.advance()
             moved |= posting.bytes_posted > before
@@ -73,101 +74,98 @@ class Job:
 
 
 class Transfer:
-    """Bytes on their way to or from one or several peers.
+    """Bytes that are written to, or read from, one or several peers.
 
     It keeps its sources alive until it has ended. Attributes: `nbytes` (None until the sources are finished),
-    `bytes_done`, `imm`.
+    `bytes_done`, `imm`, `request` (its description in errors), `ended`.
     """
 
-    _kind = "put"
     _jobs: Sequence[Job] = ()
     _sources: Sequence[object] = ()
     _kept: list[object]
-    _posted = _ended = False
+    _posted = False
     _error: TransferError | BaseException | None = None
-    _after: Callable[[], None] | None = None
+    ended = False
     imm: Imm | None = None
     nbytes: int | None = None
     bytes_done = 0
 
     def __init__(
         self,
-        engine: Engine,
+        core: Core,
         kind: str,
         request: str,
         jobs: Sequence[Job],
         sources: Sequence[object],
         imm: Imm | None = None,
+        last: bool = False,
     ):
-        self._engine, self._kind, self._request = engine, kind, request
+        self._core, self._kind, self.request, self._last = core, kind, request, last
         self._jobs, self._sources, self._kept, self.imm = jobs, sources, [], imm
 
     def __repr__(self) -> str:
-        state = "in flight" if not self._ended else repr(self._error) if self._error else "done"
-        return f"<{self._request}: {state}>"
+        state = "in flight" if not self.ended else repr(self._error) if self._error else "done"
+        return f"<{self.request}: {state}>"
 
     def done(self) -> bool:
-        """True when it has ended, well or not; never waits. `wait` says which."""
-        if self._ended:
+        """Returns whether it has ended, successfully or not; never waits. `wait` raises the error of a failed one."""
+        if self.ended:
             return True
-        with self._engine._lock:
-            self._engine._progress()
-            return self._ended
+        with self._core.lock:
+            self._core.progress()
+            return self.ended
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when every byte is in the peers' memory (or, of a read, here) and the counters there have been told.
+        """Returns when every byte is in the peers' memory (for a read: in this process) and their counters were told.
 
-        Raises `TransferTimeout` (it is still in flight then), `PeerLost`, `StaleWindow`, `TransferRefused`,
+        Raises `TransferTimeout` (the transfer is still pending then), `PeerLost`, `StaleWindow`, `TransferRefused`,
         `TransferCancelled`, or the error of the computation that made the source.
         """
-        if not self._ended:
-            with about(self._request, self._peer_names()):
+        if not self.ended:
+            with about(self.request, self._peer_names()):
                 self._spin(timeout)
-                self._engine._wait(
-                    lambda: self._ended, timeout, self._progress_text, self._request, lambda: self.bytes_done
-                )
+                self._core.wait(lambda: self.ended, timeout, self._progress_text, self.request, lambda: self.bytes_done)
         if self._error is not None:
             raise self._error
 
     def _spin(self, timeout: Any) -> None:
-        """Waits for copies that go on by themselves in the loop in C++, for a while: it sees their end at once."""
-        engine = self._engine
+        """Waits up to `SPIN_S` in C++ for copies that need no driving, so that their end is seen at once."""
+        core = self._core
         begun = time.monotonic()
-        limit = SPIN_S if timeout is None else min(SPIN_S, deadline(timeout, self._request) - begun)
-        with engine._lock:
-            if engine._closed or not self._runs_alone():
+        limit = SPIN_S if timeout is None else min(SPIN_S, deadline(timeout, self.request) - begun)
+        with core.lock:
+            if core.closed or not self._runs_alone():
                 return
             for job in self._jobs:
                 for posting in job.postings:
                     if (left := limit - (time.monotonic() - begun)) > 0:
                         posting.spin(left)
-            self._advance()
-            if self._ended:
-                engine._active = [transfer for transfer in engine._active if not transfer._ended]
-            if not engine._active:
-                engine._loop.cancel_poll()
-            engine._loop.poll()  # Peers are heard also by whoever does nothing but this.
+            self.advance()
+            if self.ended:
+                core.pending = [operation for operation in core.pending if not operation.ended]
+            if not core.pending:
+                core.poller.cancel_poll()
+            core.poller.poll()  # A caller that does nothing but this must read the peers' frames too.
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Returns when nothing of it can land any more; True unless it had already ended well.
+        """Returns when nothing more of the transfer can be written; True unless it had already ended successfully.
 
-        Its `imm` is never counted then. What is in flight cannot be called back, and is waited for; where that takes
-        longer than `timeout` seconds, the link to the peers in question is cut, and they are lost.
+        The `imm` of a cancelled transfer is never counted. Bytes in flight cannot be called back: the call waits for
+        them. If that takes longer than `timeout` seconds, the links to the peers concerned are cut and they are lost.
         """
-        with self._engine._lock:
-            if not self._ended:
-                text = f"{self._request} was cancelled"
-                self._stop(TransferCancelled(text, peer=self._peer_names(), request=self._request))
+        core = self._core
+        with core.lock:
+            if not self.ended:
+                text = f"{self.request} was cancelled"
+                self.stop(TransferCancelled(text, peer=self._peer_names(), request=self.request))
         try:
-            self._engine._wait(lambda: self._ended, timeout, self._progress_text, self._request)
+            core.wait(lambda: self.ended, timeout, self._progress_text, self.request)
         except TimeoutError:
-            with self._engine._lock:
+            with core.lock:
                 for job in self._jobs:
                     if not job.ended:
-                        self._engine._lose(
-                            job.peer, f"the link was cut: a cancelled transfer had not ended after {timeout} s"
-                        )
-            self._engine._wait(lambda: self._ended, None, self._progress_text, self._request)
+                        job.peer.lose(f"the link was cut: a cancelled transfer had not ended after {timeout} s")
+            core.wait(lambda: self.ended, None, self._progress_text, self.request)
         return self._error is not None
 
     def _peer_names(self) -> str:
@@ -175,12 +173,49 @@ class Transfer:
 
     def _progress_text(self) -> str:
         total = "an unknown number of" if self.nbytes is None else self.nbytes
-        return f"{self._request}: {self.bytes_done} of {total} bytes"
+        return f"{self.request}: {self.bytes_done} of {total} bytes"
 
-    # From here on: under the engine's lock.
+    def start(self) -> Self:
+        """Takes the permissions, posts what is ready, and lets the engine go on with the rest."""
+        core = self._core
+        core.adopt_device()
+        with core.lock:
+            core.check_open(self.request)
+            for job in self._jobs:
+                self._take(job.grant)
+            self.advance()
+            self._follow()
+        return self
 
-    def _stop(self, error: TransferError) -> None:
-        """Hands over nothing more, and ends with `error` once what is in flight has ended."""
+    # The methods from here on need the engine's lock.
+
+    def start_posted(self, job: Job) -> Self:
+        """Takes over a job that was posted already."""
+        self._take(job.grant)
+        self._jobs, self._posted, self.nbytes = [job], True, job.nbytes
+        if not job.postings:
+            self.advance()
+        self._follow()
+        return self
+
+    def _take(self, grant: Grant | None) -> None:
+        if grant is not None:
+            grant.take(self)
+            if self._last:  # Before a byte is posted, so that the frame of the arrival can say it.
+                grant.finish()
+
+    def _follow(self) -> None:
+        """Hands a transfer that has not ended yet to the engine's thread."""
+        if self.ended:  # As small writes between processes of one host have.
+            return
+        self._core.pending.append(self)
+        if self._runs_alone():
+            self._core.poller.schedule_poll(self.nbytes or 0)
+        else:
+            self._core.poller.wake()
+
+    def stop(self, error: TransferError) -> None:
+        """Posts nothing more; the transfer ends with `error` once the bytes in flight have arrived or failed."""
         self._error = self._error or error
         if not self._posted:
             self._end()
@@ -189,34 +224,25 @@ class Transfer:
             for posting in job.postings:
                 posting.stop()
 
-    def _runs_alone(self) -> bool:
-        """Whether all of it is under way, and goes on without being driven."""
-        return self._posted and all(posting.runs_alone for job in self._jobs for posting in job.postings)
-
-    def _follow(self) -> None:
-        """The engine's thread looks after it from now on."""
-        self._engine._active.append(self)
-        if self._runs_alone():
-            self._engine._loop.schedule_poll(self.nbytes or 0)
-        else:
-            self._engine._loop.wake()
-
-    def _begun(self, job: Job) -> Transfer:
-        """Its one job has been posted by somebody else, who holds its sources ready."""
-        self._jobs, self._posted, self.nbytes = [job], True, job.nbytes
-        if not job.postings:
-            self._advance()
-        return self
-
-    def _concerns(self, peer: Peer) -> bool:
+    def concerns(self, peer: Connection) -> bool:
+        """Returns whether a job for this peer has not ended yet."""
         return any(job.peer is peer and not job.ended for job in self._jobs)
 
-    def _advance(self) -> bool:
-        """Whether something was done."""
-        if self._ended:
+    def lose(self, peer: Connection) -> None:
+        """Ends with `PeerLost` if the transfer still has to do with this peer."""
+        if self.concerns(peer):
+            self.stop(peer.lost_error(self._progress_text(), self.request, self.bytes_done))
+
+    def _runs_alone(self) -> bool:
+        """Returns whether every byte was posted, and the rest needs no driving."""
+        return self._posted and all(posting.runs_alone for job in self._jobs for posting in job.postings)
+
+    def advance(self) -> bool:
+        """Goes on; returns whether anything was done."""
+        if self.ended:
             return False
         if not self._posted:
-            return self._start()
+            return self._post()
         progressed = False
         for job in self._jobs:
             if not job.ended:
@@ -228,16 +254,17 @@ class Transfer:
             self._end()
         return progressed
 
-    def _start(self) -> bool:
+    def _post(self) -> bool:
+        """Posts all jobs if the sources are ready; returns whether anything was done."""
         try:
             self._check_sources()
             if not all(map(_memory.is_ready, self._sources)):
                 return False
             for job in self._jobs:
                 if job.peer.lost:
-                    raise job.peer.lost_error(self._request, self._request)
+                    raise job.peer.lost_error(self.request, self.request)
                 if job.grant is not None and not job.grant.open:
-                    raise job.grant.stale_error(self._request)
+                    raise job.grant.stale_error(self.request)
             self._posted = True
             for job in self._jobs:
                 job.post(self._kind, self._kept)
@@ -250,16 +277,16 @@ class Transfer:
         if not self._posted or self._error and not any(job.postings for job in self._jobs):
             self._end()
         else:
-            self._advance()
+            self.advance()
         return True
 
     def _check_sources(self) -> None:
         for source in self._sources:
             if isinstance(source, jax.Array) and source.is_deleted():
                 raise TransferRefused(
-                    f"{self._request}: its source was deleted or donated before it had ended",
+                    f"{self.request}: its source was deleted or donated before it had ended",
                     peer=self._peer_names(),
-                    request=self._request,
+                    request=self.request,
                     bytes_done=self.bytes_done,
                 )
 
@@ -275,55 +302,48 @@ class Transfer:
             self.bytes_done += job.bytes_posted
         elif self._error is None:
             if job.peer.link.failed and not job.peer.lost:
-                self._engine._lose(job.peer, job.peer.link.failed)
+                job.peer.lose(job.peer.link.failed)
             if job.peer.lost:
-                self._error = job.peer.lost_error(self._progress_text(), self._request, self.bytes_done)
+                self._error = job.peer.lost_error(self._progress_text(), self.request, self.bytes_done)
             else:
                 self._error = TransferError(
                     f"{self._progress_text()}, then the link to {job.peer.name!r} reported: {failed}",
                     peer=job.peer.name,
-                    request=self._request,
+                    request=self.request,
                     bytes_done=self.bytes_done,
                 )
-        # A peer counts only what arrived whole, and only what nobody has called back.
-        if failed is None and self._error is None and self.imm is not None and job.grant is not None:
-            head = {
-                "t": "imm",
-                "w": job.grant.window,
-                "g": job.grant.generation,
-                "k": self.imm,
-                "n": job.peer.next_number(),
-            }
-            job.peer.send(head)
+        # The peer counts only a write that arrived whole and was not cancelled. One frame says that the write has
+        # arrived and, for the last one, that the permission is given back: this process may be killed at any moment.
+        grant = job.grant
+        if failed is None and self._error is None and self.imm is not None and grant is not None:
+            head = {"t": "imm", "w": grant.window, "g": grant.generation, "k": self.imm, "n": job.peer.next_arrival()}
+            is_last = grant.finishes_with(self) and self._is_unused(grant)
+            job.peer.send(head | ({"last": True} if is_last else {}))
+        if grant is not None and self._is_unused(grant):
+            grant.drop(self)
+
+    def _is_unused(self, grant: Grant) -> bool:
+        """Returns whether no job of this transfer writes with the permission any more."""
+        return all(job.ended for job in self._jobs if job.grant is grant)
 
     def _end(self) -> None:
         for job in self._jobs:
             job.ended = True
             if job.grant is not None:
                 job.grant.drop(self)
-        self._ended = True
+        self.ended = True
         self._kept, self._sources = [], []
-        if self._after is not None:
-            self._after()
-        self._engine._changed.notify_all()
+        self._core.changed.notify_all()
 
 
 class Arrived(Transfer):
-    """One whose bytes were all there when it was started, and of which nobody had to be told."""
+    """A transfer whose bytes had all arrived when it was started, without a counter to tell."""
 
-    _ended = True
+    ended = True
 
-    def __init__(self, engine: Engine, request: str, nbytes: int):
-        self._engine, self._request, self.nbytes = engine, request, nbytes
+    def __init__(self, core: Core, request: str, nbytes: int):
+        self._core, self.request, self.nbytes = core, request, nbytes
 
     @property
     def bytes_done(self) -> int:  # type: ignore[override]
         return self.nbytes or 0
-
-
-def stale(request: str, peer: str, window: str, generation: int) -> StaleWindow:
-    return StaleWindow(
-        f"{request}: generation {generation} of window {window!r} of {peer!r} was closed; take peer[{window!r}] again",
-        peer=peer,
-        request=request,
-    )
