@@ -33,6 +33,21 @@ Agree AgreeThrough(nb::object function) {
   };
 }
 
+// Python functions: () -> whether this process has GPUs, and then `configure` has been called; () -> None.
+JobSetup SetUpThrough(nb::object describe, nb::object start_memory) {
+  auto* kept = new std::pair<nb::object, nb::object>(std::move(describe), std::move(start_memory));  // as above
+  const auto call = [](const nb::object& function) {
+    nb::gil_scoped_acquire gil;
+    try {
+      nb::object answer = function();
+      return answer.is_none() || nb::cast<bool>(answer);
+    } catch (nb::python_error& e) {
+      Refuse(nb::cast<std::string>(nb::str(e.value())));
+    }
+  };
+  return {[kept, call] { return call(kept->first); }, [kept, call] { call(kept->second); }};
+}
+
 }  // namespace
 
 void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
@@ -45,6 +60,9 @@ void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
     job.gpus = gpus;
     job.link = link;
     Registry::Get().Configure(std::move(job));
+  });
+  m.def("set_up_job", [](nb::object describe, nb::object start_memory) {
+    Registry::Get().SetUp(SetUpThrough(std::move(describe), std::move(start_memory)));
   });
   m.def("set_provider", [](nb::capsule table) {
     Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data(kMemoryProviderCapsule)));

@@ -188,6 +188,11 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::v
 
 ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching) {
+  if (plan.workspace == nullptr) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      "xen_moe_jax: the program was compiled in this process before JAX had GPUs here: "
+                                      "compile or load it again"));
+  }
   Workspace& workspace = *plan.workspace;
   const Member* member = workspace.Find(ordinal);
   if (member == nullptr) {

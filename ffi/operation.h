@@ -35,7 +35,7 @@ constexpr int kMaxChannels = 16;
 
 // The static half of every operation.
 struct Plan {
-  std::shared_ptr<Workspace> workspace;
+  std::shared_ptr<Workspace> workspace;  // null: compiled where there is no GPU, to be saved
   bool flight = false;               // a start, that another call finishes
   double timeout_s = 0.0;            // for memory to be agreed on
   bool masked = false;               // it is told which ranks take part
@@ -109,6 +109,7 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     if (!devices.has_value()) Refuse("attribute devices is missing");
     plan->params.call.call_id = NextCallId();
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
+    if (!Registry::Get().KnowsJob()) return plan;
     plan->workspace = PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()),
                                        RanksOf(plan->params), plan->rail.per_node, plan->params.call.needs,
                                        BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);

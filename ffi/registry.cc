@@ -7,6 +7,17 @@
 #include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
+namespace {
+
+// Whether a group of `ranks` of these devices has ranks in two processes.
+bool SpansProcesses(const std::vector<DeviceKey>& devices, int ranks) {
+  for (size_t i = 0; ranks > 0 && i < devices.size(); ++i) {
+    if (ProcessOf(devices[i]) != ProcessOf(devices[i / ranks * ranks])) return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 Registry& Registry::Get() {
   static Registry* registry = new Registry;  // never destroyed: the driver may go first at exit
@@ -23,6 +34,21 @@ void Registry::Configure(Job job) {
   configured_ = true;
 }
 
+void Registry::SetUp(JobSetup setup) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  setup_ = std::move(setup);
+}
+
+bool Registry::KnowsJob() {
+  JobSetup setup;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (configured_) return true;
+    setup = setup_;
+  }
+  return setup.describe && setup.describe();
+}
+
 void Registry::SetProvider(const MemoryProvider* provider) {
   std::lock_guard<std::mutex> lock(mutex_);
   job_.provider = provider;
@@ -33,19 +59,29 @@ void Registry::SetAgree(Agree agree) {
   job_.agree = std::move(agree);
 }
 
-std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights,
-                                          int ranks_per_node) {
-  if (ranks_per_node == 0) ranks_per_node = ranks;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!configured_) Refuse("the CUDA module was not configured: import xen_moe_jax and load the program through it");
-  for (DeviceKey& key : devices) {
+void Registry::ResolvePlaces(std::vector<DeviceKey>* devices) const {
+  for (DeviceKey& key : *devices) {
     if (key >= 0) continue;
-    const size_t index = static_cast<size_t>(-1 - key);
-    if (index >= job_.devices.size()) {
+    const size_t place = static_cast<size_t>(-1 - key);
+    if (place >= job_.devices.size()) {
       Refuse("the program was lowered for more than the " + std::to_string(job_.devices.size()) +
              " devices of this job");
     }
-    key = job_.devices[index];
+    key = job_.devices[place];
+  }
+}
+
+std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights,
+                                          int ranks_per_node) {
+  if (ranks_per_node == 0) ranks_per_node = ranks;
+  if (!KnowsJob()) Refuse("the CUDA module was not configured: import xen_moe_jax and load the program through it");
+  std::unique_lock<std::mutex> lock(mutex_);
+  ResolvePlaces(&devices);
+  if (SpansProcesses(devices, ranks) && (job_.provider == nullptr || !job_.agree) && setup_.start_memory) {
+    const auto start_memory = setup_.start_memory;
+    lock.unlock();
+    start_memory();
+    lock.lock();
   }
   std::weak_ptr<Workspace>& slot = workspaces_[{devices, {ranks, ranks_per_node, channel}}];
   std::shared_ptr<Workspace> found = slot.lock();

@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -267,11 +268,23 @@ class Turns {
   std::set<uint64_t> ended_;  // and these
 };
 
+// How a process that has lowered nothing, but has loaded a program, learns about its job. Python gives both functions
+// when it registers the handlers; the first program that needs them calls them, without any lock of this library.
+struct JobSetup {
+  // Calls Registry::Configure. False: this process has no GPUs and compiles for others.
+  std::function<bool()> describe;
+  // Gives the registry a memory provider and an agreement. Collective over the job's processes. Throws MemoryError.
+  std::function<void()> start_memory;
+};
+
 // All workspaces of this process.
 class Registry {
  public:
   static Registry& Get();
   void Configure(Job job);
+  void SetUp(JobSetup setup);
+  // Whether this process knows its job, or has learned about it now. False: it has no GPUs.
+  bool KnowsJob();
   void SetProvider(const MemoryProvider* provider);
   void SetAgree(Agree agree);
   // `devices`: groups of `ranks`, one after the other; a negative number -1-i stands for the i-th device of the job.
@@ -295,9 +308,13 @@ class Registry {
   void Clear();
 
  private:
+  // The keys of devices that `devices` may name by their place in the job. `mutex_` is held.
+  void ResolvePlaces(std::vector<DeviceKey>* devices) const;
+
   std::mutex mutex_;
   bool configured_ = false;
   Job job_;
+  JobSetup setup_;
   // By devices, ranks, ranks of a node, channel.
   std::map<std::pair<std::vector<DeviceKey>, std::array<int, 3>>, std::weak_ptr<Workspace>> workspaces_;
   std::vector<std::shared_ptr<Workspace>> kept_;

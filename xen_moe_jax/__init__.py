@@ -1,6 +1,9 @@
 """Expert parallelism for JAX: MoE dispatch and combine on CPU, TPU and CUDA, with one meaning."""
 
-from xen_moe_jax import routing
+import importlib
+import types
+
+from xen_moe_jax import cuda, routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
@@ -8,6 +11,7 @@ from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dis
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
+from xen_moe_jax.backends import register_ahead as _register_ahead
 from xen_moe_jax.backends.availability import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
 from xen_moe_jax.failure import OperationFailed, check
@@ -33,6 +37,7 @@ __all__ = [
     "combine",
     "combine_done",
     "combine_start",
+    "cuda",
     "dequantize",
     "dispatch",
     "dispatch_done",
@@ -45,3 +50,14 @@ __all__ = [
     "redispatch",
     "routing",
 ]
+
+_LATER = ("autotune", "flax", "transfer")  # large, or in need of flax
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_register_ahead()

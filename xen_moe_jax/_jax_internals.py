@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax._src import config as jax_config
 from jax._src import dispatch as jax_dispatch
-from jax._src import distributed, effects
+from jax._src import distributed, effects, xla_bridge
 from jax._src.ad_checkpoint import name_p
 from jax._src.interpreters import mlir as jax_mlir
 from jax.interpreters import ad
@@ -49,6 +50,12 @@ def platforms_of(ctx: Any) -> tuple[str, ...]:
 def key_value_client() -> Any:
     """The client of `jax.distributed`'s key-value store; None before `jax.distributed.initialize()`."""
     return distributed.global_state.client
+
+
+def when_plugins_are_found(call: Callable[[frozenset[str]], None]) -> None:
+    """Calls `call` with the names of the platforms that have a plugin, once for each plugin, when JAX has found them:
+    now or later. `call` must not ask for devices, and nothing may be raised: JAX holds its lock meanwhile."""
+    xla_bridge.register_plugin_callbacks(lambda c_api: call(frozenset(xla_bridge._backend_factories)))
 
 
 def interpret_effects() -> Any:

@@ -25,6 +25,7 @@ A backend is a package with a function for each operation (`dispatch`, `combine`
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import sys
 import warnings
@@ -106,6 +107,21 @@ def failure() -> str:
     """Why an operation of this process gave up; "" when none did. Backends that were never used are not loaded."""
     used = sys.modules.get(f"{__name__}.cuda")
     return used.failure() if used is not None else ""
+
+
+def register_ahead() -> None:
+    """Has the CUDA backend's FFI handlers registered as soon as JAX has found its CUDA plugin, so that a program that
+    another process compiled or exported finds them. Imports nothing before that, nor without the compiled module."""
+    _jax_internals.when_plugins_are_found(_register)
+
+
+def _register(platforms: frozenset[str]) -> None:
+    if "cuda" not in platforms or importlib.util.find_spec("xen_moe_jax._cuda") is None:
+        return
+    try:
+        _module("cuda").register()
+    except Exception as error:  # JAX would have no devices; the first operation raises it again
+        warnings.warn(f"xen_moe_jax: no CUDA programs can be loaded: {error}", stacklevel=1)
 
 
 def _module(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ from xen_moe_jax.backends.cuda.collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
 from xen_moe_jax.backends.cuda.memory import buffer_size_hint, failure, open_buffer, ranks_per_node
-from xen_moe_jax.backends.cuda.module import compiled
+from xen_moe_jax.backends.cuda.module import compiled, registered
 from xen_moe_jax.backends.cuda.start_done import (
     START_RETURNS_RESULTS,
     combine_done,
@@ -44,9 +44,15 @@ __all__ = [
     "redispatch",
     "redispatch_done",
     "redispatch_start",
+    "register",
 ]
 
 
 def check_available() -> None:
     """Raises `BackendUnavailable` when the compiled module is missing."""
     compiled()
+
+
+def register() -> None:
+    """Registers the FFI handlers. Raises `BackendUnavailable` when the compiled module cannot be loaded."""
+    registered()

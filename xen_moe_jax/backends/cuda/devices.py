@@ -9,17 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xen_moe_jax.backends.cuda import module, processes
-
-
-def device_key(device: Any) -> int:
-    """`process * devices_per_process + CUDA ordinal`, as in ffi/symmetric_memory.h.
-
-    JAX does not tell the ordinal of another process's device, which may be 0 in every process. Its number in the job
-    stands for it, and nothing but the words of an error depends on it.
-    """
-    ordinal = device.local_hardware_id
-    return device.process_index * module.compiled().devices_per_process + (device.id if ordinal is None else ordinal)
+from xen_moe_jax.backends.cuda import job, module, processes
 
 
 def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -> np.ndarray:
@@ -34,8 +24,8 @@ def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -
     sizes = dict(mesh.shape)
     keys = -1 - np.arange(mesh.size, dtype=np.int64).reshape(tuple(sizes.values()))
     if _has_devices(mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda"):
-        keys = np.vectorize(device_key, otypes=[np.int64])(mesh.devices)
-    elif _job_has_gpus():
+        keys = np.vectorize(functools.partial(job.device_key, module.compiled()), otypes=[np.int64])(mesh.devices)
+    elif job.has_gpus():
         raise ValueError(
             "xen_moe_jax on CUDA needs to know the mesh's devices: give jax.shard_map the mesh (mesh=...), or enter "
             "jax.set_mesh(mesh) around the call"
@@ -57,24 +47,15 @@ def _has_devices(mesh: Any) -> bool:
 def prepare(keys: np.ndarray) -> None:
     """Registers the FFI targets, tells the module about this job, and starts memory between processes if a group spans
     several.
+
+    A program that was lowered elsewhere does without: its handlers do the same when it is loaded. Here, an error has
+    the type and the traceback that belong to the caller's line.
     """
     compiled = module.registered()
-    _configure()
+    job.describe(compiled)
     owner = keys // compiled.devices_per_process
     if keys.min() >= 0 and (owner != owner[:, :1]).any():
         processes.start(compiled)
-
-
-@functools.cache
-def _configure() -> None:
-    if _job_has_gpus():
-        keys = [device_key(d) for d in jax.devices()]
-        module.compiled().configure(jax.process_index(), jax.process_count(), keys)
-
-
-@functools.cache
-def _job_has_gpus() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def num_sms(mesh: Any) -> int:

@@ -1,4 +1,4 @@
-"""The compiled module: whether it is there, and its FFI targets, registered on first use."""
+"""The compiled module: whether it is there, and its FFI targets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import types
 import jax
 
 from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.cuda import job, processes
 
 INSTALL = "build it: XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout"
 
@@ -38,14 +39,14 @@ def loaded() -> types.ModuleType | None:
 
 @functools.cache
 def registered() -> types.ModuleType:
-    """The module with its FFI types and targets registered.
+    """Returns the module, with its FFI types and targets registered.
 
-    After `jax.devices()`: jaxlib replays queued handlers before queued state types when a client is made, and a handler
-    with state registered before that fails.
+    Needs no devices: JAX keeps what is registered for CUDA until its CUDA plugin is there. The handlers learn about
+    this process's job from `job` when a program first needs it.
     """
     global _loaded
     module = compiled()
-    jax.devices()
+    module.set_up_job(lambda: job.describe(module), lambda: processes.start(module))
     for name, registration in module.types().items():
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, target in module.targets().items():

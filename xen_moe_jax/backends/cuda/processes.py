@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ MEMORY = "XEN_MOE_MEMORY"
 CHOICES = ("nvshmem", "nccl")
 OTHER = f"or set {MEMORY}=nccl in every process, which takes NCCL 2.31 or later"
 
+_starting = threading.Lock()
 _started = False
 _failed: Exception | None = None
 _domain = 0
@@ -36,6 +38,11 @@ def start(compiled: Any) -> None:
       ValueError: the processes own several GPUs each, or ask for different memory, or for one that cannot cross nodes.
       BackendUnavailable: the library that `XEN_MOE_MEMORY` asks for will not do.
     """
+    with _starting:  # programs may be loaded by several threads
+        _start_once(compiled)
+
+
+def _start_once(compiled: Any) -> None:
     global _started, _failed, _domain
     if _started:
         return

@@ -1,0 +1,38 @@
+"""This process in its job: the devices, their keys, and telling the compiled module about them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+
+_described: set[Any] = set()
+_lock = threading.Lock()
+
+
+def has_gpus() -> bool:
+    """Returns whether JAX runs on GPUs in this process. Without them the backend can compile, but not run."""
+    return jax.default_backend() == "gpu"
+
+
+def device_key(compiled: Any, device: Any) -> int:
+    """Returns `process * devices_per_process + CUDA ordinal`, as in ffi/symmetric_memory.h.
+
+    JAX does not tell the ordinal of another process's device, which may be 0 in every process. The device's number in
+    the job stands for it, and only the words of an error depend on it.
+    """
+    ordinal = device.local_hardware_id
+    return device.process_index * compiled.devices_per_process + (device.id if ordinal is None else ordinal)
+
+
+def describe(compiled: Any) -> bool:
+    """Tells the compiled module which devices the job has, once. Returns False where this process has no GPUs."""
+    if not has_gpus():
+        return False
+    with _lock:
+        if compiled not in _described:
+            keys = [device_key(compiled, device) for device in jax.devices()]
+            compiled.configure(jax.process_index(), jax.process_count(), keys)
+            _described.add(compiled)
+    return True
