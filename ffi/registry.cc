@@ -74,7 +74,7 @@ void Registry::ResolvePlaces(std::vector<DeviceKey>* devices) const {
 std::shared_ptr<Workspace> Registry::Find(std::vector<DeviceKey> devices, int ranks, int channel, bool flights,
                                           int ranks_per_node) {
   if (ranks_per_node == 0) ranks_per_node = ranks;
-  if (!KnowsJob()) Refuse("the CUDA module was not configured: import xen_moe_jax and load the program through it");
+  if (!KnowsJob()) Refuse("JAX has no GPUs in this process, so there is no symmetric memory");
   std::unique_lock<std::mutex> lock(mutex_);
   ResolvePlaces(&devices);
   if (SpansProcesses(devices, ranks) && (job_.provider == nullptr || !job_.agree) && setup_.start_memory) {

@@ -47,6 +47,11 @@ def platforms_of(ctx: Any) -> tuple[str, ...]:
     return jax_mlir._platforms_for_eqn(ctx)
 
 
+def lowers_for_export(ctx: Any) -> bool:
+    """Returns whether an operation is being lowered by `jax.export`, for devices that are not known yet."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
 def key_value_client() -> Any:
     """The client of `jax.distributed`'s key-value store; None before `jax.distributed.initialize()`."""
     return distributed.global_state.client

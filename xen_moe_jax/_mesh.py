@@ -85,18 +85,25 @@ def platform() -> str:
 
 
 _lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+_lowering_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
 _lowering_site: contextvars.ContextVar[int] = contextvars.ContextVar("site", default=0)
 
 
 @contextlib.contextmanager
-def lowering_for(mesh: Any, site: int) -> Iterator[None]:
-    """Inside it, `lowering_mesh()` is `mesh` and `lowering_site()` is `site`."""
-    tokens = _lowering_mesh.set(mesh), _lowering_site.set(site)
+def lowering_for(mesh: Any, site: int, exported: bool = False) -> Iterator[None]:
+    """Inside it, `lowering_mesh()` is `mesh`, `lowering_site()` is `site` and `lowering_exported()` is `exported`."""
+    tokens = _lowering_mesh.set(mesh), _lowering_site.set(site), _lowering_exported.set(exported)
     try:
         yield
     finally:
         _lowering_mesh.reset(tokens[0])
         _lowering_site.reset(tokens[1])
+        _lowering_exported.reset(tokens[2])
+
+
+def lowering_exported() -> bool:
+    """Returns whether the program is being lowered by `jax.export`: the mesh's devices are not those that run it."""
+    return _lowering_exported.get()
 
 
 def lowering_site() -> int:

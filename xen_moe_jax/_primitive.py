@@ -170,7 +170,8 @@ def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
 def _lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], avals: Sequence[Any], run: Callable) -> Any:
     plain = ctx.replace(avals_in=avals)
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    with _mesh.lowering_for(mesh, _site(ctx)), _jax_internals.without_varying_checks(), _usual_promotion():
+    exported = _jax_internals.lowers_for_export(ctx)
+    with _mesh.lowering_for(mesh, _site(ctx), exported), _jax_internals.without_varying_checks(), _usual_promotion():
         results = mlir.lower_fun(_as_tuple(run), multiple_results=True)(plain, *operands)
     ctx.set_tokens_out(plain.tokens_out)  # interpret mode orders its callbacks by tokens
     return results

@@ -22,6 +22,34 @@ def test_an_operation_finds_memory(memory):
     assert staging(SMALL) < memory.held() < staging(SMALL) + HOME
 
 
+def test_a_process_that_lowered_nothing_learns_about_its_job_once(memory):
+    """As a loaded program does: devices by their place in the job, which Python describes when it is first needed."""
+    memory.clear()
+    calls = []
+
+    def describe():
+        calls.append("describe")
+        memory.configure(0, 1, [3, 2, 1, 0])
+        return True
+
+    memory.set_up_job(describe, lambda: calls.append("start memory"))
+    assert memory.workspace([-1, -2], 2, 0) is memory.workspace([3, 2], 2, 0)
+    memory.serve(memory.workspace([-3, -4], 2, 0), *SMALL, 1.0)
+    assert calls == ["describe"]
+    with pytest.raises(RuntimeError, match="more than the 4 devices of this job"):
+        memory.workspace([-1, -5], 2, 0)
+
+
+def test_a_process_that_cannot_learn_about_its_job_says_so(memory):
+    memory.clear()
+    memory.set_up_job(lambda: False, lambda: None)
+    with pytest.raises(RuntimeError, match="no GPUs"):
+        memory.workspace([-1, -2], 2, 0)
+    memory.set_up_job(lambda: 1 // 0, lambda: None)
+    with pytest.raises(RuntimeError, match="division by zero"):
+        memory.workspace([-1, -2], 2, 0)
+
+
 def test_a_first_growth_may_fail_at_any_call(memory):
     failures, _ = fail_first_growths(memory, [0, 1], 2, 0)
     assert failures > 10

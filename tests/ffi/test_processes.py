@@ -73,6 +73,12 @@ def test_all_grow_and_get_the_same(tmp_path):
         assert result["listed"] == [{"channel": 0, "staging_bytes": LARGE_STAGING, "generation": 2}]
 
 
+def test_processes_that_lowered_nothing_start_memory_when_they_load_a_program(tmp_path):
+    for result in run("load_programs", str(tmp_path)):
+        assert result["errors"] == ["", ""] and result["calls"] == ["describe", "start memory"]
+        assert result["listed"] == [{"channel": 0, "staging_bytes": LARGE_STAGING, "generation": 1}]
+
+
 def test_all_grow_through_the_store_of_jax():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

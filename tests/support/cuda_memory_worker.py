@@ -108,6 +108,29 @@ class Rank:
             assert self.store.get(f"meet/{name}/{p}", 60.0) is not None, f"process {p} did not come to {name}"
 
 
+def load_programs(rank: Rank) -> dict:
+    """As processes that lowered nothing: each loads a small program and then a large one, and process 1 the other way
+    round. The job and the memory between processes start when the first of them is loaded."""
+    memory, calls = rank.memory, []
+    memory.clear()
+
+    def describe():
+        calls.append("describe")
+        memory.configure(rank.process, rank.count, [p * memory.devices_per_process for p in range(rank.count)])
+        return True
+
+    def start_memory():
+        calls.append("start memory")
+        memory.set_provider(memory.fake_provider())
+        memory.set_agreement(agreement.Agreement(rank.store, rank.process, rank.count, rank.watcher.dead))
+
+    memory.set_up_job(describe, start_memory)
+    places = [-1 - i for i in range(rank.count)]
+    order = (LARGE, SMALL) if rank.process == 1 else (SMALL, LARGE)
+    errors = [rank.serve(memory.workspace(places, rank.count, 0), needs) for needs in order]
+    return {"errors": errors, "calls": calls, "listed": rank.listed()}
+
+
 def grow(rank: Rank) -> dict:
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL), rank.serve(workspace, LARGE)]

@@ -1,6 +1,6 @@
 """Programs of the CUDA backend, compiled ahead of time for H100s by XLA's GPU compiler: in which order they run what,
-and what they copy. No GPU is needed, but the library's CUDA module, the plugin of `jax[cuda13]`, and a process of its
-own: nothing of the library may have been lowered for CUDA before. CI runs it over the wheel (test_wheel.py).
+and what they copy. No GPU is needed, but the library's CUDA module and the plugin of `jax[cuda13]`. CI runs it over the
+wheel (test_wheel.py).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.gpu import flights
-from tests.support import gpu_topology
+from tests.support import gpu_topology, processes
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.availability import BackendUnavailable
-from xen_moe_jax.backends.cuda import module
 
 pytestmark = pytest.mark.gpu_aot
 
@@ -38,20 +39,14 @@ def absent(reason: str) -> None:
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Four H100s. The library's calls have targets without the state that they make for a program on its GPUs."""
-    if module.loaded() is not None or jax.default_backend() == "gpu":
-        pytest.skip("this process has the library's targets with their state: run this file alone, without a GPU")
+    """Four H100s."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("JAX has GPUs here, and these programs are for others: run this file without a GPU")
     try:
         load("cuda").check_available()
-        found = gpu_topology.mesh(RANKS, "ep")
+        return gpu_topology.mesh(RANKS, "ep")
     except (BackendUnavailable, RuntimeError) as reason:
         absent(str(reason))
-    compiled = module.compiled()
-    for name, target in compiled.targets().items():
-        jax.ffi.register_ffi_target(name, {"execute": target["execute"]}, platform="CUDA")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "registered", lambda: compiled)
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +137,55 @@ def test_nothing_is_copied(program, body):
     copies = re.findall(r"%(\S+) = (?:f|s|u|bf)(\d+)\[([\d,]*)\]\S* copy(?:-start)?\(", part)
     bits = {name: int(width) * math.prod(map(int, filter(None, shape.split(",")))) for name, width, shape in copies}
     assert not {name: size for name, size in bits.items() if size > 8 * LITTLE}
+
+
+# -- programs of another process ---------------------------------------------------------------------------------------
+
+LOADER = """
+import pathlib, sys
+import jax
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec as P
+import xen_moe_jax  # nothing else of the library is used here
+from tests.support import gpu_topology, processes
+
+program = export.deserialize(pathlib.Path(sys.argv[1]).read_bytes())
+sharding = NamedSharding(gpu_topology.mesh(program.nr_devices, "ep"), P("ep"))
+given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.in_avals]
+print(jax.jit(program.call).lower(*given).compile().as_text())
+"""
+
+
+def exported(given, body=flights.one_layer):
+    here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS])
+    on_rank = lambda *args: body(flights.WHOLE, CONFIG, *args)  # noqa: E731
+    mapped = jax.jit(jax.shard_map(on_rank, mesh=here, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    names = ("dispatch", "combine", "dispatch_start", "combine_start", "done")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(f"xen_moe_{name}") for name in names]
+    return jax.export.export(mapped, platforms=("cuda",), disabled_checks=checks)(*given)
+
+
+def test_an_exported_program_compiles_in_a_process_that_lowered_nothing(mesh, tmp_path):
+    here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS])
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flights.arguments(here)]
+    path = tmp_path / "program"
+    path.write_bytes(exported(given).serialize())
+    result = subprocess.run(
+        [sys.executable, "-c", LOADER, str(path)],
+        env=processes.environment(JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (order,) = schedules(result.stdout)
+    assert sorted(order) == ["combine", "dispatch", "matmul", "matmul"]
+
+
+def test_programs_for_elsewhere_name_devices_by_their_place(mesh, program):
+    """By id where XLA places the program by ids, by place in the mesh where `jax.export` knows no ids."""
+    here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS][::-1])
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flights.arguments(here)]
+    places = f"devices = array<i64: {', '.join(str(-1 - i) for i in range(RANKS))}>"
+    assert places in exported(given).mlir_module()
+    assert "devices = array<i64: -1, -2, -3, -4>" in program(flights.one_layer)

@@ -9,22 +9,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from xen_moe_jax import _mesh
 from xen_moe_jax.backends.cuda import job, module, processes
 
 
 def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -> np.ndarray:
-    """int64 `[groups, ranks]`: the device keys of every group of `axis_name`, in rank order.
+    """Returns int64 `[groups, ranks]`: the device keys of every group of `axis_name`, in rank order.
 
-    Without GPUs here (lowering for another machine, export) a device is a negative number, `-1 - i` for the `i`-th
-    device of the mesh, and means the `i`-th of the job that runs the program.
+    A negative key `-1 - i` is the `i`-th device of the job that runs the program. Programs that run elsewhere have such
+    keys: for an export, `i` is the device's place in the mesh; for a program that is compiled ahead of time, `i` is the
+    device's id, by which XLA places the program, too.
 
     Raises:
       ValueError: the program is lowered for GPUs of this job and no mesh with devices is known.
     """
     sizes = dict(mesh.shape)
     keys = -1 - np.arange(mesh.size, dtype=np.int64).reshape(tuple(sizes.values()))
-    if _has_devices(mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda"):
-        keys = np.vectorize(functools.partial(job.device_key, module.compiled()), otypes=[np.int64])(mesh.devices)
+    if _mesh.lowering_exported():
+        pass
+    elif _has_gpus(mesh):
+        keys = np.vectorize(_key, otypes=[np.int64])(mesh.devices)
     elif job.has_gpus():
         raise ValueError(
             "xen_moe_jax on CUDA needs to know the mesh's devices: give jax.shard_map the mesh (mesh=...), or enter "
@@ -42,6 +46,21 @@ def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -
 
 def _has_devices(mesh: Any) -> bool:
     return isinstance(mesh, jax.sharding.Mesh)  # an AbstractMesh has the attribute, and it raises
+
+
+def _has_gpus(mesh: Any) -> bool:
+    return _has_devices(mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+def _key(device: Any) -> int:
+    if job.has_gpus() and device in _job_devices():
+        return job.device_key(module.compiled(), device)
+    return -1 - device.id
+
+
+@functools.cache
+def _job_devices() -> frozenset[Any]:
+    return frozenset(jax.devices())
 
 
 def prepare(keys: np.ndarray) -> None:
