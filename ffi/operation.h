@@ -36,11 +36,11 @@ constexpr int kMaxChannels = 16;
 // The static half of every operation.
 struct Plan {
   std::shared_ptr<Workspace> workspace;  // null: compiled where there is no GPU, to be saved
-  bool flight = false;               // a start, that another call finishes
-  double timeout_s = 0.0;            // for memory to be agreed on
-  bool masked = false;               // it is told which ranks take part
-  RailPlan rail{};                   // between nodes, as rank 0's; no nodes: all ranks share NVLink
-  std::atomic<bool> checked{false};  // the buffers of this call site: their shapes never change
+  bool flight = false;                   // a start, that another call finishes
+  double timeout_s = 0.0;                // for memory to be agreed on
+  bool masked = false;                   // it is told which ranks take part
+  RailPlan rail{};                       // between nodes, as rank 0's; no nodes: all ranks share NVLink
+  std::atomic<bool> checked{false};      // the buffers of this call site: their shapes never change
 };
 
 struct DispatchPlan : Plan {
