@@ -1,6 +1,7 @@
 """Imports fall: the layers of pyproject.toml hold, and what breaks them is noticed."""
 
 import ast
+import os
 import pathlib
 import shutil
 import subprocess
@@ -117,3 +118,19 @@ def test_only_one_file_imports_what_jax_keeps_to_itself():
         or (isinstance(node, ast.Import) and any(a.name.startswith("jax._src") for a in node.names))
     }
     assert users == {"_jax_internals.py"}
+
+
+@pytest.mark.parametrize("name", ["autotune", "cuda", "routing", "transfer"])
+def test_parts_are_there_after_one_import(name):
+    """In a process that has imported nothing else, which would have made them attributes."""
+    code = f"import xen_moe_jax as xm; print(xm.{name}.__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == f"xen_moe_jax.{name}", result.stderr
+
+
+def test_an_unknown_part_is_an_attribute_error():
+    code = "import xen_moe_jax as xm; xm.dispach"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "AttributeError: module 'xen_moe_jax' has no attribute 'dispach'" in result.stderr
