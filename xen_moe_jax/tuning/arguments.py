@@ -70,7 +70,7 @@ def add_sizes(add: Any) -> None:
     add("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
 
 
-def model_sizes(options: argparse.Namespace, defaults: dict[str, int] | None = None) -> dict[str, int]:
+def model_sizes(options: argparse.Namespace, defaults: dict[str, int] | None = None) -> dict[str, Any]:
     """Returns `hidden`, `experts` and `top_k`: what was given, else the sizes of the named model."""
     model = DEEPSEEK_V3 if options.deepseek_v3 else defaults or {"hidden": 1024, "experts": 64, "top_k": 8}
     return {name: getattr(options, name) or size for name, size in model.items()}
