@@ -27,7 +27,7 @@ export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup demo test test-thorough test-slow memory-test kernel-test lint format picture types docs doctor benchmark bazel-test wheel release clean
+.PHONY: help versions setup transfer demo test test-thorough test-slow memory-test kernel-test lint format picture types docs doctor benchmark bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -52,7 +52,17 @@ $(READY): pyproject.toml
 	if [ "$$(uname -s)" = Linux ]; then \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu \
 	    "$$($(BIN)/python -c '$(LIBTPU)')"; fi
+	if command -v c++ >/dev/null; then $(BUILD_TRANSFER); \
+	  else echo "xen_moe_jax.transfer is left without its compiled part: no C++ compiler (c++) was found"; fi
 	touch $@
+
+# In place: the environment imports the checkout.
+BUILD_TRANSFER = $(BIN)/cmake -S . -B build/transfer -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_CUDA=OFF && $(BIN)/cmake --build build/transfer && \
+	  $(BIN)/cmake --install build/transfer --prefix .
+
+transfer: $(READY)  ## the compiled part of xen_moe_jax.transfer, in place (make setup does it, too): needs a C++ compiler
+	$(BUILD_TRANSFER)
 
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.support import ROOT, quick_compiler
+from tests.support import ROOT, quick_compiler, transfer
 from xen_moe_jax import cli
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -69,9 +69,7 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
 
 RUNNABLE = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if path.parent != ROOT and python_blocks(path)]
 NOT_EVERYWHERE = "docs/user/transfer.md"
-no_transfer = pytest.mark.skipif(
-    importlib.util.find_spec("libucx") is None, reason="the transfer page needs xen-moe-jax[transfer]"
-)
+no_transfer = pytest.mark.skipif(bool(transfer.missing()), reason=f"the transfer page: {transfer.missing()}")
 
 
 def test_the_pages_with_examples_are_found():
@@ -139,7 +137,7 @@ def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monk
     if module == ".flax":
         pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
     if module == ".transfer":
-        pytest.importorskip("libucx", reason="needs xen-moe-jax[transfer]")
+        transfer.require()
     page, imported = docs_site.api_page(name), importlib.import_module(name)
     assert module in docs_site.MODULES
     without = []

@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, transfer
 
 FOLDER = ROOT / "examples"
 CHECKED = {}
@@ -75,8 +75,10 @@ def test_every_example_is_checked():
 
 @pytest.mark.parametrize("name", sorted(CHECKED))
 def test_example(name, capsys):
-    needs, extra = ("libucx", "transfer") if name in TRANSFER else ("flax", "flax")
-    pytest.importorskip(needs, reason=f"this example needs xen-moe-jax[{extra}]")
+    if name in TRANSFER:
+        transfer.require()
+    else:
+        pytest.importorskip("flax", reason="this example needs xen-moe-jax[flax]")
     if name == "decode_hugging_face":
         pytest.importorskip("safetensors", reason="needs xen-moe-jax[hugging-face]")
     if 16 % jax.device_count():

@@ -1,16 +1,13 @@
-import shutil
-import subprocess
-
 import jax
 import pytest
 
-from tests.support import ROOT
+from tests.support import transfer
 from tests.transfer import other_process
 
 
 @pytest.fixture
 def engine():
-    pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+    transfer.require()
     if jax.default_backend() != "cpu":
         pytest.skip("these processes move host memory; a GPU run has tools of its own")
     import xen_moe_jax.transfer as xt
@@ -30,17 +27,3 @@ def others(engine):
 @pytest.fixture
 def other(others):
     return others()
-
-
-@pytest.fixture(scope="session")
-def posting_library(tmp_path_factory):
-    """The posting loop in C++, built from this checkout."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    path = tmp_path_factory.mktemp("posting") / "libucx_posting.so"
-    names = ("ucx_posting", "cuda_copies", "host_copies")
-    sources = [ROOT / "ffi" / f"{name}.cc" for name in names]
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, *sources, "-o", path], check=True)
-    return path

@@ -54,7 +54,6 @@ class Numbers:
 def main():
     from benchmarks.lib import report
     from tests.transfer import test_adversary, test_kills
-    from xen_moe_jax.transfer import _posting
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--transfers", type=int, default=100_000, help="through the adversary; 0 leaves it out")
@@ -69,7 +68,6 @@ def main():
     document = report.header(sys.argv[1:], None) | {
         "command": " ".join(["python -m tests.transfer.endurance", *sys.argv[1:]]),
         "commit": commit(),
-        "posting loop": "C++" if _posting.native() else "Python",
         "seed": options.seed,
     }
     if options.transfers:

@@ -190,8 +190,7 @@ def content(generation):
 
 
 def between_two_processes():
-    """Windows of this process, written by another one: by the driver's copies, where it may."""
-    by_driver = _posting.native() is not None
+    """Windows of this process, written by another one: by the driver's copies."""
     window_of = jax.ShapeDtypeStruct(WIDE, jnp.uint8)
     with xt.Engine(name="receiver") as receiver:
         window = receiver.window(window_of, name="w")
@@ -219,9 +218,9 @@ def between_two_processes():
                 del got
                 gc.collect()
             # In pages: one copy for each; in a whole array: one for all.
-            assert answer["copies"] == (2 * (1 + len(order)) if by_driver else 0), answer
-            assert answer["opened"] == (2 if by_driver else 0), answer
-            assert answer["batches"] == (2 if by_driver else 0), answer
+            assert answer["copies"] == 2 * (1 + len(order)), answer
+            assert answer["opened"] == 2, answer
+            assert answer["batches"] == 2, answer
             # Nobody waits for it at the sender: its thread has to look. And by a driver without batches.
             for number, change in enumerate(
                 ({"patience": 3000}, {"without_batches": True}, {"from_host": True, "in_callback": True})
@@ -234,22 +233,22 @@ def between_two_processes():
                 expected[order] = content(20 + number)[: len(order)]
                 np.testing.assert_array_equal(np.asarray(window.commit(20)), expected)
                 answer = ask(do="report")
-                assert answer["copies"] - before == (len(order) if by_driver else 0), (change, answer)
-            assert answer["batches"] == (3 if by_driver else 0) and answer["from_host"] == by_driver, answer
+                assert answer["copies"] - before == len(order), (change, answer)
+            assert answer["batches"] == 3 and answer["from_host"], answer
             assert ask(do="read", seed=99)["equal"]
             answer = ask(do="read", seed=98, name="on the host")
-            assert answer["equal"] and (answer["by UCX"] == 0 or not by_driver), answer
+            assert answer["equal"] and answer["by UCX"] == 0, answer
             answer = ask(do="fail", error=700)
-            assert not by_driver or "CUDA error 700" in answer["error"], answer
+            assert "CUDA error 700" in answer["error"], answer
             driver.hidden = 4096  # A window that says it is shorter than it is: what lies behind is not written.
             short = receiver.window(window_of, name="short")
             answer = ask(do="write", name="short", seed=5, imm="short", pages=None)
-            assert not by_driver or "CUDA error 1 " in answer["error"], answer
+            assert "CUDA error 1 " in answer["error"], answer
             driver.hidden = 0
             short.close()
             flooded = receiver.window(window_of, name="flooded", in_place=True)
             flood = ask(do="flood", seed=11)  # Copies that are under way when the window is closed are waited for.
-            assert flood["under way"] > 0 or not by_driver, flood
+            assert flood["pending"] > 0, flood
             got = flooded.commit(30)
             seen = np.array(got)
             time.sleep(0.3)
@@ -303,14 +302,14 @@ def sender(descriptor, backend="auto"):
                     if order.get("in_callback"):  # JAX's default device is the CPU there.
                         _device.default_ordinal = lambda: None
                     posted.append(engine.write(given, peer["w"], pages=pages, imm=order["imm"]))
-                    assert "patience" not in order or driver.waiting or not _posting.native(), "it was waited for"
+                    assert "patience" not in order or driver.waiting, "it was waited for"
                 elif order["do"] == "report":
                     answer["from_host"] = driver.from_host
                 elif order["do"] == "flood":
                     driver.patience = 1000
                     target = peer["flooded"]
                     kept = [engine.write(source + i, target) for i in range(6)]
-                    answer["under way"] = sum(not transfer.done() for transfer in kept)
+                    answer["pending"] = sum(not transfer.done() for transfer in kept)
                     driver.patience = PATIENCE
                 else:
                     transfer = engine.write(source, peer["w"])

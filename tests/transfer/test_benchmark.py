@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
-from benchmarks.transfer import writes as transfer
-from tests.support import ROOT
+from benchmarks.transfer import writes
+from tests.support import ROOT, transfer
 
-pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+transfer.require()
 
 
 def test_the_command(tmp_path):
@@ -26,30 +25,28 @@ def test_the_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(report.read_text())
-    cells = {transfer.key(result) for result in document["results"] if result["peer"] == "this package"}
-    assert cells == {(kind, *rest) for kind, *rest in transfer.cells([2048])}
+    cells = {writes.key(result) for result in document["results"] if result["peer"] == "this package"}
+    assert cells == {(kind, *rest) for kind, *rest in writes.cells([2048])}
     assert all(result["p99_us"] >= result["p50_us"] > 0 for result in document["results"])
     assert document["not_measured"]["raw NIXL"] == "--peers raw UCX" and "raw UCX" in done.stdout
 
 
 def test_turns_are_taken_by_all():
     order = []
-    seconds = transfer.time_in_turns(
-        {"a": lambda count: order.append("a" * count), "b": lambda _: order.append("b")}, 2
-    )
-    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("ab", transfer.MOST_REPEATS)
+    seconds = writes.time_in_turns({"a": lambda count: order.append("a" * count), "b": lambda _: order.append("b")}, 2)
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("ab", writes.MOST_REPEATS)
     turns = [name for place, name in enumerate(order) if place == 0 or order[place - 1] != name]
-    assert turns == ["aa", "b"] * transfer.TURNS
+    assert turns == ["aa", "b"] * writes.TURNS
 
 
 def test_cells_are_bounded():
-    for kind, size, batch, _concurrency in transfer.cells(transfer.SIZES):
-        assert kind == "pages" or 2 * size * batch <= transfer.MOST_BYTES
-    assert ("sizes", 128 << 20, 1, 16) in transfer.cells(transfer.SIZES)
+    for kind, size, batch, _concurrency in writes.cells(writes.SIZES):
+        assert kind == "pages" or 2 * size * batch <= writes.MOST_BYTES
+    assert ("sizes", 128 << 20, 1, 16) in writes.cells(writes.SIZES)
 
 
 def test_a_row_says_what_was_measured():
-    result = transfer.row("x", "sizes", 1000, 4, 2, [1e-3] * 98 + [2e-3] * 2)
+    result = writes.row("x", "sizes", 1000, 4, 2, [1e-3] * 98 + [2e-3] * 2)
     assert np.isclose(result["p50_us"], 1000) and np.isclose(result["p99_us"], 2000)
     assert np.isclose(result["gb_per_s"], 8000 / 1e-3 / 1e9)
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
+from tests.support import transfer
 from xen_moe_jax.transfer import _device, _dlpack
 
-pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+transfer.require()
 ON_CPU = (1, 0)  # DLPack's device
 IMPORTED = ["float32", "float16", "bfloat16", "complex64", "bool", "int8", "uint8", "int16", "int32", "uint32"]
 COPIED = ["float8_e4m3fn", "float8_e5m2"]
@@ -93,16 +94,12 @@ def test_a_tick_leaves_the_context_of_its_thread(monkeypatch):
     assert (seen[-1], current) == ((4, 101), [105])
 
 
-@pytest.mark.parametrize("loop", ["native", "python"])
-def test_windows_in_device_memory(loop, posting_library):
-    """The whole way of GPU windows, over a driver that is made of host memory: in one process, and between two, where
-    with the loop in C++ the driver copies.
-    """
+def test_windows_in_device_memory():
+    """The whole way of GPU windows, over a driver that is made of host memory: in one process, and between two."""
     program = pathlib.Path(__file__).with_name("fake_driver.py")
-    chosen = str(posting_library) if loop == "native" else "python"
     done = subprocess.run(
         [sys.executable, str(program)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": chosen},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=120,

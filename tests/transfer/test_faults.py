@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
+from tests.support import transfer
 from tests.transfer.transfer_sides import content, slow_source
 from xen_moe_jax.transfer import _channel, _loop, _ucp
 
@@ -99,7 +100,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refusing():
-    pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+    transfer.require()
     with xt.Engine(name="a") as a, xt.Engine(name="b") as b:
         b.window(aval(4), name="w")
         yield a, a.connect(b.descriptor)

@@ -1,29 +1,30 @@
-"""Between two processes of one machine: stores into mapped memory and the kernel's copies, with the loop in C++, which
-the other tests may not have.
-"""
+"""Between two processes of one machine: stores into mapped memory, the kernel's copies, UCX, the endurance program."""
 
 import os
 import subprocess
 import sys
 
-import pytest
+from tests.support import ROOT, transfer
+from tests.transfer import test_kills
 
-from tests.support import ROOT
-
-pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+transfer.require()
 
 
-def run(command, posting_library):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": str(posting_library)}
+def run(command):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_stores_into_mapped_memory_and_the_kernels_copies(posting_library):
-    run([str(ROOT / "tests" / "transfer" / "host_copies.py")], posting_library)
+def test_stores_into_mapped_memory_and_the_kernels_copies():
+    run([str(ROOT / "tests" / "transfer" / "host_copies.py")])
 
 
-def test_kills_and_the_adversary(posting_library):
-    run(["-m", "tests.transfer.endurance", "--transfers", "640", "--kills", "3"], posting_library)
+def test_kills_and_the_adversary():
+    run(["-m", "tests.transfer.endurance", "--transfers", "640", "--kills", "3"])
+
+
+def test_kills_of_senders_that_use_ucx_alone(engine, others):
+    test_kills.kill_senders(engine, others, range(4), 7, backend="ucx")

@@ -9,7 +9,7 @@ import xen_moe_jax.transfer as xt
 from tests.transfer import transfer_sides
 
 
-def kill_senders(engine, others, numbers, seed, last=False):
+def kill_senders(engine, others, numbers, seed, last=False, **options):
     """Kills one sender after another, as many as there are numbers. Returns (generations that were committed,
     generations that were thrown away). With `last` the senders give their permission back with the last write of a
     generation: one whose counter was met is never thrown away.
@@ -19,7 +19,7 @@ def kill_senders(engine, others, numbers, seed, last=False):
     whole = thrown = 0
     kept = []
     for number in numbers:
-        other = others(f"sender{number}", connected=False)
+        other = others(f"sender{number}", connected=False, **options)
         other.start("fill_generations", engine.descriptor, last)
         peer = engine.peer(f"sender{number}", 30)
         commits, killed = rng.randrange(4), False

@@ -1,74 +1,55 @@
-"""The posting loop, in C++ and in Python: one behaviour."""
+"""The posting loop: contents, a link that breaks, an installation without the compiled part, and the scheduled poll."""
 
-import os
 import selectors
-import subprocess
 import sys
 import time
 
-import pytest
-
-pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
-
-from xen_moe_jax.transfer import _posting
-
-PROGRAM = """
-import sys
+import jax
 import jax.numpy as jnp
 import numpy as np
-import jax
+import pytest
+
 import xen_moe_jax.transfer as xt
 from xen_moe_jax.transfer import _posting
 
-assert (_posting.native() is not None) == (sys.argv[1] == "native")
-rng = np.random.default_rng(0)
-with xt.Engine(name="receiver") as receiver, xt.Engine(name="sender") as sender:
-    peer = sender.connect(receiver.descriptor)
-    for rows, width, chosen in ((1, 8, 1), (700, 48, 300), (5000, 16, 2500), (3, 5 << 20, 2)):
-        window = receiver.window(jax.ShapeDtypeStruct((rows, width), np.uint8), name="w")
-        for repeat in range(3):  # The second and third by the short way.
-            source = jnp.asarray(rng.integers(0, 256, (rows, width), np.uint8))
-            pages = rng.permutation(rows)[:chosen], rng.permutation(rows)[:chosen]
-            expected = np.zeros((rows, width), np.uint8)
-            expected[pages[1]] = np.asarray(source)[pages[0]]
-            for again in range(2):
-                transfer = sender.write(source, peer["w"], pages=pages, imm="w")
-                transfer.wait(30)
-                assert transfer.bytes_done == transfer.nbytes == chosen * width
-            with receiver.counter("w", expect=2) as counter:
-                counter.wait(30)
-            got = np.asarray(window.commit(30))
-            assert (got == expected).all(), (rows, width, repeat)
-        window.close()
-    window = receiver.window(jax.ShapeDtypeStruct((64 << 20,), np.uint8), name="big")
-    target, source = peer["big"], jnp.ones((64 << 20,), np.uint8)
-    link = peer.link
-    transfer = sender.write(source, target)
-    link._lost(None, None, -80)  # As when the library finds the peer gone.
-    try:
-        transfer.wait(30)
-        ended = "well"
-    except xt.PeerLost as error:
-        ended = "lost"
-    assert ended == "lost" or transfer.bytes_done == 64 << 20
-    receiver.publish("r", jnp.arange(1000))
-print("whole")
-"""
+
+def test_pages_short_writes_and_a_link_that_breaks(engine):
+    rng = np.random.default_rng(0)
+    with xt.Engine(name="receiver") as receiver, xt.Engine(name="sender") as sender:
+        peer = sender.connect(receiver.descriptor)
+        for rows, width, chosen in ((1, 8, 1), (700, 48, 300), (5000, 16, 2500), (3, 5 << 20, 2)):
+            window = receiver.window(jax.ShapeDtypeStruct((rows, width), np.uint8), name="w")
+            for repeat in range(3):  # The second and third by the short way.
+                source = jnp.asarray(rng.integers(0, 256, (rows, width), np.uint8))
+                pages = rng.permutation(rows)[:chosen], rng.permutation(rows)[:chosen]
+                expected = np.zeros((rows, width), np.uint8)
+                expected[pages[1]] = np.asarray(source)[pages[0]]
+                for _ in range(2):
+                    transfer = sender.write(source, peer["w"], pages=pages, imm="w")
+                    transfer.wait(30)
+                    assert transfer.bytes_done == transfer.nbytes == chosen * width
+                with receiver.counter("w", expect=2) as counter:
+                    counter.wait(30)
+                got = np.asarray(window.commit(30))
+                assert (got == expected).all(), (rows, width, repeat)
+            window.close()
+        window = receiver.window(jax.ShapeDtypeStruct((64 << 20,), np.uint8), name="big")
+        target, source = peer["big"], jnp.ones((64 << 20,), np.uint8)
+        link = peer.link
+        transfer = sender.write(source, target)
+        link._lost(None, None, -80)  # As when the library finds the peer gone.
+        try:
+            transfer.wait(30)
+            ended = "well"
+        except xt.PeerLost:
+            ended = "lost"
+        assert ended == "lost" or transfer.bytes_done == 64 << 20
+        receiver.publish("r", jnp.arange(1000))
 
 
-@pytest.mark.parametrize("loop", ["native", "python"])
-def test_both_loops_write_the_same(loop, posting_library):
-    chosen = str(posting_library) if loop == "native" else "python"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XEN_MOE_TRANSFER_POSTING": chosen}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, loop], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr
-
-
-def test_a_loop_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setenv("XEN_MOE_TRANSFER_POSTING", "pyhton")
-    with pytest.raises(ValueError, match="XEN_MOE_TRANSFER_POSTING='pyhton' .*: must be 'python' or a file.*unset it"):
+def test_without_the_compiled_part_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xen_moe_jax.transfer._native", None)
+    with pytest.raises(xt.TransferUnavailable, match="which this installation lacks .*`make transfer`"):
         _posting.native.__wrapped__()
 
 

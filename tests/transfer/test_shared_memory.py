@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support import transfer
 from xen_moe_jax.transfer import _memory, _shared_memory
 
-pytest.importorskip("libucx", reason="xen_moe_jax.transfer needs UCX: pip install 'xen-moe-jax[transfer]'")
+transfer.require()
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="host memory of windows on CPUs")
 NBYTES = 3 << 20
 

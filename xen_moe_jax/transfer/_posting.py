@@ -1,162 +1,34 @@
-"""What a `UcxLink` has under way: runs of bytes, handed to UCX piece by piece, and their completions.
-
-The loop over the pieces is `ffi/ucx_posting.cc`, where this package was built with a C++ compiler, and the same in
-Python elsewhere (a pure Python wheel): several microseconds a piece slower, and otherwise the same.
-"""
+"""Postings: runs of bytes that are handed to a link piece by piece, in C++ (`ffi/transfer`), and their completions."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import pathlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from ctypes import c_int, c_int64, c_size_t, c_void_p
+import importlib
+from ctypes import c_void_p
 from typing import Any, Protocol
 
 import numpy as np
 
 from xen_moe_jax.transfer import _ucp
-from xen_moe_jax.transfer._wire import Repeated, at_address
+from xen_moe_jax.transfer._errors import TransferUnavailable
+from xen_moe_jax.transfer._wire import Repeated
 
 SLICE = {"host": 16 << 20, "cuda": 1 << 30}
-"""Bytes handed to the library before the engine's lock is given up: no peer's message waits behind a whole 128 MiB
-write. Host memory is copied in the call; a GPU's is copied later, by the GPU.
+"""Bytes handed to the library before the engine's lock is given up, so that no peer's message waits for a whole write
+of 128 MiB. Host memory is copied in the call; a GPU's is copied later, by the GPU.
 """
 PIECES = 1024
 """The same limit for pieces."""
 POLLS = 8
-"""Looks that find nothing new before a call of the loop returns: host memory has arrived by then."""
+"""Polls that find nothing new before a call of the loop returns: host memory has arrived by then."""
 POLLS_GPU = 256
 SHORT_GPU = 2 << 20
-"""So many looks, at about half a microsecond each, for up to so many bytes between GPUs: waking the engine's thread for
-a copy of some microseconds would take longer than the copy.
+"""The number of polls, of about half a microsecond each, for up to `SHORT_GPU` bytes between GPUs: waking the engine's
+thread for a copy of some microseconds would take longer than the copy.
 """
 SHORT = 256 << 10
-"""Bytes whose copy takes less time than another thread's turn with the GIL, which is kept for that long."""
-
-LIBRARY = pathlib.Path(__file__).with_name("libucx_posting.so")
-
-
-class Key:
-    """An unpacked key and the postings that use it. Different memory may have equal keys: on one host a key names no
-    address.
-    """
-
-    def __init__(self, handle: int):
-        self.handle, self.postings, self.forgotten = handle, 0, False
-
-    def release(self) -> None:
-        """Gives the handle back once nothing uses it and nobody will."""
-        if self.forgotten and not self.postings and self.handle:
-            _ucp.library().ucp_rkey_destroy(self.handle)
-            self.handle = 0
-
-
-class LinkState(Protocol):
-    """The link that postings are on. `failed` is the reason why it broke, or None."""
-
-    failed: str | None
-
-
-class PythonPosting:
-    """A posting whose loop is in Python."""
-
-    runs_alone = False
-
-    def __init__(self, link: Any, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray):
-        self.nbytes = nbytes
-        self.bytes_posted = 0
-        self.error: str | None = None
-        self._link = link
-        self._function = _ucp.library().ucp_put_nbx if kind == "put" else _ucp.library().ucp_get_nbx
-        self._key = key
-        self._slice, self._parameters = SLICE[memory], _PARAMETERS[memory]
-        key.postings += 1
-        self._runs: deque[tuple[int, int, int]] = deque(map(tuple, runs.tolist()))
-        self._requests: list[int] = []
-        self._flushing = False
-        self._done = False
-
-    def stop(self) -> None:
-        self._runs.clear()
-
-    def spin(self, seconds: float) -> None:
-        raise NotImplementedError("this loop drives what it has under way")
-
-    def advance(self) -> bool:
-        if self._done:
-            return True
-        if self._link.failed:
-            self._runs.clear()
-            self.error = self.error or self._link.failed
-        budget, pieces = self._slice, PIECES
-        while self._runs and budget > 0 and pieces > 0:
-            budget -= self._hand_over()
-            pieces -= 1
-        self._collect()
-        if not self._runs and not self._requests:
-            if self._flushing or not self._link.open:
-                self._done = True
-            else:
-                # A put that ended locally may still be on its way; the flush ends when all are in the peer's memory.
-                self._flushing = True
-                self._keep(_ucp.library().ucp_ep_flush_nbx(self._link.endpoint, _FLUSH))
-                self._done = not self._requests
-        if self._done:
-            self._key.postings -= 1
-            self._key.release()
-        return self._done
-
-    def _hand_over(self) -> int:
-        local, remote, nbytes = self._runs.popleft()
-        part = min(nbytes, self._slice)
-        if part < nbytes:
-            self._runs.appendleft((local + part, remote + part, nbytes - part))
-        self._keep(self._function(self._link.endpoint, local, part, remote, self._key.handle, self._parameters))
-        self.bytes_posted += part
-        return part
-
-    def _keep(self, returned: int | None) -> None:
-        status = _ucp.request_status(returned)
-        if status is None:
-            assert returned is not None
-            self._requests.append(returned)
-        elif status < 0:
-            self._fail(status)
-
-    def _collect(self) -> None:
-        ucp = _ucp.library()
-        waiting = []
-        for request in self._requests:
-            status = ucp.ucp_request_check_status(request)
-            if status == _ucp.IN_PROGRESS:
-                waiting.append(request)
-                continue
-            ucp.ucp_request_free(request)
-            if status < 0:
-                self._fail(status)
-        self._requests = waiting
-
-    def _fail(self, status: int) -> None:
-        self._runs.clear()
-        self.error = self.error or _ucp.status_text(status)
-
-
-class _LinkFields(ctypes.Structure):
-    """`XenMoeLink` of ucx_posting.cc."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("put", "get", "flush", "progress", "check", "release", "worker", "endpoint")),
-        ("parameters", c_void_p * 2),
-        ("flush_parameters", c_void_p),
-        ("slice", c_int64 * 2),
-        ("pieces", c_int64),
-        ("move", c_void_p),
-        ("start", c_void_p),
-    ]
-
+"""Copies of up to so many bytes of host memory keep the GIL: they end sooner than another thread could take it."""
 
 _CALLS = (
     "ucp_put_nbx",
@@ -169,89 +41,28 @@ _CALLS = (
 _MEMORIES = ("host", "cuda")
 _PARAMETERS = {memory: _ucp.parameters(memory) for memory in _MEMORIES}
 _FLUSH = _ucp.RequestParams()
-_PROTOTYPES = {
-    "posting_start": (c_void_p, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_size_t, c_int]),
-    "posting_advance": (c_int, [c_void_p, c_int, c_int]),
-    "posting_spin": (c_int, [c_void_p, c_int64]),
-    "posting_stop": (None, [c_void_p]),
-    "posting_bytes": (c_int64, [c_void_p]),
-    "posting_status": (c_int, [c_void_p]),
-    "posting_free": (None, [c_void_p]),
-    "prepared_new": (c_void_p, [c_void_p, c_void_p, c_int, c_void_p, c_size_t, c_int]),
-    "prepared_start": (c_void_p, [c_void_p, c_int64]),
-    "prepared_free": (None, [c_void_p]),
-}
-
-
-_COPIES = (None, None, "flush", "progress", "check", "release")
-_COPY_PROTOTYPES = {"new": (c_void_p, [c_void_p]), "error": (c_int, [c_void_p]), "free": (None, [c_void_p])}
-
-
-class _Method(ctypes.Structure):
-    """`PyMethodDef` of Python."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("function", c_void_p), ("flags", c_int), ("text", ctypes.c_char_p)]
-
-
-_ONE_ARGUMENT = 8  # METH_O
-_PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLongLong", "PyLong_FromVoidPtr")
-
-
-class _Native:
-    """The functions of ucx_posting.cc, cuda_copies.cc and host_copies.cc. Those with `_short` keep the GIL.
-
-    `copy_calls` and `start_call` are addresses of those that stand in for UCX's where the driver copies, `move_call`
-    that of the one that does where the kernel copies.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        library = self.library = ctypes.CDLL(str(path))
-        for call, prototype in _COPY_PROTOTYPES.items():
-            function: Any = getattr(library, f"xen_moe_copies_{call}")
-            function.restype, function.argtypes = prototype
-        self.copy_calls = [_address(getattr(library, f"xen_moe_copies_{name}")) if name else 0 for name in _COPIES]
-        self.start_call = _address(library.xen_moe_copies_start)
-        self.move_call = _address(library.xen_moe_host_move)
-        holding = ctypes.PyDLL(str(path), handle=library._handle)  # noqa: SLF001
-        for name, (result, arguments) in _PROTOTYPES.items():
-            for functions, suffix in ((library, ""), (holding, "_short")):
-                function = getattr(functions, f"xen_moe_{name}")
-                function.restype, function.argtypes = result, arguments
-                setattr(self, name + suffix, function)
-        library.xen_moe_prepared_python((c_void_p * 3)(*(_address(getattr(ctypes.pythonapi, n)) for n in _PYTHON)))
-        self._method = _Method(b"start", _address(library.xen_moe_prepared_call), _ONE_ARGUMENT, None)
-
-    def prepared_call(self, handle: int) -> Callable[[int], int]:
-        """`prepared_start` of one prepared put, which keeps the GIL, as a function of the source's address."""
-        make = ctypes.pythonapi.PyCFunction_NewEx
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_Method), ctypes.py_object, c_void_p]
-        return make(self._method, handle, None)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, c_void_p).value or 0
 
 
 @functools.cache
-def native() -> _Native | None:
-    """The loop in C++, or None where it was not built. `XEN_MOE_TRANSFER_POSTING` names another file or "python"."""
-    chosen = os.environ.get("XEN_MOE_TRANSFER_POSTING")
-    path = LIBRARY if chosen is None else pathlib.Path(chosen)
-    if chosen == "python" or (chosen is None and not path.exists()):
-        return None
-    if chosen is not None and not path.is_file():
-        raise ValueError(
-            f"XEN_MOE_TRANSFER_POSTING={chosen!r} in the environment: must be 'python' or a file, the loop as it was "
-            "built; unset it"
-        )
-    return _Native(path)
+def native() -> Any:
+    """Returns the compiled module. Raises `TransferUnavailable` where it was not built."""
+    try:
+        return importlib.import_module("xen_moe_jax.transfer._native")
+    except ImportError as cause:
+        raise TransferUnavailable(
+            f"xen_moe_jax.transfer has a compiled part, which this installation lacks ({cause}): in a checkout, "
+            "install a C++ compiler and run `make transfer`; otherwise install the package's Linux wheel"
+        ) from cause
+
+
+class LinkState(Protocol):
+    """A link. `failed` is the reason why it broke, or None."""
+
+    failed: str | None
 
 
 class Endpoint(Protocol):
-    """What a posting asks of the link that it is on."""
+    """What a posting needs to know of its link. `runs_alone`: copies that were handed over need no driving."""
 
     @property
     def failed(self) -> str | None: ...
@@ -260,210 +71,168 @@ class Endpoint(Protocol):
     def open(self) -> bool: ...
 
     @property
-    def runs_alone(self) -> bool:
-        """Whether what was handed over goes on without being driven."""
+    def runs_alone(self) -> bool: ...
 
     def status_text(self, status: int) -> str: ...
 
 
-class NativePosting:
-    """A posting whose loop is in C++: `handle` is what that gave."""
+class Key:
+    """An unpacked key and the number of postings that use it.
 
-    def __init__(self, loop: _Native, link: Endpoint, key: Key, handle: int, nbytes: int):
+    Different memory may have equal keys: on one host a key has no address. `handle` is UCX's key, or the address of a
+    `PeerMemory`.
+    """
+
+    def __init__(self, handle: int):
+        self.handle, self.postings, self.forgotten = handle, 0, False
+
+    def release(self) -> None:
+        """Gives the handle back once the key is forgotten and no posting uses it."""
+        if self.forgotten and not self.postings and self.handle:
+            _ucp.library().ucp_rkey_destroy(self.handle)
+            self.handle = 0
+
+
+class NativePosting:
+    """A posting, with its link and its key."""
+
+    def __init__(self, link: Endpoint, key: Key, loop: Any, nbytes: int):
         self.error: str | None = None
         self.nbytes = nbytes
-        self._loop, self._link, self._key = loop, link, key
-        self._handle: int | None = handle
-        self.bytes_posted = loop.posting_bytes_short(handle)
+        self._link, self._key = link, key
+        self._loop: Any = loop
+        self.bytes_posted: int = loop.bytes_posted
         self.runs_alone = link.runs_alone and self.bytes_posted == nbytes
         key.postings += 1
 
     def stop(self) -> None:
-        if self._handle:
-            self._loop.posting_stop_short(self._handle)
+        """Hands over nothing more."""
+        if self._loop is not None:
+            self._loop.stop()
 
     def advance(self) -> bool:
-        if not self._handle:
+        """Hands over more runs and checks for completions. Returns whether nothing is in flight any more."""
+        loop = self._loop
+        if loop is None:
             return True
         if self._link.failed:
             self.stop()
             self.error = self.error or self._link.failed
-        ended = self._loop.posting_advance(self._handle, self._link.open, POLLS)
-        self.bytes_posted = self._loop.posting_bytes_short(self._handle)
-        if status := self._loop.posting_status_short(self._handle):
+        ended = loop.advance(self._link.open, POLLS)
+        self.bytes_posted = loop.bytes_posted
+        if status := loop.status:
             self.error = self.error or self._link.status_text(status)
         if ended:
-            self._loop.posting_free_short(self._handle)
-            self._handle = None
+            self._loop = None
             self._key.postings -= 1
             self._key.release()
-        return bool(ended)
+        return ended
 
     def spin(self, seconds: float) -> None:
-        """Returns when it has ended, as `advance` is to say, or after so long."""
-        if self._handle and not self._link.failed:
-            self._loop.posting_spin(self._handle, int(seconds * 1e9))
-
-    def __del__(self) -> None:
-        if self._handle:  # The engine is gone, and the worker with it: nothing is in flight.
-            self._loop.posting_free_short(self._handle)
+        """Waits until the posting has ended, or for `seconds`."""
+        if self._loop is not None and not self._link.failed:
+            self._loop.spin(int(seconds * 1e9))
 
 
-class Prepared(Protocol):
-    """What a starter has made of repeated runs and one key. It holds while the key is not forgotten: the link asks for
-    it anew then.
-    """
+class FailedPosting:
+    """A posting on a link that had failed before: nothing was handed over."""
 
-    key: Key
+    runs_alone = False
+    bytes_posted = 0
 
-    def start(self, pointer: int) -> PythonPosting | NativePosting | None:
-        """Puts them from a source that begins there; None where all has ended well."""
+    def __init__(self, nbytes: int, error: str):
+        self.nbytes = nbytes
+        self.error: str | None = error
 
+    def stop(self) -> None:
+        """Does nothing."""
 
-class Starter(Protocol):
-    """Starts postings on a link."""
+    def advance(self) -> bool:
+        """Returns True: nothing is in flight."""
+        return True
 
-    def post(
-        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
-    ) -> PythonPosting | NativePosting | None:
-        """None where all has ended well."""
-
-    def prepare(self, key: Key, runs: Repeated) -> Prepared: ...
-
-
-def prepare(starter: Starter, key: Key, runs: Repeated) -> Prepared:
-    """Prepares repeated runs for one key, and notes with the runs what was prepared."""
-    prepared = runs.prepared = starter.prepare(key, runs)
-    runs.lasting = prepared if isinstance(prepared, LastingPrepared) else None
-    return prepared
+    def spin(self, seconds: float) -> None:
+        """Does nothing."""
 
 
-class PythonPrepared:
-    def __init__(self, starter: PythonStarter, key: Key, runs: Repeated):
-        self._starter, self.key, self._runs = starter, key, runs
+class Prepared:
+    """Repeated runs for one key. Valid until the key is forgotten: the link then prepares them anew.
 
-    def start(self, pointer: int) -> PythonPosting | NativePosting | None:
-        runs = self._runs
-        return self._starter.post("put", self.key, runs.memory, runs.nbytes, at_address(runs.template, pointer))
-
-
-class PythonStarter:
-    """Starts postings whose loop is in Python."""
-
-    def __init__(self, link: Any):
-        self._link = link
-
-    def post(
-        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
-    ) -> PythonPosting | NativePosting | None:
-        return PythonPosting(self._link, kind, key, memory, nbytes, runs)
-
-    def prepare(self, key: Key, runs: Repeated) -> Prepared:
-        return PythonPrepared(self, key, runs)
-
-
-class NativePrepared:
-    """`call` starts the runs from a source at an address, and gives 0 where all has ended well, or what `posting`
+    `call` starts the runs from a source at an address. It returns None if all have arrived, otherwise what `posting`
     takes.
     """
 
-    __slots__ = ("_handle", "_loop", "_starter", "call", "key", "nbytes")
+    __slots__ = ("_loop", "_starter", "call", "key", "nbytes")
 
-    def __init__(self, loop: _Native, starter: NativeStarter, key: Key, nbytes: int, handle: int, is_short: bool):
-        self._loop, self._starter, self.key, self.nbytes, self._handle = loop, starter, key, nbytes, handle
-        self.call = loop.prepared_call(handle) if is_short else functools.partial(loop.prepared_start, handle)
+    def __init__(self, starter: Starter, key: Key, nbytes: int, loop: Any, keeps_gil: bool):
+        self._starter, self.key, self.nbytes, self._loop = starter, key, nbytes, loop
+        self.call = loop.start_short if keeps_gil else loop.start
 
     def start(self, pointer: int) -> NativePosting | None:
-        return self.posting(handle) if (handle := self.call(pointer)) else None
+        """Puts the runs from a source that begins at `pointer`. Returns None if all have arrived."""
+        return None if (loop := self.call(pointer)) is None else self.posting(loop)
 
-    def posting(self, handle: int) -> NativePosting:
-        return self._starter.posting(self.key, handle, self.nbytes)
-
-    def __del__(self) -> None:
-        self._loop.prepared_free_short(self._handle)
+    def posting(self, loop: Any) -> NativePosting:
+        """Returns the posting for what `call` has returned."""
+        return self._starter.posting(self.key, loop, self.nbytes)
 
 
-class LastingPrepared(NativePrepared):
-    """One that holds for as long as the link does, and may be started without asking it: what it moves has arrived when
-    `call` returns. Others do not last: UCX gives handles of keys back, and mappings of a GPU's memory are closed.
+class LastingPrepared(Prepared):
+    """Prepared runs that may be started without the link while it works: the bytes have arrived when `call` returns.
+
+    Others do not last: UCX's keys are given back, and mappings of a GPU's memory are closed.
     """
 
     __slots__ = ()
 
 
-class NativeStarter:
-    """Starts postings whose loop is in C++. `calls` are the addresses of the functions that it calls in place of
-    `_CALLS`, `move` that of the one that moves bytes at once, where no other is needed, `start` that of the one that
-    takes many runs in place of the first two.
-    """
+class Starter:
+    """Starts postings on one link."""
 
-    def __init__(
-        self,
-        loop: _Native,
-        link: Endpoint,
-        calls: Sequence[int],
-        worker: int,
-        endpoint: int,
-        *,
-        move: int = 0,
-        start: int = 0,
-    ):
-        self._loop, self._link, self._moves = loop, link, bool(move)
-        self._fields = _LinkFields(
-            *calls,
-            worker,
-            endpoint,
-            (c_void_p * 2)(*(ctypes.addressof(_PARAMETERS[memory]) for memory in _MEMORIES)),
-            ctypes.addressof(_FLUSH),
-            (c_int64 * 2)(*(SLICE[memory] for memory in _MEMORIES)),
-            PIECES,
-            move,
-            start,
-        )
-        self._address = ctypes.addressof(self._fields)
+    def __init__(self, link: Endpoint):
+        self._state = link
+        self.link = native().Link(SLICE["host"], SLICE["cuda"], PIECES)
+        self.lasts = False
+
+    @classmethod
+    def ucx(cls, link: Endpoint, worker: int, endpoint: int) -> Starter:
+        """Returns a starter of puts and gets by UCX."""
+        made, ucp = cls(link), _ucp.library()
+        parameters = [ctypes.addressof(_PARAMETERS[memory]) for memory in _MEMORIES]
+        calls = [address(getattr(ucp, call)) for call in _CALLS]
+        made.link.use_ucx(calls, worker, endpoint, parameters, ctypes.addressof(_FLUSH))
+        return made
 
     def post(self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray) -> NativePosting | None:
+        """Starts runs. Returns None if all have arrived."""
         runs = np.ascontiguousarray(runs, np.int64)
-        start = self._loop.posting_start_short if self._is_short(memory, nbytes) else self._loop.posting_start
-        place = runs.ctypes.data, len(runs)
-        handle = start(self._address, kind == "get", key.handle, memory == "cuda", *place, self._polls(memory, nbytes))
-        return self.posting(key, handle, nbytes) if handle else None
+        polls, keeps_gil = self._polls(memory, nbytes), _is_short(memory, nbytes)
+        loop = self.link.start(kind == "get", key.handle, memory == "cuda", runs, polls, keeps_gil)
+        return None if loop is None else self.posting(key, loop, nbytes)
 
-    def posting(self, key: Key, handle: int, nbytes: int) -> NativePosting:
-        return NativePosting(self._loop, self._link, key, handle, nbytes)
+    def posting(self, key: Key, loop: Any, nbytes: int) -> NativePosting:
+        """Returns a posting around one of the loop's."""
+        return NativePosting(self._state, key, loop, nbytes)
 
     def prepare(self, key: Key, runs: Repeated) -> Prepared:
+        """Prepares repeated runs for one key, and notes with the runs what was prepared."""
         template = np.ascontiguousarray(runs.template, np.int64)
-        place = template.ctypes.data, len(template), self._polls(runs.memory, runs.nbytes)
-        handle = self._loop.prepared_new_short(self._address, key.handle, runs.memory == "cuda", *place)
-        kind = LastingPrepared if self._moves else NativePrepared
-        return kind(self._loop, self, key, runs.nbytes, handle, self._is_short(runs.memory, runs.nbytes))
-
-    @staticmethod
-    def _is_short(memory: str, nbytes: int) -> bool:
-        return nbytes <= SHORT and memory == "host"
+        polls, keeps_gil = self._polls(runs.memory, runs.nbytes), _is_short(runs.memory, runs.nbytes)
+        loop = native().Prepared(self.link, key.handle, runs.memory == "cuda", template, polls)
+        kind = LastingPrepared if self.lasts else Prepared
+        prepared = runs.prepared = kind(self, key, runs.nbytes, loop, keeps_gil)
+        runs.lasting = prepared if isinstance(prepared, LastingPrepared) else None
+        return prepared
 
     def _polls(self, memory: str, nbytes: int) -> int:
-        to_gpu = memory == "cuda" or self._link.runs_alone
+        to_gpu = memory == "cuda" or self._state.runs_alone
         return POLLS_GPU if to_gpu and nbytes <= SHORT_GPU else POLLS
 
 
-class UcxStarter:
-    """What starts postings on a UCX link: the loop in C++, or the one in Python where that was not built, or where the
-    link has failed and only the error is left to be told.
-    """
+def _is_short(memory: str, nbytes: int) -> bool:
+    return nbytes <= SHORT and memory == "host"
 
-    def __init__(self, link: Any, worker: int):
-        loop, ucp = native(), _ucp.library()
-        self._link, self._python = link, PythonStarter(link)
-        calls = [_address(getattr(ucp, call)) for call in _CALLS]
-        self._native = None if loop is None else NativeStarter(loop, link, calls, worker, link.endpoint)
 
-    def post(
-        self, kind: str, key: Key, memory: str, nbytes: int, runs: np.ndarray
-    ) -> PythonPosting | NativePosting | None:
-        starter = self._python if self._native is None or self._link.failed else self._native
-        return starter.post(kind, key, memory, nbytes, runs)
-
-    def prepare(self, key: Key, runs: Repeated) -> Prepared:
-        return (self._native or self._python).prepare(key, runs)
+def address(function: Any) -> int:
+    """Returns the address of a function of a ctypes library."""
+    return ctypes.cast(function, c_void_p).value or 0

@@ -48,7 +48,7 @@ class Repeat:
             lasting = runs.lasting
             posting: Posting | None
             if lasting is not None and not peer.link.failed:
-                posting = lasting.posting(handle) if (handle := lasting.call(pointer)) else None
+                posting = None if (loop := lasting.call(pointer)) is None else lasting.posting(loop)
             else:
                 posting = peer.link.post_again(runs, pointer)
             if posting is None and imm is None and not source.is_deleted():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from xen_moe_jax.transfer import _cuda_copies, _device, _host_copies, _posting, _ucp
-from xen_moe_jax.transfer._wire import Posting, Repeated, at_address
+from xen_moe_jax.transfer._wire import Posting, Repeated
 
 _SPLIT = struct.Struct("<I")
 """In front of a key: the length of UCX's part; the rest is for the copies of the driver or of the kernel."""
@@ -22,11 +22,11 @@ class UcxLink:
         self._on_error = _ucp.ErrorHandler(self._lost)
         self._closing: int | None = None
         self.endpoint = _ucp.create_endpoint(worker, address, self._on_error)
-        self._starter = _posting.UcxStarter(self, worker)
+        self._starter = _posting.Starter.ucx(self, worker, self.endpoint)
         self._copies = _cuda_copies.LinkCopies(self, device) if copies else None
         self._host_copies = _host_copies.LinkCopies(self)
         self._ways: dict[bytes, tuple[_posting.Starter, _posting.Key]] = {}
-        """Of the keys of host memory that the kernel copies to."""
+        """By key of host memory that the kernel copies to or from: its starter, and the key for that."""
 
     status_text = staticmethod(_ucp.status_text)
     runs_alone = False
@@ -35,32 +35,32 @@ class UcxLink:
         self.failed = _ucp.status_text(status)
 
     def post(self, kind: str, key: bytes, memory: str, nbytes: int, runs: np.ndarray) -> Posting | None:
+        if self.failed:
+            return _posting.FailedPosting(nbytes, self.failed)
         starter, known = self._way(kind, key, memory, int(runs[0, 0]))
         return starter.post(kind, known, memory, nbytes, runs)
 
     def post_again(self, runs: Repeated, pointer: int) -> Posting | None:
         if self.failed:
-            return self.post("put", runs.key, runs.memory, runs.nbytes, at_address(runs.template, pointer))
+            return _posting.FailedPosting(runs.nbytes, self.failed)
         prepared = runs.prepared
         starter, known = self._way("put", runs.key, runs.memory, pointer)
         if prepared is None or prepared.key is not known:  # The key was forgotten and given again.
-            prepared = _posting.prepare(starter, known, runs)
+            prepared = starter.prepare(known, runs)
         return prepared.start(pointer)
 
     def _way(self, kind: str, key: bytes, memory: str, local: int) -> tuple[_posting.Starter, _posting.Key]:
-        """What starts postings on a key, and the key for it: the driver's copies, the kernel's, or UCX."""
+        """Returns what starts postings on a key, and the key for that: the driver's copies, the kernel's, or UCX."""
         found: tuple[_posting.Starter, _posting.Key] | None = self._ways.get(key) if memory == "host" else None
         if found is None and self._copies is not None and (exported := _exported(key)):
             if memory == "host":
-                if not self.failed and (found := self._host_copies.way(exported)):
+                if found := self._host_copies.way(exported):
                     self._ways[key] = found
                 elif kind == "put":
                     found = self._copies.way(exported, None)
             else:
                 found = self._copies.way(exported, local)
-        if found is None or self.failed:
-            return self._starter, self._keys.get(key) or self._unpack(key)
-        return found
+        return found or (self._starter, self._keys.get(key) or self._unpack(key))
 
     def takes_host_memory(self, key: bytes) -> bool:
         return self._copies is not None and not self.failed and self._copies.way(_exported(key), None) is not None
@@ -72,7 +72,7 @@ class UcxLink:
         return known
 
     def key(self, key: bytes) -> int:
-        """The library's handle of a key."""
+        """Returns UCX's handle of a key."""
         return (self._keys.get(key) or self._unpack(key)).handle
 
     def forget(self, key: bytes) -> None:
@@ -90,13 +90,13 @@ class UcxLink:
         self._closing = _ucp.close_endpoint(self.endpoint, force)
 
     def finish_copies(self) -> None:
-        """Returns when the driver copies nothing more; postings of such copies are not asked again."""
+        """Waits until the driver copies nothing more. Postings of such copies must not be advanced any more."""
         if self._copies is not None:
             self._copies.close()
         self._host_copies.close()
 
     def closed(self) -> bool:
-        """Whether the library has let go of the endpoint (after `close`)."""
+        """Returns whether the library has given the endpoint back (after `close`)."""
         if self._closing is not None and _ucp.library().ucp_request_check_status(self._closing) != _ucp.IN_PROGRESS:
             _ucp.library().ucp_request_free(self._closing)
             self._closing = None
@@ -106,10 +106,8 @@ class UcxLink:
             if not self._copies.idle():
                 return False
         self.finish_copies()
-        for key in [
-            *self._keys,
-            *self._ways,
-        ]:  # Not before: what was in flight when the link broke may still name them.
+        # Not before: bytes that were in flight when the link broke may still need the keys.
+        for key in [*self._keys, *self._ways]:
             self.forget(key)
         return True
 
@@ -135,22 +133,21 @@ class UcxMemory:
 
 
 class UcxWire:
-    """UCX: memory of other processes of this host directly, NVLink by CUDA IPC, RDMA where there are cards, TCP
-    elsewhere.
+    """UCX: memory of other processes of this host, NVLink by CUDA IPC, RDMA with network cards, and TCP elsewhere.
 
     `host` is the address that the engine listens on. On the loopback address UCX opens no port that another host could
-    reach. `settings` are UCX's own (names without `UCX_`), for what this class does not choose. With `copies` the
-    driver's own copies move what goes from a GPU of this process into memory of a GPU that it can map, and the kernel's
-    what goes between host memory of two processes of one machine.
+    reach. `settings` are UCX's own (names without `UCX_`), for choices that this class does not make. With `copies` the
+    CUDA driver copies from a GPU of this process into GPU memory that it can map, and the kernel copies between the
+    host memory of two processes of one machine.
     """
 
     def __init__(self, host: str, settings: dict[str, str], copies: bool = True):
+        _posting.native()  # Raises here, and not at the first peer, where it is missing.
         self._copies = copies
-        # Not asked for again: in a callback of XLA JAX's default device is the CPU.
+        # Asked for once: in a callback of XLA, JAX's default device is the CPU.
         self._device = _device.default_ordinal()
-        chosen = {
-            "RNDV_THRESH": "inf"
-        }  # With its own threshold UCX sees no use in a lane into another process's memory.
+        # With its own threshold UCX does not use a lane into another process's memory.
+        chosen = {"RNDV_THRESH": "inf"}
         if host.startswith("127."):
             chosen["NET_DEVICES"] = "lo"
         self._context = _ucp.create_context(chosen | settings)
@@ -180,9 +177,8 @@ class UcxWire:
         _close_all(self._links)
         for link in self._links:
             link.finish_copies()
-        for _ in range(
-            10_000
-        ):  # A forced close ends with its cancelled requests, in progress calls of this thread alone.
+        # A forced close ends with its cancelled requests, in progress calls of this thread alone.
+        for _ in range(10_000):
             if not self._links:
                 break
             self.progress()

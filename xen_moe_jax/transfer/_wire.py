@@ -50,12 +50,12 @@ class Repeated:
 
 
 class LastingPut(Protocol):
-    """Prepared runs that have arrived when `call` returns 0. Otherwise `posting` takes what `call` returned."""
+    """Prepared runs that have arrived when `call` returns None. Otherwise `posting` takes what `call` returned."""
 
-    def call(self, pointer: int) -> int:
+    def call(self, pointer: int) -> Any:
         """Puts the runs from a source that begins at `pointer`."""
 
-    def posting(self, handle: int) -> Posting: ...
+    def posting(self, loop: Any) -> Posting: ...
 
 
 def at_address(template: np.ndarray, pointer: int) -> np.ndarray:
