@@ -134,7 +134,7 @@ def prefill_process(name, descriptor, dies_after):
             program = jax.jit(lambda t, w=watcher: prefill(params, t, lambda x, i, kv: xt.tick(x, w, i, data=kv)))
             logits = program(jnp.asarray(request["prompt"]))
             watcher.wait(LAYERS, timeout=60)
-            transfers.append(engine.write(logits, decoder["logits"], imm=request["id"]))
+            transfers.append(engine.write(logits, decoder["logits"], imm=request["id"], last=True))
             for transfer in transfers:
                 transfer.wait(60)
 

@@ -161,7 +161,7 @@ def prefill_other(descriptor, options):
             say(f"request {request['id']}")
             send, transfers, sent = write_layers(engine, decoder, request)
             logits, answer = run(model, params, request["prompt"], send, transfers, options.dies_after)
-            transfers["logits"] = engine.write(logits, decoder["logits"], imm=request["id"])
+            transfers["logits"] = engine.write(logits, decoder["logits"], imm=request["id"], last=True)
             for transfer in transfers.values():
                 transfer.wait(60)
             say(f"request {request['id']}: all is confirmed; keys that UCX was given: {len(decoder.link._keys)}")

@@ -1,4 +1,4 @@
-"""A wire that does its worst within what a library may do, and some of what it may not.
+"""A wire that behaves as badly as a library may, and in some ways worse.
 
 It posts in another order, late and in small parts, says twice that something has ended, fails after part of the bytes,
 and cuts links. Arrival frames of its engine are held back, swapped and sent twice.

@@ -96,9 +96,9 @@ def test_the_first_pattern_that_matches_counts():
         xt.plan(arrays, there, cast={"*": "float32", "a": "bfloat16"})
 
 
-def test_a_layout_that_nobody_can_fill():
+def test_a_layout_that_no_process_can_fill():
     leaf = xt.Layout("r", "w", (Leaf.of_boxes("", (4,), np.dtype("float32"), [((0, 6),)]),))
-    with pytest.raises(ValueError, match="nobody holds 2 elements"):
+    with pytest.raises(ValueError, match="no process holds 2 elements"):
         xt.plan(jax.ShapeDtypeStruct((4,), np.float32), leaf)
 
 

@@ -1,4 +1,4 @@
-"""What a user may get wrong, and what the errors then say; barriers that were given up."""
+"""Mistakes of users, and the errors that they get; barriers that were given up."""
 
 import threading
 import time

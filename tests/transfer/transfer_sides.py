@@ -1,4 +1,4 @@
-"""What the other process of a test does. Every function takes the process's state first; `serve` runs them."""
+"""The functions that the other process of a test runs. Each takes the process's state first; `serve` calls them."""
 
 import os
 import signal

@@ -31,7 +31,7 @@ Head = dict[str, Any]
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
-    """A keyed BLAKE2b over the parts, each with its length."""
+    """Returns a keyed BLAKE2b over the parts, each with its length."""
     hasher = hashlib.blake2b(key=key, digest_size=TAG)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -40,7 +40,7 @@ def tag(key: bytes, *parts: bytes) -> bytes:
 
 
 def secret_key(token: bytes) -> bytes:
-    """The 32-byte key of a token of any length."""
+    """Returns the 32-byte key for a token of any length."""
     return hashlib.blake2b(token, digest_size=32, person=b"xen-moe-transfer").digest()
 
 
@@ -50,8 +50,8 @@ def encode(head: Head, payload: bytes | memoryview = b"") -> bytes:
 
 
 class Channel:
-    """Frames over a connected socket. Not blocking: `send` queues what the kernel does not take, `receive` gives whole
-    frames.
+    """Frames over a connected socket, without blocking: `send` queues the bytes that the kernel does not take now, and
+    `receive` returns whole frames.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, is_client: bool):
@@ -75,7 +75,7 @@ class Channel:
         self._incoming = bytearray()
 
     def send(self, head: Head, payload: bytes = b"") -> None:
-        """Queues a frame and hands over what fits. Raises OSError where the connection is broken."""
+        """Queues a frame and sends as much as fits. Raises OSError if the connection is broken."""
         body = encode(head, payload)
         mark = tag(self._keys[self._directions[0]], self._sent.to_bytes(8, "little"), body)
         self._sent += 1
@@ -99,8 +99,9 @@ class Channel:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[tuple[Head, bytes]], bool]:
-        """(whole frames that have arrived, whether the connection has ended). Raises OSError, or ValueError for a bad
-        frame.
+        """Returns (whole frames that have arrived, whether the connection has ended).
+
+        Raises OSError, or ValueError for a bad frame.
         """
         ended = False
         while not ended:
@@ -145,7 +146,7 @@ class Channel:
 
 
 class _Handshake:
-    """Blocking messages of the handshake, all before one deadline."""
+    """Sends and receives the messages of a handshake, blocking, all before one deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float):
         self.connection, self.deadline = connection, deadline
@@ -191,13 +192,13 @@ def _session(key: bytes, nonces: bytes) -> bytes:
 def open_channel(
     address: tuple[str, int], key: bytes, hello: Head, target: str, deadline: float
 ) -> tuple[Channel, Head]:
-    """Connects to the engine with identity `target`; (channel, its hello). Raises this package's errors."""
+    """Connects to the engine with identity `target`. Returns (channel, its hello). Raises this package's errors."""
     where = f"{address[0]}:{address[1]}"
     request = f"connect to {where}"
     try:
         connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
     except TimeoutError as cause:
-        raise TransferTimeout(f"{request}: nobody answered in time", request=request) from cause
+        raise TransferTimeout(f"{request}: no engine answered in time", request=request) from cause
     except OSError as cause:
         raise PeerLost(f"{request}: {cause.strerror or cause}; is its engine open?", request=request) from cause
     try:

@@ -1,7 +1,7 @@
-"""GPU memory of this package's own, which other processes can map, and which becomes a JAX array without a copy.
+"""GPU memory of this package, which other processes can map, and which becomes a JAX array without a copy.
 
-XLA takes its memory by the driver's virtual memory calls, in a form that UCX cannot hand to another process. What peers
-address is therefore `cuMemAlloc`ed here, beside XLA's pool, and imported by DLPack.
+XLA allocates its memory by the driver's virtual memory calls, in a form that UCX cannot give to another process. Memory
+for peers is therefore allocated here by `cuMemAlloc`, beside XLA's pool, and imported into JAX by DLPack.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from xen_moe_jax.transfer._errors import TransferRefused
 _CUDA = 2  # DLPack's kDLCUDA
 
 _pool: dict[tuple[int, int], list[int]] = {}
-"""Memory that nobody uses, by (device, bytes). It is used again rather than freed: peers have it mapped."""
+"""Unused memory, by (device, bytes). It is used again rather than freed, because peers have it mapped."""
 _pool_lock = threading.RLock()  # Memory is given back by the collector, too, which may run in the middle of anything.
 
 
 class DeviceMemory:
-    """`nbytes` of zeros on a GPU. Given back to the pool when nobody holds this object, JAX arrays included."""
+    """`nbytes` of zeros on a GPU. Given back to the pool when this object and the JAX arrays made of it are gone."""
 
     def __init__(self, ordinal: int, nbytes: int):
         self.ordinal, self.nbytes, self.pointer = ordinal, nbytes, 0
@@ -46,7 +46,7 @@ class DeviceMemory:
         _device.zero(pointer, nbytes)  # After all work that reads what was here before.
 
     def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
-        """It as an array on the JAX device that it belongs to."""
+        """Returns the memory as an array on the JAX device that it belongs to."""
         return _dlpack.as_array(self, self.pointer, shape, dtype, (_CUDA, device.local_hardware_id))
 
     def __del__(self, lock: Any = _pool_lock, pool: Any = _pool) -> None:
@@ -63,7 +63,7 @@ def _drain(ordinal: int) -> None:
 
 
 def shareable_copy(pointer: int, nbytes: int) -> DeviceMemory | None:
-    """A copy of a JAX array's memory that other processes can map; None where they can map the memory itself."""
+    """Returns a copy of a JAX array's memory that other processes can map; None if they can map the memory itself."""
     if _device.is_shareable(pointer):
         return None
     memory = DeviceMemory(_device.ordinal_of(pointer), nbytes)

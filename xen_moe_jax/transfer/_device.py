@@ -1,4 +1,4 @@
-"""The CUDA driver, as far as transfers need it: a thread's current context, and what memory other processes can map."""
+"""The CUDA driver as far as transfers need it: the current context, and memory that other processes can map."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def driver() -> ctypes.CDLL:
 
 
 def default() -> Any:
-    """The device of arrays that name none: `jax_default_device`, or the first local one."""
+    """Returns JAX's device for arrays that name none: `jax_default_device`, or the first local one."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
 def default_ordinal() -> int | None:
-    """The CUDA device of the default device, or None where that is no NVIDIA GPU."""
+    """Returns the CUDA ordinal of the default device, or None if that is no NVIDIA GPU."""
     device: Any = default()
     if device.platform not in ("gpu", "cuda") or "rocm" in device.client.platform_version.lower():
         return None
@@ -39,7 +39,7 @@ def default_ordinal() -> int | None:
 
 @functools.cache
 def ordinal(device: Any) -> int:
-    """The CUDA device of a JAX device: where its memory is. JAX may count only those that it was told to use."""
+    """Returns the CUDA ordinal of a JAX device, found by its memory: JAX may count only some of the devices."""
     array = jax.block_until_ready(jax.device_put(np.zeros(1, np.uint8), device))
     make_current(device.local_hardware_id)
     return ordinal_of(array.unsafe_buffer_pointer())
@@ -53,17 +53,17 @@ def _attribute(pointer: int, attribute: int) -> int:
 
 
 def is_shareable(pointer: int) -> bool:
-    """Whether another process can map this GPU memory: `cuMemAlloc`ed, or created with a fabric handle."""
+    """Returns whether another process can map this GPU memory: from `cuMemAlloc`, or created with a fabric handle."""
     return bool(_attribute(pointer, _LEGACY_IPC_CAPABLE)) or bool(_attribute(pointer, _ALLOWED_HANDLE_TYPES) & _FABRIC)
 
 
 def handle_types(pointer: int) -> int:
-    """The kinds of handles that the memory can be exported as (`CUmemAllocationHandleType`), for a report."""
+    """Returns the kinds of handles that the memory can be exported as (`CUmemAllocationHandleType`), for a report."""
     return _attribute(pointer, _ALLOWED_HANDLE_TYPES)
 
 
 def ordinal_of(pointer: int) -> int:
-    """The CUDA device that the memory is on."""
+    """Returns the CUDA ordinal of the device that the memory is on."""
     return _attribute(pointer, _DEVICE_ORDINAL)
 
 
@@ -73,7 +73,7 @@ def _check(call: str, status: int) -> None:
 
 
 def allocate(nbytes: int) -> int | None:
-    """Memory on the current device that other processes can map, or None where there is not enough."""
+    """Allocates memory on the current device that other processes can map. Returns None if there is not enough."""
     pointer = ctypes.c_uint64()
     status = driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
     if status == _OUT_OF_MEMORY:
@@ -87,14 +87,14 @@ def free(pointer: int) -> None:
 
 
 def zero(pointer: int, nbytes: int) -> None:
-    """Returns when the bytes are zero, and all work that was queued on the device before has ended."""
+    """Sets the bytes to zero, after all work that was queued on the device before; waits for both."""
     _check("cuCtxSynchronize", driver().cuCtxSynchronize())
     _check("cuMemsetD8", driver().cuMemsetD8_v2(ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes)))
     _check("cuCtxSynchronize", driver().cuCtxSynchronize())
 
 
 def copy(to: int, origin: int, nbytes: int) -> None:
-    """Within the current device; returns when it is done."""
+    """Copies within the current device; waits for the end."""
     to_, origin_ = ctypes.c_uint64(to), ctypes.c_uint64(origin)
     _check("cuMemcpyDtoD", driver().cuMemcpyDtoD_v2(to_, origin_, ctypes.c_size_t(nbytes)))
     _check("cuCtxSynchronize", driver().cuCtxSynchronize())
@@ -102,7 +102,7 @@ def copy(to: int, origin: int, nbytes: int) -> None:
 
 @functools.cache
 def context(device: int) -> int:
-    """The device's primary context, which is JAX's."""
+    """Returns the device's primary context, which JAX uses too."""
     cuda, found = driver(), ctypes.c_void_p()
     _check("cuInit", cuda.cuInit(0))
     status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(found), ctypes.c_int(device))
@@ -111,15 +111,15 @@ def context(device: int) -> int:
 
 
 def make_current(device: int) -> None:
-    """Makes the device's primary context current in this thread. Every time: XLA leaves the context of the device that
-    it used last.
+    """Makes the device's primary context current in this thread. Call it every time, because XLA leaves the context of
+    the device that it used last.
     """
     _check(f"cuCtxSetCurrent of device {device}", driver().cuCtxSetCurrent(ctypes.c_void_p(context(device))))
 
 
 @contextlib.contextmanager
 def context_kept() -> Iterator[None]:
-    """Leaves this thread's current context as it was: a callback runs in the middle of XLA's work on some device."""
+    """Restores this thread's current context at the end: a callback runs in the middle of XLA's work on some device."""
     if not driver.cache_info().currsize:  # Nothing here has touched CUDA.
         yield
         return
@@ -138,8 +138,8 @@ class _IpcHandle(ctypes.Structure):
 
 
 def export(pointer: int) -> tuple[bytes, int, int, int] | None:
-    """(handle, number, first address, bytes) of the allocation that holds the address, for `open_exported` in another
-    process; None where such memory cannot be given away. A number is never used twice.
+    """Returns (handle, number, first address, bytes) of the allocation that has the address, for `open_exported` in
+    another process; None if such memory cannot be exported. A number is never used twice.
     """
     if not _attribute(pointer, _LEGACY_IPC_CAPABLE):
         return None
@@ -152,7 +152,7 @@ def export(pointer: int) -> tuple[bytes, int, int, int] | None:
 
 
 def open_exported(handle: bytes) -> int | None:
-    """Where another process's memory lies in the current context from now on; None where it cannot be mapped."""
+    """Maps another process's memory in the current context. Returns its address, or None if it cannot be mapped."""
     pointer = ctypes.c_uint64()
     by_value = _IpcHandle.from_buffer_copy(handle)
     failed = driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), by_value, ctypes.c_uint(_LAZY_PEER_ACCESS))
@@ -160,19 +160,19 @@ def open_exported(handle: bytes) -> int | None:
 
 
 def close_exported(pointer: int) -> None:
-    """Never raises: with a context that is broken, whoever copies next is told."""
+    """Unmaps another process's memory. Never raises: if the context is broken, the next copy reports it."""
     driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
 
 
 def new_stream() -> int:
-    """A stream of the current context that waits for no other."""
+    """Creates a stream of the current context that waits for no other stream."""
     stream = ctypes.c_void_p()
     _check("cuStreamCreate", driver().cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING)))
     return stream.value or 0
 
 
 def end_stream(stream: int) -> None:
-    """Returns when everything on the stream has ended, well or not."""
+    """Waits for all work on the stream, and destroys it. Never raises."""
     driver().cuStreamSynchronize(ctypes.c_void_p(stream))
     driver().cuStreamDestroy_v2(ctypes.c_void_p(stream))
 
@@ -188,8 +188,8 @@ _COPY_CALLS = (
 
 
 def copy_functions(from_host: bool) -> list[int | None]:
-    """Addresses of the driver's functions, in the order of `XenMoeDriver` of cuda_copies.cc; None for one that this
-    driver does not have. Batches are for memory of GPUs.
+    """Returns the addresses of the driver's functions in the order of `Driver` in ffi/transfer/posting.h. The batch
+    function is None if this driver lacks it, and for copies from the host.
     """
     copy = "cuMemcpyHtoDAsync_v2" if from_host else "cuMemcpyDtoDAsync_v2"
     batch = None if from_host else getattr(driver(), "cuMemcpyBatchAsync_v2", None)

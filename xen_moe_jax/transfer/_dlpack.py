@@ -1,4 +1,4 @@
-"""Memory of this package's own as JAX arrays, by DLPack, without a copy."""
+"""Turns memory of this package into JAX arrays by DLPack, without a copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 _imported: dict[int, tuple[_Tensor, Any, Any]] = {}
-"""Tensors that JAX holds, by address: the structure, its shape, and what owns the memory."""
+"""Tensors that JAX holds, by address: the structure, its shape, and the owner of the memory."""
 
 
 @_Deleter
@@ -49,8 +49,10 @@ def _delete(tensor: Any) -> None:
 
 @atexit.register
 def _forget_all() -> None:
-    """JAX may let go of arrays after Python has ended: nothing of Python may be called then, but something must."""
-    nothing = ctypes.cast(ctypes.CDLL(None).labs, _Deleter)  # The absolute value of an address, which nobody reads.
+    """Replaces the deleters at exit: JAX may release arrays after Python has ended, and must not call Python then."""
+    nothing = ctypes.cast(
+        ctypes.CDLL(None).labs, _Deleter
+    )  # The absolute value of an address, whose result is not used.
     for tensor, shape, _ in _imported.values():
         tensor.deleter = nothing
         for kept in (tensor, shape):
@@ -58,7 +60,7 @@ def _forget_all() -> None:
 
 
 class _Exporter:
-    """What `jax.dlpack.from_dlpack` asks for."""
+    """An object that `jax.dlpack.from_dlpack` takes."""
 
     def __init__(self, owner: Any, pointer: int, shape: Sequence[int], dtype: np.dtype, device: tuple[int, int]):
         self._device = device
@@ -79,14 +81,14 @@ class _Exporter:
 
 
 def is_imported(dtype: np.dtype) -> bool:
-    """Whether JAX imports arrays of it as they are."""
+    """Returns whether JAX imports arrays of this dtype without a change."""
     return dtype.type in _OTHER_CODES or (dtype.kind in _CODES and dtype.isbuiltin == 1)
 
 
 def as_array(owner: Any, pointer: int, shape: Sequence[int], dtype: np.dtype, device: tuple[int, int]) -> jax.Array:
-    """Dense memory as a JAX array on `device` (DLPack's type and number); `owner` lives as long as the array does.
+    """Returns dense memory as a JAX array on `device` (DLPack's type and number). The array keeps `owner` alive.
 
-    Without a copy, but for dtypes that JAX does not import (float8): these are one on the device.
+    The array is not copied, except for dtypes that JAX does not import (float8), which are copied once on the device.
     """
     dtype = np.dtype(dtype)
     known = is_imported(dtype)

@@ -1,4 +1,4 @@
-"""Where the elements of an array lie, and which runs of bytes take them elsewhere.
+"""Addresses of an array's elements, and the runs of bytes that copy them elsewhere.
 
 A `Box` is a rectangle of global coordinates, one (start, stop) per dimension. A shard is a box and the address of its
 row-major elements. Everything here is arithmetic on the host; nothing is copied.
@@ -44,7 +44,7 @@ class Leaf:
 
     @classmethod
     def of_boxes(cls, path: str, shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box]) -> Leaf:
-        """A leaf of which only the boxes are known."""
+        """Returns a leaf whose boxes are known, but not its memory."""
         return cls(path, shape, dtype, tuple(Shard(box, 0, "host") for box in boxes))
 
     @property
@@ -66,8 +66,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of one window and the boxes that its process holds: `window.layout`, or `peer["w"].layout` from
-    afar.
+    """The arrays of one window and the boxes that its process holds: `window.layout` there, `peer["w"].layout` at a
+    peer.
     """
 
     owner: str
@@ -76,18 +76,18 @@ class Layout:
 
 
 def distinct(shards: Sequence[Shard]) -> tuple[Shard, ...]:
-    """One shard of each box: what a reader needs of replicated arrays."""
+    """Returns one shard of each box: a reader needs no replicas."""
     return tuple({shard.box: shard for shard in reversed(shards)}.values())
 
 
 def leaves_by_path(tree) -> dict[str, Any]:
-    """A pytree's leaves by path: "" for a single leaf, "layers/0/k" below containers."""
+    """Returns a pytree's leaves by path: "" for a single leaf, "layers/0/k" below containers."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a shard's index (as in `jax.Array.addressable_shards`)."""
+    """Returns the box of a shard's index (as in `jax.Array.addressable_shards`)."""
     return tuple(piece.indices(extent)[:2] for piece, extent in zip(index, shape, strict=True))
 
 
@@ -109,7 +109,7 @@ def _strides(box: Box) -> list[int]:
 
 
 def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None = None, axis: int = 0) -> np.ndarray:
-    """The runs that copy what two boxes have in common: int64 `[n, 3]`, (source offset, destination offset, bytes).
+    """Returns the runs that copy what two boxes share, int64 `[n, 3]`: source offset, destination offset, bytes.
 
     With `pages`, coordinate `pages[0][i]` of the source along `axis` goes to `pages[1][i]` of the destination; along
     the other dimensions coordinates are the same. Neighbouring runs are joined.

@@ -1,7 +1,7 @@
-"""JAX arrays as memory: what can be addressed in place, and what has to pass through the host.
+"""The memory of JAX arrays: addressed in place where possible, otherwise copied through the host.
 
-On CPU and CUDA devices an array's shards are dense and row-major and stay where they are while somebody holds the
-array: they are addressed in place. Elsewhere (TPU) a shard is copied to or from the host.
+On CPU and CUDA devices an array's shards are dense and row-major, and stay where they are as long as the array is
+referenced: they are addressed in place. Elsewhere (TPU) a shard is copied to or from the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 
 def check_array(value: Any, what: str) -> None:
-    """Raises `TransferRefused` for what is not an array."""
+    """Raises `TransferRefused` for a value that is not an array."""
     if isinstance(value, jax.core.Tracer):
         raise TransferRefused(f"{what} is being traced: transfers start outside of jit; xt.tick hands arrays out of it")
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -33,7 +33,7 @@ def check_array(value: Any, what: str) -> None:
 
 
 def check_dtype(dtype, what: str) -> np.dtype:
-    """The NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
+    """Returns the NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
     if isinstance(dtype, np.dtype) and dtype in _CHECKED:
         return dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
@@ -58,7 +58,7 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def on_gpu(array: Any, device: Any) -> Any:
-    """A copy on the device, where that is a GPU."""
+    """Returns a copy on the device if that is a GPU, otherwise the array."""
     return jax.device_put(array, device) if _IN_PLACE.get(device.platform) == "cuda" else array
 
 
@@ -68,9 +68,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
-    """(this process's shards of a finished array, each box once; what must be kept alive while their addresses are
-    used).
-    """
+    """Returns (this process's shards of a finished array, each box once; the objects that keep their memory alive)."""
     if not isinstance(array, jax.Array):
         host = np.asarray(array, order="C")
         return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
@@ -101,13 +99,13 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shard
 
 
 class Block:
-    """Writable memory of one array that does not exist for JAX yet.
+    """Writable memory of one array that is not a JAX array yet.
 
-    `shards` covers every addressable shard, replicas too. `array()` is the array, from then on immutable. Host memory
-    needs no copy: it is JAX's own, or, `shared` with other processes, this package's. What lies on a GPU is copied
-    there into JAX's memory, but with `in_place`: programs that run as CUDA graphs do not take both kinds of memory.
-    With `on_host` it lies on the host until `array()`: for what is read from a peer's host memory. UCX would bring that
-    to a GPU by answers of the peer, and abort the peer where this process dies before it has them.
+    `shards` covers every addressable shard, replicas too. `array()` returns the array, which is immutable from then on.
+    Host memory needs no copy: it is JAX's or, if `shared` with other processes, this package's. GPU memory is copied on
+    the GPU into JAX's memory unless `in_place`, because programs that run as CUDA graphs do not take both kinds. With
+    `on_host` the memory is on the host until `array()`, for reads from a peer's host memory: UCX would write it to a
+    GPU by answers of the peer, and would abort the peer if this process died before it had them.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Block:
                     self.shards.append(Shard(box, host.ctypes.data, "host"))
 
     def _places(self) -> Iterator[tuple[Any, Box, tuple[int, ...], int]]:
-        """Of every addressable shard: device, box, extents, bytes."""
+        """Yields (device, box, extents, bytes) for every addressable shard."""
         places: Any = self.sharding.addressable_devices_indices_map(self.shape)
         for device, index in places.items():
             box = box_of(index or (), self.shape)
@@ -160,7 +158,7 @@ class Block:
             yield device, box, extents, math.prod(extents) * self.dtype.itemsize
 
     def _share(self) -> bool:
-        """Takes host memory that other processes can map; False where there is none, or JAX would have to copy it."""
+        """Takes host memory that other processes can map. Returns False if there is none, or if JAX would copy it."""
         if not _dlpack.is_imported(self.dtype):
             return False
         places = list(self._places())

@@ -1,4 +1,4 @@
-"""Who sends which slice of which array to whom: computed once, from shapes and shardings alone."""
+"""The plan of a push: which process sends which slice to which receiver, computed once from shapes and shardings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plan:
     arrivals: Mapping[str, int]
 
     def of(self, process: int) -> dict[tuple[str, str], list[Piece]]:
-        """What a process sends, by (receiver, path): one write each."""
+        """Returns the pieces that a process sends, by (receiver, path). Each entry is one write."""
         writes: dict[tuple[str, str], list[Piece]] = {}
         for piece in self.pieces:
             if piece.process == process:
@@ -59,7 +59,7 @@ class Plan:
 
 
 def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
-    """A static plan for `push`.
+    """Makes a static plan for `push`.
 
     Args:
         src: pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings: the sender's, over all of its processes.
@@ -105,7 +105,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
 
 def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str], Any]]:
-    """Of each pattern the paths that it matches, and its dtype; ValueError for a pattern that matches none."""
+    """Returns the matching paths and the dtype of each pattern. Raises ValueError for a pattern that matches none."""
     found = {}
     for pattern, dtype in cast.items():
         try:
@@ -121,7 +121,7 @@ def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str
 
 
 def _holders(path: str, leaf: Any) -> dict[Box, list[int]]:
-    """The distinct boxes of an array, and the processes that hold each."""
+    """Returns the distinct boxes of an array, and the processes that hold each."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return {tuple((0, extent) for extent in leaf.shape): [jax.process_index()]}
@@ -158,5 +158,5 @@ def _cover(path: str, box: Box, receiver: str, holders: dict[Box, list[int]], lo
         load[process] += pieces[-1].size
     missing = math.prod(stop - start for start, stop in box) - sum(piece.size for piece in pieces)
     if missing:
-        raise ValueError(f"plan: nobody holds {missing} elements of {path or 'the array'} that {receiver!r} needs")
+        raise ValueError(f"plan: no process holds {missing} elements of {path or 'the array'} that {receiver!r} needs")
     return pieces

@@ -1,4 +1,4 @@
-"""Which process a peer is, and whether it has ended; for processes of this machine."""
+"""Identifies processes of this machine, and tells whether one has ended."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _machine() -> str:
 
 
 def describe() -> dict:
-    """This process, as another one of the same machine can look it up."""
+    """Returns a description of this process by which another one of the same machine can find it."""
     return {"machine": _machine(), "id": os.getpid(), "start": _start_time(os.getpid())}
 
 
 @functools.cache
 def machine_mark() -> bytes:
-    """16 bytes that the processes of this machine that can see one another have in common."""
+    """Returns 16 bytes that are the same in all processes of this machine that can see one another."""
     return hashlib.blake2b(_machine().encode(), digest_size=16).digest()
 
 
@@ -41,7 +41,7 @@ def _mark_of(_process: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def mark() -> tuple[bytes, int]:
-    """16 random bytes that are this process's alone, also among the children of one process, and where they lie."""
+    """Returns 16 random bytes that no other process has, not even a child of the same parent, and their address."""
     buffer = _mark_of(os.getpid())
     return buffer.raw, ctypes.addressof(buffer)
 
@@ -53,7 +53,7 @@ class _Vector(ctypes.Structure):
 
 
 def open_marked(process: int, mark: bytes, place: int) -> int | None:
-    """A descriptor of the process that has this mark there; None where there is none such, or this one may not look."""
+    """Returns a descriptor of the process that has this mark at `place`; None if no such process can be read."""
     try:
         descriptor = os.pidfd_open(process)
     except (AttributeError, OSError):  # A Python that was built for kernels without it; no such process.
@@ -70,5 +70,5 @@ def open_marked(process: int, mark: bytes, place: int) -> int | None:
 
 
 def has_ended(process: dict) -> bool:
-    """True only for a process of this machine that is gone; of another machine nothing is known."""
+    """Returns True only for a process of this machine that has ended; for other machines always False."""
     return process.get("machine") == _machine() and _start_time(int(process["id"])) != process["start"]

@@ -114,7 +114,7 @@ class RemoteTree:
 
     @property
     def layout(self) -> Layout:
-        """Who holds which slice of it: a destination for `plan`."""
+        """The slices that the peer holds: a destination for `plan`."""
         return Layout(self.peer.name, self.target.name, tuple(self.target.leaves.values()))
 
     @property
@@ -124,7 +124,7 @@ class RemoteTree:
 
     @property
     def peer(self) -> Peer:
-        """Whose memory this is."""
+        """The peer that owns the memory."""
         return self.target.peer
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class RemoteArray:
 
     @property
     def layout(self) -> Layout:
-        """Who holds which slice of it: a destination for `plan`."""
+        """The slices that the peer holds: a destination for `plan`."""
         return Layout(self.peer.name, self.target.name, (self.leaf,))
 
     @property
@@ -157,7 +157,7 @@ class RemoteArray:
 
     @property
     def peer(self) -> Peer:
-        """Whose memory this is."""
+        """The peer that owns the memory."""
         return self.target.peer
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class RemoteArray:
         pages: Pages | None = None,
         templates: dict[tuple, list[Template]] | None = None,
     ) -> list[Runs]:
-        """The runs between local shards (of an array of this rectangle's shape) and the peer's `shards`.
+        """Returns the runs between local shards (of an array of this rectangle's shape) and the peer's `shards`.
 
         With `pages`, the first dimension is the paged one. `templates` keeps what does not depend on the local
         addresses, for the next write of the same shape to the same place.
@@ -249,7 +249,7 @@ def remote(target: RemoteWindow, path: str) -> RemoteArray | RemoteTree:
 
 
 def _sides(pages: Any) -> Pages:
-    """Both sides of `pages` as int64 arrays. Raises `TransferRefused` for what is no pair of integers."""
+    """Returns both sides of `pages` as int64 arrays. Raises `TransferRefused` if they are no pair of integers."""
     try:
         source, destination = pages
     except (TypeError, ValueError):
@@ -270,7 +270,7 @@ def pages_key(pages: Any) -> PagesKey:
 
 
 def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) -> Pages:
-    """(source pages, destination pages) as arrays. Raises `TransferRefused`."""
+    """Returns (source pages, destination pages) as arrays. Raises `TransferRefused`."""
     source, destination = _sides(pages)
     for label, array, target in parts:
         extents = (array.shape[0] if array.shape else None, target.shape[0] if target.shape else None)
@@ -281,7 +281,7 @@ def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) 
 
 @functools.lru_cache(maxsize=256)
 def _pages_fault(source_pages: bytes, destination_pages: bytes, rows: int | None, target_rows: int | None) -> str:
-    """What is wrong with pages for a source and a target with so many rows, or nothing."""
+    """Returns what is wrong with pages for a source and a target with these numbers of rows, or ""."""
     source, destination = (np.frombuffer(side, np.int64) for side in (source_pages, destination_pages))
     if len(source) != len(destination):
         return f"{len(source)} source pages for {len(destination)} destination pages"

@@ -1,8 +1,8 @@
-"""Host memory of this package's own, which other processes of the machine map: what windows on CPUs are made of.
+"""Host memory that other processes of the machine can map. Windows on CPUs are made of it.
 
-All of it lies in one file without a name (memfd), so that many windows take one descriptor. Who may look into this
-process opens that file through /proc, and writes into a window by plain stores, without the kernel. What is given back
-is punched out of the file: its memory is free at once, here and wherever it is mapped, and reads as zeros from then on.
+All of it is in one file without a name (memfd), so that many windows take one descriptor. A process that may look into
+this one opens the file through /proc, and writes into a window by plain stores, without the kernel. Memory that is
+given back is punched out of the file: it is free at once, in all processes that map it, and reads as zeros then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _library() -> ctypes.CDLL:
 
 
 def map_file(descriptor: int, offset: int, nbytes: int) -> int | None:
-    """Where so many bytes of the file lie in this process from now on; None where they cannot."""
+    """Maps `nbytes` of the file. Returns their address, or None if that is not possible."""
     # Not `mmap.mmap`: that keeps a descriptor for each mapping.
     pointer = _library().mmap(None, nbytes, _READ_WRITE, _SHARED, descriptor, offset)
     return None if pointer in (None, _FAILED) else pointer
@@ -51,7 +51,7 @@ def unmap(pointer: int, nbytes: int) -> None:
 
 
 class Place(NamedTuple):
-    """Where memory lies in a process's file."""
+    """The place of memory in a process's file."""
 
     descriptor: int
     inode: int
@@ -59,16 +59,16 @@ class Place(NamedTuple):
 
 
 class _File:
-    """This process's file. It only ever grows: who has mapped a part of it may rely on that part's being there."""
+    """This process's file. It only grows, so that a process that has mapped a part of it can rely on that part."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("xen_moe_jax.transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self.inode, self.nbytes = os.fstat(self.descriptor).st_ino, 0
         self.offsets: dict[int, int] = {}
-        """Of everything that was ever mapped, by address: what is given back stays where it is."""
+        """Offsets in the file of all memory that was ever mapped, by address."""
         self.free: dict[int, list[int]] = {}
-        """Addresses that nobody uses, by bytes."""
+        """Addresses of unused memory, by bytes."""
 
     def take(self, nbytes: int) -> int | None:
         if free := self.free.get(nbytes):
@@ -96,7 +96,7 @@ def _file_of(_process: int) -> _File | None:
 
 
 class SharedMemory:
-    """`nbytes` of zeros on the host. Given back when nobody holds this object, JAX arrays included."""
+    """`nbytes` of zeros on the host. Given back when this object and the JAX arrays made of it are gone."""
 
     def __init__(self, nbytes: int):
         self._process, self._nbytes, self.pointer = os.getpid(), -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, 0
@@ -106,14 +106,14 @@ class SharedMemory:
         if pointer is None:
             raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(ctypes.get_errno())}")
         self.pointer = pointer
-        # It is this process that pays for the memory, and learns that there is none: not a sender, by its first store.
+        # The memory is populated here, so that this process gets the error, and not a sender by its store.
         if _library().madvise(pointer, self._nbytes, _POPULATE_WRITE):
             if (error := ctypes.get_errno()) != errno.EINVAL:
                 raise MemoryError(f"{nbytes} bytes of a file without a name: {os.strerror(error)}")
             ctypes.memset(pointer, 0, self._nbytes)  # Linux before 5.14.
 
     def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
-        """It as an array on a CPU device of JAX."""
+        """Returns the memory as an array on a CPU device of JAX."""
         return _dlpack.as_array(self, self.pointer, shape, dtype, (_HOST, device.local_hardware_id))
 
     def __del__(
@@ -126,7 +126,7 @@ class SharedMemory:
 
 
 def place_of(pointer: int) -> Place | None:
-    """Where the memory of a `SharedMemory` that begins there lies; None for other memory."""
+    """Returns the place of the `SharedMemory` that begins at `pointer`; None for other memory."""
     with _lock:
         file = _file_of(os.getpid())
         offset = None if file is None else file.offsets.get(pointer)
@@ -134,7 +134,7 @@ def place_of(pointer: int) -> Place | None:
 
 
 def open_file(process: int, place: Place) -> int | None:
-    """A descriptor of another process's file; None where this one may not open it, or where it is not that file."""
+    """Opens another process's file. Returns a descriptor, or None if it may not be opened or is not that file."""
     try:
         descriptor = os.open(f"/proc/{process}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -146,8 +146,8 @@ def open_file(process: int, place: Place) -> int | None:
 
 
 def holds(descriptor: int, place: Place, nbytes: int) -> bool:
-    """Whether it is that file, the bytes are in it, and it cannot shrink: a store behind its end would end the process
-    that makes it.
+    """Returns whether it is that file, the bytes are in it, and it cannot shrink: a store behind the file's end would
+    kill the process that makes it.
     """
     status = os.fstat(descriptor)
     if status.st_ino != place.inode or status.st_size < place.offset + nbytes:

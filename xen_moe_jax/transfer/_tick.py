@@ -1,4 +1,4 @@
-"""From inside a compiled program: the host is told that a value is there, while the program goes on."""
+"""Tells the host, from inside a compiled program, that a value has been computed; the program goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Watcher:
 
     @property
     def ticks(self) -> int:
-        """Ticks whose callback has ended."""
+        """The number of ticks whose callback has ended."""
         return self._ticks
 
     def wait(self, ticks: int, timeout: float | None = None) -> None:
-        """Returns after so many ticks since this watcher was made. Raises the callback's first exception, or
+        """Returns after `ticks` ticks since this watcher was made. Raises the callback's first exception, or
         `TransferTimeout`.
         """
         deadline = optional_deadline(timeout, "tick")
@@ -81,8 +81,8 @@ def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
 
 
 def _check_callbacks() -> None:
-    """While the program is being made: in the middle of its run the error would stop one of several devices, and leave
-    the others waiting.
+    """Raises while the program is traced: in the middle of its run the error would stop one of several devices, and the
+    other devices would wait for it.
     """
     try:
         jax.local_devices(backend="cpu")

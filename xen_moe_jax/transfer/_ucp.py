@@ -37,7 +37,7 @@ class _WorkerParams(ctypes.Structure):
 
 
 ErrorHandler = CFUNCTYPE(None, c_void_p, c_void_p, c_int)
-"""(argument, endpoint, status): called from progress when the endpoint's peer is gone."""
+"""Called by `ucp_worker_progress` with (argument, endpoint, status) when the endpoint's peer is gone."""
 
 
 class _EndpointParams(ctypes.Structure):
@@ -83,7 +83,7 @@ class RequestParams(ctypes.Structure):
 
 
 def parameters(memory: str) -> RequestParams:
-    """Of a request whose local memory is "host" or "cuda": the library then asks nobody what the address is."""
+    """Returns the parameters of a request whose local memory is "host" or "cuda": UCX then need not look it up."""
     return RequestParams(mask=_FIELD_MEMORY_TYPE, memory_type=MEMORY_TYPES[memory])
 
 
@@ -140,7 +140,7 @@ if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/infiniband"))):
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """(libucs, libucp), from the `libucx` wheel, with their prototypes set. Raises `TransferUnavailable`."""
+    """Loads (libucs, libucp) from the `libucx` wheel and sets their prototypes. Raises `TransferUnavailable`."""
     added = [name for name in _LOAD_TIME if name not in os.environ]
     os.environ.update({name: _LOAD_TIME[name] for name in added})
     try:
@@ -178,9 +178,7 @@ def _check(call: str, status: int) -> None:
 
 
 def request_status(returned: int | None) -> int | None:
-    """What a `*_nbx` call returned: a status (0 or negative) when it ended at once, None when it is a request to be
-    asked again.
-    """
+    """Decodes the result of a `*_nbx` call: a status (0 or negative) if it ended at once, None for a request."""
     if not returned:
         return 0
     signed = ctypes.c_int64(returned).value
@@ -188,7 +186,7 @@ def request_status(returned: int | None) -> int | None:
 
 
 def create_context(settings: dict[str, str]) -> int:
-    """A context with the given configuration (names without the `UCX_` prefix); environment variables give the rest."""
+    """Creates a context with these settings (names without `UCX_`); environment variables give the other settings."""
     ucp = library()
     config, context = c_void_p(), c_void_p()
     _check("ucp_config_read", ucp.ucp_config_read(None, None, byref(config)))
@@ -225,9 +223,7 @@ def worker_event_fd(worker: int) -> int:
 
 
 def create_endpoint(worker: int, address: bytes, on_error: Any) -> int:
-    """An endpoint that notices the death of its peer. `on_error` and `address` must outlive the call (the handler: the
-    endpoint).
-    """
+    """Creates an endpoint that notices the death of its peer. `on_error` must outlive the endpoint."""
     endpoint = c_void_p()
     buffer = ctypes.create_string_buffer(address, len(address))
     params = _EndpointParams(
@@ -241,14 +237,14 @@ def create_endpoint(worker: int, address: bytes, on_error: Any) -> int:
 
 
 def close_endpoint(endpoint: int, force: bool) -> int | None:
-    """Starts closing; a request to poll, or None where it is closed. `force` does not wait for what is in flight."""
+    """Starts closing. Returns a request to poll, or None if it is closed. `force` does not wait for bytes in flight."""
     params = RequestParams(mask=1 << 4 if force else 0, flags=_CLOSE_FORCE if force else 0)
     returned = library().ucp_ep_close_nbx(endpoint, byref(params))
     return returned if request_status(returned) is None else None
 
 
 def map_memory(context: int, pointer: int, nbytes: int, memory: str) -> tuple[int, bytes]:
-    """(handle, remote key) of memory that peers may address."""
+    """Registers memory that peers may address. Returns (handle, remote key)."""
     ucp = library()
     handle, buffer, length = c_void_p(), c_void_p(), c_size_t()
     params = _MapParams(field_mask=1 | 2 | 16, address=pointer, length=nbytes, memory_type=MEMORY_TYPES[memory])
