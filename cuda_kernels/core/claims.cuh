@@ -1,13 +1,13 @@
-// Who does which work.
+// Which block does which work.
 //
-// Work that somebody waits for while the kernel runs (pushed rows, metadata, counts) must get done by whatever blocks
-// are resident. Large work is claimed item by item from counters. Small work is cut into one share per block, because
-// asking a counter would take as long as the work: each block marks its share as started and does it, and then the
-// pushing blocks, block 0 among them, adopt what nobody has started. A late block may repeat an adopted share: it
-// stores the same bytes and flags once more, inside the same operation. Not so where ranks may be left out: the others
-// may be two operations ahead of a rank that they leave out (workspace.h). Work that nobody waits for (placing rows,
-// summing) may have fixed owners: the others end and make room for them. Where rows go through rings, placing and
-// summing is awaited too: rounds.cuh.
+// Work that a rank waits for while the kernel runs (pushed rows, metadata, counts) must be done by whichever blocks are
+// resident. Large work is claimed item by item from counters. Small work is divided into one share per block, because a
+// request to a counter would take as long as the work itself: each block marks its share as started and does it; then
+// the pushing blocks, block 0 among them, adopt the shares that no block has started. A late block may repeat an
+// adopted share: it stores the same bytes and flags again, within the same operation. Where ranks may be inactive a
+// share must not be repeated: other ranks may be two operations ahead of a rank that they treat as inactive
+// (workspace.h). Work that no rank waits for (placing rows, summing) may have fixed owners: finished blocks end and
+// make room for them. Where rows lie in rings, placing and summing are awaited too: rounds.cuh.
 #pragma once
 
 #include "cuda_kernels/core/failure.cuh"
@@ -21,13 +21,13 @@ enum class Work : int {
   kSegments = 2,
   kColumns = 3,
   kRailSend = 4,
-  kLaterRounds = 4,  // in one node: rounds.cuh
+  kLaterRounds = 4,  // within one node: rounds.cuh
   kRailReceive = 5,
   kRailLead = 6
 };
 
-// Items of work for warps: taken from a counter, or, when there are no more items than warps and nobody waits for them,
-// one each without asking.
+// Items of work for warps. Warps take them from a counter. If there are no more items than warps and no rank waits for
+// the items, each warp gets one item without using the counter.
 class Claims {
  public:
   __device__ __forceinline__ Claims(uint32_t* counter, int items, bool fixed)
@@ -40,7 +40,7 @@ class Claims {
   __device__ __forceinline__ int Next() {
     if (fixed_) return items_;
     const int item = __shfl_sync(0xFFFFFFFFu, next_, 0);
-    if (item < items_) next_ = Take();  // the answer is needed only in the next round
+    if (item < items_) next_ = Take();  // the result is needed only in the next round
     return item;
   }
 
@@ -53,7 +53,7 @@ class Claims {
   bool fixed_;
 };
 
-// The next `items` items for the whole block: the first of them. All threads call it.
+// Claims the next `items` items for the whole block; returns the first of them. All threads call it.
 __device__ __forceinline__ int BlockClaim(uint32_t* counter, int items) {
   __shared__ int claimed;
   __syncthreads();
@@ -61,7 +61,8 @@ __device__ __forceinline__ int BlockClaim(uint32_t* counter, int items) {
   __syncthreads();
   return claimed;
 }
-// All threads of the block call it: everything they wrote for `items` items is visible to whoever awaits the counter.
+// All threads of the block call it: everything they wrote for `items` items becomes visible to a block that waits for
+// the counter.
 __device__ __forceinline__ void BlockComplete(uint32_t* counter, int items) {
   __syncthreads();
   if (threadIdx.x == 0 && items > 0) {
@@ -70,9 +71,9 @@ __device__ __forceinline__ void BlockComplete(uint32_t* counter, int items) {
   }
 }
 
-// Fixed shares of this operation. StartShare: this block does share `share`; with `once`, false if another has started
-// it. AdoptShare: a share from `*next` on that nobody has started, or -1; until it says -1. All threads of the block
-// call both.
+// Fixed shares of this operation. StartShare marks that this block does share `share`; with `once` it returns false if
+// another block has started it. AdoptShare returns a share from `*next` on that no block has started, or -1 when none
+// is left. All threads of the block call both.
 __device__ __forceinline__ bool StartShare(Control* control, int share, uint32_t epoch, bool once = false) {
   if (once) return __syncthreads_or(threadIdx.x == 0 && atomicExch(&control->started[share], epoch) != epoch);
   if (threadIdx.x == 0) StoreRelaxedGpu(&control->started[share], epoch);

@@ -1,11 +1,11 @@
-// How an operation waits, gives up, and tells everybody.
+// How an operation waits, gives up, and notifies the group.
 //
-// Every wait of every kernel is a WaitUntil. It ends when what it waits for has arrived, when the group has failed (the
-// failure word in this rank's mailbox), when the other rank has announced another operation, or when the time is up.
-// A rank that gives up first puts its failure word into the mailbox of the first rank that takes part: whoever comes
-// first there decides, so that all ranks name the same root. Then the word goes to all mailboxes but those of the dead,
-// and all waits of the group end. It stays until the host clears it. Nothing here is on the way of an operation that
-// goes well: the slow half of WaitUntil runs after many polls.
+// Every wait of every kernel is a WaitUntil. It ends when the awaited event has happened, when the group has failed
+// (the failure word in this rank's mailbox), when the awaited rank has announced another operation, or when the time is
+// up. The rank that gives up first puts its failure word into the mailbox of the first active rank. The first word
+// there decides, so that all ranks name the same root. Then the word goes to the mailboxes of all living ranks, and all
+// waits of the group end. It stays until the host clears it. A successful operation runs none of this code: the slow
+// half of WaitUntil runs only after many polls.
 #pragma once
 
 #include "cuda_kernels/core/params.h"
@@ -13,23 +13,25 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-constexpr uint64_t kShowWaitingNs = 1000000;  // a wait that lasts longer is shown in `progress`, and again this often
+constexpr uint64_t kShowWaitingNs = 1000000;  // a longer wait is shown in `progress`, and shown again this often
 constexpr uint64_t kDescriptorGraceNs =
-    1000000000;  // for the operation that a failed rank has announced to be readable
+    1000000000;  // how long to wait for a readable descriptor of the operation that a failed rank has announced
 constexpr uint64_t kMismatchGraceNs =
-    200000000;  // for the other ranks' announcements, to see which one is odd; a quarter of the timeout at most
-// For a rank that says it waits to say it again; an eighth of the timeout at most.
+    // how long to wait for the other ranks' announcements, to find the rank that differs; a quarter of the timeout at
+    // most
+    200000000;
+// How long a rank that shows that it waits may take to show it again; an eighth of the timeout at most.
 constexpr uint64_t kBeatGraceNs = 500000000;
-// For a rank that seems to have gone on without this one; an eighth of the timeout at most. While a killed process is
-// taken apart its kernels still run, but stores to it or from it may already be lost: that looks the same, until the
-// host hears of the death, a second later.
+// How long a rank may seem to have proceeded without this one; an eighth of the timeout at most. While the system takes
+// a killed process apart, its kernels still run, but stores to it or from it may already be lost. That looks the same
+// until the host learns of the death, a second later.
 constexpr uint64_t kProceededGraceNs = 5000000000;
 
-// The operation that a block runs: in shared memory, written when it begins.
+// The operation that a block runs: in shared memory, written when the block begins.
 struct Running {
-  char* half[kRanks];    // the current half of each rank's staging area: its flags
-  char* data[kRanks];    // and its data
-  uint64_t line_border;  // where lines begin in a half
+  char* half[kRanks];    // of each rank: the current half of its staging area, which begins with the flags
+  char* data[kRanks];    // of each rank: the data of that half
+  uint64_t line_border;  // where LL128 lines begin in a half
   char* scratch;
   Control* control;
   Mailbox* mailbox;
@@ -37,22 +39,22 @@ struct Running {
   uint32_t epoch, signature;
   Operation operation;
   int ranks, rank;
-  RankMask members;     // bit mask of the ranks that take part
-  RankMask active;      // of those that this one exchanges anything with: none when it is out itself
-  RankMask reachable;   // bit mask of the ranks whose memory this one has pointers to: those of its node
-  RankMask meets;       // of those, the active ones: announcements go between them
-  uint32_t generation;  // of the memory that it uses (low byte)
-  uint32_t current;     // the one that Control::current had
-  uint32_t reported;    // the one that the host knows of
+  RankMask members;     // the active ranks
+  RankMask active;      // the ranks that this one exchanges data with: `members`, or none if this rank is inactive
+  RankMask reachable;   // the ranks whose memory this one has pointers to: those of its node
+  RankMask meets;       // reachable and active ranks: they exchange announcements
+  uint32_t generation;  // of the memory that this operation uses (low byte)
+  uint32_t current;     // the generation in Control::current
+  uint32_t reported;    // the generation that the host has been told
   bool refused;         // the group had failed when this block started
-  bool outside;         // this block could not check in: it has no part in the operation
-  bool repeats;         // low latency: another block does the share of this one
-  bool settled;         // low latency: Control has these members already
+  bool outside;         // this block could not check in: it takes no part in the operation
+  bool repeats;         // low latency: another block has taken over this block's share
+  bool settled;         // low latency: Control already has these members
   bool last;            // this block is the last to finish
   bool all_refused;
 };
 
-// Whether the host has said that this rank's process has ended.
+// Returns whether the host has reported that the process of `rank` has ended.
 __device__ __forceinline__ bool IsDead(const Running& run, int rank) { return LoadIsDead(*run.mailbox, rank); }
 
 static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step step, int rank, int other,
@@ -69,47 +71,49 @@ static __device__ __noinline__ void Fail(const Running& run, Cause cause, Step s
   }
 }
 
-// The rank of this node through which everything of `rank`, of another node, comes: that of its place (rail_plan.h).
+// Returns the rank of this node with the same place as `rank`, a rank of another node: everything from `rank` arrives
+// through it (node/rail_plan.h).
 __device__ __forceinline__ int RailPeerOf(const Running& run, int rank) {
   return FirstRank(run.reachable) + rank % CountRanks(run.reachable);
 }
-// Whether `rank` can be told anything: it takes part, and its process has not ended.
+// Returns whether `rank` can be notified: it is active, and its process has not ended.
 __device__ __forceinline__ bool CanReceive(const Running& run, int rank) {
   return Holds(run.members & ~LoadDead(*run.mailbox), rank);
 }
-// The rank of this node that hands on to this one what comes from `rank`, of another node; past a rail it is this one.
+// Returns the rank of this node that forwards to this rank what comes from `rank`, a rank of another node. It is this
+// rank itself where the rail is bypassed.
 __device__ __forceinline__ int ForwarderOf(const Running& run, int rank) {
   const int through = RailPeerOf(run, rank);
   return CanReceive(run, through) ? through : run.rank;
 }
-// Whether `rank`, of another node, hears for whom `about`, of this one, waits: of each node the one with its place, and
-// where that one does not listen all others there.
+// Returns whether `rank`, of another node, receives the notices about `about`, a rank of this node. In each node that
+// is the rank with the same place; if that rank cannot receive, all other ranks there receive them.
 __device__ __forceinline__ bool ReceivesNotice(const Running& run, int rank, int about) {
   const int per_node = CountRanks(run.reachable), of_place = rank / per_node * per_node + about % per_node;
   return CanReceive(run, rank) && (rank == of_place || !CanReceive(run, of_place));
 }
-// Where this node has heard for whom `rank`, of another one, waits.
+// Returns where this node finds the latest notice about `rank`, a rank of another node.
 __device__ __forceinline__ const uint64_t* NoticeOf(const Running& run, int rank) {
   return &run.control->mailbox[ForwarderOf(run, rank)]->told[rank];
 }
 
-// `most`, or this part of the timeout where that is less.
+// Returns `most`, or the timeout divided by `part` if that is less.
 __device__ __forceinline__ uint64_t Grace(const Running& run, uint64_t most, uint64_t part) {
   return run.timeout_ns && run.timeout_ns / part < most ? run.timeout_ns / part : most;
 }
 
-// Whether the rank that shows at `where` that it waits, as `shown` said, has been stopped: a process that was killed in
-// the middle of a wait shows it for ever.
+// Returns whether a rank has been stopped, given the word `shown` at `where` by which it shows that it waits. A process
+// that was killed during a wait shows the same word for ever.
 __device__ __forceinline__ bool IsStalled(const Running& run, const uint64_t* where, uint64_t shown) {
   const uint64_t start = NowNs(), grace = Grace(run, kBeatGraceNs, 8);
   while (LoadRelaxedSystem(where) == shown) {
-    if (LoadRelaxedSystem(&run.mailbox->failure)) return false;  // somebody else has found the root
+    if (LoadRelaxedSystem(&run.mailbox->failure)) return false;  // another rank has found the root
     if (NowNs() - start > grace) return true;
   }
   return false;
 }
-// Whether this node goes on hearing that `rank`, of another one, waits, in this operation or the one before; in
-// `*shown`, for whom.
+// Returns whether this node still receives notices that `rank`, of another node, waits in this operation or the one
+// before. `*shown` says what it waits for.
 __device__ __forceinline__ bool IsReportedWaiting(const Running& run, int rank, uint64_t* shown) {
   const uint64_t* const told = NoticeOf(run, rank);
   *shown = LoadRelaxedSystem(told);
@@ -117,9 +121,10 @@ __device__ __forceinline__ bool IsReportedWaiting(const Running& run, int rank, 
          !IsStalled(run, told, *shown);
 }
 
-// A time-out: the rank waited for may itself wait. Follows what the ranks show until one waits for nobody. What those
-// of another node show is told here while one of them waits for a third node (transport.cuh). Of one that is not heard
-// to wait, either it owes, or the one that hands on here what it sends, which shows whether it waits for it.
+// Handles a time-out. The awaited rank may itself wait: this function follows what the ranks show until it reaches a
+// rank that waits for no other. The progress of ranks of another node is known here while one of them waits for a third
+// node (node/transport.cuh). If a rank of another node is not reported as waiting, the root is either that rank or the
+// rank that forwards its data to this one; the forwarder shows whether it waits for that rank.
 static __device__ __noinline__ void FailTimeout(const Running& run, Step step, int rank, uint64_t waited_ns) {
   RankMask seen = OneRank(run.rank);
   while (!Holds(seen, rank)) {
@@ -132,9 +137,11 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
       const uint64_t* const progress = &run.control->mailbox[asked]->progress;
       shown = LoadRelaxedSystem(progress);
       if (IsDead(run, asked) || !ProgressWaits(shown) || IsStalled(run, progress, shown)) {
-        if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;  // it has handed on what came
+        // it has forwarded everything that came
+        if (asked != rank && EpochBefore(run.epoch, ProgressEpoch(shown))) break;
         rank = asked;
-        if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;  // it has not even started
+        // it has not even started the operation
+        if (EpochBefore(ProgressEpoch(shown), run.epoch)) step = Step::kArrival;
         break;
       }
     }
@@ -146,13 +153,14 @@ static __device__ __noinline__ void FailTimeout(const Running& run, Step step, i
   Fail(run, Cause::kTimeout, step, rank, run.rank, waited_ns);
 }
 
-// What `rank` announced under this number, or what it came to join with.
+// Returns what `rank` announced under this epoch, or the word by which it joined.
 __device__ __forceinline__ uint64_t AnnouncedWord(const Mailbox& mailbox, uint32_t epoch, int rank) {
   const uint64_t word = LoadRelaxedSystem(&mailbox.announcements[epoch & 1][rank]);
   return AnnouncedEpoch(word) == epoch ? word : LoadRelaxedSystem(&mailbox.joins[rank]);
 }
 
-// `rank` has announced another operation under this number. The odd one of more than two ranks is the root.
+// Handles an announcement by `rank` of another operation under this epoch. Of more than two ranks, the one that differs
+// is the root.
 static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
   auto said = [&](int r) { return AnnouncedWord(*run.mailbox, run.epoch, r); };
   const uint32_t theirs = AnnouncedSignature(said(rank));
@@ -168,12 +176,12 @@ static __device__ __noinline__ void FailMismatch(const Running& run, int rank) {
       with_them += AnnouncedSignature(word) == theirs;
     }
   } while (arrived < CountRanks(run.meets) && NowNs() - start < grace && !LoadRelaxedSystem(&run.mailbox->failure));
-  const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // this rank
+  const bool odd = with_me == with_them ? run.rank > rank : with_me < with_them;  // whether this rank differs
   Fail(run, Cause::kMismatch, Step::kArrival, odd ? run.rank : rank, odd ? rank : run.rank, 0);
 }
 
-// Whether `rank` has begun a later operation and never came to this one: it was told that this rank is out. One that
-// agrees about the members does not end an operation before it has seen the announcements of all of them.
+// Returns whether `rank` has begun a later operation without this one, because its mask says that this rank is
+// inactive. A rank with the same mask does not end an operation before it has seen the announcements of all members.
 static __device__ __noinline__ bool ProceededWithout(const Running& run, int rank) {
   if (!Holds(run.reachable, rank)) return false;
   const uint64_t shown = LoadRelaxedSystem(&run.control->mailbox[rank]->progress);
@@ -183,10 +191,10 @@ static __device__ __noinline__ bool ProceededWithout(const Running& run, int ran
          LoadAcquireSystem(&run.mailbox->joins[rank]) == 0;
 }
 
-// Whether a wait for a credit steps back behind waits for rows (rounds.cuh): who gives none may itself wait for rows,
-// of a rank that this one waits for too.
+// Returns whether a wait for this step yields to waits for rows: a wait for a credit does (rounds.cuh). The rank that
+// owes the credit may itself wait for rows of a rank that this one waits for too.
 __device__ __forceinline__ bool YieldsToRows(Step step) { return kRings && step == Step::kCredit; }
-// Whether this rank shows that it waits for rows.
+// Returns whether this rank shows that it waits for rows.
 __device__ __forceinline__ bool ShowsRows(const Running& run) {
   const uint64_t shown = LoadRelaxedSystem(&run.mailbox->progress);
   return ProgressEpoch(shown) == run.epoch && ProgressWaits(shown) && ProgressStep(shown) == Step::kRows;
@@ -194,11 +202,12 @@ __device__ __forceinline__ bool ShowsRows(const Running& run) {
 
 struct Waiting {
   uint64_t start = 0, shown = 0;
-  uint64_t alone = 0;  // since when the rank awaited seems to have gone on without this one
+  uint64_t alone = 0;  // since when the awaited rank seems to have proceeded without this one
 };
 
-// The slow half of a wait. False: give up. `rank`: who is awaited; this rank for its own blocks. `here`: for what a
-// rank of this node does; what comes from another node is handed on then, by a block that waits for it.
+// The slow half of a wait. Returns false to give up. `rank`: the awaited rank; this rank itself for its own blocks.
+// `here`: the awaited event is caused by a rank of this node. Data from another node is then forwarded here by a block
+// that waits for it.
 static __device__ __noinline__ bool KeepWaiting(const Running& run, Step step, int rank, Waiting* waiting,
                                                 bool here = true) {
   const bool near = Holds(run.reachable, rank), handed_on = here && !near;
@@ -233,8 +242,9 @@ static __device__ __noinline__ bool KeepWaiting(const Running& run, Step step, i
       return false;
     }
   }
-  // A block of this GPU that waits for a peer gives up first, and names that peer; so does a rank of another node that
-  // waits for one of its own, and tells this one in time; and so does who hands on, before those that wait for it.
+  // Ranks must give up in an order in which each names the true root. A block that waits for a peer gives up before the
+  // blocks of the same GPU that wait for it. A rank that waits for a rank of its own node gives up before ranks of
+  // other nodes, and notifies them in time. A forwarder gives up before the ranks that wait for it.
   const uint64_t counts = rank == run.rank              ? waited / 2
                           : handed_on                   ? waited / 7 * 4
                           : near && !YieldsToRows(step) ? waited
@@ -246,9 +256,10 @@ static __device__ __noinline__ bool KeepWaiting(const Running& run, Step step, i
   return true;
 }
 
-// Waits until `arrived()` is true. False: the group has failed, and what was awaited must not be used. The slow half
-// takes about a microsecond: `kPolls` of memory take tens of them, of shared memory it must be more.
-// `tell(waiting)` is called beside it, and says whether that is for something of this node (transport.cuh).
+// Waits until `arrived()` is true. Returns false if the group has failed; the awaited data must not be used then. The
+// slow half takes about a microsecond. `kPolls` polls of global memory take tens of microseconds; polls of shared
+// memory are faster and need a larger number. `notify(waiting)` is called beside the slow half, and Notify::kHere says
+// whether the wait is for an event of this node (node/transport.cuh).
 struct NoNotice {
   static constexpr bool kHere = true;
   __device__ __forceinline__ void operator()(const Waiting&) const {}
@@ -269,7 +280,7 @@ __device__ __forceinline__ bool WaitUntil(Arrived arrived, const Running& run, S
   return false;
 }
 
-// Waits for rank `rank` to have written this operation's epoch.
+// Waits until rank `rank` has written this operation's epoch into the flag.
 __device__ __forceinline__ bool WaitFlag(const uint32_t* flag, const Running& run, uint32_t epoch, Step step,
                                          int rank) {
   return WaitUntil([&] { return LoadAcquireSystem(flag) == epoch; }, run, step, rank);

@@ -1,4 +1,4 @@
-// The memory-order primitives, once. Flags between ranks are stored after a system-scope fence and read with acquire
+// The memory-order primitives. Flags between ranks are stored after a system-scope fence and read with acquire
 // semantics at system scope; counters inside one GPU use GPU scope; words that are only compared (failure, progress,
 // the channel's owner) are relaxed. PTX ISA, "Memory Consistency Model".
 #pragma once
@@ -52,9 +52,10 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint32_t* p, uint32_t v) {
 __device__ __forceinline__ void StoreRelaxedGpu(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// Both an acquire and a release on this GPU. __threadfence() also orders stores before later loads, which takes longer.
+// An acquire and a release fence on this GPU. __threadfence() also orders stores before later loads, which takes
+// longer.
 __device__ __forceinline__ void FenceGpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// The same for all GPUs: what a flag needs. __threadfence_system() orders stores before later loads too.
+// The same for all GPUs, as a flag requires. __threadfence_system() orders stores before later loads too.
 __device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void StoreRelaxedSystem(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -62,13 +63,13 @@ __device__ __forceinline__ void StoreRelaxedSystem(uint32_t* p, uint32_t v) {
 __device__ __forceinline__ void StoreRelaxedSystem(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// The value before; `v` is stored if that was 0.
+// Stores `v` if the word is 0. Returns the value before.
 __device__ __forceinline__ uint64_t ClaimWordSystem(uint64_t* p, uint64_t v) {
   uint64_t old;
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "l"(p), "l"(0ull), "l"(v) : "memory");
   return old;
 }
-// 0 in place of `v`, if it is still there.
+// Stores 0 if the word is `v`. Returns the value before.
 __device__ __forceinline__ uint64_t ClearWordSystem(uint64_t* p, uint64_t v) {
   uint64_t old;
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "l"(p), "l"(v), "l"(0ull) : "memory");

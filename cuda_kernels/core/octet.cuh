@@ -37,15 +37,15 @@ __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// The bits of an octet as loaded: kept apart from the conversion so that several loads can be in flight.
+// The bits of an octet as loaded. They are kept apart from the conversion so that several loads can be in flight.
 template <class T>
 struct RawOctet {
   static constexpr int kVectors = kOctet * sizeof(T) / 16;
   int4 bits[kVectors];
 };
 
-// `row` is the row's first element, `e` the lane's first; elements at or past `end` read as zero. `vector`: rows are
-// 16-byte aligned and `end` is a multiple of 8.
+// `row` is the row's first element, `e` the lane's first element; elements at or past `end` read as zero. `vector`:
+// rows are 16-byte aligned and `end` is a multiple of 8.
 template <class T>
 __device__ __forceinline__ RawOctet<T> LoadOctet(const T* row, int e, int end, bool vector) {
   RawOctet<T> raw;
@@ -69,7 +69,8 @@ __device__ __forceinline__ Octet Widen(const RawOctet<T>& raw) {
   for (int i = 0; i < kOctet; ++i) o.v[i] = ToFloat(values[i]);
   return o;
 }
-// Of two values in a word the upper one is its upper bits: one instruction each, where ToFloat takes three for both.
+// A word holds two values, and the upper value is the word's upper bits: one instruction for each value, where ToFloat
+// takes three for both.
 template <>
 __device__ __forceinline__ Octet Widen(const RawOctet<__nv_bfloat16>& raw) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(raw.bits);
@@ -81,7 +82,7 @@ __device__ __forceinline__ Octet Widen(const RawOctet<__nv_bfloat16>& raw) {
   }
   return o;
 }
-// Two values are rounded by one instruction where the GPU has one.
+// One instruction rounds two values where the GPU has such an instruction.
 __device__ __forceinline__ void RoundPair(float* to, float x, float y) { to[0] = x, to[1] = y; }
 __device__ __forceinline__ void RoundPair(__half* to, float x, float y) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
@@ -119,13 +120,13 @@ struct QuantizedOctet {
   float scale;
 };
 
-// The scale of 128 elements, and what they are multiplied by. Where one of them is not finite the scale is NaN and the
-// values are zero; `inverse` is then negative.
+// The scale of 128 elements, and the factor that the elements are multiplied by. If an element is not finite, the scale
+// is NaN, the values are zero and `inverse` is negative.
 struct BlockScale {
   float scale, inverse;
 };
-// The arithmetic of docs/design/internals.md, "Quantize". `bits`: the largest magnitude's; they compare as integers:
-// NaN > infinity > every finite value.
+// The arithmetic of docs/design/internals.md, "Quantize". `bits`: those of the largest magnitude. Magnitudes compare as
+// integers: NaN > infinity > every finite value.
 template <WireType kWire>
 __device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
   constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
@@ -190,7 +191,7 @@ __device__ __forceinline__ Octet Dequantize(const QuantizedOctet& q) {
   return o;
 }
 
-// A wire row holds ceil(H/8) * 8 value bytes at least: the last octet may carry zeros past H.
+// A wire row has at least ceil(H/8) * 8 value bytes: the last octet may hold zeros past H.
 __device__ __forceinline__ void StoreQuantized(char* wire_row, uint64_t scale_offset, int e, int end,
                                                const QuantizedOctet& q) {
   if (e >= end) return;

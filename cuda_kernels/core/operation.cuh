@@ -1,25 +1,25 @@
 // The beginning and the end of every operation.
 //
-// Begin: each block checks in, so that two operations on one channel never mix; block 0 announces the operation to all
-// ranks that take part; all find the memory that this operation uses. End: the last block to finish sees every rank's
-// announcement of this operation (workspace.h says what follows from that), poisons the results if the group has
+// Begin: each block checks in, so that two operations on one channel never mix. Block 0 announces the operation to all
+// active ranks. Each block finds the memory that this operation uses. End: the last block to finish waits for every
+// rank's announcement of this operation (workspace.h says what follows from that), poisons the results if the group has
 // failed, and makes room for the next operation.
 //
-// Blocks that the GPU has not started yet are waited for by nobody but the end: an operation makes progress with any
-// number of resident blocks, and a block that is done leaves its place to the next.
+// Only the end waits for blocks that the GPU has not started yet: an operation makes progress with any number of
+// resident blocks, and a block that has finished leaves its place to the next.
 //
 // Memory order: check-in and end use the word {owner, epoch} with GPU-scope acquire and a fence before the store. An
-// announcement is relaxed: it says that this kernel has started, hence that the one before it on this rank has ended,
-// and a kernel's reads and writes are done when it ends.
+// announcement is relaxed: it says that this kernel has started, hence that the kernel before it on this rank has
+// ended, and a kernel's reads and writes are complete when it ends.
 #pragma once
 
 #include "cuda_kernels/core/failure.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Thread 0: waits until no other operation holds the channel. The claim and the load go to one word, one behind the
-// other; the load counts only if it shows this call as the owner, and then the epoch beside it cannot change before
-// this block has finished. The operation that holds the channel always ends by itself, as all its waits do.
+// Thread 0: waits until no other operation holds the channel. The claim and the load access the same word, one after
+// the other. The load counts only if it shows this call as the owner; then the epoch beside it cannot change before
+// this block has finished. The operation that holds the channel always ends by itself, because all its waits end.
 static __device__ __noinline__ bool AwaitOwner(Running& run, uint32_t call_id) {
   const uint64_t start = NowNs();
   for (bool told = false;;) {
@@ -32,7 +32,7 @@ static __device__ __noinline__ bool AwaitOwner(Running& run, uint32_t call_id) {
       told = true;
       Fail(run, Cause::kConcurrent, Step::kOwner, run.rank, run.rank, waited);
     }
-    if (run.timeout_ns && waited / 8 > run.timeout_ns) return false;  // something is broken: take no part
+    if (run.timeout_ns && waited / 8 > run.timeout_ns) return false;  // the channel is broken: take no part
     __nanosleep(500);
   }
 }
@@ -43,15 +43,16 @@ __device__ __forceinline__ bool CheckIn(Running& run, uint32_t call_id) {
   return static_cast<uint32_t>(word) == call_id || AwaitOwner(run, call_id);
 }
 
-// What a warp has seen of the announcements of this operation: lane `rank` keeps that rank's word, or, where a lane
-// looks after several ranks, all are read again.
+// The announcements of this operation that a warp has seen. Lane `rank` keeps that rank's word; in large groups, where
+// a lane has several ranks, the words are read again.
 struct Announcements {
   const Running& run;
   uint64_t word = 0;
 
   __device__ __forceinline__ explicit Announcements(const Running& running) : run(running) {}
-  // Block 0 of a rank that joins announces when all others have come, and shows who is missing until then. The other
-  // blocks wait for it first: what they would show is a rank that waits for this one, and a time-out would end there.
+  // Block 0 of a joining rank announces only when all other ranks have joined, and until then shows which rank is
+  // missing. The other blocks first wait for that announcement: otherwise they would show that they wait for a rank
+  // that itself waits for this one, and a time-out would name it as the root.
   __device__ __forceinline__ void AwaitOwn() {
     if ((threadIdx.x & 31) == 0) {
       const uint64_t* at = At(run.rank);
@@ -59,7 +60,7 @@ struct Announcements {
     }
     __syncwarp();
   }
-  // Every lane waits for its own ranks. All lanes call it.
+  // Each lane waits for its own ranks. All lanes call it.
   __device__ __forceinline__ void Await() {
     const uint32_t epoch = run.epoch;
     ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
@@ -72,7 +73,7 @@ struct Announcements {
     });
     __syncwarp();
   }
-  // Whether all of this lane's ranks that are met have come, and to this operation.
+  // Returns whether all of this lane's ranks in `meets` have announced this operation.
   __device__ __forceinline__ bool Match() const {
     bool match = true;
     ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
@@ -82,8 +83,8 @@ struct Announcements {
     });
     return match;
   }
-  // The oldest generation among `ranks`, a set that is not empty, to all lanes; `*rank`: one that has it. All lanes
-  // call it.
+  // Returns the oldest generation among `ranks`, a set that is not empty, to all lanes; `*rank` is a rank that has it.
+  // All lanes call it.
   __device__ __forceinline__ uint32_t OldestGeneration(const RankMask& ranks, int* rank) const {
     *rank = FirstRank(ranks);
     uint32_t oldest = Generation(*rank);
@@ -101,7 +102,7 @@ struct Announcements {
   __device__ __forceinline__ const uint64_t* At(int rank) const {
     return &run.mailbox->announcements[run.epoch & 1][rank];
   }
-  // A lane's view for all: the loads of a warp need not take place together.
+  // Broadcasts one lane's value: the lanes of a warp need not have loaded at the same time.
   __device__ __forceinline__ uint32_t Generation(int rank) const {
     if constexpr (kLargeGroups) {
       return AnnouncedGeneration(__shfl_sync(0xFFFFFFFFu, LoadRelaxedSystem(At(rank)), 0));
@@ -111,8 +112,9 @@ struct Announcements {
   }
 };
 
-// The ranks of this operation meet, because some of them were not in the one before (workspace.h). The first warp of
-// block 0, before it announces. False: the group has failed. A rank that is already beyond was here too.
+// The active ranks of this operation meet, because some of them were not active in the operation before (workspace.h).
+// The first warp of block 0 calls it before it announces. Returns false if the group has failed. A rank that has
+// already passed this point has been here too.
 static __device__ __noinline__ bool Join(const Running& run) {
   const int lane = threadIdx.x & 31;
   bool joined = true;
@@ -142,8 +144,8 @@ static __device__ __noinline__ bool Join(const Running& run) {
   return true;
 }
 
-// What a lane needs of a memory table that the host or another block may just have written. All loads are under way
-// together.
+// The fields of a memory table that a lane needs, when the host or another block may just have written the table. All
+// loads are in flight together.
 struct LaneMemory {
   OwnStaging staging;
   char* scratch;  // of this rank
@@ -162,8 +164,8 @@ struct LaneMemory {
   }
 };
 
-// The first warp: memory for an operation that the current generation does not suffice for, or that some rank joins.
-// All ranks see the same words, hence take the same table or fail alike.
+// The first warp: finds memory for an operation that needs more than the current generation has, or that some rank
+// joins. All ranks see the same words, hence take the same table or fail in the same way.
 static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run, const Needs& needs) {
   Announcements announcements(run);
   announcements.AwaitOwn();
@@ -179,7 +181,7 @@ static __device__ __noinline__ const MemoryTable* AwaitMemory(const Running& run
   return nullptr;
 }
 
-// What an operation announces when some ranks are out.
+// Returns the signature that an operation announces when some ranks are inactive.
 static __device__ __noinline__ uint32_t SignatureWithInactive(const Descriptor& all, RankMask out) {
   Descriptor descriptor = all;
   descriptor.flags |= DescribedInactive(out);
@@ -187,9 +189,9 @@ static __device__ __noinline__ uint32_t SignatureWithInactive(const Descriptor& 
 }
 
 // The first warp of block 0, before it announces the operation: sets the flags and lines of this rank's other half to
-// 0. Nobody writes there: the operation before this one has ended here, so its flags are no longer awaited, and the
-// next one begins nowhere before this rank has announced this one. Shares that other blocks have begun already stay
-// begun.
+// 0. No rank writes there: the operation before this one has ended here, so its flags are no longer awaited, and no
+// rank begins the next operation before this rank has announced this one. Shares that other blocks have begun stay
+// marked as begun.
 static __device__ __noinline__ void ClearOldFlags(const Running& run, const LaneMemory& memory) {
   const int lane = threadIdx.x & 31;
   const uint32_t other = (run.epoch & 1) ^ 1;
@@ -206,8 +208,9 @@ static __device__ __noinline__ void ClearOldFlags(const Running& run, const Lane
   __threadfence_system();
 }
 
-// The first warp of block 0 of an operation that is refused. Another block of it may have found the mismatch before
-// this one started: then the failure names this rank, and everybody wants to know what it runs. Nothing goes on by it.
+// The first warp of block 0 of a refused operation. Another block of it may have found a mismatch before this block
+// started. Then the failure names this rank, and every rank needs the descriptor of its operation for the error text.
+// No operation proceeds because of this announcement.
 static __device__ __noinline__ void AnnounceMismatch(const Running& run, const Call& call, uint64_t failure,
                                                      RankMask out) {
   const int lane = threadIdx.x;
@@ -226,18 +229,19 @@ static __device__ __noinline__ void AnnounceMismatch(const Running& run, const C
   });
 }
 
-// What BeginFirstWarp does about ranks of other nodes, where all share NVLink; direct.cuh has the other one.
+// How BeginFirstWarp treats ranks of other nodes when all ranks share NVLink: there are none. node/direct.cuh has the
+// other implementation.
 struct SingleNode {
   static constexpr bool kAny = false;
   __device__ __forceinline__ static constexpr bool GoesOn() { return false; }
 };
 
-// Whoever waits for the beginning of an operation in flight goes on. One thread of each block calls it.
+// Releases the host's waiter for the beginning of an asynchronous operation. One thread of each block calls it.
 __device__ __forceinline__ void ShowBegin(const Call& call) {
   if (call.begun && blockIdx.x == 0) StoreRelaxedSystem(call.begun, call.begin);
 }
 
-// BeginOperation for the first warp.
+// The first warp's part of BeginOperation.
 template <class Far = SingleNode>
 __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, Operation operation, int ranks, int rank,
                                                RankMask reachable = EveryRank(), const Far& far = Far()) {
@@ -289,7 +293,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
       if (joins) refused = !Join(run);
       if constexpr (Far::kAny) {
         if (joins && !refused) {
-          if (lane == 0) run.generation = current;  // a signal alone goes by some memory too
+          if (lane == 0) run.generation = current;  // a signal without data still needs some memory to travel through
           __syncwarp();
           refused = !far.Join(run, run.active & ~run.reachable);
         }
@@ -298,7 +302,7 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
         ClearOldFlags(run, memory);
         if constexpr (Far::kAny) far.ForgetEpochs(run);
       }
-      // Every rank gets the same word, this one too.
+      // Every rank, including this one, gets the same word.
       const uint64_t word = PackAnnouncement(epoch, run.signature, __shfl_sync(0xFFFFFFFFu, newest, 0));
       ForEachOwnRank(lane, ranks, [&](int r) {
         if (refused || !Holds(meets, r)) return;
@@ -328,10 +332,10 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   }
   if (lane == 0) run.refused = refused;
 }
-// All threads of every block call it first. After it `run` is complete; with run.refused only that there is nothing to
-// do but to poison and to finish. A rank that is out goes through its operation like the others, with run.active = 0.
-// `reachable`: the ranks of this node; those of other nodes are announced to elsewhere (rail.cuh).
-// `far`: of those, direct.cuh.
+// All threads of every block call it first. Afterwards `run` is complete. If run.refused is set, the block only poisons
+// and finishes. An inactive rank runs its operation like the others, with an empty run.active. `reachable`: the ranks
+// of this node; ranks of other nodes get announcements in another way (node/rail.cuh). `far`: how to reach those,
+// node/direct.cuh.
 template <class Far = SingleNode>
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,
                                                RankMask reachable = EveryRank(), const Far& far = Far()) {
@@ -339,10 +343,10 @@ __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, O
   __syncthreads();
 }
 
-// A failed result: every byte. NaN in bf16, f16, f32, e4m3 and e5m2, -1 in integers; counts are zero instead.
+// Every byte of a failed result: NaN in bf16, f16, f32, e4m3 and e5m2, -1 in integers. Counts are zero instead.
 constexpr uint8_t kPoison = 0xFF;
 
-// Writes `value` into this block's share of `bytes` bytes; `index` of `count` blocks that share the work.
+// Writes `value` into one share of `bytes` bytes: share `index` of `count` blocks.
 static __device__ __noinline__ void FillBytes(void* to, uint64_t bytes, uint8_t value, uint32_t index, uint32_t count) {
   if (to == nullptr) return;
   char* const at = static_cast<char*>(to);
@@ -365,7 +369,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
   if (atomicExch(&control->mirrored, 1u)) return;
   const RankMask alive = run.reachable & ~LoadDead(*run.mailbox);
   for (int r = 0; r < run.ranks; ++r) {
-    if (Holds(alive, r)) ClaimWordSystem(&control->mailbox[r]->failure, word);  // if the host wrote it here
+    if (Holds(alive, r)) ClaimWordSystem(&control->mailbox[r]->failure, word);  // in case the host wrote it here
   }
   ErrorRecord* const record = control->error;
   const Failure failure = UnpackFailure(word);
@@ -375,8 +379,8 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
     if (!Holds(alive, rank)) rank = run.rank;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&control->mailbox[rank]->descriptor);
     Descriptor seen;
-    // A descriptor is stored without a fence, and its announcement may not have come here yet. The signature in it says
-    // when the descriptor is whole. In a mismatch both ranks have announced something.
+    // A descriptor is stored without a fence, and its announcement may not have arrived here yet. The descriptor is
+    // complete when its signature equals the announced one. In a mismatch both ranks have announced an operation.
     const uint64_t start = NowNs();
     do {
       for (int i = 0; i < 16; ++i) reinterpret_cast<uint32_t*>(&seen)[i] = LoadRelaxedSystem(from + i);
@@ -384,7 +388,8 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
       const bool came = AnnouncedEpoch(announced) == failure.epoch;
       if (came ? Signature(seen) == AnnouncedSignature(announced) : failure.cause != Cause::kMismatch) break;
       const uint64_t shown = LoadRelaxedSystem(&control->mailbox[rank]->progress);
-      if (!came && EpochBefore(failure.epoch, ProgressEpoch(shown))) break;  // it went on, and never will announce it
+      // that rank proceeded, and will never announce this epoch
+      if (!came && EpochBefore(failure.epoch, ProgressEpoch(shown))) break;
     } while (NowNs() - start < kDescriptorGraceNs);
     for (int i = 0; i < 16; ++i) {
       StoreRelaxedSystem(reinterpret_cast<uint32_t*>(to) + i, reinterpret_cast<const uint32_t*>(&seen)[i]);
@@ -399,7 +404,7 @@ static __device__ __noinline__ void MirrorFailure(const Running& run, uint64_t w
   StoreRelaxedSystem(&record->failure, word);
 }
 
-// Thread 0 of the last block: everything as the next operation expects it.
+// Thread 0 of the last block: leaves the state that the next operation expects.
 __device__ __forceinline__ void CompleteOperation(const Running& run) {
   Control* const control = run.control;
   control->ticket = 0;
@@ -410,14 +415,16 @@ __device__ __forceinline__ void CompleteOperation(const Running& run) {
   StoreRelaxedGpu(reinterpret_cast<uint64_t*>(&control->owner), static_cast<uint64_t>(run.epoch) << 32);
 }
 
-// All threads of the last block: sees all announcements, poisons if the group has failed, ends the operation.
+// All threads of the last block: waits for all announcements, poisons the results if the group has failed, ends the
+// operation.
 template <class Poison>
 __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   Control* const control = run.control;
   bool fill = false;
   if (threadIdx.x < 32) {
     const bool all_refused = run.all_refused;
-    // What made a block of this rank give up is in the mailbox by now; the announcements come in beside it.
+    // If a block of this rank gave up, the failure word is in the mailbox by now. The announcements arrive
+    // independently of it.
     uint64_t failure = LoadRelaxedSystem(&run.mailbox->failure);
     Announcements announcements(run);
     if (!all_refused) announcements.Await();
@@ -427,7 +434,7 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
       fill = !all_refused;
       if (threadIdx.x == 0) MirrorFailure(run, failure);
     } else {
-      int rank;  // one that is out joins before it uses memory again: it need not hold on to an old generation
+      int rank;  // An inactive rank joins before it uses memory again, so it need not keep an old generation.
       const uint32_t next = Any(run.meets) ? announcements.OldestGeneration(run.meets, &rank)
                                            : LoadRelaxedSystem(&control->newest) & 0xFF;
       if (run.current != next) {
@@ -447,7 +454,7 @@ __device__ __noinline__ void EndOperation(Running& run, Poison poison) {
   if (threadIdx.x == 0) CompleteOperation(run);
 }
 
-// How blocks count in Control::ticket who has finished, and above, who was refused.
+// How blocks count in Control::ticket: finished blocks in the lower half, refused blocks in the upper half.
 struct Ticket {
   uint32_t sum;
   __device__ __forceinline__ static Ticket Take(Control* control, bool refused, bool) {
@@ -459,7 +466,8 @@ struct Ticket {
 };
 
 // All threads of every block call it last. `poison(index, count)` writes the share of block `index` of `count` of a
-// failed result. A block that was refused fills its share; if not all were, the last block fills everything.
+// failed result. A refused block fills its own share; if only some blocks were refused, the last block fills
+// everything.
 template <class Tickets = Ticket, class Poison>
 __device__ __forceinline__ void FinishOperation(Running& run, Poison poison) {
   if (run.refused) poison(blockIdx.x, gridDim.x);

@@ -1,5 +1,5 @@
-// When each block reached which phase: for benchmarks/ops/decode_variants.cu alone, which compiles with XEN_MOE_PHASES.
-// Everywhere else nothing of it is compiled.
+// Records when each block reached which phase, for benchmarks/ops/decode_variants.cu alone, which is compiled with
+// XEN_MOE_PHASES. Otherwise this file compiles to nothing.
 #pragma once
 
 #include "cuda_kernels/core/memory_order.cuh"

@@ -63,7 +63,7 @@ const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s, 
   const int ring = RingTokens(m, s);
   if (ring < 0 || ring % kRingRounds != 0 || RoundsOf(r, ring) > kMaxRounds) return "ring_tokens";
   if (ring > 0 && (r.ranks <= kSmallGroup || s.chunk_tokens > 0 || ring >= r.tokens)) return "ring_tokens";
-  // Warps count items in an int, and each may ask for one behind the last.
+  // Warps count items in an int, and each warp may claim one item past the last.
   constexpr uint64_t kMostItems = 0x7FFFFFFFu - 2 * kMaxBlocks * kWarps;
   if (static_cast<uint64_t>(r.ranks + (ring > 0)) * r.tokens * s.parts > kMostItems) return "ranks * tokens * parts";
   if (static_cast<uint64_t>(r.ranks) * r.tokens * r.top_k > 0x7FFFFFFFu) return "ranks * tokens * top_k";
@@ -72,11 +72,12 @@ const char* UnfitRouting(const Call& call, const Routing& r, const Schedule& s, 
 
 }  // namespace
 
-// Tokens of a source that have a row at once, where `limits` give less than all of them; else 0.
+// Returns how many tokens of a source have a staged row at the same time if `limits` allow fewer than all; otherwise 0.
 static int PlanRing(const Routing& r, const Schedule& s, uint64_t row_bytes, const RingLimits& limits) {
   if (r.ranks <= kSmallGroup || s.chunk_tokens > 0) return 0;
   const uint64_t fit = limits.bytes / (static_cast<uint64_t>(r.ranks) * row_bytes);
-  const uint64_t most = (static_cast<uint64_t>(r.tokens) + kMaxRounds - 1) / kMaxRounds;  // of a round, at least
+  // the least tokens of a round
+  const uint64_t most = (static_cast<uint64_t>(r.tokens) + kMaxRounds - 1) / kMaxRounds;
   const uint64_t round = std::max({fit / kRingRounds, static_cast<uint64_t>(limits.tokens) / kRingRounds, most});
   return round * kRingRounds < static_cast<uint64_t>(r.tokens) ? static_cast<int>(round * kRingRounds) : 0;
 }
@@ -100,7 +101,8 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
     m.credit_flags = m.row_flags + pairs * s.parts * 4;
     const uint64_t credits = static_cast<uint64_t>(r.ranks) * RoundsOf(r, m.ring_tokens) * 4;
     m.flag_bytes = FlagAndLineBytes(m.credit_flags + credits, 0);
-    // All of the limit, also where no whole number of rounds fills it: what suffices for long rows must for short ones.
+    // The whole limit, even if no whole number of rounds fills it: memory that suffices for long rows must suffice for
+    // short rows.
     row_bytes = std::max(limits.bytes, static_cast<uint64_t>(r.ranks) * m.ring_tokens * m.row_bytes);
   }
   m.data_bytes = AlignUp(m.rows + row_bytes, 256);

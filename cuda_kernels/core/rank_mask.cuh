@@ -16,41 +16,42 @@ namespace xen_moe::XEN_MOE_VARIANT {
 #if XEN_MOE_MAX_RANKS == 16
 
 using RankMask = uint32_t;
-using RankIndex = int;  // a rank, where many are kept
+using RankIndex = int;  // a rank, in arrays of many
 
 __device__ __forceinline__ RankMask NoRanks() { return 0; }
-__device__ __forceinline__ RankMask EveryRank() { return ~0u; }  // also those that there are not
+__device__ __forceinline__ RankMask EveryRank() { return ~0u; }  // also bits >= ranks
 __device__ __forceinline__ RankMask AllRanks(int ranks) { return (1u << ranks) - 1; }
 __device__ __forceinline__ RankMask OneRank(int rank) { return 1u << rank; }
 __device__ __forceinline__ RankMask RanksBelow(int rank) { return (1u << rank) - 1; }
 __device__ __forceinline__ RankMask RanksAbove(int rank) { return ~((2u << rank) - 1); }
-// `count` ranks from `first` on.
+// Returns `count` ranks from `first` on.
 __device__ __forceinline__ RankMask RanksFrom(int first, int count) { return ((1u << count) - 1) << first; }
 __device__ __forceinline__ bool Holds(RankMask ranks, int rank) { return ranks >> rank & 1; }
 __device__ __forceinline__ bool Any(RankMask ranks) { return ranks != 0; }
 __device__ __forceinline__ uint32_t FirstWord(RankMask ranks) { return ranks; }
 __device__ __forceinline__ int CountRanks(RankMask ranks) { return __popc(ranks); }
-// Rank `first` becomes 0.
+// Returns the set in which rank `first` has become 0.
 __device__ __forceinline__ RankMask Shifted(RankMask ranks, int first) { return ranks >> first; }
-// for (RankMask m = ranks; Any(m); DropFirst(m)) { ... FirstRank(m) ... } goes through a set in ascending order.
+// for (RankMask m = ranks; Any(m); DropFirst(m)) { ... FirstRank(m) ... } iterates over a set in ascending order.
 __device__ __forceinline__ int FirstRank(RankMask ranks) { return __ffs(ranks) - 1; }  // -1: none
 __device__ __forceinline__ void DropFirst(RankMask& ranks) { ranks &= ranks - 1; }
 
-// f(rank) for every rank that this lane looks after; of those that there are not, it may come by too.
+// Calls f(rank) for each rank assigned to this lane. May also call it with rank >= ranks; f must ignore those.
 template <class F>
 __device__ __forceinline__ void ForEachOwnRank(int lane, int, F f) {
   f(lane);
 }
-// What every lane says of its own ranks, and then the set of all whose lane said true: that part all lanes call.
+// The constructor evaluates f(rank) for each rank assigned to a lane; Ballot returns the set of ranks whose lane got
+// true. All lanes call Ballot.
 struct RankVotes {
   bool own;
   template <class F>
   __device__ __forceinline__ RankVotes(int lane, int, F f) : own(f(lane)) {}
   __device__ __forceinline__ RankMask Ballot() const { return __ballot_sync(0xFFFFFFFFu, own); }
 };
-// The union of all lanes' sets, to all lanes.
+// Returns the union of all lanes' sets, to all lanes.
 __device__ __forceinline__ RankMask Union(RankMask ranks, int) { return __reduce_or_sync(0xFFFFFFFFu, ranks); }
-// Whether lane 0's set holds any rank, to all lanes.
+// Returns whether lane 0's set holds any rank, to all lanes.
 __device__ __forceinline__ bool AnyOfFirstLane(RankMask ranks) { return __shfl_sync(0xFFFFFFFFu, ranks, 0) != 0; }
 
 __device__ __forceinline__ RankMask LoadDead(const Mailbox& mailbox) { return LoadRelaxedSystem(mailbox.dead); }
@@ -59,15 +60,15 @@ __device__ __forceinline__ bool LoadIsDead(const Mailbox& mailbox, int rank) {
 }
 __device__ __forceinline__ RankMask LoadMembers(const MemoryTable& table) { return LoadRelaxedSystem(&table.members); }
 __device__ __forceinline__ void StoreMembers(MemoryTable& table, RankMask members) { table.members = members; }
-// In Descriptor::flags, the ranks that are out: a bit each.
+// Returns the inactive ranks as they stand in Descriptor::flags: one bit each.
 __device__ __forceinline__ uint32_t DescribedInactive(RankMask out) { return out << kDescribedInactiveShift; }
 
-// What a lane needs of the staging areas of a memory table that the host or another block may just have written.
+// The staging areas that a lane needs of a memory table that the host or another block may just have written.
 class OwnStaging {
  public:
   __device__ __forceinline__ explicit OwnStaging(const volatile MemoryTable& table)
       : own_(table.staging[threadIdx.x % kRanks]) {}
-  __device__ __forceinline__ char* Of(int) const { return own_; }  // of a rank that this lane looks after
+  __device__ __forceinline__ char* Of(int) const { return own_; }  // `rank` is assigned to this lane
   __device__ __forceinline__ char* OfAny(int rank) const {         // all lanes call it
     return reinterpret_cast<char*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(own_), rank));
   }
@@ -76,7 +77,7 @@ class OwnStaging {
   char* own_;
 };
 
-// A set in the order from rank `first` on, then from rank 0.
+// A set that is iterated from rank `first` on, and then from rank 0.
 struct TurnedRanks {
   uint32_t mask;  // rotated right by `first`
   int first, ranks;
@@ -92,7 +93,7 @@ struct TurnedRanks {
       f(rank);
     }
   }
-  // The same, with the code of `f` there once.
+  // The same, but the compiler emits the code of `f` once.
   template <class F>
   __device__ __forceinline__ void ForEachOnce(F f) const {
 #pragma unroll 1
@@ -222,7 +223,7 @@ __device__ __forceinline__ void StoreMembers(MemoryTable& table, const RankMask&
   table.members = members.word[0];
   for (int w = 1; w < kRankWords; ++w) table.more_members[w - 1] = members.word[w];
 }
-// There are more ranks than bits: a hash, never 0 where any rank is out.
+// A large group has more ranks than the flags have bits: a hash, never 0 if a rank is inactive.
 __device__ __forceinline__ uint32_t DescribedInactive(const RankMask& out) {
   if (!Any(out)) return 0;
   uint32_t h = 2166136261u;

@@ -1,32 +1,33 @@
 // Operations of many tokens in groups of more than kSmallGroup ranks: rows go through rings, round by round.
 //
-// There a row for every token of every rank would take gigabytes, so each source has a ring of kRingRounds rounds of
-// tokens on every rank (Staging::ring_tokens); routing, counts and flags stay whole. A row of round q + kRingRounds is
-// stored where one of round q lay, once every rank has said that it has taken all rows of round q: a credit, one flag
-// for each pair of ranks and round. The rank that places, or adds up, counts the items of a round that are done
-// (Control::taken), and whoever does the last one gives the credit to all ranks.
+// In such groups a staged row for every token of every rank would take gigabytes. Therefore each source has a ring of
+// kRingRounds rounds of tokens on every rank (Staging::ring_tokens); routing, counts and flags have room for all
+// tokens. A row of round q + kRingRounds is stored in the place of a row of round q, once every rank has announced that
+// it has taken all rows of round q. This announcement is a credit: one flag for each pair of ranks and round. The rank
+// that places or sums rows counts the finished items of a round (Control::taken), and the warp that finishes the last
+// item gives the credit to all ranks.
 //
-// The kernels that do so are a variant of their own, ranks256_ring (variant.h), in which kRings is true.
+// These kernels are a variant of their own, ranks256_ring (variant.h), in which kRings is true.
 //
-// Order, on every rank: first the pushes of kRoundsAhead rounds, which wait for nobody. Then, in every block, some
-// warps push the rounds behind them while the others take, both round after round: each kind of work is claimed from a
-// counter of its own. Of all items of both kinds on all ranks, in the order take 0, push kRoundsAhead, take 1, push
-// kRoundsAhead + 1, and so on, an item waits only for earlier ones: taking round q for the pushes of q, pushing round
-// q + kRoundsAhead for the taking of round q + kRoundsAhead - kRingRounds = q - 1. A warp does what it claims in that
-// order, and claims the next item at the earliest while it works at one before it. So of all items that are not done
-// anywhere, a warp that runs has the first one or comes to it, because every block has warps of both kinds, and that
-// one waits for nothing: a single resident block on each rank suffices. Nothing is done twice, as a row that comes late
-// would lie on a later one.
+// Order on every rank: first the pushes of kRoundsAhead rounds, which wait for no rank. Then, in every block, some
+// warps push the later rounds while the other warps take rows, both round after round; each kind of work is claimed
+// from its own counter. Why every wait ends: order the items of both kinds on all ranks as take 0, push kRoundsAhead,
+// take 1, push kRoundsAhead + 1, and so on. Each item waits only for earlier items: taking round q waits for the pushes
+// of q; pushing round q + kRoundsAhead waits for the taking of round q + kRoundsAhead - kRingRounds = q - 1. A warp
+// does its claimed items in that order, and claims the next item at the earliest while it works on the item before. So
+// the first unfinished item of all ranks is held by a running warp, or such a warp will reach it, because every block
+// has warps of both kinds; and that item waits for nothing. A single resident block on each rank suffices. No item is
+// done twice, because a late row would overwrite a later one.
 //
-// Every push of round q + kRingRounds waits for the credits of all ranks, not only of those that it stores to, and
-// after the last round that needs one no credits are given. So every credit is awaited before an operation ends, as
-// workspace.h asks of all that is stored at a rank.
+// Every push of round q + kRingRounds waits for the credits of all ranks, not only of the ranks that it stores to;
+// after the last round that needs a credit no credits are given. So every credit is awaited before an operation ends,
+// as workspace.h requires for everything that is stored at a rank.
 //
-// A rank that is out itself gives, awaits and gets no credits. So that the rank that owes is named by one that waits
-// for it: credits are awaited round after round, also by whoever takes, before the rows of the round that needs them. A
-// rank whose rows are awaited then has all credits that it needs for them, and waits for nobody. Whoever waits for a
-// credit waits for a rank that may itself wait for rows, but for no credit: such a wait lasts half as long again as one
-// for rows and does not hide it in what the rank shows (failure.cuh).
+// An inactive rank gives, awaits and receives no credits. A failure must name the rank that owes, by a rank that waits
+// for it. Therefore credits are awaited round after round, by the taking warps too, before the rows of the round that
+// needs them. A rank whose rows are awaited then has all credits that these rows need, and waits for no rank. A rank
+// that owes a credit may itself wait for rows, but not for a credit: such a wait for a credit lasts half as long again
+// as a wait for rows, and does not hide a wait for rows in what the rank shows (failure.cuh).
 #pragma once
 
 #include "cuda_kernels/core/claims.cuh"
@@ -36,9 +37,9 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 
 constexpr int kRoundsAhead = kRingRounds - 1;
-constexpr int kRoundPushers = kSignalWarp / 2;  // warps of a block that push the rounds behind these
+constexpr int kRoundPushers = kSignalWarp / 2;  // warps of a block that push the later rounds
 
-// The wire row of a token of `source` in its staging rows, as a number of rows.
+// Returns the wire row of a token of `source` in its staging rows, as a number of rows.
 __device__ __forceinline__ uint64_t StagedRow(const Routing& r, const Staging& s, int source, int token) {
   if constexpr (kRings) {
     return static_cast<uint64_t>(source) * s.ring_tokens + token % s.ring_tokens;
@@ -46,7 +47,7 @@ __device__ __forceinline__ uint64_t StagedRow(const Routing& r, const Staging& s
     return static_cast<uint64_t>(source) * r.tokens + token;
   }
 }
-// Tokens that are pushed before anything is awaited: all, unless they go through rings.
+// Returns how many tokens are pushed before any wait: all tokens, unless they go through rings.
 __device__ __forceinline__ int TokensAhead(const Routing& r, const Staging& s) {
   return kRings ? s.ring_tokens / kRingRounds * kRoundsAhead : r.tokens;
 }
@@ -57,14 +58,14 @@ struct Rounds {
   uint64_t flags;  // Staging::credit_flags
   int tokens;      // of the operation
   int round;       // tokens of a round
-  int count;       // of rounds
+  int count;       // number of rounds
 
   __device__ __forceinline__ Rounds(const Running& running, const Routing& r, const Staging& s)
       : run(running), flags(s.credit_flags), tokens(r.tokens), round(s.ring_tokens / kRingRounds) {
     count = (tokens + round - 1) / round;
   }
-  // Until every rank has taken all rounds below `end`; `*credited`: those that the warp need not ask for. All lanes
-  // call it. False: the group has failed.
+  // Waits until every rank has taken all rounds below `end`. `*credited`: the rounds that the warp has checked already.
+  // All lanes call it. Returns false if the group has failed.
   __device__ __forceinline__ bool AwaitCredits(int end, int* credited) const {
     bool given = true;
     for (; *credited < end && given; ++*credited) {
@@ -73,12 +74,12 @@ struct Rounds {
         given = WaitFlag(Flag(run.half[run.rank], rank, *credited), run, run.epoch, Step::kCredit, rank);
       });
       given = __all_sync(0xFFFFFFFFu, given);
-      __syncwarp();  // what one lane has acquired, all lanes may rely on
+      __syncwarp();  // all lanes may rely on the lanes' acquires
     }
     return given;
   }
-  // One of the `items` items of round `which` is taken; with the last one of a round that others wait for, they get the
-  // credit. All lanes call it.
+  // Counts one finished item of the `items` items of round `which`. With the last item of a round that other ranks wait
+  // for, it gives them the credit. All lanes call it.
   __device__ __forceinline__ void Took(int which, int items) const {
     if (which + kRingRounds >= count) return;
     __syncwarp();
@@ -90,7 +91,7 @@ struct Rounds {
       __threadfence();
     }
     if (__shfl_sync(0xFFFFFFFFu, done, 0) != static_cast<uint32_t>(items)) return;
-    __syncwarp();  // what lane 0 has acquired, all lanes may rely on
+    __syncwarp();  // all lanes may rely on lane 0's acquire
     if ((threadIdx.x & 31) == 0) *counter = 0;
     ForEachOwnRank(threadIdx.x & 31, run.ranks, [&](int rank) {
       if (!Holds(run.meets, rank) || rank == run.rank) return;
@@ -105,8 +106,8 @@ struct Rounds {
   }
 };
 
-// Items of taking, as Claims: those of no round first, and then `takes` of each token, which are counted. `items`: none
-// is left, or the group has failed.
+// The items of taking, with the interface of Claims: first the items that belong to no round, then `takes` items of
+// each token, which are counted. It returns `items` when no item is left or the group has failed.
 struct Taking {
   const Rounds& rounds;
   int takes;
@@ -136,7 +137,7 @@ class RoundClaims {
   int round_ = -1, credited_ = 0;
 };
 
-// push(item) for every item behind those ahead, `pushes` for each token.
+// Calls push(item) for every item after the first kRoundsAhead rounds; a token has `pushes` items.
 template <class Push>
 __device__ __forceinline__ void PushLaterRounds(const Rounds& rounds, int pushes, Push push) {
   const int per_round = rounds.round * pushes, ahead = kRoundsAhead * per_round;
@@ -149,8 +150,9 @@ __device__ __forceinline__ void PushLaterRounds(const Rounds& rounds, int pushes
   }
 }
 
-// All that comes behind the pushes ahead. One warp raises the flags of what `push(signaller, item)` pushes. Whoever is
-// done with pushing takes too: `take(rounds)`. All threads of the block call it.
+// All work after the pushes of the first kRoundsAhead rounds. One warp raises the flags of the rows that
+// `push(signaller, item)` pushes. A warp that has finished pushing takes rows too: `take(rounds)`. All threads of the
+// block call it.
 template <class Push, class TakeAll>
 __device__ __forceinline__ void GoThroughRounds(const Running& run, SignalBox& signals, const Routing& r,
                                                 const Staging& s, int pushes, Push push, TakeAll take) {

@@ -1,13 +1,13 @@
-// How one part of a row is read, sent and placed: copied as it is (CopyCodec), or quantized on the way (QuantizeCodec,
-// quantize_codec.cuh).
+// How one part of a row is read, sent and placed: copied unchanged (CopyCodec), or quantized on the way (QuantizeCodec,
+// dispatch/quantize_codec.cuh).
 //
 // A codec has
 //   Push(p, token, part, targets)   from x to the wire row at each target (peers' staging areas)
 //   PlaceStaged(p, wire_row, ...)   from a wire row to rows of the output
-//   PlaceOwn(p, token, ...)         from x to rows of the output: what Push and PlaceStaged would give, without the
-//   link
-// All lanes of a warp call them together. Staged rows are written by other GPUs while the kernel runs, so they are
-// never read through the non-coherent cache.
+//   PlaceOwn(p, token, ...)         from x to rows of the output: the same result as Push and PlaceStaged, without the
+//                                   link
+// All lanes of a warp call them together. Other GPUs write staged rows while the kernel runs, so a kernel never reads
+// staged rows through the non-coherent cache.
 #pragma once
 
 #include "cuda_kernels/core/octet.cuh"
@@ -23,12 +23,12 @@ __device__ __forceinline__ Range PartOf(int part, const Schedule& s, int hidden)
   return {min(hidden, part * s.part_elements), min(hidden, (part + 1) * s.part_elements)};
 }
 
-// Destinations of a pushed row: staging rows on a set of ranks, starting after this rank so that the peers are not all
-// written in the same order by everybody.
+// Destinations of a pushed row: staging rows on a set of ranks. Each rank starts with the rank after itself, so that
+// the ranks do not all write to the peers in the same order.
 struct Targets {
   TurnedRanks ranks;
-  char* const* base;  // shared memory: each rank's data
-  uint64_t offset;    // of the wire row in them
+  char* const* base;  // in shared memory: the data of each rank
+  uint64_t offset;    // of the wire row in the data
   template <class F>
   __device__ __forceinline__ void ForEach(F f) const {
     ranks.ForEach([&](int rank) { f(base[rank] + offset); });
@@ -40,7 +40,7 @@ struct Rows {
   int count;
 };
 
-// Before the first and after the last row of a kernel, by all threads.
+// All threads call these before the first and after the last row of a kernel.
 template <class Codec>
 __device__ __forceinline__ void BeginRows(Codec*) {}
 template <class Codec>
@@ -48,7 +48,7 @@ __device__ __forceinline__ void EndRows(Codec*) {}
 
 template <class Vec>
 struct CopyCodec {
-  // Copies `n` vectors to every destination; up to kInFlight loads per lane in flight.
+  // Copies `n` vectors to every destination, with up to kInFlight loads per lane in flight.
   template <class ForEach>
   __device__ __forceinline__ static void Copy(const Vec* src, int n, ForEach for_each) {
     constexpr int kInFlight = sizeof(Vec) == 16 ? 14 : 8;
@@ -82,7 +82,8 @@ struct CopyCodec {
 
   __device__ static void Push(const DispatchParams& p, int token, Range part, const Targets& targets) {
     const int first = Vectors(p, part.begin), n = Vectors(p, part.end) - first;
-    constexpr int kEarly = 2;  // scales of a lane that are asked for before the row, and so are there after it
+    // scales of a lane that are loaded before the row, so that they have arrived when the row is done
+    constexpr int kEarly = 2;
     const float* const scales = p.scales + static_cast<int64_t>(token) * ScaleBlocks(p.routing.hidden);
     const int block = ScaleBlocks(part.begin) + static_cast<int>(threadIdx.x & 31);
     const int end = p.scales ? ScaleBlocks(part.end) : 0;

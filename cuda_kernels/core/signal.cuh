@@ -1,10 +1,10 @@
-// Raising the flags of pushed rows without stopping the warps that push.
+// How the flags of pushed rows are raised without stopping the warps that push.
 //
-// A flag may be stored only when the row's stores have reached the peer: a system-scope fence, which takes as long as
-// the stores in flight take to be acknowledged. In a pushing block one warp does nothing else: the other warps post
-// what they have pushed to a ring in shared memory (release at block scope) and go on; the signalling warp reads the
-// rings (acquire), fences once for everything posted so far, and stores the flags. Release and acquire are cumulative,
-// so its fence covers the rows.
+// A flag may be stored only when the row's stores have reached the peer. That takes a system-scope fence, which lasts
+// until the outstanding stores are acknowledged. In a pushing block one warp, the signalling warp, does nothing else.
+// The other warps post each pushed row to a ring in shared memory (release at block scope) and continue; the signalling
+// warp reads the rings (acquire), fences once for everything posted so far, and stores the flags. Release and acquire
+// are cumulative, so its fence covers the rows.
 #pragma once
 
 #include "cuda_kernels/core/failure.cuh"
@@ -15,10 +15,10 @@ constexpr int kSignalRing = 8;
 constexpr int kSignalWarp = kWarps - 1;
 
 struct SignalBox {
-  RankMask ranks[kWarps][kSignalRing];  // bit mask of the ranks to tell
-  uint32_t index[kWarps][kSignalRing];  // of the flag word
-  uint32_t posted[kWarps];              // rows posted by each warp
-  uint32_t sent[kWarps];                // of them, flags stored
+  RankMask ranks[kWarps][kSignalRing];  // the ranks to signal
+  uint32_t index[kWarps][kSignalRing];  // index of the flag word
+  uint32_t posted[kWarps];              // rows that each warp has posted
+  uint32_t sent[kWarps];                // posted rows whose flags have been stored
   uint32_t finished;                    // warps that will post no more
 };
 
@@ -38,24 +38,24 @@ __device__ __forceinline__ void InitSignalBox(SignalBox& box) {  // a __syncthre
   if (threadIdx.x == 0) box.finished = 0;
 }
 
-// Waits for a free place in the warp's ring. The signalling warp waits for nobody, so it is short; false: the group has
-// failed.
+// Waits for a free place in the warp's ring. The wait is short, because the signalling warp waits for no other warp.
+// Returns false if the group has failed.
 static __device__ __noinline__ bool AwaitRoom(const SignalBox& box, const Running& run, uint32_t posted) {
   const uint32_t* sent = &box.sent[threadIdx.x / 32];
   return WaitUntil<4096>([&] { return posted - LoadAcquireBlock(sent) < kSignalRing; }, run, Step::kLocalBlocks,
                          run.rank);
 }
 
-// A warp's way to have flags raised. `direct`: it fences and stores them itself, which is quicker for a single row.
+// How a warp raises flags. `direct`: the warp fences and stores the flags itself, which is quicker for a single row.
 struct Signaller {
   SignalBox& box;
   const Running& run;
   uint64_t row_flags;
   uint32_t epoch;
   bool direct;
-  uint32_t posted = 0;  // lane 0's
+  uint32_t posted = 0;  // only lane 0's value is used
 
-  // All lanes call it when they have stored their share of a row.
+  // All lanes call it after they have stored their share of a row.
   __device__ __forceinline__ void Raise(const RankMask& ranks, uint32_t index) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     __syncwarp();
@@ -80,13 +80,13 @@ struct Signaller {
       atomicAdd(&box.finished, 1u);
     }
   }
-  // The signalling warp's duty, until all other warps of the block have finished.
+  // The signalling warp runs this until all other warps of the block have finished.
   __device__ __forceinline__ void RunSignalWarp() {
     const int lane = threadIdx.x & 31;
     const bool watches = lane < kSignalWarp;
     uint32_t sent = 0;
     for (;;) {
-      // Read before `posted`, and once for all lanes.
+      // Read before `posted`, and broadcast from one lane to all.
       const bool last = __shfl_sync(0xFFFFFFFFu, LoadAcquireBlock(&box.finished), 0) == kSignalWarp;
       const uint32_t now = watches ? LoadAcquireBlock(&box.posted[lane]) : 0;
       if (__any_sync(0xFFFFFFFFu, now != sent)) {

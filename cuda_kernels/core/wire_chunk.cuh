@@ -1,10 +1,10 @@
-// A few steps of a quantized row, as a warp has them between the rounding and the wire.
+// A few steps of a quantized row, as a warp holds them between the rounding and the wire.
 //
-// A step is 256 elements; a lane has the octet `lane` of every step, from the first load to the last store. On the wire
-// two steps lie interleaved: lane l's 16 bytes are octet l of the one and of the other, so that both ends move 16 bytes
-// a lane. What is left of a part behind its last two whole steps lies in element order. The scales (two a step: of
-// lanes 0 to 15 and of 16 to 31) are each computed, sent and loaded by one lane, `16 * half + step`. Rows are multiples
-// of 8 elements here; all lanes of a warp call everything together.
+// A step is 256 elements; a lane has the octet with its number in every step, from the first load to the last store. On
+// the wire two steps are interleaved: the 16 bytes of lane l are octet l of the first step and octet l of the second,
+// so that both ends move 16 bytes a lane. The remainder of a part after its last two whole steps lies in element order.
+// A step has two scales (of lanes 0 to 15 and of lanes 16 to 31); one lane, `16 * half + step`, computes, sends and
+// loads each of them. Rows are multiples of 8 elements here; all lanes of a warp call every function together.
 #pragma once
 
 #include "cuda_kernels/core/octet.cuh"
