@@ -12,7 +12,7 @@ from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
 from xen_moe_jax.backends import register_ahead as _register_ahead
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
 from xen_moe_jax.failure import OperationFailed, check
 

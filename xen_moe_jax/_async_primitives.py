@@ -30,9 +30,10 @@ from xen_moe_jax._moe_primitives import Dispatched
 from xen_moe_jax._primitive import declare, declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.base import Backend, Call
 
 
-def _backend(spec: Spec, config: KernelConfig) -> Any:
+def _backend(spec: Spec, config: KernelConfig) -> Backend | None:
     return backends.for_async(platform(), spec, config)
 
 
@@ -43,12 +44,13 @@ def runs_async(spec: Spec, config: KernelConfig) -> bool:
 
 def received_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
     """Places in what is under way of arrays that a collective of XLA brings (`backends`)."""
-    brought = getattr(_backend(spec, config), "received_by_xla", None)
-    return () if brought is None else brought(spec)
+    backend = _backend(spec, config)
+    return () if backend is None else backend.received_by_xla(spec)
 
 
 def _start_returns_results(params: dict[str, Any]) -> bool:
-    return getattr(_backend(params["spec"], params["config"]), "START_RETURNS_RESULTS", False)
+    backend = _backend(params["spec"], params["config"])
+    return backend is not None and backend.start_returns_results
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
@@ -64,16 +66,18 @@ def _hold_shapes(spec: Spec) -> list[ShapeDtype]:
 
 def _dispatch_start_shapes(x: Any, scales: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> Any:
     backend = _backend(spec, config)
-    if getattr(backend, "START_RETURNS_RESULTS", False):
+    assert backend is not None
+    if backend.dispatch_pending is None:
         return [*_shapes.dispatch(x, scales, spec=spec), *_hold_shapes(spec), (x.shape, x.dtype)]
-    return backend.dispatch_pending(x, scales, spec=spec, wire=wire)
+    return backend.dispatch_pending(Call(spec, config, wire), x, scales)
 
 
 def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> Any:
     backend = _backend(spec, config)
-    if getattr(backend, "START_RETURNS_RESULTS", False):
+    assert backend is not None
+    if backend.combine_pending is None:
         return [((spec.num_tokens, y.shape[-1]), y.dtype), (y.shape, y.dtype)]
-    return backend.combine_pending(y, spec=spec, wire=wire)
+    return backend.combine_pending(Call(spec, config, wire), y)
 
 
 def _mask_done(operands: Any, spec: Spec) -> list[Any]:

@@ -19,6 +19,7 @@ from jax.interpreters import batching, mlir
 
 from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, backends
 from xen_moe_jax._shapes import ShapeDtype
+from xen_moe_jax.backends.base import Call, Exchange
 
 _declared: list[Primitive] = []
 PLATFORMS = (None, "cpu", "tpu", "cuda")
@@ -121,19 +122,20 @@ def _lowering(
 ) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         backend = backends.for_lowering(platform, params["config"])
-        if otherwise is not None and not hasattr(backend, operation):
+        function = backend.operation(operation)
+        if function is None:
+            if otherwise is None:
+                raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
             return _lower(ctx, operands, _plain_avals(ctx), functools.partial(otherwise, **params))
-        if "spec" in params and not getattr(backend, "TAKES_NODES", False):
-            _nodes.check_backend(params["spec"], params["config"], backend.__name__.rsplit(".", 1)[1])
-        params = params | {"config": _tuned_config(operation, ctx, params)}
+        if "spec" in params and not backend.takes_nodes:
+            _nodes.check_backend(params["spec"], params["config"], backend.name)
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
-        run: Callable[..., Any] = functools.partial(getattr(backend, operation), **known)
-        if mask is not None and not getattr(backend, "TAKES_ACTIVE", False):
+        known["config"] = _tuned_config(operation, ctx, params)
+        call = Call(**known) if "spec" in known else Exchange(**known)
+        run: Callable[..., Any] = functools.partial(function, call)
+        if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
-        avals = _plain_avals(ctx)
-        if hasattr(backend, "operand_avals"):
-            avals = backend.operand_avals(operation, avals, params)
-        return _lower(ctx, operands, avals, run)
+        return _lower(ctx, operands, backend.operand_avals(operation, _plain_avals(ctx), call), run)
 
     return rule
 

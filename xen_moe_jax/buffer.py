@@ -53,8 +53,7 @@ def buffer_size_hint(
     parsed: Wire | None = _validate.wire(wire, caller)
     name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
     checked_dtype = _validate.dtype(dtype, caller)
-    module = backends.load(name)
-    size = getattr(module, "buffer_size_hint", None)
+    size = backends.load(name).buffer_size_hint
     return 0 if size is None else size(**checked, dtype=checked_dtype, wire=parsed, ranks_per_node=per_node)
 
 
@@ -137,7 +136,7 @@ class Buffer:
                 f"Buffer: size_bytes={self.size_bytes}: operations of these shapes need {hint} bytes on every rank; "
                 "pass None or more"
             )
-        open_buffer = getattr(backends.load(self.backend), "open_buffer", None)
+        open_buffer = backends.load(self.backend).open_buffer
         per_node = checked_nodes(ranks_per_node, ranks, "Buffer")
         self._memory = (
             None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, self.channel, per_node)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from xen_moe_jax import _profiles
 from xen_moe_jax import backends as backend_choice
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl
 from xen_moe_jax.flax import grouped_matmul
 

@@ -72,8 +72,8 @@ def count_rows(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> 
 
 
 def gathered(case: Case, operation: str, ranks: int, top_k: int) -> bool:
-    """Whether a dispatch sends its records to everybody, as `backends.pallas.dispatch.gathers` decides."""
-    from xen_moe_jax.backends.pallas.dispatch import LOW_LATENCY_TOKENS
+    """Returns True if a dispatch gathers its records on all ranks (`backends.pallas.all_gather_dispatch.gathers`)."""
+    from xen_moe_jax.backends.pallas.hardware import LOW_LATENCY_TOKENS
 
     return operation == "dispatch" and case.tokens <= LOW_LATENCY_TOKENS and ranks <= top_k
 
@@ -90,7 +90,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     """
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
-    from xen_moe_jax.backends.pallas.dispatch import record_of
+    from xen_moe_jax.backends.pallas.records import record_of
     from xen_moe_jax.pallas_kernels.record import Header
 
     operation, _, halves = operation.partition(" ")

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import fake_nccl, memory_module, processes
 from xen_moe_jax import doctor
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl, nvshmem
 from xen_moe_jax.backends.cuda import processes as start
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tests.gpu import chaos, processes, test_active, virtual_nodes
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import module, nccl
 
 pytestmark = pytest.mark.gpu1

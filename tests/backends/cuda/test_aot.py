@@ -21,7 +21,7 @@ import xen_moe_jax as xm
 from tests.gpu import flights
 from tests.support import gpu_topology, processes
 from xen_moe_jax.backends import load
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 
 pytestmark = pytest.mark.gpu_aot
 

@@ -15,7 +15,7 @@ import xen_moe_jax as xm
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import devices
 from xen_moe_jax.backends.cuda import schedule as schedules
 

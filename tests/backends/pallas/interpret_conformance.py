@@ -179,12 +179,12 @@ class TestHalves(Pallas):
 
     @pytest.fixture(autouse=True)
     def in_halves(self, monkeypatch):
-        supports_async = pallas.supports_async
+        supports_async = pallas.BACKEND.supports_async
 
         def as_on_a_tpu(spec, config):
             return supports_async(spec, dataclasses.replace(config, interpret=False))
 
-        monkeypatch.setattr(pallas, "supports_async", as_on_a_tpu)
+        monkeypatch.setattr(pallas.BACKEND, "supports_async", as_on_a_tpu)
         monkeypatch.setattr(exchange, "start", exchanged_at_once)
         monkeypatch.setattr(exchange, "done", lambda started, *_, **__: started.rows)
         monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
-from xen_moe_jax.backends.pallas import flags
+from xen_moe_jax.backends.pallas import plan
 from xen_moe_jax.backends.pallas.weights import weights_from_rows
 
 RANKS, TOP_K = 4, 3
@@ -66,7 +66,7 @@ def test_flags_come_from_peers(tokens):
 
     def body(given, wanted):
         otherwise = jnp.full(given[0].shape, 7, jnp.int32)
-        found = flags.to_peers(given[0], ("ep",)), flags.to_peers_if(wanted, given[0], otherwise, ("ep",))
+        found = plan.flags_to_peers(given[0], ("ep",)), plan.flags_to_peers_if(wanted, given[0], otherwise, ("ep",))
         return tuple(a[None] for a in found)
 
     program = jax.jit(
@@ -79,5 +79,5 @@ def test_flags_come_from_peers(tokens):
 
 
 def test_several_rounds_of_flags(monkeypatch):
-    monkeypatch.setattr(flags, "AT_ONCE", 8)
+    monkeypatch.setattr(plan, "FLAG_WORDS_AT_ONCE", 8)
     test_flags_come_from_peers(200)

@@ -103,7 +103,7 @@ def check_nodes(spec: Spec, config: KernelConfig) -> None:
         )
 
 
-def call(
+def ffi_call(
     target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
 ):
     """One FFI call; of a flight the start half, which may not be left out. Returns a list of results."""

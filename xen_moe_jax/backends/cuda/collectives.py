@@ -11,6 +11,7 @@ from jax import lax
 
 from xen_moe_jax import _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.backends.base import Exchange
 from xen_moe_jax.backends.cuda import call, devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
 
@@ -47,28 +48,19 @@ def _attributes(
     }
 
 
-def all_to_all(
-    x: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    split_axis: int,
-    concat_axis: int,
-    tiled: bool,
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
+def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
     """As `jax.lax.all_to_all`."""
     mesh = _mesh.lowering_mesh()
-    ranks = _mesh.group_size(axis_sizes, axis_index_groups)
-    if tiled:
+    split_axis, concat_axis = exchange.split_axis, exchange.concat_axis
+    ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
+    if exchange.tiled:
         parts = x.reshape(*x.shape[:split_axis], ranks, x.shape[split_axis] // ranks, *x.shape[split_axis + 1 :])
     else:
         parts = x
     parts = jnp.moveaxis(parts, split_axis, 0)
     unit_bytes = parts[0].size * x.dtype.itemsize
     attrs = _attributes(
-        config,
+        exchange.config,
         devices.num_sms(mesh),
         ranks,
         unit_bytes,
@@ -78,36 +70,24 @@ def all_to_all(
         output_units=ranks,
         ragged=0,
     )
-    keys = devices.groups(mesh, axis_name, axis_index_groups)
-    (out,) = call.call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
+    keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
+    (out,) = call.ffi_call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
     out = jnp.moveaxis(out, 0, concat_axis)
-    if tiled:
+    if exchange.tiled:
         shape = out.shape
         out = out.reshape(*shape[:concat_axis], shape[concat_axis] * shape[concat_axis + 1], *shape[concat_axis + 2 :])
     return out
 
 
-def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
+def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
     """As `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
     mesh = _mesh.lowering_mesh()
-    ranks = send_sizes.shape[0]
+    ranks = segments[0].shape[0]
     unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize
     if unit_bytes == 0 or operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     attrs = _attributes(
-        config,
+        exchange.config,
         devices.num_sms(mesh),
         ranks,
         unit_bytes * operand.shape[0],
@@ -117,8 +97,10 @@ def ragged_all_to_all(
         output_units=output.shape[0],
         ragged=1,
     )
-    keys = devices.groups(mesh, axis_name, axis_index_groups)
-    sizes = [lax.convert_element_type(a, jnp.int32) for a in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
+    sizes = [lax.convert_element_type(a, jnp.int32) for a in segments]
     results = [jax.ShapeDtypeStruct(output.shape, output.dtype)]
-    (out,) = call.call("xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0})
+    (out,) = call.ffi_call(
+        "xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0}
+    )
     return out

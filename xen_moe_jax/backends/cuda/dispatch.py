@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _active, _mesh, _shapes
-from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import Wire
-from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.cuda import devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
-from xen_moe_jax.backends.cuda.call import active_operand, attributes, call
+from xen_moe_jax.backends.cuda.call import active_operand, attributes, ffi_call
 
 STAND_INS = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}
 
@@ -30,61 +28,62 @@ def _copied(x: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def dispatch(
+    call: Call,
     x: jax.Array,
     scales: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
     active: jax.Array,
     *,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
-    flight: bool = False,
+    start: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/design/internals.md; of a flight, two held arrays more."""
+    """Returns the results in the order of docs/design/internals.md.
+
+    With `start` they are pending, and two held arrays follow.
+    """
+    spec, config, wire = call.spec, call.config, call.wire
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
     x, original = _copied(x)
     hidden = x.shape[1]
     low_latency = schedules.use_low_latency(spec, hidden, x.dtype, config, wire=wire)
-    config = schedules.for_async(config, low_latency=low_latency) if flight else config
+    config = schedules.for_async(config, low_latency=low_latency) if start else config
     schedule = schedules.dispatch(
         spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, low_latency=low_latency
     )
-    if flight:
+    if start:
         schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire, low_latency=low_latency))
     attrs = attributes(
-        spec, hidden, x.dtype, schedule, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=flight
+        spec, hidden, x.dtype, schedule, config, wire=wire, scaled=scaled, masked=_active.given(active), flight=start
     )
     operands = (x, scales, topk_idx, topk_weights, active_operand(active))
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
-    if flight:
+    if start:
         results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
-    out = call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
+    out = ffi_call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)
     return tuple(out)
 
 
 def redispatch(
+    call: Call,
     x: jax.Array,
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
     active: jax.Array,
     *,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
-    flight: bool = False,
+    start: bool = False,
 ) -> jax.Array:
-    """A new payload on a known routing."""
-    config = schedules.for_async(config) if flight else config
+    """Sends a new payload along a known routing."""
+    spec, config, wire = call.spec, call.config, call.wire
+    config = schedules.for_async(config) if start else config
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
     schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
-    if flight:
+    if start:
         schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire))
     attrs = attributes(
         spec,
@@ -95,9 +94,9 @@ def redispatch(
         wire=wire,
         known_positions=True,
         masked=_active.given(active),
-        flight=flight,
+        flight=start,
     )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     operands = (x, topk_idx, positions, recv_counts, active_operand(active))
-    (rows,) = call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
+    (rows,) = ffi_call("xen_moe_redispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return rows if original is None else lax.bitcast_convert_type(rows, original)

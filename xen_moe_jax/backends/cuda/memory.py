@@ -16,7 +16,7 @@ import numpy as np
 from xen_moe_jax._config import DEFAULT_CONFIG
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import call, devices, module, processes
 from xen_moe_jax.backends.cuda import schedule as schedules
 

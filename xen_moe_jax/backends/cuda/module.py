@@ -8,7 +8,7 @@ import types
 
 import jax
 
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import job, processes
 
 INSTALL = "build it: XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout"
@@ -27,6 +27,16 @@ def compiled() -> types.ModuleType:
         raise BackendUnavailable(
             f"the CUDA module xen_moe_jax._cuda cannot be imported ({error}): {INSTALL}"
         ) from error
+
+
+def check_available() -> None:
+    """Raises `BackendUnavailable` when the compiled module is missing."""
+    compiled()
+
+
+def register() -> None:
+    """Registers the FFI handlers. Raises `BackendUnavailable` when the compiled module cannot be loaded."""
+    registered()
 
 
 _loaded: types.ModuleType | None = None

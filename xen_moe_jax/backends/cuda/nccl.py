@@ -9,7 +9,7 @@ import os
 import pathlib
 from typing import Any
 
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 
 LIBRARY = "libnccl.so.2"
 OLDEST = (2, 31)

@@ -11,7 +11,7 @@ import pathlib
 import types
 from typing import Any
 
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 
 LIBRARY = "libnvshmem_host.so.3"
 ENVIRONMENT = {

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from xen_moe_jax import _jax_internals
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import agreement, liveness, nccl, nvshmem
 
 PREFIX = "xen_moe_jax/processes"

@@ -15,18 +15,18 @@ from jax import lax
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.availability import BackendUnavailable
+from xen_moe_jax.backends.base import BackendUnavailable, Call
 from xen_moe_jax.backends.cuda import module
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
 
-START_RETURNS_RESULTS = True
 HELD = 2
-"""Arrays of no meaning behind the results of a dispatch, and then `x`."""
+"""Number of held arrays (`_async_primitives`) that follow the results of a dispatch, before `x`."""
 
 
 def supports_async(spec: Spec, config: KernelConfig) -> bool:
-    """Wherever the kernels run."""
+    """Returns True wherever the kernels run."""
+    del config
     try:
         module.compiled()
     except BackendUnavailable:
@@ -34,33 +34,33 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
     return spec.num_tokens > 0
 
 
-def dispatch_start(x: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
-    """Results of the dispatch, under way, two held arrays, `x`."""
-    return (*dispatch(*_apart(x, *operands), flight=True, **params), x)
+def dispatch_start(call: Call, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the pending results of the dispatch, two held arrays, and `x`."""
+    return (*dispatch(call, *_apart(x, *operands), start=True), x)
 
 
-def dispatch_done(*operands: jax.Array, spec: Spec, **_: Any) -> tuple[jax.Array, ...]:
+def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The operands of the start and what it returned -> the results of the dispatch."""
-    results = 7 if spec.layout == "ranked" else 6
+    results = 7 if call.spec.layout == "ranked" else 6
     first = len(operands) - results - HELD - 1
     return tuple(_wait(operands[first : first + results], operands[:first]))
 
 
-def combine_start(y: jax.Array, *operands: jax.Array, **params: Any) -> tuple[jax.Array, jax.Array]:
-    """`out`, under way, and `y`."""
-    return combine(*_apart(y, *operands), flight=True, **params), y
+def combine_start(call: Call, y: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the pending `out`, and `y`."""
+    return combine(call, *_apart(y, *operands), start=True), y
 
 
-def combine_done(*operands: jax.Array, **_: Any) -> jax.Array:
+def combine_done(_: Call, *operands: jax.Array) -> jax.Array:
     *alive, out, _y = operands
     return _wait([out], alive)[0]
 
 
-def redispatch_start(*operands: jax.Array, **params: Any) -> jax.Array:
-    return redispatch(*_apart(*operands), flight=True, **params)
+def redispatch_start(call: Call, *operands: jax.Array) -> jax.Array:
+    return redispatch(call, *_apart(*operands), start=True)
 
 
-def redispatch_done(*operands: jax.Array, **_: Any) -> jax.Array:
+def redispatch_done(_: Call, *operands: jax.Array) -> jax.Array:
     *alive, rows = operands
     return _wait([rows], alive)[0]
 

@@ -1,36 +1,24 @@
-"""The TPU backend: Pallas kernels that move rows with remote DMA over ICI, whole and in halves."""
+"""The TPU backend: Pallas kernels that move rows by remote DMA over ICI, synchronously and as start and done."""
 
-from xen_moe_jax.backends.pallas.collectives import all_to_all, ragged_all_to_all
-from xen_moe_jax.backends.pallas.combine import combine
-from xen_moe_jax.backends.pallas.dispatch import dispatch, redispatch
-from xen_moe_jax.backends.pallas.start_done import (
-    combine_done,
-    combine_pending,
-    combine_start,
-    dispatch_done,
-    dispatch_pending,
-    dispatch_start,
-    operand_avals,
-    received_by_xla,
-    supports_async,
+from xen_moe_jax.backends.base import Backend
+from xen_moe_jax.backends.pallas import collectives, combine, dispatch, start_done, weights
+
+BACKEND = Backend(
+    name="pallas",
+    dispatch=dispatch.dispatch,
+    combine=combine.combine,
+    redispatch=dispatch.redispatch,
+    all_to_all=collectives.all_to_all,
+    ragged_all_to_all=collectives.ragged_all_to_all,
+    weights_to_rows=weights.weights_to_rows,
+    weights_from_rows=weights.weights_from_rows,
+    supports_async=start_done.supports_async,
+    dispatch_start=start_done.dispatch_start,
+    dispatch_done=start_done.dispatch_done,
+    combine_start=start_done.combine_start,
+    combine_done=start_done.combine_done,
+    dispatch_pending=start_done.dispatch_pending,
+    combine_pending=start_done.combine_pending,
+    received_by_xla=start_done.received_by_xla,
+    operand_avals=start_done.operand_avals,
 )
-from xen_moe_jax.backends.pallas.weights import weights_from_rows, weights_to_rows
-
-__all__ = [
-    "all_to_all",
-    "received_by_xla",
-    "supports_async",
-    "combine",
-    "combine_done",
-    "combine_pending",
-    "combine_start",
-    "dispatch",
-    "dispatch_done",
-    "dispatch_pending",
-    "dispatch_start",
-    "operand_avals",
-    "ragged_all_to_all",
-    "redispatch",
-    "weights_from_rows",
-    "weights_to_rows",
-]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.backends.base import Exchange
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.pallas_kernels.exchange import Runs, exchange
 from xen_moe_jax.pallas_kernels.launch import Launch
@@ -19,23 +20,14 @@ from xen_moe_jax.pallas_kernels.record import LANES
 _MOVABLE = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 
 
-def all_to_all(
-    x: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    split_axis: int,
-    concat_axis: int,
-    tiled: bool,
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
+def all_to_all(call: Exchange, x: jax.Array) -> jax.Array:
     """As `jax.lax.all_to_all`: every peer's part is one run of whole rows of 128 elements."""
-    hardware.check_one_slice(axis_name, "use jax.lax or KernelConfig(backend='reference')")
-    axes = Axes(axis_name, axis_sizes)
-    ids, place = _group(axes, axis_index_groups)
+    hardware.check_one_slice(call.axis_name, "use jax.lax or KernelConfig(backend='reference')")
+    axes = Axes(call.axis_name, call.axis_sizes)
+    ids, place = _group(axes, call.axis_index_groups)
     peers = ids.shape[0]
-    if tiled:
+    split_axis, concat_axis = call.split_axis, call.concat_axis
+    if call.tiled:
         shape = x.shape
         x = x.reshape(*shape[:split_axis], peers, shape[split_axis] // peers, *shape[split_axis + 1 :])
     parts = jnp.moveaxis(x, split_axis, 0)
@@ -46,38 +38,26 @@ def all_to_all(
         None,
         Runs(ids, place, jnp.arange(peers, dtype=jnp.int32), one, jnp.broadcast_to(place, (peers,)), one),
         axes=axes,
-        launch=_launch(axes, axis_index_groups, config),
+        launch=_launch(axes, call.axis_index_groups, call.config),
     )
     received = restore(received)  # [peers, *rest], element p from peer p
-    if not tiled:
+    if not call.tiled:
         return jnp.moveaxis(received, 0, concat_axis)
     received = jnp.moveaxis(received, 0, concat_axis)
     shape = received.shape
     return received.reshape(*shape[:concat_axis], peers * shape[concat_axis + 1], *shape[concat_axis + 2 :])
 
 
-def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
+def ragged_all_to_all(call: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
     """As `jax.lax.ragged_all_to_all`; what lies outside `operand` or `output` is neither read nor written."""
-    hardware.check_one_slice(axis_name, "use jax.lax or KernelConfig(backend='reference')")
-    axes = Axes(axis_name, axis_sizes)
-    ids, place = _group(axes, axis_index_groups)
+    input_offsets, send_sizes, output_offsets, recv_sizes = segments
+    hardware.check_one_slice(call.axis_name, "use jax.lax or KernelConfig(backend='reference')")
+    axes = Axes(call.axis_name, call.axis_sizes)
+    ids, place = _group(axes, call.axis_index_groups)
     peers = ids.shape[0]
-    groups = None if axis_index_groups is None else [list(g) for g in axis_index_groups]
 
     def to_peers(a: jax.Array) -> jax.Array:
-        return lax.all_to_all(a.reshape(peers, 1), axis_name, 0, 0, axis_index_groups=groups).reshape(peers)
+        return lax.all_to_all(a.reshape(peers, 1), call.axis_name, 0, 0, axis_index_groups=call.groups).reshape(peers)
 
     wanted = jnp.minimum(send_sizes, to_peers(recv_sizes))
     skip = jnp.maximum(jnp.maximum(-input_offsets, -output_offsets), 0)
@@ -91,7 +71,7 @@ def ragged_all_to_all(
             target,
             Runs(ids, place, input_offsets + skip, sizes, output_offsets + skip, to_peers(sizes)),
             axes=axes,
-            launch=_launch(axes, axis_index_groups, config),
+            launch=_launch(axes, call.axis_index_groups, call.config),
         )
     )
 

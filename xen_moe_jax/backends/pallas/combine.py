@@ -13,8 +13,9 @@ from jax import lax
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import hardware, padding, plan, two_axes
-from xen_moe_jax.backends.pallas.dispatch import low_latency, quantization, record_of
+from xen_moe_jax.backends.base import Call
+from xen_moe_jax.backends.pallas import hardware, plan, records, two_axes
+from xen_moe_jax.backends.pallas.records import quantization, record_of
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
@@ -26,19 +27,11 @@ from xen_moe_jax.pallas_kernels.record import Record
 
 
 def combine(
-    y: jax.Array,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    recv_counts: jax.Array,
-    weights: jax.Array,
-    *,
-    spec: Spec,
-    weighted: bool,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/design/internals.md."""
-    padding.check("combine", y.dtype, spec)
+    spec, wire, config = call.spec, call.wire, call.config
+    records.check("combine", y.dtype, spec)
     hidden = y.shape[-1]
     if y.size == 0 or spec.num_tokens == 0:
         return jnp.zeros((spec.num_tokens, hidden), y.dtype)
@@ -47,7 +40,7 @@ def combine(
     if len(spec.axis_name) == 2:
         out = two_axes.combine(
             rows,
-            weights.reshape(-1) if weighted else None,
+            weights.reshape(-1) if call.weighted else None,
             topk_idx,
             positions,
             zero,
@@ -81,7 +74,7 @@ def combine(
     staged = slots_kernel.reduce_slots(
         rows,
         pairs,
-        weights.reshape(-1) if weighted else None,
+        weights.reshape(-1) if call.weighted else None,
         zero,
         record=record,
         quantize=quantize,
@@ -98,7 +91,7 @@ def _few(spec: Spec, config: KernelConfig) -> bool:
     """Whether one kernel makes the tables: of few tokens, each of which has a record from every rank."""
     return (
         hardware.lowers_flat_arrays(config)
-        and low_latency(spec, config)
+        and hardware.low_latency(spec, config)
         and spec.num_ranks <= spec.top_k
         and spec.num_tokens <= BLOCK
         and _tables_bytes(spec) <= hardware.BLOCK_BUDGET
@@ -117,7 +110,7 @@ def _order_launch(spec: Spec, config: KernelConfig) -> Launch:
 
 def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[jax.Array, Record, jax.Array]:
     """`y` as rows that the kernels take, what a partial sum looks like on the wire, and `zero [1]` for additions."""
-    rows = padding.pad_rows(padding.pad_hidden(y.reshape(-1, y.shape[-1])))
+    rows = records.pad_rows(records.pad_hidden(y.reshape(-1, y.shape[-1])))
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     return rows, record_of(rows.shape[1], y.dtype, False, wire), zero
 

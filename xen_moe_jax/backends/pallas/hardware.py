@@ -12,6 +12,7 @@ import numpy as np
 
 from xen_moe_jax import _mesh
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import barriers
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
@@ -56,6 +57,10 @@ COMPILER_DEFAULT = 12 * MIB
 """A kernel that needs more than this gets an explicit `vmem_limit_bytes`."""
 
 
+LOW_LATENCY_TOKENS = 256
+"""Most tokens a rank for which mode "auto" makes blocks small, so that the first rows leave early."""
+
+
 def generation() -> Generation:
     """The generation being compiled for, as far as the mesh tells."""
     mesh = _mesh.lowering_mesh()
@@ -69,6 +74,13 @@ def lowers_flat_arrays(config: KernelConfig) -> bool:
     needs a mesh that tells the generation, or interpret mode.
     """
     return bool(config.interpret) or generation() is not SMALLEST
+
+
+def low_latency(spec: Spec, config: KernelConfig) -> bool:
+    """Returns True if blocks are small, so that the first rows leave early."""
+    if config.mode == "auto":
+        return spec.num_tokens <= LOW_LATENCY_TOKENS
+    return config.mode == "low_latency"
 
 
 def _devices(mesh: Any) -> np.ndarray | None:

@@ -42,12 +42,12 @@ def window(spec: Spec) -> int | None:
     return rows
 
 
-def ride(spec: Spec) -> bool:
+def used(spec: Spec) -> bool:
     """Whether the routing of a dispatch rides in its records; otherwise it is gathered (`tables`)."""
     return spec.num_tokens > 0 and spec.capacity > 0 and window(spec) is not None
 
 
-class Crossing(NamedTuple):
+class SlicePlan(NamedTuple):
     """What a chip knows of the records of its rail before they come over DCN (`two_axes`).
 
     Attributes:
@@ -60,14 +60,14 @@ class Crossing(NamedTuple):
     starts: jax.Array
 
 
-class Riding(NamedTuple):
+class HeaderPlan(NamedTuple):
     """What a rank sends, and what it knows of what it gets.
 
     Attributes:
       routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
       start: int32 `[R]`, where each source's records begin in staging. recv_counts: int32 `[R, L]`.
       dropped: int32 `dropped_shape`, what `_dropped` says of every source; of no meaning where staging is not packed.
-      crossing: None on one axis.
+      slices: None on one axis.
     """
 
     routes: Routes
@@ -77,10 +77,10 @@ class Riding(NamedTuple):
     start: jax.Array
     recv_counts: jax.Array
     dropped: jax.Array
-    crossing: Crossing | None
+    slices: SlicePlan | None
 
 
-def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
+def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> HeaderPlan:
     """Of this rank's tokens."""
     ranks, local, tokens = spec.num_ranks, spec.local_experts, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
@@ -121,8 +121,8 @@ def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> Riding:
     address = remote_start + _layout.exclusive_cumsum(sent, axis=0)
     routes = plan.routes_to(topk_idx, sent, address, expected, staging_rows(spec), spec)
     header = _header(topk_idx, row, topk_weights)
-    crossing = _crossing(records[:, ranks:], starts, spec) if len(spec.axis_name) == 2 else None
-    return Riding(routes, sent, remote_start, header, start, recv_counts, dropped, crossing)
+    slices = _slice_plan(records[:, ranks:], starts, spec) if len(spec.axis_name) == 2 else None
+    return HeaderPlan(routes, sent, remote_start, header, start, recv_counts, dropped, slices)
 
 
 def dropped_shape(spec: Spec) -> tuple[int, int, int]:
@@ -144,13 +144,13 @@ def _dropped(topk_idx: jax.Array, row: jax.Array, any_anywhere: jax.Array, spec:
     block = max(1, min(tokens, DROPPED_AT_ONCE // (spec.num_ranks * words)))
     owner = rounds.pad_to_blocks(owner, 0, block)
 
-    def for_everybody(first: jax.Array) -> jax.Array:
+    def for_all_ranks(first: jax.Array) -> jax.Array:
         now = lax.dynamic_slice_in_dim(owner, first, block, axis=0)
         mine = now == jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None, None, None]
         return jnp.bitwise_or.reduce(jnp.where(mine, 1 << (place % 32), 0), axis=3)
 
     came = rounds.exchange(
-        for_everybody,
+        for_all_ranks,
         largest_pair=jnp.where(any_anywhere, jnp.int32(tokens), 0),
         max_rows=tokens,
         block=block,
@@ -182,13 +182,13 @@ def _ranked_rows(
     return row, jnp.pad(came, ((0, 0), (0, spec.local_experts - 1)))
 
 
-def _crossing(records: jax.Array, starts: jax.Array, spec: Spec) -> Crossing:
+def _slice_plan(records: jax.Array, starts: jax.Array, spec: Spec) -> SlicePlan:
     """From `records [R, N]`, of every rank for every slice, and `starts [R, R]`, of every source on every rank."""
     slices, fast = spec.axis_sizes
     here, index = (lax.axis_index(name) for name in spec.axis_name)
     count = lax.dynamic_index_in_dim(records.reshape(slices, fast, slices), index, axis=1, keepdims=False)
     starts = lax.dynamic_index_in_dim(starts.reshape(slices, fast, slices, fast), index, axis=1, keepdims=False)
-    return Crossing(
+    return SlicePlan(
         lax.dynamic_index_in_dim(count, here, axis=1, keepdims=False),
         jnp.max(records),
         lax.dynamic_index_in_dim(starts, here, axis=1, keepdims=False),
@@ -200,15 +200,15 @@ def staging_rows(spec: Spec) -> int:
     return plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(spec.num_tokens)
 
 
-def to_everybody(riding: Riding, spec: Spec) -> Riding:
-    """The same with records that are kept here, token by token, for `gathered`."""
+def for_all_gather(todo: HeaderPlan, spec: Spec) -> HeaderPlan:
+    """The same with records that are kept here, token by token, for `all_gathered`."""
     tokens, ranks = spec.num_tokens, spec.num_ranks
     number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     routes = Routes(jnp.zeros_like(number), number, jnp.full((ranks,), tokens, jnp.int32), tokens)
-    return riding._replace(routes=routes, start=jnp.arange(ranks, dtype=jnp.int32) * tokens)
+    return todo._replace(routes=routes, start=jnp.arange(ranks, dtype=jnp.int32) * tokens)
 
 
-def gathered(records: jax.Array, spec: Spec) -> jax.Array:
+def all_gathered(records: jax.Array, spec: Spec) -> jax.Array:
     """Staging with every rank's records; a rank finds its own slots in their headers."""
     staged = lax.all_gather(records, spec.axis_name, tiled=True)
     at_once = index_kernel.records_at_once(spec.num_tokens)

@@ -17,10 +17,15 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import flags
+from xen_moe_jax.backends import rounds
 from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.push import Routes
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
+
+FLAG_BITS = 32
+"""Tokens in a word of flags."""
+FLAG_WORDS_AT_ONCE = 8 * 1024
+"""Words that one round of an exchange moves."""
 
 
 class SendPlan(NamedTuple):
@@ -78,7 +83,7 @@ def dispatch_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Send
     if packs_staging(spec):
         came = jnp.any(positions >= 0, axis=-1)
         hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
-        sent = flags.to_peers_if(any_dropped(positions, spec), came, hit.T, spec.axis_name).T
+        sent = flags_to_peers_if(any_dropped(positions, spec), came, hit.T, spec.axis_name).T
         start = _layout.exclusive_cumsum(jnp.sum(came, axis=1, dtype=jnp.int32), axis=0)
         remote_start = to_peers(start, spec.axis_name)
     else:
@@ -162,3 +167,45 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
     pairs = Pairs(positions.reshape(num_ranks * tokens, -1), peer, address, counts, combine_staging_rows(spec))
     return CombinePlan(came, remote_start, pairs, source)
+
+
+# -- one bit for each (rank, token), exchanged between ranks -----------------------------------------------------------
+
+
+def packed_flags(flags: jax.Array) -> jax.Array:
+    """bool `[P, T, ...]` -> int32 `[P, ceil(T / 32), ...]`."""
+    peers, tokens, *rest = flags.shape
+    padded = jnp.pad(flags, ((0, 0), (0, -tokens % FLAG_BITS), *((0, 0) for _ in rest)))
+    bits = padded.reshape(peers, -1, FLAG_BITS, *rest)
+    values = (jnp.int32(1) << jnp.arange(FLAG_BITS, dtype=jnp.int32)).reshape(FLAG_BITS, *(1 for _ in rest))
+    return jnp.sum(jnp.where(bits, values, 0), axis=2, dtype=jnp.int32)  # no bit twice: a sum is an or
+
+
+def unpacked_flags(words: jax.Array, tokens: int) -> jax.Array:
+    """int32 `[P, tokens, ...]`, zeros and ones, of `packed` words."""
+    peers, count, *rest = words.shape
+    shift = jnp.arange(FLAG_BITS, dtype=jnp.int32).reshape(FLAG_BITS, *(1 for _ in rest))
+    return ((words[:, :, None] >> shift) & 1).reshape(peers, count * FLAG_BITS, *rest)[:, :tokens]
+
+
+def flags_to_peers(flags: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """bool `[P, T, ...]`, element `p` for rank `p` -> int32 zeros and ones, element `s` from rank `s`."""
+    return unpacked_flags(lax.all_to_all(packed_flags(flags), axis_name, 0, 0, tiled=True), flags.shape[1])
+
+
+def flags_to_peers_if(
+    wanted: jax.Array, flags: jax.Array, otherwise: jax.Array, axis_name: tuple[str, ...]
+) -> jax.Array:
+    """The same where `wanted`, bool `[]` and the same on every rank; else `otherwise`, and nothing travels."""
+    words = packed_flags(flags)
+    peers, count = words.shape[:2]
+    block = max(1, min(count, FLAG_WORDS_AT_ONCE * count // words.size))
+    padded = rounds.pad_to_blocks(words, 1, block, fill=0)
+    came = rounds.exchange(
+        lambda first: lax.dynamic_slice_in_dim(padded, first, block, axis=1),
+        largest_pair=jnp.where(wanted, jnp.int32(count), 0),
+        max_rows=count,
+        block=block,
+        axis_name=axis_name,
+    )
+    return jnp.where(wanted, unpacked_flags(came, flags.shape[1]), otherwise)

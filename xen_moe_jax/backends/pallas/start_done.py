@@ -11,7 +11,14 @@ What is odd about them:
 - XLA schedules by data alone: without an `optimization_barrier` around other work it puts done right behind start.
 - Interpret mode cannot run a kernel that leaves semaphores behind: there a start is the whole operation.
 
-On two axes other things are under way: `crossing`.
+Two axes
+    dispatch: pack -> [DCN] -> forward over ICI, place        combine: partial sums of a slice -> [DCN] -> add slices
+The pending arrays are those of XLA's all-to-all over DCN, which is the slow part. XLA makes a send and a receive out of
+that collective, each with a start and an end of its own, and schedules them as their data allow. So `overlap` must not
+order what the collective receives (`PendingSlices.received`): it would be complete before the other work begins. It
+orders the operand of the collective and the tables that done reads. One collective moves all `T` rows of every pair of
+slices, because a loop of rounds cannot be pending. Where there are no more slices than slots, most of these rows are
+needed: a token reaches `N (1 - (1 - 1/N)^K)` of `N` slices.
 """
 
 from __future__ import annotations
@@ -27,12 +34,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax import _layout, _shapes
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import Wire
+from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import crossing, hardware, headers, padding, plan
+from xen_moe_jax.backends.base import Call
+from xen_moe_jax.backends.pallas import hardware, headers, plan, records, two_axes
 from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
-from xen_moe_jax.backends.pallas.dispatch import (
-    from_headers,
+from xen_moe_jax.backends.pallas.dispatch import from_headers, pack_for_slices, routing
+from xen_moe_jax.backends.pallas.records import (
     given_scales,
     header_words,
     is_quantized,
@@ -40,7 +48,6 @@ from xen_moe_jax.backends.pallas.dispatch import (
     push_launch,
     quantization,
     record_of,
-    routing,
     rows_of,
     with_scales,
 )
@@ -64,7 +71,7 @@ class Pending(NamedTuple):
     expected: jax.Array
 
 
-def _pending_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[tuple]:
+def _pending_shapes(record: Record, send_rows: int, staging_rows: int, spec: Spec) -> list[ShapeDtype]:
     """(shape, dtype) of `Pending`, with int32 for the semaphores."""
     send, recv = exchange.semaphore_counts(spec.num_ranks)
     return [
@@ -101,7 +108,7 @@ def _start(
     )
 
 
-def _landed(flight: Pending, config: KernelConfig) -> jax.Array:
+def _exchange_done(flight: Pending, config: KernelConfig) -> jax.Array:
     started = exchange.Started(flight.buffer, flight.staged, flight.send, flight.recv)
     return exchange.done(started, flight.sizes, flight.expected, launch=_exchange_launch(None, config))
 
@@ -111,23 +118,17 @@ def _exchange_launch(axes: Axes | None, config: KernelConfig) -> Launch:
 
 
 def dispatch_start(
-    x: jax.Array,
-    scales: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    *,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, x: jax.Array, scales: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`Pending`, then `start [R]`, `recv_counts [R, L]`, `dropped` and `topk_idx`; without headers `source [rows]`
     and the metadata of a dispatch.
     """
-    padding.check("dispatch_start", x.dtype, spec, quantized=is_quantized(x))
+    spec, wire, config = call.spec, call.wire, call.config
+    records.check("dispatch_start", x.dtype, spec, quantized=is_quantized(x))
     if len(spec.axis_name) == 2:
-        return crossing.dispatch_start(x, scales, topk_idx, topk_weights, spec=spec, wire=wire, config=config)
+        return _slices_dispatch_start(call, x, scales, topk_idx, topk_weights)
     rows = rows_of(x, wire, header=header_words(spec))
-    todo: plan.SendPlan | headers.Riding
+    todo: plan.SendPlan | headers.HeaderPlan
     if rows.record.header:
         todo = headers.sending(topk_idx, topk_weights, spec)
         header = todo.header
@@ -143,7 +144,7 @@ def dispatch_start(
         peer, plan.pick(place, peer), jnp.zeros((1,), jnp.int32), plan.combine_staging_rows(spec)
     )
     buffer = push_kernel.push(
-        padding.pad_hidden(x),
+        records.pad_hidden(x),
         given_scales(x, scales),
         packing,
         record=rows.record,
@@ -156,21 +157,15 @@ def dispatch_start(
 
 
 def dispatch_done(
-    x: jax.Array,
-    scales: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    *pending: jax.Array,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, x: jax.Array, scales: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array, *pending: jax.Array
 ) -> tuple[jax.Array, ...]:
     """All results. The operands of the start are here for derivatives; only the shape and dtype of `x` are read."""
     del scales, topk_idx, topk_weights
+    spec, wire, config = call.spec, call.wire, call.config
     if len(spec.axis_name) == 2:
-        return crossing.dispatch_done(x, pending, spec=spec, wire=wire, config=config)
+        return _slices_dispatch_done(call, x, pending)
     flight, rest = Pending(*pending[: len(Pending._fields)]), pending[len(Pending._fields) :]
-    staged = _landed(flight, config)
+    staged = _exchange_done(flight, config)
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
         start, recv_counts, dropped, topk_idx = rest
@@ -183,31 +178,13 @@ def dispatch_done(
 
 
 def combine_start(
-    y: jax.Array,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    recv_counts: jax.Array,
-    weights: jax.Array,
-    *,
-    spec: Spec,
-    weighted: bool,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`Pending`, then `source [T, D]` and `zero [1]` for the last addition."""
-    padding.check("combine_start", y.dtype, spec)
+    spec, wire, config = call.spec, call.wire, call.config
+    records.check("combine_start", y.dtype, spec)
     if len(spec.axis_name) == 2:
-        return crossing.combine_start(
-            y,
-            topk_idx,
-            positions,
-            recv_counts,
-            weights,
-            spec=spec,
-            weighted=weighted,
-            wire=wire,
-            config=config,
-        )
+        return _slices_combine_start(call, y, topk_idx, positions, recv_counts, weights)
     rows, record, zero = prepared(y, recv_counts, wire)
     todo = plan.combine_plan(topk_idx, positions, spec)
     sizes = jnp.sum(todo.came, axis=1, dtype=jnp.int32)
@@ -224,7 +201,7 @@ def combine_start(
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
-        weights.reshape(-1) if weighted else None,
+        weights.reshape(-1) if call.weighted else None,
         zero,
         record=record,
         quantize=quantization(wire),
@@ -236,23 +213,21 @@ def combine_start(
 
 
 def combine_done(
+    call: Call,
     y: jax.Array,
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
     weights: jax.Array,
     *pending: jax.Array,
-    spec: Spec,
-    weighted: bool,
-    wire: Wire | None,
-    config: KernelConfig,
 ) -> jax.Array:
     """`[T, hidden]` from what `combine_start` left under way; of the operands only the shape of `y` is read."""
-    del topk_idx, positions, recv_counts, weights, weighted
+    del topk_idx, positions, recv_counts, weights
+    spec, wire, config = call.spec, call.wire, call.config
     if len(spec.axis_name) == 2:
-        return crossing.combine_done(y, pending, wire=wire, config=config)
+        return _slices_combine_done(call, y, pending)
     *flight, source, zero = pending
-    staged = _landed(Pending(*flight), config)
+    staged = _exchange_done(Pending(*flight), config)
     hidden = y.shape[-1]
     record = record_of(hidden, y.dtype, False, wire)
     out = ranks_kernel.reduce_ranks(
@@ -271,19 +246,20 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
     of all rows over DCN suits them.
     """
     if len(spec.axis_name) == 2:
-        return spec.num_tokens > 0 and crossing.suits(spec)
+        return spec.num_tokens > 0 and _slices_suit(spec)
     return spec.num_tokens > 0 and not config.interpret
 
 
 def received_by_xla(spec: Spec) -> tuple[int, ...]:
     """Places of arrays in what is under way that a collective of XLA brings."""
-    return crossing.RECEIVED if len(spec.axis_name) == 2 else ()
+    return RECEIVED if len(spec.axis_name) == 2 else ()
 
 
-def dispatch_pending(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+def dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype]:
     """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
+    spec, wire = call.spec, call.wire
     if len(spec.axis_name) == 2:
-        return crossing.dispatch_pending(x, scales, spec=spec, wire=wire)
+        return _slices_dispatch_pending(call, x, scales)
     record = rows_of(x, wire, header=header_words(spec)).record
     staging = headers.staging_rows(spec) if record.header else plan.dispatch_staging_rows(spec)
     flight = _pending_shapes(record, plan.combine_staging_rows(spec), staging, spec)
@@ -295,10 +271,11 @@ def dispatch_pending(x: Any, scales: Any, *, spec: Spec, wire: Wire | None) -> l
     return [*flight, ((math.prod(spec.row_dims),), jnp.int32), *known]
 
 
-def combine_pending(y: Any, *, spec: Spec, wire: Wire | None) -> list[tuple]:
+def combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
     """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
+    spec, wire = call.spec, call.wire
     if len(spec.axis_name) == 2:
-        return crossing.combine_pending(y, spec=spec, wire=wire)
+        return _slices_combine_pending(call, y)
     record = record_of(y.shape[-1], y.dtype, False, wire)
     flight = _pending_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
@@ -308,13 +285,189 @@ OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
 """Operands of the primitive of a done half that come before `Pending`, `active` among them."""
 
 
-def operand_avals(operation: str, avals: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def operand_avals(operation: str, avals: Sequence[Any], call: Any) -> list[Any]:
     """DMA semaphores instead of the int32 arrays that carry them between two kernels."""
     first = OPERANDS_BEFORE.get(operation)
-    if first is None or len(params["spec"].axis_name) == 2:
+    if first is None or len(call.spec.axis_name) == 2:
         return list(avals)
     semaphores = [first + Pending._fields.index(name) for name in ("send", "recv")]
     return [
         pltpu.SemaphoreType.DMA(aval.shape).get_array_aval() if i in semaphores else aval
         for i, aval in enumerate(avals)
     ]
+
+
+# -- two axes ----------------------------------------------------------------------------------------------------------
+
+
+class PendingSlices(NamedTuple):
+    """Operand and result of XLA's collective, int32 `[N, T, *record.shape]` each: a start returns them first.
+
+    `sent` comes first, for `overlap` knows a flight by its first array and gives each back as another one.
+    """
+
+    sent: jax.Array
+    received: jax.Array
+
+
+RECEIVED = (PendingSlices._fields.index("received"),)
+
+
+def _slices_suit(spec: Spec) -> bool:
+    """Whether most of what one collective moves is needed."""
+    return spec.axis_sizes[0] <= spec.top_k
+
+
+def _pending_slices_shapes(record: Record, spec: Spec) -> list[ShapeDtype]:
+    shape = (spec.axis_sizes[0], spec.num_tokens, *record.shape)
+    return [(shape, jnp.int32), (shape, jnp.int32)]
+
+
+def _slices_dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype]:
+    """Shapes of `PendingSlices` and `PendingHeaders`; without headers, of `FanOut`, `source [rows]` and the metadata
+    of a dispatch after `PendingSlices`.
+    """
+    spec, wire = call.spec, call.wire
+    record = rows_of(x, wire, header=header_words(spec)).record
+    if record.header:
+        return [*_pending_slices_shapes(record, spec), *_pending_headers_shapes(spec)]
+    slices, fast = spec.axis_sizes
+    table = (slices * spec.num_tokens, fast)
+    fan = [(slices, spec.num_tokens), table, table, (fast,), (math.prod(spec.row_dims),)]
+    return [
+        *_pending_slices_shapes(record, spec),
+        *((shape, jnp.int32) for shape in fan),
+        *_shapes.dispatch(x, scales, spec=spec)[2:],
+    ]
+
+
+def _slices_combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
+    """Of `PendingSlices`, `last [T, N]` and `zero [1]`."""
+    spec, wire = call.spec, call.wire
+    record = record_of(y.shape[-1], y.dtype, False, wire)
+    last = (spec.num_tokens, spec.axis_sizes[0])
+    return [*_pending_slices_shapes(record, spec), (last, jnp.int32), ((1,), jnp.int32)]
+
+
+class PendingHeaders(NamedTuple):
+    """What a start of a dispatch returns after `PendingSlices` where routing rides in the records; as in `headers`.
+
+    Attributes:
+      came, starts: of `headers.SlicePlan`. expected: int32 `[R]`. start, recv_counts, dropped: of `headers.HeaderPlan`.
+      topk_idx: a result.
+    """
+
+    came: jax.Array
+    starts: jax.Array
+    expected: jax.Array
+    start: jax.Array
+    recv_counts: jax.Array
+    dropped: jax.Array
+    topk_idx: jax.Array
+
+
+def _pending_headers_shapes(spec: Spec) -> list[ShapeDtype]:
+    slices, fast = spec.axis_sizes
+    ranks, local = spec.num_ranks, spec.local_experts
+    dropped = headers.dropped_shape(spec)
+    shapes = [(slices,), (slices, fast), (ranks,), (ranks,), (ranks, local), dropped, (spec.num_tokens, spec.top_k)]
+    return [(shape, jnp.int32) for shape in shapes]
+
+
+def _slices_dispatch_start(
+    call: Call, x: jax.Array, scales: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    spec, wire, config = call.spec, call.wire, call.config
+    given = given_scales(x, scales)
+    rows = rows_of(x, wire, header=header_words(spec))
+    if rows.record.header:
+        known = headers.sending(topk_idx, topk_weights, spec)
+        assert known.slices is not None
+        sent = pack_for_slices(x, given, known, rows, spec, config)
+        came, _, starts = known.slices
+        todo = PendingHeaders(
+            came, starts, known.routes.expected, known.start, known.recv_counts, known.dropped, topk_idx
+        )
+        return (sent, two_axes.across_slices_at_once(sent, spec), *todo)
+    results, send_plan, source = routing(topk_idx, topk_weights, spec, config)
+    sent, _, fan = two_axes.pack(
+        records.pad_hidden(x),
+        given,
+        topk_idx,
+        send_plan,
+        results[0],
+        record=rows.record,
+        quantize=rows.quantize,
+        spec=spec,
+        launch=push_launch(rows, spec, config),
+    )
+    return (sent, two_axes.across_slices_at_once(sent, spec), *fan, source, *results)
+
+
+def _slices_dispatch_done(call: Call, x: jax.Array, pending: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    spec, wire, config = call.spec, call.wire, call.config
+    received, *rest = pending[1:]
+    rows = rows_of(x, wire, header=header_words(spec))
+    if rows.record.header:
+        todo = PendingHeaders(*rest)
+        staged = two_axes.fan_out_by_headers(
+            received,
+            todo.came,
+            todo.starts,
+            todo.expected,
+            record=rows.record,
+            spec=spec,
+            config=config,
+        )
+        return from_headers(
+            staged,
+            todo.start,
+            todo.expected,
+            todo.recv_counts,
+            todo.dropped,
+            todo.topk_idx,
+            rows=rows,
+            spec=spec,
+            config=config,
+        )
+    fan, (source, *known) = rest[: len(two_axes.FanOut._fields)], rest[len(two_axes.FanOut._fields) :]
+    staged = two_axes.fan_out(received, two_axes.FanOut(*fan), plan.dispatch_staging_rows(spec), spec, config)
+    placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
+    return (*with_scales(placed), *known)
+
+
+def _slices_combine_start(
+    call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    spec, wire, config = call.spec, call.wire, call.config
+    rows, record, zero = prepared(y, recv_counts, wire)
+    sent, _, last = two_axes.partial_sums(
+        rows,
+        weights.reshape(-1) if call.weighted else None,
+        topk_idx,
+        positions,
+        zero,
+        record=record,
+        quantize=quantization(wire),
+        dtype=y.dtype,
+        spec=spec,
+        slots_launch=slots_launch(record, spec, config),
+        ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
+    )
+    return sent, two_axes.across_slices_at_once(sent, spec), last, zero
+
+
+def _slices_combine_done(call: Call, y: jax.Array, pending: tuple[jax.Array, ...]) -> jax.Array:
+    wire, config = call.wire, call.config
+    _, received, last, zero = pending
+    hidden = y.shape[-1]
+    record = record_of(hidden, y.dtype, False, wire)
+    out = two_axes.add_slices(
+        received,
+        last,
+        zero,
+        record=record,
+        dtype=y.dtype,
+        ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
+    )
+    return out[:, :hidden]

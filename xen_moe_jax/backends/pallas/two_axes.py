@@ -21,7 +21,7 @@ from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
-from xen_moe_jax.backends.pallas import flags, hardware, headers, plan
+from xen_moe_jax.backends.pallas import hardware, headers, plan
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -49,7 +49,7 @@ class Rail(NamedTuple):
 def rail_of(topk_idx: jax.Array, spec: Spec) -> Rail:
     slices, fast = spec.axis_sizes
     hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts).reshape(-1, slices, fast)
-    hits = flags.to_peers(jnp.moveaxis(hit, 1, 0), spec.axis_name[:1])  # [N, T, M], element d for slice d
+    hits = plan.flags_to_peers(jnp.moveaxis(hit, 1, 0), spec.axis_name[:1])  # [N, T, M], element d for slice d
     own_hits = jnp.any(hit, axis=2).astype(jnp.int32)
     return Rail(own_hits, hits, jnp.any(hits > 0, axis=2).astype(jnp.int32))
 
@@ -75,7 +75,7 @@ def across_slices_at_once(buffer: jax.Array, spec: Spec) -> jax.Array:
     return lax.all_to_all(buffer, spec.axis_name[:1], 0, 0)
 
 
-class Fan(NamedTuple):
+class FanOut(NamedTuple):
     """What becomes of the records that come over DCN in a dispatch.
 
     Attributes:
@@ -121,7 +121,7 @@ def pack(
     quantize: tuple[str, str] | None,
     spec: Spec,
     launch: Launch,
-) -> tuple[jax.Array, jax.Array, Fan]:
+) -> tuple[jax.Array, jax.Array, FanOut]:
     """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; what follows."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
@@ -131,7 +131,7 @@ def pack(
     starts, sent = _regions(todo, rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
     peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
-    fan = Fan(
+    fan = FanOut(
         _layout.exclusive_cumsum(rail.crossed, axis=1),
         peer.reshape(slices * tokens, fast),
         address.reshape(slices * tokens, fast),
@@ -203,7 +203,7 @@ def fan_out_by_headers(
     index = jnp.where(kept, experts // spec.local_experts - here * fast, -1)
     sent = jnp.any(index[..., None] == jnp.arange(fast, dtype=jnp.int32), axis=2)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)
-    fan = Fan(
+    fan = FanOut(
         number,
         jnp.where(sent, jnp.arange(fast, dtype=jnp.int32), -1).reshape(slices * rows, fast),
         address.reshape(slices * rows, fast),
@@ -212,7 +212,7 @@ def fan_out_by_headers(
     return fan_out(received, fan, headers.staging_rows(spec), spec, config)
 
 
-def fan_out(received: jax.Array, fan: Fan, staging_rows: int, spec: Spec, config: KernelConfig) -> jax.Array:
+def fan_out(received: jax.Array, fan: FanOut, staging_rows: int, spec: Spec, config: KernelConfig) -> jax.Array:
     """After DCN: `received [N, rows, ...]` to the staging of the ranks of this slice."""
     slices, stride = received.shape[:2]
     source = jnp.arange(slices, dtype=jnp.int32)[:, None] * stride + fan.order
@@ -238,7 +238,7 @@ def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) 
     starts = plan.to_peers(start.reshape(slices, fast).T, spec.axis_name[1:])  # [M, N]
     wanted = came.reshape(slices, fast, tokens).transpose(1, 2, 0)  # [M, T, N]
     hits = rail.hits.transpose(2, 1, 0)
-    sent = flags.to_peers_if(plan.any_dropped(positions, spec), wanted, hits, spec.axis_name[1:])
+    sent = plan.flags_to_peers_if(plan.any_dropped(positions, spec), wanted, hits, spec.axis_name[1:])
     return starts.T, sent.transpose(2, 1, 0)
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _layout
-from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.pallas import tables
 from xen_moe_jax.backends.pallas.combine import combine
 from xen_moe_jax.backends.pallas.dispatch import dispatch
@@ -21,36 +21,34 @@ from xen_moe_jax.pallas_kernels.record import LANES
 
 
 def weights_to_rows(
+    call: Call,
     values: jax.Array,
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
     *local_idx: jax.Array,
-    spec: Spec,
-    config: KernelConfig,
 ) -> jax.Array:
     """`values [T, K]` -> `spec.weights_shape`: a dispatch's weights, of rows that nobody looks at."""
     del positions, recv_counts, local_idx
+    spec = call.spec
     x, scales = jnp.zeros((spec.num_tokens, LANES), jnp.bfloat16), jnp.zeros((spec.num_tokens, 0), jnp.float32)
-    return dispatch(x, scales, topk_idx, values, spec=spec, wire=None, config=config)[4]
+    return dispatch(call, x, scales, topk_idx, values)[4]
 
 
 def weights_from_rows(
+    call: Call,
     values: jax.Array,
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
     *local_idx: jax.Array,
-    spec: Spec,
-    config: KernelConfig,
 ) -> jax.Array:
     """`values`, `spec.weights_shape` -> `[T, K]`; 0 for slots without a row."""
+    spec = call.spec
     if spec.layout == "ranked":
         rows = jnp.where(local_idx[0] >= 0, values, 0.0)
         none = jnp.zeros(spec.weights_shape, jnp.float32)
-        return combine(
-            rows, topk_idx, positions, recv_counts, none, spec=spec, weighted=False, wire=None, config=config
-        )
+        return combine(call, rows, topk_idx, positions, recv_counts, none)
     return _runs_back(values.reshape(-1), topk_idx, recv_counts, spec)
 
 

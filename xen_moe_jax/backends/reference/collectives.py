@@ -3,55 +3,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.base import Exchange
 
 
-def all_to_all(
-    x: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    split_axis: int,
-    concat_axis: int,
-    tiled: bool,
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
-    del axis_sizes, config
+def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
+    """As `jax.lax.all_to_all`."""
     return lax.all_to_all(
-        x, axis_name, split_axis, concat_axis, axis_index_groups=_lists(axis_index_groups), tiled=tiled
+        x,
+        exchange.axis_name,
+        exchange.split_axis,
+        exchange.concat_axis,
+        axis_index_groups=exchange.groups,
+        tiled=exchange.tiled,
     )
 
 
-def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    axis_index_groups: Any,
-    config: KernelConfig,
-) -> jax.Array:
-    """Rows past the end of `operand` or `output` are never read or written, whatever the offsets say."""
-    del axis_sizes
-    groups = _lists(axis_index_groups)
+def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
+    """As `jax.lax.ragged_all_to_all`. No offset makes it read or write past the end of `operand` or `output`."""
+    input_offsets, send_sizes, output_offsets, recv_sizes = segments
+    axis_name, groups = exchange.axis_name, exchange.groups
     ranks = send_sizes.shape[0]
     longest = operand.shape[0]
     if longest == 0 or output.shape[0] == 0:
         return output
-    block = rounds.block_rows(longest, config)
+    block = rounds.block_rows(longest, exchange.config)
 
     def to_peers(a):
         return lax.all_to_all(a.reshape(ranks, 1), axis_name, 0, 0, axis_index_groups=groups).reshape(ranks)
@@ -77,7 +58,3 @@ def ragged_all_to_all(
     valid = (row < count[:, None]) & (target >= 0) & (target < output.shape[0])
     target = jnp.where(valid, target, output.shape[0]).reshape(-1)
     return output.at[target].set(received.reshape(-1, *received.shape[2:]), mode="drop")
-
-
-def _lists(groups: Any) -> Any:
-    return None if groups is None else [list(g) for g in groups]

@@ -13,33 +13,25 @@ from jax import lax
 
 from xen_moe_jax import _nodes
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.rounding import keep, multiply_rounded, round_to, runtime_zero
 
 
 def combine(
-    y: jax.Array,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    recv_counts: jax.Array,
-    weights: jax.Array,
-    *,
-    spec: Spec,
-    weighted: bool,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`; numerics in docs/design/internals.md."""
+    spec, wire = call.spec, call.wire
     if spec.num_tokens == 0 or y.size == 0:
         return jnp.zeros((spec.num_tokens, y.shape[-1]), y.dtype)
     zero = runtime_zero(recv_counts)
     rows = y.reshape(-1, y.shape[-1])
-    flat_weights = weights.reshape(-1) if weighted else None
-    block = rounds.block_rows(spec.num_tokens, config)
+    flat_weights = weights.reshape(-1) if call.weighted else None
+    block = rounds.block_rows(spec.num_tokens, call.config)
 
     positions = ops.where(positions < rows.shape[0], positions, -2)  # a row that does not exist counts as dropped
     came = positions != -1
@@ -58,7 +50,7 @@ def combine(
     received = rounds.exchange(
         produce, largest_pair=largest_pair, max_rows=spec.num_tokens, block=block, axis_name=spec.axis_name
     )
-    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec, _nodes.ranks_per_node(spec, config))
+    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec, _nodes.ranks_per_node(spec, call.config))
 
 
 def most_rows_first(slots: jax.Array) -> jax.Array:

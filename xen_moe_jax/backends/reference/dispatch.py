@@ -11,30 +11,23 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
-from xen_moe_jax._spec import Spec
+from xen_moe_jax._quantize import dequantize_arrays, quantize_arrays
 from xen_moe_jax.backends import rounds
+from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
 from xen_moe_jax.backends.rounding import keep, runtime_zero
 
 
 def dispatch(
-    x: jax.Array,
-    scales: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    *,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, x: jax.Array, scales: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Results in the order of docs/design/internals.md."""
+    """Returns the results in the order of docs/design/internals.md."""
+    spec = call.spec
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     rank = lax.axis_index(spec.axis_name)
     routing, weights, pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
-    rows = _send_rows(x, scales, topk_idx, layout.positions, jnp.max(pairs), spec=spec, wire=wire, config=config)
+    rows = _send_rows(call, x, scales, topk_idx, layout.positions, jnp.max(pairs))
     row_weights = place_weights(weights, layout, spec)
     results = (*rows, layout.positions, layout.recv_counts, row_weights, topk_idx)
     if spec.layout == "ranked":
@@ -44,31 +37,26 @@ def dispatch(
 
 
 def redispatch(
-    x: jax.Array,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    recv_counts: jax.Array,
-    *,
-    spec: Spec,
-    wire: Wire | None,
-    config: KernelConfig,
+    call: Call, x: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array
 ) -> jax.Array:
     """A new payload on a known routing: no metadata travels, but the number of rounds must be agreed on."""
     del recv_counts
+    spec = call.spec
     received = jnp.sum(jnp.any(positions != -1, axis=-1), axis=1, dtype=jnp.int32)
     largest_pair = lax.pmax(jnp.max(received), spec.axis_name)
     no_scales = jnp.zeros((spec.num_tokens, 0), jnp.float32)
-    rows, _ = _send_rows(x, no_scales, topk_idx, positions, largest_pair, spec=spec, wire=wire, config=config)
+    rows, _ = _send_rows(call, x, no_scales, topk_idx, positions, largest_pair)
     return rows
 
 
-def _send_rows(x, scales, topk_idx, positions, largest_pair, *, spec: Spec, wire: Wire | None, config: KernelConfig):
+def _send_rows(call: Call, x, scales, topk_idx, positions, largest_pair):
     """Rows (and scales) of `routed.x`, zero wherever nothing was placed."""
+    spec, wire = call.spec, call.wire
     payload = (x, scales) if scales.shape[1] else (x,)
     if x.size == 0:
         return tuple(jnp.zeros(spec.rows_shape(a.shape[1]), a.dtype) for a in (x, scales))
     hit = _layout.ranks_hit(topk_idx, spec.num_ranks, spec.local_experts)
-    block = rounds.block_rows(spec.num_tokens, config)
+    block = rounds.block_rows(spec.num_tokens, call.config)
     tokens = rounds.pad_to_blocks(list_members(hit.T), 1, block, fill=0)
     if wire is not None:
         payload = quantize_arrays(x, wire)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ from jax import lax
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.pallas import hardware, padding
+from xen_moe_jax.backends.pallas import hardware, records
+from xen_moe_jax.backends.pallas.records import Rows
 from xen_moe_jax.pallas_kernels import index_tokens as index_kernel
 from xen_moe_jax.pallas_kernels import pack_tokens as pack_kernel
 from xen_moe_jax.pallas_kernels import place as place_kernel
@@ -25,11 +25,17 @@ from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, tile_rows
 from xen_moe_jax.pallas_kernels.order_pairs import BLOCK
 from xen_moe_jax.pallas_kernels.record import LANES, Header
 
-if TYPE_CHECKING:
-    from xen_moe_jax.backends.pallas.dispatch import Rows
+
+def gathers(spec: Spec, config: KernelConfig) -> bool:
+    """Whether every rank gets every record, by XLA's all-gather: few tokens, of which each reaches most ranks anyway.
+
+    With at most as many ranks as slots a token reaches `R (1 - (1 - 1/R)^K)` of them, more than `0.63 R`; an all-gather
+    sends each record over each link once, an all-to-all once for every destination behind it.
+    """
+    return len(spec.axis_name) == 1 and hardware.low_latency(spec, config) and spec.num_ranks <= spec.top_k
 
 
-def serves(spec: Spec) -> bool:
+def supports(spec: Spec) -> bool:
     """Whether a dispatch is one of those that are made here: of few tokens, with a row for every slot."""
     return (
         len(spec.axis_name) == 1
@@ -66,7 +72,7 @@ def dispatch(
     # slots by tokens, as XLA keeps narrow tables: nothing is turned over outside of the kernels
     experts = _layout.sanitize(topk_idx.T, spec.num_experts)
     packed = pack_kernel.pack_tokens(
-        padding.pad_hidden(x),
+        records.pad_hidden(x),
         scales,
         experts,
         topk_weights.T.astype(jnp.float32),
