@@ -23,6 +23,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(ROOT))
+
+from tools.children import bound  # noqa: E402
+
 NVLINK_FLOOR_GB_PER_S = 100  # PCIe gives 55 at most, a detour through the host less.
 MIB = 1 << 20
 CHECKS = ("whole", "pages", "host", "read", "push", "large", "killed_writer")  # The last one ends the writer.
@@ -101,7 +104,7 @@ class Checks:
         self.out, self.gib, self.cpu = out, gib, jax.default_backend() == "cpu"
         self.engine = xt.Engine(name="receiver")
         self.figures = {"devices": [str(d) for d in jax.local_devices()]}
-        self.process = subprocess.Popen([sys.executable, __file__, "--writer", self.engine.descriptor.hex()])
+        self.process = subprocess.Popen(bound([sys.executable, __file__, "--writer", self.engine.descriptor.hex()]))
         self.peer = self.engine.peer("writer", 120)
 
     def ask(self, **order):
@@ -211,13 +214,13 @@ class Checks:
             window.reset()
 
     def benchmark(self):
-        command = [sys.executable, "-m", "xen_moe_jax", "benchmark", "--mode", "transfer"]
+        command = [sys.executable, "-m", "benchmarks", "transfer"]
         files = ["--json", str(self.out / "transfer.json")]
         if importlib.util.find_spec("matplotlib"):
             files += ["--plot", str(self.out / "transfer.png")]
         if self.cpu:
             files += ["--sizes", "2048", "65536"]
-        subprocess.run([*command, *files], check=True, timeout=400, cwd=ROOT)
+        subprocess.run(bound([*command, *files]), check=True, timeout=400, cwd=ROOT)
 
 
 def main():

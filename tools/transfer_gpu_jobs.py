@@ -25,6 +25,9 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(ROOT))
+
+from tools.children import bound  # noqa: E402
+
 BEGUN = time.time()
 LIMIT_S = 300
 GIB = 1 << 30
@@ -45,7 +48,7 @@ def start(options, descriptor, *more):
     command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib), *more]
     command += ["--limit", str(options.limit - (time.time() - BEGUN))]
     flags = [flag for flag, given in (("--cpu", options.cpu), ("--all-devices", options.all_devices)) if given]
-    return subprocess.Popen([*command, *flags])
+    return subprocess.Popen(bound([*command, *flags]))
 
 
 chosen = []

@@ -21,6 +21,9 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from tools.children import bound  # noqa: E402
+
 FOLDER = pathlib.Path("/dev/shm/transfer_gpu_others")
 REPEATS = 2
 
@@ -198,7 +201,7 @@ def device_put(options):
 
 def start(options, **pipes):
     command = [sys.executable, __file__, options.way, "--other", "--gib", str(options.gib)]
-    return subprocess.Popen([*command, *(["--cpu"] if options.cpu else [])], **pipes)
+    return subprocess.Popen(bound([*command, *(["--cpu"] if options.cpu else [])]), **pipes)
 
 
 def main():

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lib import turns
+from tools.children import bound
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -142,7 +143,9 @@ def run_child(
         str(part),
     ]
     try:
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            bound(command), env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired as expired:
         said = (expired.stderr or b"").decode(errors="replace").strip().splitlines()[-3:]
         return {"error": f"did not end within {limit:.0f} s; it said {said}"}

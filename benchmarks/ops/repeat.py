@@ -18,6 +18,7 @@ import sys
 import tempfile
 
 from benchmarks.lib.options import check_writable, positive
+from tools.children import bound
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def run_one(cores: str, limit: float) -> dict | None:
         command = ["taskset", "-c", cores, *command] if cores else command
         environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
         try:
-            subprocess.run(command, env=environment, check=True, timeout=limit, stdout=subprocess.DEVNULL)
+            subprocess.run(bound(command), env=environment, check=True, timeout=limit, stdout=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
             return None
         return json.loads(result.read_text())

@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.lib import options as command_options
 from benchmarks.lib import report
 from benchmarks.peers.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Setting
+from tools.children import bound
 
 TOKENS = (128, 4096)
 """The smaller size first: a setting that hangs with the larger one has a figure for the smaller."""
@@ -142,7 +143,7 @@ def start(name: str, options: argparse.Namespace, part: pathlib.Path) -> list[su
         with log_of(part, number).open("w") as stream:
             processes.append(
                 subprocess.Popen(
-                    [*command, *together, *(["--process-id", str(number)] if together else [])],
+                    bound([*command, *together, *(["--process-id", str(number)] if together else [])]),
                     env=environment,
                     stdout=stream,
                     stderr=stream,
@@ -199,7 +200,9 @@ def free_port() -> int:
 def visible_devices() -> int:
     """Of this machine, counted by a process of its own: this one must leave the devices alone."""
     program = "import jax; print(jax.device_count())"
-    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(bound([sys.executable, "-c", program]), capture_output=True, text=True, check=True).stdout
+    )
 
 
 # ------------------------------------------------------------------------------------------ the child: one setting

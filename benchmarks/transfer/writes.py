@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.transfer import peers as transfer_peers
 from benchmarks.transfer.peers import Cell, Operation
+from tools.children import bound
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple((2 * KIB) << shift for shift in range(0, 17, 2))  # 2 KiB to 128 MiB
@@ -49,7 +50,7 @@ class TargetProcess:
             environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         command = [sys.executable, "-m", "benchmarks.transfer.target", *([] if gpu is None else [str(gpu)])]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            bound(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def __call__(self, do: str, **arguments: Any) -> dict:

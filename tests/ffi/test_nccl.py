@@ -18,6 +18,7 @@ import types
 import pytest
 
 from tests.support import fake_nccl, memory_module, processes
+from tools.children import bound
 from xen_moe_jax import doctor
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl, nvshmem
@@ -37,7 +38,7 @@ def job(scenario: str, folder: pathlib.Path, count: int = COUNT):
     environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="nccl", NCCL_HOME=home)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(count)],
+            bound([sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(count)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import ROOT, memory_module
 from tests.support.processes import free_port
+from tools.children import bound
 from xen_moe_jax.backends.cuda import agreement, liveness
 
 WORKER = "tests.support.cuda_memory_worker"
@@ -32,7 +33,7 @@ class Job:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", WORKER, scenario, where, str(p), str(COUNT)],
+                bound([sys.executable, "-m", WORKER, scenario, where, str(p), str(COUNT)]),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

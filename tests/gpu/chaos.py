@@ -35,6 +35,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from tests.gpu import processes
+from tools.children import bound
 
 START_S = 120.0
 NAMED_S = 10.0
@@ -64,7 +65,7 @@ class Rank:
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            command,
+            bound(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

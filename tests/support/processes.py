@@ -17,6 +17,7 @@ import time
 from typing import IO
 
 from tests.support import ROOT
+from tools.children import bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def run_all(commands: list[list[str]], *, seconds: float, env: dict[str, str] | 
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         began = time.monotonic()
         running = [
-            subprocess.Popen(c, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True)
+            subprocess.Popen(bound(c), stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True)
             for c, log in zip(commands, logs, strict=True)
         ]
         ended = [0.0] * len(running)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from tests.support import ROOT
+from tools.children import bound
 
 pytest.importorskip("jax.experimental.pallas.tpu")
 
@@ -50,7 +51,12 @@ def run(bug: str, mode: str, seconds: float) -> str:
 def said(bug: str, mode: str, sign: str) -> str:
     """What the program prints up to `sign`, or until it ends: rows of garbage may keep it from ending."""
     started = subprocess.Popen(
-        command(bug, mode), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        bound(command(bug, mode)),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     limit = threading.Timer(SECONDS, started.kill)
     limit.start()
