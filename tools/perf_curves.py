@@ -3,9 +3,8 @@
     python tools/perf_curves.py [--plot docs/images/perf_curves.png]
 
 DeepSeek-V3 shape: hidden 7168, 256 experts, top-8 (from 512 ranks on, two experts a rank), fp8 dispatch and bf16
-combine, nodes of eight GPUs. On paper: nothing beyond one node of four GPUs has been run.
-`python -m benchmarks table` puts
-the tables into the document.
+combine, nodes of eight GPUs. On paper: nothing beyond one node of four GPUs has been run. `python -m benchmarks table`
+puts the tables into the document.
 """
 
 from __future__ import annotations

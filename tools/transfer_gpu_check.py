@@ -3,10 +3,10 @@
     python tools/transfer_gpu_check.py [--out DIR] [--gib 4] [--only whole pages ...]
     python tools/transfer_gpu_check.py --cpu --gib 1     # a rehearsal without GPUs: the same, but for devices and rates
 
-It says for each check whether it passed, with the figures, and goes on after one that failed; exit status 1 if any
-failed. It has to
-show: a JAX array on GPU 0 written into a window on GPU 1, whole and by pages, bytes equal; that this goes over NVLink
-(the rate); what comes from host memory; reads; a push that casts; a killed writer; and the benchmark's table.
+The program prints for each check whether it passed, with figures, and continues after a failure. The exit status is 1
+if any check failed. The checks are: a JAX array on GPU 0 is written into a window on GPU 1, whole and by pages, and the
+bytes are equal; the rate shows that the bytes go over NVLink; writes from host memory; reads; a push that casts; a
+writer that is killed; and the benchmark's table.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Jobs over the GPUs of one host, two processes with half of them each: `xen_moe_jax.transfer` between them.
+"""Jobs of two processes that have half of a host's GPUs each, with `xen_moe_jax.transfer` between them.
 
-    python tools/transfer_gpu_jobs.py prefill            KV pages layer by layer, tokens against one process alone
-    python tools/transfer_gpu_jobs.py ticks              the same from one program with `xt.tick`, by a second prefill
-                                                         process after the first has died in the middle
-    python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first half of the GPUs to the other
+    python tools/transfer_gpu_jobs.py prefill            KV pages layer by layer, tokens compared with one process alone
+    python tools/transfer_gpu_jobs.py ticks              as prefill, from one program with `xt.tick`; the first prefill
+                                                         process dies in the middle, and a second one takes over
+    python tools/transfer_gpu_jobs.py weights --gib 64   weights from the first half of the GPUs to the other half
 
-`--cpu` rehearses either on virtual devices. One JSON object with the figures goes to standard output; status 1 where
-something differs. Each process says on standard error what it has reached, and when; one that has not ended after
-`--limit` seconds writes down where its threads are, and ends.
+`--cpu` rehearses a job on virtual devices. One JSON object with figures is written to standard output; the exit status
+is 1 if a comparison fails. Each process reports its progress, with times, on standard error. A process that has not
+ended after `--limit` seconds prints the stacks of its threads and ends.
 """
 
 import argparse
@@ -35,16 +35,16 @@ PROMPT, STEPS = 500, 24
 
 
 process = "this"
-"""Its name in what is said."""
+"""The name of this process in its progress reports."""
 
 
 def say(what):
-    """On standard error, with the seconds since this process was started."""
+    """Prints progress on standard error, with the seconds since this process was started."""
     print(f"[{time.time() - BEGUN:7.2f}] {process}: {what}", file=sys.stderr, flush=True)
 
 
 def start(options, descriptor, *more):
-    """Another process of a job, on the first half of the GPUs; this one has the rest."""
+    """Starts the other process of a job, on the first half of the GPUs; this process has the other half."""
     command = [sys.executable, __file__, options.job, "--other", descriptor.hex(), "--gib", str(options.gib), *more]
     command += ["--limit", str(options.limit - (time.time() - BEGUN))]
     flags = [flag for flag, given in (("--cpu", options.cpu), ("--all-devices", options.all_devices)) if given]
@@ -52,7 +52,7 @@ def start(options, descriptor, *more):
 
 
 chosen = []
-"""This process's devices; the others of the host are the other process's."""
+"""This process's devices. The other process has the other devices of the host."""
 
 
 def use_half(which):
@@ -136,7 +136,7 @@ def hash_of(layers):
 
 
 def write_layers(engine, decoder, request):
-    """(what starts the write of one layer's pages, its transfers and sources by layer)."""
+    """Returns (a function that starts the write of one layer's pages, its transfers by layer, its sources by layer)."""
     target, transfers, sent = decoder["kv"], {}, {}
 
     def send(layer, kv):
@@ -174,7 +174,7 @@ def prefill_other(descriptor, options):
 
 
 def by_programs(model, params, prompt, send, transfers, _):
-    """A program for each layer."""
+    """Runs the prefill as one program for each layer."""
     begun = time.perf_counter()
     logits = prefill_by_layer(model, params, prompt, send)
     for transfer in list(transfers.values()):

@@ -1,11 +1,11 @@
-"""How else weights travel from half of a host's GPUs to the other half, beside `transfer_gpu_jobs.py weights`.
+"""Moves weights from half of a host's GPUs to the other half by other means than `transfer_gpu_jobs.py weights`.
 
     python tools/transfer_gpu_others.py files --gib 8        files in /dev/shm: to the host, written, read, to the GPU
     python tools/transfer_gpu_others.py transfer --gib 8     jax.experimental.transfer
     python tools/transfer_gpu_others.py device_put --gib 8   jax.device_put between two processes of one JAX job
 
-The same arrays as there. `--cpu` rehearses the first two on virtual devices. One JSON object on standard output;
-status 1 where something differs.
+The arrays are those of that program. `--cpu` rehearses the first two on virtual devices. One JSON object is written to
+standard output; the exit status is 1 if a comparison fails.
 """
 
 import argparse

@@ -25,8 +25,7 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
     if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
             f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) "
-            f"of two "
-            "different names"
+            "of two different names"
         )
     manual = _mesh.manual_axes()
     for name in names:

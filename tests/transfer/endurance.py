@@ -26,7 +26,7 @@ def commit():
 
 
 def timed(options, run, *arguments):
-    """(what it gave, seconds), with an engine and other processes of its own."""
+    """Returns (its result, seconds), with an engine and other processes of its own."""
     import xen_moe_jax.transfer as xt
     from tests.transfer.other_process import Others
 

@@ -177,7 +177,7 @@ def in_one_process():
         copy = copied.commit(20, last=True)
         np.testing.assert_array_equal(np.asarray(copy), np.asarray(x))
         assert copy.unsafe_buffer_pointer() not in allocated, "the committed array is not in JAX's memory"
-        receiver.publish("published", x)  # Nobody can map it: peers read a copy.
+        receiver.publish("published", x)  # Other processes cannot map it: peers read a copy.
         np.testing.assert_array_equal(np.asarray(sender.read(peer["published"])), np.asarray(x))
         sender.send(peer, {"x": x, "y": 2 * x})
         np.testing.assert_array_equal(np.asarray(receiver.recv(timeout=20)["y"]), np.asarray(2 * x))
@@ -221,7 +221,7 @@ def between_two_processes():
             assert answer["copies"] == 2 * (1 + len(order)), answer
             assert answer["opened"] == 2, answer
             assert answer["batches"] == 2, answer
-            # Nobody waits for it at the sender: its thread has to look. And by a driver without batches.
+            # The sender does not wait: its thread has to poll. Also by a driver without batches.
             for number, change in enumerate(
                 ({"patience": 3000}, {"without_batches": True}, {"from_host": True, "in_callback": True})
             ):
@@ -247,7 +247,7 @@ def between_two_processes():
             driver.hidden = 0
             short.close()
             flooded = receiver.window(window_of, name="flooded", in_place=True)
-            flood = ask(do="flood", seed=11)  # Copies that are under way when the window is closed are waited for.
+            flood = ask(do="flood", seed=11)  # Copies that are pending when the window is closed are waited for.
             assert flood["pending"] > 0, flood
             got = flooded.commit(30)
             seen = np.array(got)

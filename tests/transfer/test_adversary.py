@@ -33,7 +33,7 @@ def run(engine, others, transfers, seed, limit):
         generation = window.generation
         counter = engine.counter(f"rows{generation}", expect=ROWS)
         try:
-            # A writer that was cut off before its first row arrived is nobody whose loss this counter could notice.
+            # The counter cannot notice the loss of a writer that was cut off before its first row arrived.
             opened = window.open_generation
             ended = functools.partial(lambda g, c: c.done() or g.lost, opened, counter)
             engine._core.wait(ended, 30, lambda: "the writer is silent", "test")
@@ -48,7 +48,7 @@ def run(engine, others, transfers, seed, limit):
         digest = hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
         assert digest == expected_hash(generation), f"generation {generation} is torn"
         whole += 1
-    told = {}  # A peer that was told may be cut off before it has read it: whoever connects is told.
+    told = {}  # A peer may be cut off before it has read the message: every peer that connects gets it again.
     until = time.monotonic() + 30
     while not other.connection.poll(0.05):
         assert time.monotonic() < until, f"{len(told)} peers were told to stop"

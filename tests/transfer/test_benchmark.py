@@ -1,4 +1,4 @@
-"""`benchmark --mode transfer`: its table, its JSON, and the check of what has arrived."""
+"""`python -m benchmarks transfer`: its table, its JSON, and the check of what has arrived."""
 
 import json
 import os
@@ -15,7 +15,7 @@ transfer.require()
 
 def test_the_command(tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "xen_moe_jax", "benchmark", "--mode", "transfer", "--sizes", "2048"]
+    command = [sys.executable, "-m", "benchmarks", "transfer", "--sizes", "2048"]
     done = subprocess.run(
         [*command, "--peers", "raw UCX", "--json", str(report)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

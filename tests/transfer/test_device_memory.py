@@ -50,7 +50,7 @@ def test_memory_becomes_an_array_that_keeps_it(dtype, shape):
     assert owner() is None and not _dlpack._imported
 
 
-def test_a_context_is_set_again_after_somebody_else_has_set_another(monkeypatch):
+def test_a_context_is_set_again_after_other_code_has_set_another(monkeypatch):
     current = []
 
     class Driver:

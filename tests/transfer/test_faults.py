@@ -49,7 +49,7 @@ def test_a_receiver_that_is_killed_is_named_at_once(engine, other):
         engine.barrier([there], 5)
 
 
-def test_whoever_waits_for_a_peer_that_dies_is_told(engine, other):
+def test_a_caller_that_waits_for_a_peer_that_dies_is_told(engine, other):
     there = engine.peer("there")
     transfer = engine.send(there, np.ones(4), tag="never taken")
     other.start("leave")
@@ -214,7 +214,7 @@ def test_two_peers_of_one_name_are_refused(engine, others):
             twin.connect(engine.descriptor)
 
 
-def test_nobody_listens(engine):
+def test_no_engine_listens(engine):
     second = xt.Engine(name="gone")
     descriptor = second.descriptor
     second.close()
@@ -222,7 +222,7 @@ def test_nobody_listens(engine):
         engine.connect(descriptor, timeout=2)
 
 
-def test_somebody_else_listens_and_says_nothing(engine):
+def test_another_program_listens_and_says_nothing(engine):
     with socket.create_server(("127.0.0.1", 0)) as silent, xt.Engine(name="gone", token="t") as second:
         second._loop.address = silent.getsockname()
         with xt.Engine(name="asking", token="t") as asking:
@@ -232,7 +232,7 @@ def test_somebody_else_listens_and_says_nothing(engine):
             assert time.monotonic() - begun < 2
 
 
-def test_strangers_who_say_nothing_are_sent_away_and_whoever_came_after_them_is_let_in(engine, monkeypatch):
+def test_silent_strangers_are_sent_away_and_the_next_client_is_let_in(engine, monkeypatch):
     monkeypatch.setattr(_loop, "MAX_HANDSHAKES", 2)
     monkeypatch.setattr(_loop, "HANDSHAKE_S", 1.5)
     with contextlib.ExitStack() as opened:
@@ -253,7 +253,7 @@ def test_many_connect_at_once(engine, monkeypatch):
             engine.peer(client.name)
 
 
-def test_noise_on_the_port_harms_nobody(engine, others):
+def test_noise_on_the_port_does_no_harm(engine, others):
     for noise in (
         b"",
         b"GET / HTTP/1.1\r\n\r\n",

@@ -53,8 +53,8 @@ def test_without_the_compiled_part_one_clear_error(monkeypatch):
         _posting.native.__wrapped__()
 
 
-def test_the_thread_looks_after_copies_once_and_in_time(engine):
-    """Copies that nobody waits for, one after another: later ones do not put off the end of the first."""
+def test_a_scheduled_poll_comes_once_and_in_time(engine):
+    """Later copies do not put off the poll that is scheduled for the first."""
     poller, rings = engine._core.poller, []
     with engine._core.lock:
         alarm, on_alarm = poller.alarm.descriptor, poller.alarm.on_alarm

@@ -203,7 +203,7 @@ def test_messages(engine, other):
         engine.recv(tag="a", timeout=0.05)
 
 
-def test_a_message_that_nobody_takes_does_not_end(engine, other):
+def test_a_message_that_is_not_taken_does_not_end(engine, other):
     transfer = engine.send(engine.peer("there"), jnp.arange(4.0), tag="later")
     with pytest.raises(xt.TransferTimeout):
         transfer.wait(0.1)

@@ -118,7 +118,7 @@ def sharding(spec):
 
 
 def many(state, name, count, imm, seed):
-    """Rows in random order, all under way at once."""
+    """Writes rows in random order, all pending at once."""
     rows = target(state, name)
     order = np.random.default_rng(seed).permutation(count)
     transfers = [state.engine.write(content(int(i), rows.shape[1:], rows.dtype), rows[int(i)], imm=imm) for i in order]
@@ -367,7 +367,7 @@ def adversarial_writer(state, descriptor, seed, limit):
         except (xt.PeerLost, xt.StaleWindow, xt.TransferRefused):
             losses += 1
             time.sleep(0.005)
-    raise AssertionError(f"nobody said stop within {limit} s: {writes} writes, {failures} failures, {losses} losses")
+    raise AssertionError(f"no stop came within {limit} s: {writes} writes, {failures} failures, {losses} losses")
 
 
 LEAVES, LEAF = 4, 1 << 20
