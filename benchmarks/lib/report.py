@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.lib import accounting
 from xen_moe_jax.tuning.arguments import format_table
+from xen_moe_jax.tuning.arguments import progress as progress
 from xen_moe_jax.tuning.timing import Timed
 from xen_moe_jax.tuning.workload import Workload
 
