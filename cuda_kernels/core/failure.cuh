@@ -14,12 +14,10 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 
 constexpr uint64_t kShowWaitingNs = 1000000;  // a longer wait is shown in `progress`, and shown again this often
-constexpr uint64_t kDescriptorGraceNs =
-    1000000000;  // how long to wait for a readable descriptor of the operation that a failed rank has announced
-constexpr uint64_t kMismatchGraceNs =
-    // how long to wait for the other ranks' announcements, to find the rank that differs; a quarter of the timeout at
-    // most
-    200000000;
+// How long to wait for a readable descriptor of the operation that a failed rank has announced.
+constexpr uint64_t kDescriptorGraceNs = 1000000000;
+// How long to wait for the other ranks' announcements, to find the rank that differs; a quarter of the timeout at most.
+constexpr uint64_t kMismatchGraceNs = 200000000;
 // How long a rank that shows that it waits may take to show it again; an eighth of the timeout at most.
 constexpr uint64_t kBeatGraceNs = 500000000;
 // How long a rank may seem to have proceeded without this one; an eighth of the timeout at most. While the system takes
