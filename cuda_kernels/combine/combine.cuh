@@ -1,15 +1,14 @@
 // Combine in one launch.
 //
-// What moves: on the expert rank, the rows of (source, token) are added in slot order in float32 (times their weights),
-// rounded to the wire, and pushed to the token's rank, staging row [this rank][token]; there the partial rows are added
-// in ascending rank order and rounded to the output. This rank's own partial is added up in place and never staged. Who
-// does it: the first `push_blocks` blocks reduce and push, the others sum what has arrived; a block whose pushing is
-// done joins the summing. Who waits for whom: reducing waits for nobody; summing waits for a flag per (expert rank,
-// token, part). Every rank in a token's topk_idx sends one partial row, also when all its rows were dropped, so the
-// flags to wait for follow from topk_idx. A rank that is out sends none and gets none. Whatever blocks run push all
-// rows before they wait (claims.cuh). Positions are checked before they become addresses. Memory order: as in
-// dispatch.cuh. Multiply and add are rounded separately:
-// __fmul_rn, __fadd_rn.
+// What moves: the expert's rank adds the rows of (source, token) in slot order in float32 (times their weights), rounds
+// the sum to the wire, and pushes it to the token's rank, staging row [this rank][token]. There the partial rows are
+// added in ascending rank order and rounded to the output. This rank's own partial row is summed in place and never
+// staged. Who does it: the first `push_blocks` blocks reduce and push, the other blocks sum what has arrived; a block
+// that has finished pushing joins the summing. Who waits for whom: reducing waits for no rank; summing waits for a flag
+// per (expert rank, token, part). Every rank in a token's topk_idx sends one partial row, even if all its rows were
+// dropped, so topk_idx determines which flags to wait for. An inactive rank sends none and gets none. The resident
+// blocks push all rows before they wait (claims.cuh). Positions are checked before they become addresses. Memory order:
+// as in dispatch.cuh. Multiply and add are rounded separately: __fmul_rn, __fadd_rn.
 #pragma once
 
 #include "cuda_kernels/combine/row_stream.cuh"
@@ -28,11 +27,11 @@ struct CombineShared {
   Running run;
   int rows[kWarps][kMaxSlots];        // rows of y to add, in slot order
   float weights[kWarps][kMaxSlots];   // their weights
-  RankIndex sources[kWarps][kRanks];  // ranks that send a partial row of the token at hand, ascending
+  RankIndex sources[kWarps][kRanks];  // ranks that send a partial row of the current token, ascending
   SignalBox signals;
 };
 
-// The rows of one (source, token) that this rank holds. `belongs`: the token names this rank at all.
+// The rows of one (source, token) that this rank holds. `belongs`: an entry of the token's topk_idx is on this rank.
 struct GatheredRows {
   int count;
   bool belongs;
@@ -71,7 +70,7 @@ __device__ __forceinline__ void AddRow(Octet& acc, const RawOctet<Y>& raw, float
     acc.v[i] = __fadd_rn(acc.v[i], weighted ? __fmul_rn(weight, y.v[i]) : y.v[i]);
   }
 }
-// Without asking whether there are weights: GatherRows makes them one, and a product by one has the same bits.
+// Always multiplies: without weights GatherRows sets them to one, and a product by one has the same bits.
 template <class Y, int kSteps>
 __device__ __forceinline__ void AddRows(Octet (&acc)[kSteps], const RawOctet<Y> (&raw)[kSteps], float weight) {
 #pragma unroll
@@ -87,8 +86,7 @@ __device__ __forceinline__ void Clear(Octet (&acc)[kSteps]) {
   for (int s = 0; s < kSteps; ++s) acc[s] = Octet{};
 }
 
-// acc = sum over the gathered rows of weight * y, `kSteps` warp steps from element `base`: the plain way, through
-// registers.
+// acc = sum over the gathered rows of weight * y, `kSteps` warp steps from element `base`, through registers.
 template <class Y, int kSteps>
 __device__ __forceinline__ void ReduceRows(const CombineParams& p, const CombineShared& shared, int count, int base,
                                            int end, bool vector, Octet (&acc)[kSteps]) {
@@ -105,7 +103,7 @@ __device__ __forceinline__ void ReduceRows(const CombineParams& p, const Combine
   }
 }
 
-// What the wire makes of a partial row, without the wire.
+// Rounds a partial row as the wire would.
 template <class Y, WireType kWire>
 __device__ __forceinline__ Octet RoundToWire(const Octet& partial, bool ue8m0) {
   if constexpr (kWire == WireType::kNative) {
@@ -127,9 +125,10 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
   return chunk;
 }
 
-// Where a partial row of `source` goes, and as whose it is staged there: to the source itself, as this rank's.
+// Where a partial row of `source` goes, and which rank's staging row it takes there: to the source itself, as this
+// rank's row.
 struct DirectPush {
-  // Pairs of a source and a token, in the order in which they are pushed.
+  // The number of pairs of a source and a token, in the order in which they are pushed.
   __device__ __forceinline__ static int Pairs(const Routing& r) { return (r.ranks - 1) * r.tokens; }
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
     PairOfOthers(r, pair, source, token);
@@ -139,7 +138,7 @@ struct DirectPush {
   __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
-// kGeneral: octet by octet on the wire, for any hidden size.
+// kGeneral: octet by octet on the wire, for every hidden size.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way>
 __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             Signaller& signaller, int item) {
@@ -188,7 +187,8 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   signaller.Raise(OneRank(target), PartialFlagIndex(p, slot, token, part));
 }
 
-// What the peers wait for. Many partial rows are claimed one by one; few are shares of the pushing blocks.
+// Pushes all partial rows that the peers wait for. Many rows are claimed one by one; few rows are shares of the pushing
+// blocks.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = DirectPush>
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {
@@ -243,8 +243,8 @@ __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* 
   }
 }
 
-// out = sum over the ranks of `ranks`, ascending: the rows that this rank holds (rounded to the wire together) and
-// staged rows.
+// out = sum over `ranks`, ascending, of staged rows and of the rows that this rank holds (rounded to the wire
+// together).
 template <class Y, int kSteps>
 __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineShared& shared, char* ring,
                                                const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
@@ -292,8 +292,8 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   RowStream<Y, kSteps>::Run(ring, first_above + CountRanks(above), begin, end, row_of, clear, add, after_row, store);
 }
 
-// The same with a quantized wire: own rows through the ring, staged ones through registers, the first of them loaded
-// before the own rows are added up.
+// The same with a quantized wire: own rows go through the ring, staged rows through registers; the first staged row is
+// loaded before the own rows are summed.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring,
                                              const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
@@ -345,9 +345,8 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
       [](int) {}, end_batch);
 }
 
-// kGeneral: any hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, then
-// over the nodes.
-// `taking`: of an operation that goes through rings.
+// kGeneral: every hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, and
+// then added over the nodes. `taking`: given if the operation goes through rings.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Takes>
 __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             uint32_t epoch, const Takes&... taking) {
@@ -369,7 +368,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
       arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
     });
     arrived = __all_sync(0xFFFFFFFFu, arrived);
-    __syncwarp();  // what one lane has acquired, all lanes may read
+    __syncwarp();  // all lanes may read what one lane has acquired
     if (!arrived) return;
     const int begin = min(r.hidden, part * p.schedule.part_elements);
     const int end = min(r.hidden, begin + p.schedule.part_elements);
@@ -422,7 +421,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   }
 }
 
-// The same through rings, and the pushing of what PushPartials has left.
+// The same through rings; also pushes the rows that PushPartials has left.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             uint32_t epoch) {
@@ -438,7 +437,7 @@ __device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShare
       });
 }
 
-// Warp steps whose accumulators a warp holds in registers.
+// Returns the warp steps whose accumulators a warp holds in registers.
 template <class Y>
 __host__ __device__ constexpr int StepsOf(bool general) {
   return general || sizeof(Y) == 4 ? 2 : 4;

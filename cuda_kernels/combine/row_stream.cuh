@@ -1,8 +1,8 @@
 // Several rows read side by side, a few warp steps at a time, through a ring in shared memory: cp.async keeps kStages
 // chunks of a warp in flight without holding them in registers (PTX ISA, cp.async; sm_80 and later).
 //
-// A chunk is `kSteps` warp steps of one row. Every lane copies and reads back its own bytes alone, so that waiting for
-// its own copies is all the synchronisation there is.
+// A chunk is `kSteps` warp steps of one row. Every lane copies and reads back only its own bytes, so a lane's wait for
+// its own copies is the only synchronization.
 #pragma once
 
 #include "cuda_kernels/core/octet.cuh"
@@ -32,12 +32,12 @@ struct RowStream {
   static constexpr int kRingBytes = kStages * kChunkBytes;
   static constexpr int kVectors = RawOctet<Y>::kVectors;
 
-  // For each batch of kSteps steps in [begin, end): begin_batch(base); for each row i of `rows`: add(i, octets), one
+  // For each batch of kSteps steps in [begin, end): begin_batch(base); for each row i of `rows`: add(i, octets), once
   // for each step, then after_row(i); then end_batch(base). row_of(i) is the row's address; rows are 16-byte aligned,
   // `end` is a multiple of 8. All lanes call it.
   //
-  // Where rows are added up on few SMs the instructions of these loops are the limit. So a chunk that lies inside is
-  // asked for by one address and constants behind it.
+  // Where few SMs add rows, the instructions of these loops are the limit. Therefore a chunk inside the row is loaded
+  // by one address with constant offsets.
   template <class RowOf, class BeginBatch, class Add, class AfterRow, class EndBatch>
   __device__ __forceinline__ static void Run(char* ring, int rows, int begin, int end, RowOf row_of,
                                              BeginBatch begin_batch, Add add, AfterRow after_row, EndBatch end_batch) {
@@ -95,7 +95,7 @@ struct RowStream {
   }
 
  private:
-  // The last chunk of a row that has `left` elements from this lane's first on: zeros behind them.
+  // Loads the last chunk of a row that has `left` elements from this lane's first element on, with zeros after them.
   __device__ __forceinline__ static void IssueRest(char* to, const Y* from, const Y* row, int left) {
 #pragma unroll 1
     for (int s = 0; s < kSteps; ++s, left -= kWarpElements) {
@@ -110,7 +110,7 @@ struct RowStream {
     const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
   }
-  // 16 bytes; zeros when not `inside` (then nothing is read, but the address must be valid).
+  // Copies 16 bytes, or zeros if not `inside` (then nothing is read, but the address must be valid).
   __device__ __forceinline__ static void CopyAsync(char* to, const int4* from, bool inside, const void* valid) {
     const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     const void* address = inside ? static_cast<const void*>(from) : valid;

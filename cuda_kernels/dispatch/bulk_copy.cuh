@@ -1,10 +1,10 @@
-// Rows copied by the copy engine of an SM (cp.async.bulk, compute capability 9.0): one lane of a warp asks for a chunk
-// of a row in shared memory, and then for copies of it to every destination. An SM moves twice as much as through
-// registers, so that a dispatch in flight needs half of the SMs.
+// Rows copied by the copy engine of an SM (cp.async.bulk, compute capability 9.0): one lane of a warp requests a chunk
+// of a row into shared memory, and then copies of it to every destination. An SM moves twice as much in this way as
+// through registers, so an asynchronous dispatch needs half of the SMs.
 //
 // Who waits for whom: a chunk's stores wait for its load (mbarrier); the next load into the same place waits until
-// those stores have read it (bulk groups complete in order). Memory order: bulk copies go by the async proxy. A staged
-// row was written by a peer and acquired through its flag by this lane: a proxy fence comes between the flag and the
+// those stores have read it (bulk groups complete in order). Memory order: bulk copies use the async proxy. A staged
+// row was written by a peer and acquired through its flag by this lane; a proxy fence comes between the flag and the
 // load. All stores are complete before the block finishes the operation.
 #pragma once
 
@@ -15,18 +15,19 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 constexpr int kBulkChunk = 3584;  // bytes; a multiple of 128
 constexpr int kBulkStages = 3;    // chunks of a warp in shared memory
-constexpr int kBulkRows = 4;      // rows that a warp looks up together (bulk_place.cuh)
+constexpr int kBulkRows = 4;      // rows that a warp resolves together (bulk_place.cuh)
 
 struct alignas(128) BulkRing {
   char chunk[kBulkStages][kBulkChunk];
   alignas(128) uint64_t arrived[kBulkStages];
-  uint32_t loads;  // chunks asked for so far
-  // The rows at hand: where they and their scales lie, and which entries of the warp's list are their places.
+  uint32_t loads;  // chunks requested so far
+  // The current rows: where they and their scales lie, and which entries of the warp's list are their destinations.
   const char* from[kBulkRows];
   const float* scales[kBulkRows];
   int first[kBulkRows], count[kBulkRows];
 };
-constexpr int kBulkSharedBytes = kWarps * static_cast<int>(sizeof(BulkRing));  // behind those of the layout
+// placed after the shared memory of the layout
+constexpr int kBulkSharedBytes = kWarps * static_cast<int>(sizeof(BulkRing));
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void BulkStore(void* to, const void* from, uint32_t b
                : "memory");
 }
 __device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the newest `kGroups` groups of stores have read their chunks.
+// Waits until all but the newest `kGroups` groups of stores have read their chunks.
 template <int kGroups>
 __device__ __forceinline__ void AwaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
@@ -67,7 +68,7 @@ __device__ __forceinline__ void AwaitStoresRead() {
 __device__ __forceinline__ void AwaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 #endif
 
-// As CopyCodec<int4>, with placed rows going through shared memory.
+// Like CopyCodec<int4>, but placed rows go through shared memory.
 struct BulkCodec : CopyCodec<int4> {
   __device__ __forceinline__ static BulkRing& Ring() {
     extern __shared__ __align__(128) int dynamic[];
@@ -89,8 +90,8 @@ struct BulkCodec : CopyCodec<int4> {
         AwaitStoresRead<1>();
         BulkLoad(ring.chunk[slot], from + at, static_cast<uint32_t>(min(kBulkChunk, bytes - at)), &ring.arrived[slot]);
       };
-      // Loads run two chunks ahead of the stores: of the chunk that was in a load's place before, all stores have been
-      // asked for, and no more than one group after them.
+      // Loads run two chunks ahead of the stores. The stores of the chunk that a load replaces have all been requested,
+      // with at most one group after them.
       constexpr int kAhead = kBulkStages - 1;
       static_assert(kBulkStages == 3, "AwaitStoresRead counts on it");
       for (int i = 0; i < min(kAhead, chunks); ++i) load(i);

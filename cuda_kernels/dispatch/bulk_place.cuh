@@ -1,12 +1,12 @@
-// Placing the rows of a dispatch in flight, four (source, token) pairs at a time.
+// Placing the rows of an asynchronous dispatch, four (source, token) pairs at a time.
 //
-// Before a row can be copied its positions and its flag must be known: a chain of loads that takes much longer than the
-// copy. Here eight lanes look after a pair, a lane after a slot, so that a warp goes through that chain once for four
-// rows. Then lane 0 has all four copied as one sequence of chunks, while the other lanes place the scales.
+// Before a row can be copied, its positions and its flag must be known: a chain of loads that takes much longer than
+// the copy. Here eight lanes handle a pair, one lane for each slot, so that a warp goes through that chain once for
+// four rows. Then lane 0 copies all four as one sequence of chunks, while the other lanes place the scales.
 //
-// Who waits for whom and the memory order are those of PlaceRows (dispatch.cuh) and of bulk_copy.cuh: the lanes that
-// look after slot 0 acquire the flags of their rows, __syncwarp hands that on to lane 0, whose proxy fence comes before
-// its bulk copies.
+// Who waits for whom and the memory order are those of PlaceRows (dispatch.cuh) and of bulk_copy.cuh: the lanes of slot
+// 0 acquire the flags of their rows, __syncwarp passes that on to lane 0, and its proxy fence comes before its bulk
+// copies.
 #pragma once
 
 #include "cuda_kernels/dispatch/bulk_copy.cuh"
@@ -16,15 +16,15 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 constexpr int kGroupSlots = 32 / kBulkRows;  // slots of a pair, at most
 
-// What eight lanes know of their pair.
+// What the eight lanes of a pair know about it.
 struct Resolved {
   int position;  // of this lane's slot; -1, -2: as in the result
   int source, token;
-  uint32_t places;  // bit mask of the slots that have a row, to all lanes of the pair
-  bool named;       // the token comes here at all
+  uint32_t places;  // the slots that have a row, to all lanes of the pair
+  bool named;       // an expert of the token is on this rank
 };
 
-// Positions of pair `pair`, and its metadata outputs. All lanes call it; `real`: there is such a pair.
+// Resolves the positions of pair `pair`, and writes its metadata outputs. All lanes call it; `real`: the pair exists.
 __device__ __forceinline__ Resolved ResolvePair(const DispatchParams& p, const LayoutScratch& scratch,
                                                 const int* starts, const char* data, int pair, bool real) {
   const Routing& r = p.routing;
@@ -56,7 +56,7 @@ __device__ __forceinline__ Resolved ResolvePair(const DispatchParams& p, const L
   return out;
 }
 
-// Scales of `rows` rows of the ring. All lanes call it.
+// Places the scales of `rows` rows of the ring. All lanes call it.
 __device__ __forceinline__ void PlaceScalesOf(const DispatchParams& p, const BulkRing& ring, int rows,
                                               const int* list) {
   if (!p.row_scales) return;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void CopyGroup(const DispatchParams& p, BulkRing& rin
 #endif
 }
 
-// PlaceRows for whole rows and few slots. False: this operation is not one of those, and nothing is done.
+// PlaceRows for whole rows and few slots. Returns false, without any effect, if the operation is of another kind.
 __device__ __forceinline__ bool PlaceGroups(BulkCodec*, const DispatchParams& p, DispatchShared& shared,
                                             const LayoutScratch& scratch, const int* starts, uint32_t epoch) {
   const Routing& r = p.routing;
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool PlaceGroups(BulkCodec*, const DispatchParams& p,
     const bool moves = Holds(shared.run.active, found.source);
     const bool staged = found.source != r.rank;
     bool arrived = true;
-    if (slot == 0 && found.named && moves && staged) {  // dropped rows too: they are sent, and so awaited: workspace.h
+    if (slot == 0 && found.named && moves && staged) {  // dropped rows are sent too, and must be awaited: workspace.h
       arrived =
           WaitFlag(flags + RowFlagIndex(p, found.source, found.token, 0), shared.run, epoch, Step::kRows, found.source);
     }
@@ -166,8 +166,8 @@ __device__ __forceinline__ bool PlaceGroups(BulkCodec*, const DispatchParams& p,
       ring.first[at] = first;
       ring.count[at] = __popc(found.places);
     }
-    __syncwarp();  // what some lanes have acquired and written, lane 0 and all others may read
-    // Rows of a redispatch that belong to a rank that is out.
+    __syncwarp();  // lane 0 and all other lanes may read what some lanes have acquired and written
+    // Rows of a redispatch that belong to an inactive rank.
     for (uint32_t out = __ballot_sync(0xFFFFFFFFu, slot == 0 && found.places && !moves); out; out &= out - 1) {
       const int leader = __ffs(out) - 1;
       const int count = __popc(__shfl_sync(0xFFFFFFFFu, found.places, leader));

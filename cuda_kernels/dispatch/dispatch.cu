@@ -1,4 +1,4 @@
-// Dispatch of rows that travel as they are. The vector is as wide as the row's byte count allows.
+// Dispatch of rows that travel unchanged. The vector is as wide as the row's byte count allows.
 #include "cuda_kernels/dispatch/bulk_place.cuh"
 #include "cuda_kernels/dispatch/dispatch.cuh"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kBulkDispatchBytes = kLayoutSharedBytes + kBulkSharedBytes;
 
-// Whether the current device has bulk copies, and the shared memory for them.
+// Returns whether the current device has bulk copies, and the shared memory for them.
 bool HasBulkCopies() {
   int device = 0, major = 0, shared = 0;
   return cudaGetDevice(&device) == cudaSuccess &&

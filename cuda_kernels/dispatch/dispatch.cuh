@@ -1,18 +1,18 @@
 // Dispatch and redispatch in one launch.
 //
-// What moves: row t of x goes once to every other rank that owns one of its experts, into that rank's staging row
-// [this rank][t]; from there to the rows of the output that want it. Own rows go straight from x to the output.
-// Who does it: the last `layout_blocks` blocks send the routing metadata, the first `push_blocks` blocks push rows and
-// raise a flag per (source, token, part); the others count and compute positions meanwhile, and whoever has done its
-// part joins; then every block places rows, own ones first, each as soon as its flag is up. Who waits for whom: pushing
-// and sending wait for nobody (in large groups with many tokens, rows go through rings: rounds.cuh). Counting waits for
-// every peer's metadata, placing for this GPU's counting and for the row's flag. What others wait for is done by
-// whatever blocks run (claims.cuh), before they wait themselves: so every wait ends, with any number of resident blocks
-// on any rank. Memory order: stores to a peer, __syncwarp or
-// __syncthreads, system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them
-// visible. workspace.h says why two halves suffice. Topk indices, positions and counts are checked before they become
-// addresses, those that a peer sent and those of a handle too. What concerns a rank that is out is treated as an unused
-// slot: its entries are neither sent nor counted, and nothing is awaited from it.
+// What moves: row t of x goes once to every other rank that owns one of its experts, into that rank's staging row [this
+// rank][t]; from there that rank copies it to its rows of the output. Own rows go straight from x to the output. Who
+// does it: the last `layout_blocks` blocks send the routing metadata; the first `push_blocks` blocks push rows and
+// raise a flag per (source, token, part). Meanwhile the other blocks count rows and compute positions, and blocks that
+// have finished pushing join them. Then every block places rows, own rows first, each as soon as its flag is up. Who
+// waits for whom: pushing and sending wait for no rank (in large groups with many tokens, rows go through rings:
+// rounds.cuh). Counting waits for every peer's metadata, placing for this GPU's counting and for the row's flag. The
+// resident blocks do all work that other ranks wait for before they wait themselves (claims.cuh): so every wait ends,
+// with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or __syncthreads,
+// system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them visible. workspace.h
+// says why two halves suffice. Top-k indices, positions and counts are checked before they become addresses, whether
+// they come from a peer or from a handle. Entries of an inactive rank are treated as unused slots: they are neither
+// sent nor counted, and nothing is awaited from that rank.
 #pragma once
 
 #include "cuda_kernels/core/launch.cuh"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
     StoreRelaxedSystem(MetadataFlag(shared.run.half[rank], p.staging, r.rank, slice), epoch);
   });
 }
-// All threads of the block call it. False: the group has failed.
+// All threads of the block call it. Returns false if the group has failed.
 __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
   const Routing& r = p.routing;
   const int slices = p.schedule.layout_blocks;
@@ -93,9 +93,10 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
   return __syncthreads_and(arrived);
 }
 
-// What the peers wait for. Slices of the metadata are shares of the last blocks. Rows are pushed by the first blocks:
-// claimed one by one, flags raised by the signalling warp; when there is at most one per warp, they are shares too. Of
-// an operation that goes through rings, what is pushed ahead: as claims alone, since nothing may be stored twice.
+// Does the work that the peers wait for. Slices of the metadata are shares of the last blocks. The first blocks push
+// rows: they claim them one by one, and the signalling warp raises the flags; if there is at most one row per warp,
+// rows are shares too. In an operation that goes through rings, the rows of the first rounds are always claimed,
+// because nothing may be stored twice.
 template <class Codec>
 __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
   const Schedule& s = p.schedule;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
   }
 }
 
-// Part of rows of a redispatch that belong to a rank that is out: zero.
+// Writes zeros into a part of the rows of a redispatch that belong to an inactive rank.
 __device__ __forceinline__ void ZeroRows(const DispatchParams& p, Range range, const Rows& rows) {
   const int64_t element = p.element == Element::kF32 ? 4 : p.element == Element::kByte ? 1 : 2;
   for (int i = 0; i < rows.count; ++i) {
@@ -142,8 +143,8 @@ __device__ __forceinline__ void ZeroRows(const DispatchParams& p, Range range, c
   }
 }
 
-// Positions of one (source, token) into `list` (those that have a row), and its metadata outputs. All lanes return the
-// count; -1 if the token does not come here at all.
+// Writes the positions of one (source, token) that have a row into `list`, and its metadata outputs. All lanes return
+// the count, or -1 if no expert of the token is here.
 __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
                                            const char* data, int source, int token, bool write, int* list) {
   const Routing& r = p.routing;
@@ -186,14 +187,14 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   return belongs ? count : -1;
 }
 
-// In which order the rows of other ranks are placed: token by token, the sources interleaved, as they arrive.
+// The order in which the rows of other ranks are placed: token by token, the sources interleaved, as they arrive.
 struct InPushOrder {
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
     PairOfOthers(r, pair, source, token);
   }
 };
 
-// `taking`: of an operation that goes through rings.
+// `taking`: given if the operation goes through rings.
 template <class Codec, class Order = InPushOrder, class Items = Claims, class... Takes>
 __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShared& shared, const LayoutScratch& scratch,
                                           const int* starts, uint32_t epoch, const Takes&... taking) {
@@ -225,16 +226,16 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
         arrived = WaitFlag(flags + RowFlagIndex(p, source, token, part), shared.run, epoch, Step::kRows, source);
       }
       arrived = __shfl_sync(0xFFFFFFFFu, arrived, 0);
-      __syncwarp();  // what one lane has acquired, all lanes may read
+      __syncwarp();  // all lanes may read what one lane has acquired
       if (!arrived) return;
-      if (rows.count == 0) continue;  // dropped, but sent, and so awaited: workspace.h
+      if (rows.count == 0) continue;  // dropped, but sent, so it had to be awaited: workspace.h
       Codec::PlaceStaged(p, data + p.staging.rows + StagedRow(r, p.staging, source, token) * p.staging.row_bytes, range,
                          rows);
     }
   }
 }
 
-// The same through rings, and the pushing of what Send has left.
+// The same through rings; also pushes the rows that Send has left.
 template <class Codec>
 __device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchShared& shared,
                                               const LayoutScratch& scratch, const int* starts, uint32_t epoch) {
@@ -249,15 +250,15 @@ __device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchS
       });
 }
 
-// A codec's own way to place all rows, where it has one (bulk_place.cuh). False: nothing is done.
+// A codec's own function to place all rows, if it has one (bulk_place.cuh). Returns false if it has done nothing.
 template <class Codec>
 __device__ __forceinline__ bool PlaceGroups(Codec*, const DispatchParams&, DispatchShared&, const LayoutScratch&,
                                             const int*, uint32_t) {
   return false;
 }
 
-// Rows that round a group up to the alignment are zero, with weight and scale zero.
-// Block `index` of `count` does its share.
+// Rows that round a group up to the alignment are zero, with weight and scale zero. Block `index` of `count` does its
+// share.
 __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
                                             int index, int count) {
   const Routing& r = p.routing;
@@ -289,7 +290,7 @@ __device__ __forceinline__ void ZeroPadding(const DispatchParams& p, const Layou
   }
 }
 
-// Ranked: the experts of rows that nobody sent are -1, so that the caller's counts are right.
+// Ranked layout: sets the experts of unused rows to -1, so that the caller's counts are right.
 __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const LayoutScratch& scratch, int index,
                                                 int count) {
   const Routing& r = p.routing;
@@ -303,8 +304,9 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
   }
 }
 
-// Positions, by all blocks together or, for a small batch, by every block for itself in shared memory: `scratch`, with
-// the groups' starts in `*starts`. `await()` waits for the metadata of all sources. False: the group has failed.
+// Computes positions: all blocks together or, for a small batch, every block for itself in shared memory. Returns
+// `scratch`, with the groups' starts in `*starts`. `await()` waits for the metadata of all sources. Returns false if
+// the group has failed.
 template <class Await>
 __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const DispatchShared& shared, int* dynamic,
                                                  LayoutScratch& scratch, int** starts, Await await) {
@@ -327,7 +329,7 @@ __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const 
   return true;
 }
 
-// A handle whose counts no dispatch can have made: the group fails, rather than leave rows out in silence.
+// Fails the group if no dispatch can have made the counts of a handle, instead of dropping rows without an error.
 __device__ __forceinline__ void CheckCounts(const DispatchParams& p, const Running& run) {
   const Routing& r = p.routing;
   bool bad = false;

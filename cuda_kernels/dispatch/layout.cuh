@@ -4,10 +4,10 @@
 //   count   a warp per segment: rows per expert, and each row's number among the segment's rows of that expert
 //   scan    a warp per expert: exclusive prefix over the segments; totals per expert and per (source, expert)
 //   start   every block: first row of each expert's group (in shared memory)
-// A row's position is start[expert] + prefix[expert][segment] + number. Segments and experts are claimed by whichever
-// blocks come by. Who waits for whom: a block that finds nothing left to claim waits until all claimed items are done,
-// hence only for blocks that run; through two counters with GPU-scope release and acquire. The metadata itself comes
-// with system-scope flags (dispatch.cuh).
+// A row's position is start[expert] + prefix[expert][segment] + number. The resident blocks claim segments and experts.
+// Who waits for whom: a block that finds no item to claim waits until all claimed items are done, hence only for
+// running blocks; through two counters with GPU-scope release and acquire. The metadata itself comes with system-scope
+// flags (dispatch.cuh).
 #pragma once
 
 #include "cuda_kernels/core/claims.cuh"
@@ -16,7 +16,8 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Column of a segment's entry: its local expert, or, ranked, 0 for a token with any expert here; -1: no row here.
+// Returns the column of a segment's entry: its local expert; in the ranked layout, 0 for a token with any expert here.
+// -1: no row here.
 __device__ __forceinline__ int ColumnOf(const int* idx, int entry, const Routing& r) {
   if (r.layout != Layout::kRanked) return LocalExpert(idx[entry], r);
   int column = -1;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void ScanColumn(int column, const LayoutScratch& scra
   if (lane == 0) scratch.totals[column] = carry;
 }
 
-// The counting and scanning, shared by the blocks that come by. `await()` waits for the metadata of all sources. False:
+// Counts and scans, together with the other blocks. `await()` waits for the metadata of all sources. Returns false if
 // the group has failed.
 template <class Await>
 __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
@@ -131,7 +132,7 @@ __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Runn
   return BlockAwait(&control->completed[1], r.local_experts, run);
 }
 
-// The same by one block for itself, everything in shared memory. `write`: it also writes recv_counts.
+// The same, by one block for itself, in shared memory. `write`: the block also writes recv_counts.
 __device__ __forceinline__ void CountAlone(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
                                            int* counters, bool write) {
   const Routing& r = p.routing;
@@ -152,18 +153,18 @@ __device__ __forceinline__ void CountAlone(const DispatchParams& p, const Runnin
   __syncthreads();
 }
 
-// The sum, or the largest int: counts that come from a handle may be anything.
+// Returns the sum, or the largest int if it is larger: counts from a handle may be any number.
 __device__ __forceinline__ int AddSaturated(int x, int y) {
   return static_cast<int>(min(static_cast<uint32_t>(x) + static_cast<uint32_t>(y), 0x7FFFFFFFu));
 }
-// Neither is negative, so no sum leaves 32 bits; a division of 64 would be a call.
+// Neither argument is negative, so no sum exceeds 32 bits; a 64-bit division would be a function call.
 __device__ __forceinline__ int RoundUp(int x, int multiple) {
   if (multiple == 1) return x;
   const uint32_t most = static_cast<uint32_t>(x) + static_cast<uint32_t>(multiple - 1);
   return static_cast<int>(min(most - most % static_cast<uint32_t>(multiple), 0x7FFFFFFFu));
 }
 
-// Rows of local expert `l`, before dropping. Not negative.
+// Returns the rows of local expert `l`, before dropping. Not negative.
 __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutScratch& scratch, int l) {
   if (!p.known_positions) return scratch.totals[l];
   int total = 0;
@@ -173,8 +174,8 @@ __device__ __forceinline__ int ExpertRows(const DispatchParams& p, const LayoutS
   return total;
 }
 
-// First row of each column's group into `starts` (shared). `rows(l)`: how many a column has, before dropping. All
-// threads of the block call it.
+// Writes the first row of each column's group into `starts` (shared). `rows(l)`: the rows of a column, before dropping.
+// All threads of the block call it.
 template <class Rows>
 __device__ __forceinline__ void StartGroups(const Routing& r, int columns, int* starts, Rows rows) {
   if (threadIdx.x < 32) {
@@ -203,7 +204,7 @@ __device__ __forceinline__ void ComputeStarts(const DispatchParams& p, const Lay
   StartGroups(p.routing, scratch.columns, starts, [&](int l) { return ExpertRows(p, scratch, l); });
 }
 
-// Position of the row of (source, token, slot), -1 or -2, from what the blocks have counted.
+// Returns the position of the row of (source, token, slot), -1 or -2, from the blocks' counts.
 __device__ __forceinline__ int PositionOf(const DispatchParams& p, const LayoutScratch& scratch, const int* starts,
                                           int source, int token, int slot, int expert) {
   const Routing& r = p.routing;

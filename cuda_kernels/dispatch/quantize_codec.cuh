@@ -1,5 +1,5 @@
-// Rows that travel as fp8 or int8 and arrive in their own dtype: a codec as row_codec.cuh describes it. A warp takes a
-// part of a row in chunks (wire_chunk.cuh); a hidden size that is no multiple of 8 goes octet by octet.
+// Rows that travel as fp8 or int8 and arrive in their own dtype: a codec as row_codec.cuh describes it. A warp handles
+// a part of a row in chunks (wire_chunk.cuh); if the hidden size is not a multiple of 8, it handles it octet by octet.
 #pragma once
 
 #include "cuda_kernels/core/row_codec.cuh"
@@ -9,7 +9,7 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 template <class X, WireType kWire>
 struct QuantizeCodec {
-  static constexpr int kSteps = sizeof(X) == 4 ? 6 : 14;  // whose loads are in flight together
+  static constexpr int kSteps = sizeof(X) == 4 ? 6 : 14;  // steps whose loads are in flight together
   using Chunk = WireChunk<kWire, kSteps>;
 
   __device__ __forceinline__ static bool Whole(const DispatchParams& p) { return p.routing.hidden % kOctet == 0; }

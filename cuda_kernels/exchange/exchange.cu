@@ -1,15 +1,15 @@
 // all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings in the staging
 // areas.
 //
-// What moves: the message to rank p is cut into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Half of a
-// block copies chunks into ring slots at rank p and raises their flags; the other half copies what p has sent on the
-// same lane to the output and returns credits. The ring bounds the symmetric memory, whatever the message. Who waits
-// for whom: a receiver for chunks (and, ragged, for the sender's offsets), a sender for the credit of the chunk that
-// used the slot before. In round k, rank r is paired with rank (k - r) mod R; blocks claim (round, lane) in ascending
-// order. So every wait ends, with any number of resident blocks: the least pair of a lane that is not done anywhere has
-// been claimed by a running block on both its ranks, and either half of it waits for the other rank's alone. Memory
-// order: as in dispatch.cuh; a credit is released after the half block has read the slot. After a failed wait nothing
-// more is stored at a peer.
+// What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Who does
+// it: one half of a block copies chunks into ring slots at rank p and raises their flags; the other half copies what p
+// has sent on the same lane to the output and returns credits. The ring bounds the symmetric memory, whatever the
+// message size. Who waits for whom: a receiver waits for chunks (and, ragged, for the sender's offsets), a sender for
+// the credit of the chunk that used the slot before. In round k, rank r is paired with rank (k - r) mod R; blocks claim
+// (round, lane) in ascending order. So every wait ends, with any number of resident blocks: the smallest unfinished
+// pair of a lane has been claimed by a running block on both its ranks, and either half of the block waits only for the
+// other rank's. Memory order: as in dispatch.cuh; a credit is released after the half block has read the slot. After a
+// failed wait nothing more is stored at a peer.
 #include "cuda_kernels/core/claims.cuh"
 #include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/core/operation.cuh"
@@ -20,7 +20,7 @@ namespace {
 constexpr int kHalfThreads = kThreads;
 constexpr int kBlockThreads = 2 * kHalfThreads;  // the first half sends, the second receives
 
-// Among the threads of this half of the block.
+// A barrier of the threads of this half of the block.
 __device__ __forceinline__ void SyncHalf() {
   if (threadIdx.x < kHalfThreads) {
     asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
@@ -70,7 +70,7 @@ struct Lane {
   uint32_t* credit_flags;  // at the sender
   char* ring;              // at the receiver
 };
-// The lane `lane` from `source` to `target`, as seen by either.
+// Returns lane `lane` from `source` to `target`; both ranks compute the same.
 __device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& run, int source, int target, int lane) {
   const uint64_t in = static_cast<uint64_t>(source) * p.lanes + lane,
                  out = static_cast<uint64_t>(target) * p.lanes + lane;
@@ -79,7 +79,7 @@ __device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& r
           run.data[target] + p.ring + in * p.ring_chunks * p.chunk_bytes};
 }
 
-// What this rank sends to `target`; a size or offset outside the operand sends nothing.
+// Returns what this rank sends to `target`; with a size or offset outside the operand it sends nothing.
 __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
   if (!p.send_sizes) {
     const int units = static_cast<int>(p.operand_units / p.ranks);
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const 
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
 
-// One lane to `target`. False: the group has failed.
+// Sends one lane to `target`. Returns false if the group has failed.
 __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
   const uint32_t epoch = run.epoch;
   uint64_t first;
@@ -131,7 +131,7 @@ __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run
   return true;
 }
 
-// One lane from `source`. False: the group has failed.
+// Receives one lane from `source`. Returns false if the group has failed.
 __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
   __shared__ Message message;
   __shared__ bool arrived;
@@ -163,7 +163,8 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
     if (!arrived) return false;
     if (fits) CopyBytes(to + begin, way.ring + n % p.ring_chunks * p.chunk_bytes, min(p.chunk_bytes, bytes - begin));
     SyncHalf();
-    // Credits that somebody awaits: another would come when the sender may be two operations ahead (workspace.h).
+    // Only credits that the sender awaits: any other might arrive when the sender is two operations ahead
+    // (workspace.h).
     if (Leads() && begin + p.ring_chunks * p.lanes * p.chunk_bytes < bytes) {
       __threadfence_system();
       StoreRelaxedSystem(way.credit_flags + n, epoch);
@@ -172,7 +173,7 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   return true;
 }
 
-// The own part, by the receiving half.
+// Copies this rank's own message; the receiving half does it.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
   uint64_t first;
   const Message message = Outgoing(p, p.rank, &first);

@@ -1,13 +1,13 @@
-// Combine of small batches: no fence, no flag beside the data.
+// Combine of small batches: no fence, and no flag beside the data.
 //
-// What moves: as in combine.cuh, a partial row for each (source, token) that has rows here, in lines (ll128.cuh), to
-// staging row [this rank][token] of its source. Who does it: the first `push_blocks` blocks add up and push shares of
-// the rows, and end; the others sum what has come in, each warp a part of a token's row. Rows are found and added up
-// before the operation's number is known. Who waits for whom: pushing waits for nobody. A warp that sums waits for
-// lines; when that takes long it first pushes what no block of this GPU has started (claims.cuh), so every wait ends
-// with any number of resident blocks. Every rank in a token's topk_idx sends its partial row, also when all its rows
-// were dropped; ranks that are out send none and get none. Positions are checked before they become addresses. Multiply
-// and add are rounded separately.
+// What moves: as in combine/combine.cuh, a partial row for each (source, token) that has rows here, in LL128 lines
+// (ll128.cuh), to staging row [this rank][token] of its source. Who does it: the first `push_blocks` blocks sum and
+// push shares of the rows, and end; the other blocks sum what has arrived, each warp a part of a token's row. Rows are
+// located and summed before the epoch is known. Who waits for whom: pushing waits for no rank. A summing warp waits for
+// lines; if that takes long, it first pushes the shares that no block of this GPU has started (claims.cuh), so every
+// wait ends with any number of resident blocks. Every rank in a token's topk_idx sends its partial row, even if all its
+// rows were dropped; inactive ranks send none and get none. Positions are checked before they become addresses.
+// Multiply and add are rounded separately.
 #pragma once
 
 #include "cuda_kernels/core/launch.cuh"
@@ -18,7 +18,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// A lane's 16 bytes of a row as floats; of a lane with flags only the first half counts.
+// A lane's 16 bytes of a row as floats; in a lane with flags only the first half is data.
 template <class Y>
 struct Values {
   static constexpr int kCount = 16 / sizeof(Y);
@@ -64,9 +64,9 @@ struct TokenRows {
   int position;
   float weight;
   uint32_t placed;  // lanes that have a row
-  bool belongs;     // the token names this rank
+  bool belongs;     // an entry of the token's topk_idx is on this rank
 
-  // What a lane loads for it: some time before, so that nobody waits.
+  // Loads a lane's share early, so that no lane waits for it later.
   __device__ __forceinline__ static int Load(const CombineParams& p, int source, int token) {
     const Routing& r = p.routing;
     const int lane = threadIdx.x & 31;
@@ -82,8 +82,8 @@ struct TokenRows {
   }
 };
 
-// sums[i] = the weighted sum of the rows in slot order, round base + i, in float32.
-// `kRows`: whose loads are in flight together.
+// sums[i] = the weighted sum of the rows in slot order, round base + i, in float32. `kRows`: rows whose loads are in
+// flight together.
 template <int kRows, class Y, int kRounds>
 __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows& rows, const Piece& piece, int base,
                                         int end, Values<Y> (&sums)[kRounds]) {
@@ -108,7 +108,8 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       if (slot[j] < 0) continue;
-      const float weight = __shfl_sync(0xFFFFFFFFu, rows.weight, slot[j]);  // not before: it comes with the rows
+      // not earlier: the weight arrives with the rows
+      const float weight = __shfl_sync(0xFFFFFFFFu, rows.weight, slot[j]);
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
         if (base + i >= end) continue;
@@ -138,8 +139,8 @@ struct LowLatencyCombine {
     return run.half[on] + run.line_border + static_cast<uint64_t>(row * p.staging.row_rounds + round) * kRoundBytes;
   }
 
-  // Rows of share `share`, by warp `warp` of `warps`. `begin()` runs when a sum is there and the operation's number is
-  // needed; false: nothing is to be sent.
+  // Pushes the rows of share `share`, by warp `warp` of `warps`. `begin()` runs when a sum is complete and the epoch is
+  // needed; it returns false if nothing is to be sent.
   template <class Begin>
   __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const Routing& r = p.routing;
@@ -178,8 +179,8 @@ struct LowLatencyCombine {
       }
     }
   }
-  // A warp alone: what no block of this GPU has started. Not a method of the object at hand, which would have to lie in
-  // memory for it.
+  // One warp: does the shares that no block of this GPU has started. It is not a method of the caller's object, which
+  // would then have to lie in memory.
   static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LowLatencyCut& cut,
                                                   const Running& run) {
     const LowLatencyCombine work(p, cut, run);
@@ -195,13 +196,13 @@ struct LowLatencyCombine {
     }
   }
 
-  // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. False: a line has not come for
-  // long; `awaited` and `round` say which one to wait for.
+  // total = the partial rows of `ranks` in ascending order, this rank's from `mine`. Returns false if a line has not
+  // arrived for long; then `awaited` and `round` say which line to wait for.
   __device__ __forceinline__ bool AddRanks(const RankMask& ranks, int token, int base, int end,
                                            const uint4 (&mine)[kSumRounds], Values<Y> (&total)[kSumRounds],
                                            int* awaited, int* round) const {
     const int here = p.routing.rank;
-    constexpr int kRanks = 3;  // whose lines are loaded together
+    constexpr int kRanks = 3;  // ranks whose lines are loaded together
 #pragma unroll
     for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
     RankMask left = ranks & ~OneRank(here);
@@ -215,7 +216,7 @@ struct LowLatencyCombine {
     while (Any(left)) {
       uint4 v[kRanks][kSumRounds];
       int rank[kRanks];
-      uint32_t missing = 0;  // bit j * kSumRounds + i: round base + i of rank[j]; each is loaded until it is there
+      uint32_t missing = 0;  // bit j * kSumRounds + i: round base + i of rank[j]; each is loaded until it has arrived
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
         rank[j] = FirstRank(left);  // -1: none
@@ -238,7 +239,7 @@ struct LowLatencyCombine {
           if (!__any_sync(0xFFFFFFFFu, Missing(piece, v[j][i], Lines(base + i), run.epoch))) {
             missing &= ~(1u << n);
           } else {
-            *awaited = rank[j], *round = base + i;  // the last one, which comes last as a rule
+            *awaited = rank[j], *round = base + i;  // the last one, which usually arrives last
           }
         }
         return missing;
@@ -258,9 +259,9 @@ struct LowLatencyCombine {
     return true;
   }
 
-  // A part of a token: rounds base to end - 1, kSumRounds at most. `begin()` runs when the operation's number is
-  // needed; false: nothing is to be done. False: the group has failed, or, if `*stalled` is false, it is time to look
-  // for work that nobody has started (then it is true).
+  // Sums a part of a token: rounds base to end - 1, kSumRounds at most. `begin()` runs when the epoch is needed; it
+  // returns false if nothing is to be done. Returns false if the group has failed, or, if `*stalled` was false, when it
+  // is time to look for shares that no block has started (then it is set to true).
   template <class Begin>
   __device__ __forceinline__ bool SumPart(int token, int base, int end, bool* stalled, Begin begin) const {
     const Routing& r = p.routing;
@@ -270,7 +271,7 @@ struct LowLatencyCombine {
     const TokenRows own(p, TokenRows::Load(p, r.rank, token));
     const bool real = expert >= 0 && expert < r.experts;
     const RankMask named = Union(real ? OneRank(cut.by_local_experts(expert)) : NoRanks(), r.ranks);
-    uint4 mine[kSumRounds];  // rounded, so that little is held while the warp waits
+    uint4 mine[kSumRounds];  // rounded already, so that the warp holds little while it waits
     {
       Values<Y> sums[kSumRounds];
       SumRows<kRows>(p, own, piece, base, end, sums);
@@ -301,7 +302,7 @@ struct LowLatencyCombine {
     return true;
   }
 
-  // All threads of the block. False: the group has failed, or `begin()` was false.
+  // All threads of the block. Returns false if the group has failed, or `begin()` was false.
   template <class Begin>
   __device__ __forceinline__ bool Sum(Begin begin) const {
     const uint32_t parts = cut.parts, items = p.routing.tokens * parts;
@@ -317,7 +318,7 @@ struct LowLatencyCombine {
       } else if (before == stalled) {
         return false;
       } else {
-        AdoptShares(p, cut, run);  // then once more, with nothing held in registers meanwhile
+        AdoptShares(p, cut, run);  // then try again, with nothing held in registers meanwhile
       }
     }
     return begin();
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (p.call.active && block < cut.push) StartOnce(run, block);
   }
   bool begun = false;
-  auto begin = [&] {  // of all threads once: the first warp has the operation's number
+  auto begin = [&] {  // all threads run it once: the first warp knows the epoch
     if (!begun) {
       __syncthreads();
       begun = true;
@@ -346,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return !run.refused;
   };
-  if (warp == 0) begin();  // it has the number already: the others need not wait for its first rows
+  if (warp == 0) begin();  // the first warp knows the epoch already: the other warps need not wait for its first rows
   if (block < cut.push) work.PushShare(block, LateFirstWarp(), kWarps, [&] { return begin() && !run.repeats; });
   Phase(2);
   const bool good = work.Sum(begin);

@@ -1,17 +1,18 @@
-// Dispatch of small batches: no barrier between blocks, no fence, no flag beside the data.
+// Dispatch of small batches: no barrier between blocks, no fence, and no flag beside the data.
 //
-// What moves: to every rank, this one too, a message of lines: how many rows each of its experts gets from here, then
-// per token a line that says for every slot which expert of that rank wants it, its number among this rank's rows of
-// that expert, and its weight. To every other rank that owns one of its experts, a token's row in lines, behind the
-// messages. Who does it: the first `layout_blocks` blocks number all rows, each for itself in shared memory, and send
-// shares of the messages; the next `push_blocks` send shares of the rows, and need to know nothing but topk_idx; the
-// others receive: each adds up the counts of all sources for itself, and its warps place parts of rows as their lines
-// come in. Who waits for whom: senders wait for nobody. A receiver waits for lines alone; before its first long wait,
-// and once all counts have come, it does what no block of this GPU has started (claims.cuh), so every wait ends with
-// any number of resident blocks. Memory order: ll128.cuh; nothing else is shared between GPUs. What peers sent is
-// checked before it becomes an address. Ranks that are out are sent nothing, and nothing is awaited from them.
+// What moves: to every rank, including this one, a message of LL128 lines: the number of rows for each of its experts
+// from here, then one line per token that says for every slot which expert of that rank wants it, its number among this
+// rank's rows of that expert, and its weight. To every other rank that owns one of its experts, a token's row in lines,
+// behind the messages. Who does it: the first `layout_blocks` blocks number all rows, each for itself in shared memory,
+// and send shares of the messages; the next `push_blocks` blocks send shares of the rows, for which they need only
+// topk_idx; the other blocks receive: each adds up the counts of all sources for itself, and its warps place parts of
+// rows as their lines arrive. Who waits for whom: senders wait for no rank. A receiver waits only for lines; before its
+// first long wait, and once all counts have arrived, it does the shares that no block of this GPU has started
+// (claims.cuh), so every wait ends with any number of resident blocks. Memory order: ll128.cuh; nothing else is shared
+// between GPUs. Data from peers are checked before they become addresses. Inactive ranks are sent nothing, and nothing
+// is awaited from them.
 //
-// Few tokens are numbered by those who receive them (few.cuh): the same, without the counts.
+// With few tokens, the receivers number the rows (few.cuh): the same algorithm without the counts.
 #include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/dispatch/dispatch.cuh"
 #include "cuda_kernels/low_latency/few.cuh"
@@ -20,8 +21,8 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 namespace {
 
-// All threads of the block: whatever of this operation nobody has started. It makes a plan of its own: the caller's
-// would have to lie in memory for it.
+// All threads of the block: does the shares of this operation that no block has started. It makes its own plan: the
+// caller's plan would otherwise have to lie in memory.
 template <class Numbered>
 __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LowLatencyCut& cut, const Running& run,
                                          char* dynamic, bool prepared) {
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int block = static_cast<int>(blockIdx.x);
   AwaitKernelBefore();
   Phase(0);
-  // What does not depend on the operation's number is loaded while the first warp finds it.
+  // The other warps load everything that does not depend on the epoch while the first warp finds the epoch.
   if (threadIdx.x < 32) {
     BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
     if (p.call.active && block < plan.Shares()) StartOnce(run, block);
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Numbered::Prepare(plan);
   }
   bool begun = false;
-  auto begin = [&] {  // of all threads once
+  auto begin = [&] {  // all threads run it once
     if (!begun) {
       __syncthreads();
       begun = true;
@@ -68,9 +69,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return !run.refused;
   };
-  if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
+  // the first warp knows the epoch already: the other warps need not wait for its first rows
+  if (threadIdx.x < 32) begin();
   auto sends = [&] { return begin() && !run.repeats; };
-  // One share each; a block that is alone does both.
+  // One share for each block; if there is a single block, it does both kinds.
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);

@@ -1,36 +1,36 @@
-// The routing of a low-latency dispatch of few tokens (IsFew): those who receive the rows number them.
+// The routing of a low-latency dispatch of few tokens (IsFew): the receivers number the rows.
 //
-// A message has no counts: its lines are the tokens', sent as soon as topk_idx has been read, with no number in a
-// slot's word. Every receiving block waits for the lines of all tokens of all sources and keeps a key for every slot:
-// local expert + 1, then its place among all slots, so that the order of keys is the order of rows. A row's position is
-// how many keys are less than its own; a warp counts them when it places the row. The messages have the places and the
-// format of routing.cuh; its lines of counts stay unused.
+// A message has no counts: its lines are those of the tokens, sent as soon as topk_idx has been read, without a number
+// in a slot's word. Every receiving block waits for the lines of all tokens of all sources and keeps a key for every
+// slot: local expert + 1, then its place among all slots, so that the order of keys is the order of rows. A row's
+// position is the number of keys below its own; a warp counts them when it places the row. The messages have the places
+// and the format of routing.cuh; the lines of counts stay unused.
 #pragma once
 
 #include "cuda_kernels/low_latency/routing.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// How a dispatch is numbered: what the kernel of low_latency/dispatch.cu is made of.
+// How a dispatch is numbered: the parts that the kernel of low_latency/dispatch.cu calls.
 struct NumberedBySender {
   static constexpr int kRounds = kPlaceRounds;
   static constexpr bool kFew = false;
   __device__ __forceinline__ static SharedPlan Shared(const Routing& r) { return PlanShared(r); }
-  // All warps but the first, before the operation's number is known.
+  // All warps but the first, before the epoch is known.
   __device__ __forceinline__ static void Prepare(const Plan& plan) {
     if (static_cast<int>(blockIdx.x) < plan.cut.routing) NumberRows(plan);
   }
-  // All threads of a block that is to send a share, and has not prepared for it.
+  // All threads of a block that must send a share and has not prepared for it.
   __device__ __forceinline__ static void PrepareLate(const Plan& plan) {
     if (threadIdx.x >= 32) NumberRows(plan);
     __syncthreads();
   }
-  // All threads of the block. `begin()` runs when the operation's number is needed; false: nothing is to be sent.
+  // All threads of the block. `begin()` runs when the epoch is needed; it returns false if nothing is to be sent.
   template <class Begin>
   __device__ __forceinline__ static void Send(const Plan& plan, const Piece& piece, int share, Begin begin) {
     if (begin()) SendRouting(plan, piece, share);
   }
-  // All threads of the block: what Resolve needs. False: the group has failed.
+  // All threads of the block: receives what Resolve needs. Returns false if the group has failed.
   template <class Adopt>
   __device__ __forceinline__ static bool Receive(const Plan& plan, const Piece& piece, Adopt adopt) {
     if (!ReceiveCounts(plan, piece, adopt)) return false;
@@ -42,7 +42,7 @@ struct NumberedBySender {
                                                  bool write, int* position) {
     return ResolveRows(plan, piece, source, token, write, position);
   }
-  // All threads of the block: what is left when its rows have been placed.
+  // All threads of the block: the work that is left when its rows have been placed.
   __device__ __forceinline__ static void Complete(const Plan& plan) {
     LayoutScratch scratch{};
     scratch.columns = plan.at.local;
@@ -103,7 +103,7 @@ struct NumberedByReceiver {
     const Routing& r = plan.p.routing;
     const int warp = threadIdx.x / 32, q = threadIdx.x & 7, lines = r.ranks * r.tokens;
     int* const counts = plan.In<int>(plan.at.counts);
-    for (bool patient = false;; patient = true) {  // at first it does not wait long
+    for (bool patient = false;; patient = true) {  // the first wait is short
       bool idle = false, good = true;
 #pragma unroll 1
       for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
@@ -189,14 +189,15 @@ struct NumberedByReceiver {
   }
 
  private:
-  // This block writes the counts into the result: the last one, which has the fewest rows to place.
+  // Returns whether this block writes the counts into the result: the last block does, which has the fewest rows to
+  // place.
   __device__ __forceinline__ static bool Reports(const Plan& plan) { return plan.receiver == plan.cut.receivers - 1; }
-  // A slot's word for rank `to`: local expert + 1; 0: not there.
+  // Returns a slot's word for rank `to`: local expert + 1, or 0 if the slot is not for that rank.
   __device__ __forceinline__ static uint32_t Word(const Routing& r, int to, int expert) {
     const int local = expert - to * r.local_experts;
     return expert >= 0 && expert < r.experts && local >= 0 && local < r.local_experts ? local + 1 : 0;
   }
-  // What a peer sent is no address yet.
+  // Checks a word from a peer before it becomes an address.
   __device__ __forceinline__ static uint32_t Checked(const Routing& r, uint32_t word) {
     return word <= static_cast<uint32_t>(r.local_experts) ? word : 0;
   }

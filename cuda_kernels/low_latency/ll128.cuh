@@ -1,17 +1,18 @@
-// Data that carry their own flag: lines of 128 bytes, 120 of data and the operation's epoch behind them.
+// Data that carry their own flag: LL128 lines of 128 bytes, 120 bytes of data followed by the operation's epoch.
 //
 // A warp stores or loads four lines at once (a round), 16 bytes a lane; the last lane of each line has eight bytes of
-// data and the epoch. Who reads a line with the current epoch has its data: no fence, no flag of its own, and one
-// flight over the link in all. Memory order: this rests on a line of 128 bytes, written by eight lanes of one store
-// instruction, becoming visible as a whole, and on its load by eight lanes of one load instruction taking it as a
-// whole. The PTX memory model does not promise that; NVLink of Volta and later keeps it, and NCCL's LL128 protocol
-// relies on it in the same way. Where the words of a line may come one by one, the low-latency kernels must not be
-// used. One instruction means that the lanes are together: lanes that went different ways before, the first one into
-// the slow half of a wait say, may run it one group after another, and then a lane has old data beside a new epoch. So
-// every line is moved by the two functions below, which bring the warp together first; all its lanes must call them.
+// data and the epoch. A reader that sees the current epoch in a line has its data: no fence, no separate flag, and a
+// single trip over the link. Memory order: this requires that a line of 128 bytes, written by eight lanes of one store
+// instruction, becomes visible as a whole, and that a load by eight lanes of one load instruction reads it as a whole.
+// The PTX memory model does not promise that; NVLink of Volta and later provides it, and NCCL's LL128 protocol relies
+// on it in the same way. Where the words of a line may arrive one by one, the low-latency kernels must not be used. One
+// instruction requires that the lanes are together. Lanes that diverged before, for example because the first lane
+// entered the slow half of a wait, may execute the load one group after another; then a lane has old data beside a new
+// epoch. Therefore every line is moved by the two functions below, which first bring the warp together; all its lanes
+// must call them.
 //
-// A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order, the other
-// four the 32 bytes after them: so both ends move aligned vectors, and nothing is shuffled between lanes.
+// A row of bytes lies in rounds of 480 bytes. The 28 lanes that hold no epoch take 16 bytes each, in order; the other
+// four lanes take the 32 bytes after them. So both ends move aligned vectors, and no data are shuffled between lanes.
 #pragma once
 
 #include "cuda_kernels/core/failure.cuh"
@@ -19,7 +20,8 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// This lane's 16 bytes of a line, past the L1 cache; zeros without `wanted`, which is the same for all lanes of a line.
+// Loads this lane's 16 bytes of a line, bypassing the L1 cache; zeros without `wanted`, which is the same for all lanes
+// of a line.
 __device__ __forceinline__ uint4 LoadLinePart(const char* line, int part, bool wanted = true) {
   uint4 v = make_uint4(0, 0, 0, 0);
   const uint4* const p = reinterpret_cast<const uint4*>(line) + part;
@@ -43,9 +45,9 @@ __device__ __forceinline__ void StoreLinePart(char* line, int part, uint4 v, boo
 
 // This lane's place in a round.
 struct Piece {
-  int line;    // of the round
+  int line;    // the line within the round
   bool flags;  // this lane holds the epoch, and only eight bytes of data
-  int offset;  // of its data among the round's
+  int offset;  // of this lane's data within the round's data
   __device__ __forceinline__ Piece() {
     const int lane = threadIdx.x & 31;
     line = lane >> 3;
@@ -54,12 +56,13 @@ struct Piece {
   }
 };
 
-// All lanes of the warp: the first `lines` lines of a round. A lane with flags gives its data in x and y.
+// All lanes of the warp: stores the first `lines` lines of a round. A lane with flags gives its data in x and y.
 __device__ __forceinline__ void StoreRound(char* round, const Piece& piece, uint4 v, int lines, uint32_t epoch) {
   if (piece.flags) v.z = v.w = epoch;
   StoreLinePart(round, static_cast<int>(threadIdx.x & 31), v, piece.line < lines);
 }
-// All lanes. What is loaded counts only where the whole line has arrived: Missing says which lanes' lines have not.
+// All lanes call it. The loaded data are valid only where the whole line has arrived: Missing returns the lanes whose
+// lines have not.
 __device__ __forceinline__ uint4 LoadRound(const char* round) {
   return LoadLinePart(round, static_cast<int>(threadIdx.x & 31));
 }
@@ -67,11 +70,11 @@ __device__ __forceinline__ bool Missing(const Piece& piece, uint4 v, int lines, 
   return piece.flags && piece.line < lines && v.w != epoch;
 }
 
-// Many polls before the slow half: it takes a microsecond, which a line that comes meanwhile would wait.
+// Many polls before the slow half, which takes a microsecond: a line that arrives meanwhile would wait that long.
 constexpr int kLinePolls = 256;
-// For lines that a warp keeps as they come: until `look()`, a mask of what has not come, is 0. Not for long: what it
-// keeps would have to lie in memory while it asks whether to go on. False: await one of them by AwaitLines, then look
-// at all of them anew.
+// For lines that a warp keeps as they arrive: polls until `look()`, a mask of what is missing, is 0. It does not wait
+// long, because the kept lines would have to lie in memory during the slow half of a wait. Returns false when the
+// caller must wait for one line by AwaitLines and then load all lines again.
 template <class Look>
 __device__ __forceinline__ bool KeepLooking(Look look) {
 #pragma unroll 1
@@ -81,9 +84,9 @@ __device__ __forceinline__ bool KeepLooking(Look look) {
   return false;
 }
 
-// Waits until `missing()` is 0 for the whole warp: a mask of lanes, the same in all. All lanes call it.
-// `rank_of(mask)`: who is awaited. `stalled()` runs once, when it takes long; true: leave. False: the group has failed,
-// or it left.
+// Waits until `missing()`, a mask of lanes that is the same in all lanes, is 0. All lanes call it. `rank_of(mask)`: the
+// awaited rank. `stalled()` runs once if the wait is long; it returns true to end the wait. Returns false if the group
+// has failed or the wait was ended.
 template <class MissingLanes, class RankOf, class Stalled>
 __device__ __forceinline__ bool AwaitLines(MissingLanes missing, RankOf rank_of, Stalled stalled, const Running& run,
                                            Step step) {

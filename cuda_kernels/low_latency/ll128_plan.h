@@ -1,4 +1,5 @@
-// How the low-latency kernels cut rows into lines, and their shared memory. Plain data: the host plans with it too.
+// How the low-latency kernels divide rows into LL128 lines, and their shared memory. Plain data: the host plans with it
+// too.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,15 @@ namespace xen_moe {
 
 constexpr int kLineBytes = 128;  // the last eight of them are the epoch
 constexpr int kLineData = kLineBytes - 8;
-constexpr int kRoundLines = 4;  // what a warp stores or loads at once
+constexpr int kRoundLines = 4;  // lines that a warp stores or loads at once
 constexpr int kRoundData = kRoundLines * kLineData;
 constexpr int kRoundBytes = kRoundLines * kLineBytes;
 constexpr int kLineCounts = kLineData / 4;  // row counts of a line
-constexpr int kLineSlots = kLineData / 8;   // slots of a token's line: what they want, and their weights
+// slots in a token's line: the experts that want the token, and their weights
+constexpr int kLineSlots = kLineData / 8;
 
-// A block's dynamic shared memory in a low-latency dispatch: byte offsets. Sending needs what is in front of `counts`,
-// receiving the rest.
+// A block's dynamic shared memory in a low-latency dispatch: byte offsets. Sending needs the arrays before `counts`,
+// receiving the others.
 struct SharedPlan {
   int columns;       // rows are numbered by these: all experts, or, ranked, the ranks
   int local;         // columns that lie on one rank
@@ -59,8 +61,8 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanShared(const Routing& r) {
   return s;
 }
 
-// A dispatch of few tokens is numbered by those who receive it (few.cuh). `experts`: [R, T, kFewSlots]
-// uint32: what wants a row, in order; `weights`: the same of float; `counts`: [R, L].
+// The receivers number a dispatch of few tokens (few.cuh). `experts`: [R, T, kFewSlots] uint32: what wants a row, in
+// order; `weights`: the same of float; `counts`: [R, L].
 constexpr int kFewSlots = 16;
 constexpr int kFewPairs = 32;  // of (source, token)
 XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
@@ -73,17 +75,16 @@ XEN_MOE_ANYWHERE inline SharedPlan PlanFewShared(const Routing& r) {
   s.bytes = bytes > 0xFFFFFFu ? 0xFFFFFFu : static_cast<uint32_t>(bytes);
   return s;
 }
-// Groups that are rounded up, and ranked rows, need the counts of all.
+// Groups that are rounded up, and ranked rows, need the counts of all sources.
 XEN_MOE_ANYWHERE inline bool IsFew(const Routing& r) {
   return static_cast<int64_t>(r.ranks) * r.tokens <= kFewPairs && PlanFewShared(r).bytes <= kLowLatencySharedBytes &&
          (r.layout == Layout::kPadded || (r.layout == Layout::kGrouped && r.alignment == 1));
 }
 
-// What the low-latency kernels take at most: so many rows of so many rounds keep `Divisor` exact. `Wide`: of more than
-// kSmallGroup ranks.
+// The limits of the low-latency kernels: with this many rows of this many rounds `Divisor` is exact.
 constexpr int kMostLineRows = 8192, kMostLineRowsOfLargeGroups = 16383, kMostRounds = 512;
 
-// Division by a number that the host knows: of n, if n * by < 2^32.
+// Division by a number that the host knows: exact for n if n * by < 2^32.
 struct Divisor {
   uint32_t by, inverse;  // 2^32 / by, rounded up
   XEN_MOE_ANYWHERE static Divisor Of(int by) {
@@ -95,9 +96,9 @@ struct Divisor {
   }
 };
 
-// How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` the rows, the
-// others receive; if none is left, all do. Rows that are received (summed) are cut into `parts` of `rounds` rounds,
-// about one for each warp, and so are those that a combine pushes.
+// How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` blocks the rows,
+// the other blocks receive; if no block is left, all blocks receive. Received (summed) rows are divided into `parts` of
+// `rounds` rounds, about one for each warp; so are the rows that a combine pushes.
 struct LowLatencyCut {
   int routing, push, receivers;
   int rounds, parts;
@@ -107,7 +108,7 @@ struct LowLatencyCut {
 };
 constexpr int kPlaceRounds = 8, kPushRounds = 2;  // rounds that a warp moves at once
 constexpr int kFewPlaceRounds = 1;                // of few tokens
-// A combine of few tokens has a kernel of its own, in which a warp sums fewer rounds: it has less code to wait for.
+// A combine of few tokens has its own kernel, in which a warp sums fewer rounds: it has less code to load.
 constexpr int kFewTokens = 32;
 constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;
 

@@ -1,14 +1,14 @@
 // The two ends of a low-latency operation: as operation.cuh, with as few round trips to memory as possible.
 //
-// Begin: all words of Control are read at once, before the block knows whether they count: the tables of all
+// Begin: the block reads all words of Control at once, before it knows which of them it needs: the tables of all
 // generations, then the claim of the channel and {owner, epoch, generation, members} in one load. A table that
-// Control::current names is written before any operation may use it and does not change while it is in use, so that the
-// early look at it is as good as a late one; which one counts is in the same 16 bytes as the owner. Anything out of the
-// ordinary, ranks that are out among it, goes the way of operation.cuh. End: the announcements and the failure word are
-// read while the block's slower warps finish, and again before it takes its ticket if they had not come; a block that
-// gave up says so in its ticket, so the last one knows of it without another look. No fence is on the way of an
-// operation that goes well: the kernel's end makes its rows visible, and a ticket is an atomic operation whose sum says
-// whether all blocks have come and leaves nothing to be cleared.
+// Control::current names was written before any operation may use it and does not change while it is in use, so the
+// early load is as good as a late one; the 16 bytes with the owner say which table is the current one. Every unusual
+// case, inactive ranks among them, takes the code of operation.cuh. End: the announcements and the failure word are
+// read while the block's slower warps finish, and read again before it takes its ticket if they had not arrived. A
+// block that gave up marks that in its ticket, so the last block learns of it without another load. A successful
+// operation executes no fence: the kernel's end makes its rows visible, and a ticket is an atomic operation whose sum
+// shows whether all blocks have finished and leaves nothing to clear.
 #pragma once
 
 #include "cuda_kernels/core/claims.cuh"
@@ -18,12 +18,13 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// The most that the last block of a failed operation waits for rows to land, which takes microseconds: longer only if a
-// word of Control::landed was written over by a block of an earlier operation, which nobody has seen.
+// Upper bound for the failure path: how long the last block of a failed operation waits for rows to become visible,
+// normally microseconds. Reached only if a block of an earlier operation overwrote a word of Control::landed; never
+// observed.
 constexpr uint64_t kLandedNs = 100000000;
 
-// {owner, epoch, generation, members} in one load: of one aligned sector, which no store splits. It is relaxed: an
-// operation gives `owner` back after the atomic operations of all its blocks on Control.
+// {owner, epoch, generation, members} in one load of one aligned sector, which no store splits. The load is relaxed: an
+// operation returns `owner` after the atomic operations of all its blocks on Control.
 __device__ __forceinline__ uint4 LoadVectorGpu(const uint4* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -38,7 +39,7 @@ static __device__ __noinline__ void BeginSlowly(Running& run, const Call& call, 
   BeginFirstWarp(run, call, operation, ranks, rank);
 }
 
-// A word of each memory table. No array: an index that is not known when compiling would put it into memory.
+// One word of each memory table. Not an array: a run-time index would move it to memory.
 template <class T>
 struct OfTables {
   T a, b, c, d;
@@ -51,17 +52,17 @@ struct OfTables {
 };
 static_assert(kGenerations == 4, "OfTables");
 
-// The first warp calls it: StartShare where ranks may be left out, so that nothing is sent twice (claims.cuh).
+// The first warp calls it: StartShare for operations with inactive ranks, so that nothing is sent twice (claims.cuh).
 static __device__ __noinline__ void StartOnce(Running& run, int share) {
   if (threadIdx.x == 0 && !run.refused) {
     run.repeats = atomicExch(&run.control->started[share], run.epoch) == run.epoch;
   }
 }
-// The first warp calls it; a __syncthreads must follow. After that as after BeginOperation.
+// The first warp calls it; a __syncthreads must follow. Afterwards the state is that after BeginOperation.
 __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, Operation operation, int ranks,
                                                 int rank) {
   const int lane = threadIdx.x & 31;
-  if constexpr (kLargeGroups) {  // a lane has not one rank to look after
+  if constexpr (kLargeGroups) {  // a lane may have several ranks
     if (lane == 0) run.repeats = false;
     return BeginSlowly(run, call, operation, ranks, rank);
   }
@@ -81,7 +82,7 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   const uint64_t failure = LoadRelaxedSystem(&call.mailbox->failure);
   if (lane == 0) ShowBegin(call), ClaimWordGpu(&control->owner, call.call_id);
   const uint4 head = LoadVectorGpu(reinterpret_cast<const uint4*>(&control->owner));
-  // One lane's view for all: the loads of a warp need not take place together.
+  // Broadcasts one lane's value: the lanes of a warp need not have loaded at the same time.
   const uint32_t owner = __shfl_sync(0xFFFFFFFFu, head.x, 0);
   const uint32_t epoch = NextEpoch(__shfl_sync(0xFFFFFFFFu, head.y, 0));
   const uint32_t current = __shfl_sync(0xFFFFFFFFu, head.z, 0);
@@ -126,12 +127,12 @@ __device__ __forceinline__ void BeginLowLatency(Running& run, const Call& call, 
   }
 }
 
-// A warp's place among those that share the work: the first warp finds the operation's number and comes last.
+// Returns a warp's place among the warps that share the work: the first warp finds the epoch and comes last.
 __device__ __forceinline__ int LateFirstWarp() { return static_cast<int>(threadIdx.x / 32 + kWarps - 1) % kWarps; }
 
-// Control::ticket of a low-latency operation. The parts of all its blocks add up to zero in the low bits, and no others
-// do; above are the numbers of blocks that were refused and that gave up. So it is zero again after an operation that
-// went well.
+// Control::ticket of a low-latency operation. The parts of all its blocks sum to zero in the low bits, and those of
+// fewer blocks never do; the higher bits count refused blocks and blocks that gave up. So the word is zero again after
+// a successful operation.
 struct LowLatencyTicket {
   static constexpr int kRefusedBit = 10, kGaveUpBit = 21;
   static constexpr uint32_t kCount = (1u << (kGaveUpBit - kRefusedBit)) - 1;
@@ -144,12 +145,12 @@ struct LowLatencyTicket {
     return {atomicAdd(&control->ticket, part) + part};
   }
   __device__ __forceinline__ bool Last() const { return (sum & ((1u << kRefusedBit) - 1)) == 0; }
-  __device__ __forceinline__ uint32_t Refused() const { return sum >> kRefusedBit & kCount; }  // of the last one
+  __device__ __forceinline__ uint32_t Refused() const { return sum >> kRefusedBit & kCount; }  // of the last block
   __device__ __forceinline__ bool AllRefused() const { return Refused() == gridDim.x; }
 };
 
-// All threads of the last block: waits until the other blocks' rows have landed, so that none of them lands on poison.
-// Blocks that were refused have written none.
+// All threads of the last block: waits until the other blocks' rows are visible, so that no late row overwrites poison.
+// Refused blocks have written no rows.
 static __device__ __noinline__ void AwaitLanded(const Running& run) {
   const uint32_t refused = LowLatencyTicket{LoadRelaxedGpu(&run.control->ticket)}.Refused();
   const uint64_t start = NowNs();
@@ -169,9 +170,9 @@ template <class Poison>
 __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
   FinishOperation<LowLatencyTicket>(run, poison);
 }
-// All threads of every block call it last, with whether the thread has done all it had to. A block takes its ticket
-// without having made its rows visible: another warp does that meanwhile, and says so in Control::landed. Only the last
-// block of an operation that fails asks for that.
+// All threads of every block call it last, with whether the thread has completed its work. A block takes its ticket
+// before its rows are visible: another warp makes them visible meanwhile and records that in Control::landed. Only the
+// last block of a failed operation reads that record.
 template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison_share) {
   if constexpr (kLargeGroups) return FinishOperation(run, poison_share);
@@ -197,7 +198,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
     if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();
     LowLatencyTicket ticket{};
     if (lane == 0) {
-      if (gave_up) FenceGpu();  // the last block is to see why
+      if (gave_up) FenceGpu();  // the last block must see the cause
       ticket = LowLatencyTicket::Take(run.control, false, gave_up);
     }
     const bool fits =

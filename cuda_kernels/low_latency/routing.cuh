@@ -1,9 +1,9 @@
-// The routing of a low-latency dispatch: who takes part in it, how rows are numbered, and the messages that say so.
+// The routing of a low-latency dispatch: which blocks take part, how rows are numbered, and the messages that carry it.
 //
-// A rank's message to another: `count_lines` lines with its rows per local expert of the other, then a line per token
-// with a word for every slot: number << 16 | local expert + 1, and the slot's weight. The number is the row's among the
-// rows that this rank sends to that expert (ranked: to that rank); with the counts of the sources before and the
-// groups' starts it gives the position. low_latency/dispatch.cu says who waits for whom.
+// A rank's message to another rank: `count_lines` lines with its rows per local expert of the other rank, then a line
+// per token with a word for every slot: number << 16 | local expert + 1, and the slot's weight. The number is the row's
+// number among the rows that this rank sends to that expert (ranked layout: to that rank); with the counts of the
+// sources before and the groups' starts it determines the position. low_latency/dispatch.cu says who waits for whom.
 #pragma once
 
 #include "cuda_kernels/core/phases.cuh"
@@ -12,7 +12,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// What a block knows of the operation. `shared`: its dynamic shared memory.
+// What a block knows about the operation. `shared`: its dynamic shared memory.
 struct Plan {
   const DispatchParams& p;
   const LowLatencyCut& cut;
@@ -37,7 +37,7 @@ struct Plan {
   __device__ __forceinline__ T* In(uint32_t offset) const {
     return reinterpret_cast<T*>(shared + offset);
   }
-  // In a half: a line of the message of `source`, and a round of its token's row.
+  // Places in a half: a line of the message of `source`, and a round of its token's row.
   __device__ __forceinline__ uint64_t MessageAt(int source, int line) const {
     return run.line_border +
            static_cast<uint64_t>(source * (p.staging.count_lines + p.routing.tokens) + line) * kLineBytes;
@@ -67,8 +67,8 @@ __device__ __forceinline__ int ColumnOfEntry(const Plan& plan, int i) {
 // A barrier of all warps but the first.
 __device__ __forceinline__ void SyncNumbering() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads - 32) : "memory"); }
 
-// All warps but the first, which finds the operation's number meanwhile: loads the routing, and numbers the rows of
-// each column. Of ranks that are out too: they are not told. A __syncthreads must follow.
+// All warps but the first, which finds the epoch meanwhile: load the routing, and number the rows of each column,
+// including those of inactive ranks, to which nothing is sent. A __syncthreads must follow.
 __device__ __forceinline__ void NumberRows(const Plan& plan) {
   constexpr int kThreadsHere = kThreads - 32, kWarpsHere = kWarps - 1;
   const Routing& r = plan.p.routing;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void NumberRows(const Plan& plan) {
   }
 }
 
-// A slot's word for rank `to`: number << 16 | local expert + 1; 0: not there.
+// Returns a slot's word for rank `to`: number << 16 | local expert + 1, or 0 if the slot is not for that rank.
 __device__ __forceinline__ uint32_t SlotWord(const Plan& plan, int to, int token, int slot) {
   const Routing& r = plan.p.routing;
   if (slot >= r.top_k) return 0;
@@ -136,7 +136,7 @@ __device__ __forceinline__ uint32_t SlotWord(const Plan& plan, int to, int token
   return number << 16 | static_cast<uint32_t>(local + 1);
 }
 
-// Share `share` of all messages; the block has numbered.
+// Sends share `share` of all messages; the block has numbered the rows.
 __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece, int share) {
   const Routing& r = plan.p.routing;
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   const int warps = plan.cut.routing * kWarps;
 #pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
-    const int group = item / r.ranks;  // the counts of all ranks first: everything waits for those
+    const int group = item / r.ranks;  // the counts of all ranks come first: everything waits for them
     int to = r.rank + 1 + item - group * r.ranks;
     if (to >= r.ranks) to -= r.ranks;
     if (!Holds(plan.run.active, to)) continue;
@@ -180,8 +180,8 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   }
 }
 
-// All threads of the block: from the counts of all sources, which the block has, the rows of the sources before, in
-// their place, and those of all. One block writes them into the result.
+// All threads of the block: replaces the counts of all sources by the rows of the sources before, and computes the rows
+// of all sources. One block writes them into the result.
 __device__ __forceinline__ void SumCounts(const Plan& plan) {
   const Routing& r = plan.p.routing;
   const int local = plan.at.local;
@@ -215,9 +215,9 @@ __device__ __forceinline__ void SumCounts(const Plan& plan) {
   }
 }
 
-// Receiving. All threads of the block: counts of all sources. `adopt()` does what no block has started, before the
-// first long wait. `far`: has the counts of ranks of other nodes (node/low_latency_dispatch.cuh). False: the group has
-// failed.
+// All threads of the block: receive the counts of all sources. `adopt()` does the shares that no block has started,
+// before the first long wait. `far`: has the counts of ranks of other nodes (node/low_latency_dispatch.cuh). Returns
+// false if the group has failed.
 template <class Adopt, class Far = SingleNode>
 __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& piece, Adopt adopt,
                                               const Far& far = Far()) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7, local = plan.at.local;
   const int per_source = plan.p.staging.count_lines, lines = r.ranks * per_source, most = r.tokens * r.top_k;
   int* counts = plan.In<int>(plan.at.counts);
-  for (bool patient = false;; patient = true) {  // at first it does not wait long
+  for (bool patient = false;; patient = true) {  // the first wait is short
     bool idle = false, good = true;
 #pragma unroll 1
     for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
@@ -267,7 +267,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
   return true;
 }
 
-// Lane k's position of slot k of a (source, token) whose slot word is `word`: -1, -2 or a row.
+// Returns lane k's position of slot k of a (source, token) whose slot word is `word`: -1, -2 or a row.
 __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t word) {
   const Routing& r = plan.p.routing;
   if (word == 0) return -1;
@@ -281,7 +281,8 @@ __device__ __forceinline__ int Position(const Plan& plan, int source, uint32_t w
   return position < r.capacity ? position : -2;
 }
 
-// Slot k's row of a (source, token), which lane k has, and its weight into the results. Not for the ranked layout.
+// Writes slot k's row of a (source, token), which lane k holds, and its weight into the results. Not for the ranked
+// layout.
 __device__ __forceinline__ void WriteSlots(const Plan& plan, int source, int token, int own, float weight, bool write) {
   const Routing& r = plan.p.routing;
   const int lane = threadIdx.x & 31;
@@ -290,8 +291,9 @@ __device__ __forceinline__ void WriteSlots(const Plan& plan, int source, int tok
   if (own >= 0) plan.p.weights[own] = weight;
 }
 
-// Positions of a (source, token) whose slot k's word and weight lane k has: lane k's is slot k's row (ranked: lane 0
-// has the only one), or negative. `write`: also into the results. All lanes call it.
+// Returns the positions of a (source, token); lane k holds slot k's word and weight. Lane k gets slot k's row (ranked
+// layout: lane 0 gets the only row), or a negative number. `write`: also writes them into the results. All lanes call
+// it.
 __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int token, uint32_t word, float weight,
                                             bool write) {
   const DispatchParams& p = plan.p;
@@ -302,7 +304,7 @@ __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int to
     WriteSlots(plan, source, token, own, weight, write);
     return own;
   }
-  // One row, whichever slots want it.
+  // One row, for all slots that want it.
   const uint32_t here = __ballot_sync(0xFFFFFFFFu, own != -1);
   const int row = here ? __shfl_sync(0xFFFFFFFFu, own, __ffs(here) - 1) : -1;
   if (write && lane == 0) p.positions[static_cast<int64_t>(source) * r.tokens + token] = row;
@@ -314,7 +316,7 @@ __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int to
   return lane == 0 ? row : -1;
 }
 
-// The same by the token's line, once that has come. False: the group has failed.
+// The same from the token's line, once it has arrived. Returns false if the group has failed.
 __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece, int source, int token, bool write,
                                             int* position) {
   const DispatchParams& p = plan.p;

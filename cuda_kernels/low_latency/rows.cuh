@@ -1,14 +1,14 @@
 // The rows of a low-latency dispatch: from x into lines on the peers, and from lines (own rows: from x) to their
 // places.
 //
-// Every piece of code is there once: a block runs it once, and waits for its instructions more than for its data.
+// Each piece of code exists once: a block runs it once, and waits longer for its instructions than for its data.
 #pragma once
 
 #include "cuda_kernels/low_latency/routing.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// A row on its own: values, and behind them, as if they lay there, its scales.
+// A row by itself: values, and behind them its scales as if they were contiguous.
 struct WireRow {
   const char *values, *scales;
   __device__ __forceinline__ WireRow(const DispatchParams& p, const void* rows, const float* row_scales, int64_t row) {
@@ -22,7 +22,7 @@ struct WireRow {
   }
 };
 
-// 16 bytes, of a lane with flags eight.
+// Loads 16 bytes, or eight in a lane with flags.
 __device__ __forceinline__ uint4 LoadPiece(const char* from, const Piece& piece) {
   uint4 v = make_uint4(0, 0, 0, 0);
   if (piece.flags) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void StorePiece(char* to, const Piece& piece, uint4 v
   }
 }
 
-// Warps take (token, round) items of a share, kAhead at a time. `begin()` runs when the operation's number is needed.
+// Warps take (token, round) items of a share, kAhead at a time. `begin()` runs when the epoch is needed.
 constexpr int kAhead = 4;
 template <class Begin>
 __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, int share, Begin begin) {
@@ -83,9 +83,10 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   }
 }
 
-// Every warp places parts of (source, token)s, `kRounds` rounds at once. `kKeeps`: lines that have come are kept while
-// it waits for the others, which pays where they are few. `resolve(source, token, write, &position)`: as ResolveRows.
-// `far`: has those of other nodes (node/low_latency_dispatch.cuh). False: the group has failed.
+// Every warp places parts of (source, token) pairs, `kRounds` rounds at once. `kKeeps`: the warp keeps lines that have
+// arrived while it waits for the others, which pays if they are few. `resolve(source, token, write, &position)`: as
+// ResolveRows. `far`: has the rows of other nodes (node/low_latency_dispatch.cuh). Returns false if the group has
+// failed.
 template <int kRounds = kPlaceRounds, bool kKeeps = false, class Resolve, class Far = SingleNode>
 __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, Resolve resolve,
                                           const Far& far = Far()) {
@@ -136,11 +137,12 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
           if (base + i < end) v[i] = LoadRound(row + (base + i) * kRoundBytes);
         }
       }
-      if (!resolved) {  // the token's own line comes in beside a first look at its row
+      if (!resolved) {  // the token's own line arrives during a first look at its row
         if (!resolve(source, token, first == 0, &position)) return false;
         placed = __ballot_sync(0xFFFFFFFFu, position >= 0);
         resolved = true;
-        if (!__any_sync(0xFFFFFFFFu, position != -1)) break;  // dropped rows are sent, and so awaited: workspace.h
+        // dropped rows are sent, and must be awaited: workspace.h
+        if (!__any_sync(0xFFFFFFFFu, position != -1)) break;
       }
       auto check = [&](int i) {
         const int lines = base + i < end ? plan.Lines(base + i) : 0;
@@ -162,7 +164,7 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
         return missing;
       };
       if (missing && !(kKeeps && KeepLooking(look))) {
-        const int last = base + 31 - __clz(missing);  // it comes last, as a rule
+        const int last = base + 31 - __clz(missing);  // it usually arrives last
         const int lines = plan.Lines(last);
         const bool good = AwaitLines(
             [&] {
