@@ -1,17 +1,17 @@
-// Combine across nodes, in one launch. Within a node it is combine.cuh.
+// Combine across nodes, in one launch. Within a node it is combine/combine.cuh.
 //
-// What moves: every expert rank adds up the rows of a token as within a node, and pushes the partial row, over NVLink,
-// to the rank of its own node that has the place of the token's rank. That one adds the partial rows of its node in
-// ascending rank order, its own among them in place, rounds to the wire, and sends one row per token to the token's
-// rank, a chunk at a time. There the rows of the nodes are added in ascending node order: this node's from its partial
-// rows, the others' as they came.
-// Who does it: the first `push_blocks` blocks push partial rows, those that go on to other nodes first; all say for
-// which tokens they have any (`masks`). The pushing blocks after that, and a third of the others at once, add and send
-// for the other nodes; the rest, and those when they are done, sum their own tokens. All warps of a block work at one
-// chunk. Who waits for whom: pushing waits for nobody; adding waits for the pushing of this node; summing waits for
-// this node's pushing and the other nodes' adding. Each is claimed to the end by the first blocks before those go on:
-// so every wait ends, with any number of resident blocks. Memory order: rail.cuh and combine.cuh. What a chunk says is
-// checked before it becomes an address.
+// What moves: every expert's rank sums the rows of a token as within a node, and pushes the partial row, over NVLink,
+// to the rank of its own node that has the same place as the token's rank. That rank adds the partial rows of its node
+// in ascending rank order, its own among them in place, rounds to the wire, and sends one row per token to the token's
+// rank, a chunk at a time. The token's rank adds the rows of the nodes in ascending node order: this node's from its
+// partial rows, those of other nodes as they arrived. Who does it: the first `push_blocks` blocks push partial rows,
+// first those that continue to other nodes; every rank announces for which tokens it has rows (`masks`). After that the
+// pushing blocks, and a third of the other blocks from the beginning, add and send for the other nodes; the remaining
+// blocks, and those that have finished, sum the tokens of this rank. All warps of a block work on one chunk. Who waits
+// for whom: pushing waits for no rank; adding waits for the pushing of this node; summing waits for this node's pushing
+// and the other nodes' adding. The first blocks claim each kind of work to its end before they continue: so every wait
+// ends, with any number of resident blocks. Memory order: rail.cuh and combine/combine.cuh. The contents of a chunk are
+// checked before they become addresses.
 #pragma once
 
 #include <type_traits>
@@ -22,8 +22,8 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// A partial row goes to the rank of this node with the source's place, as this rank's for the source's node. Where that
-// is this rank, it is not pushed but added in place.
+// A partial row goes to the rank of this node with the source's place, and is staged as this rank's row for the
+// source's node. If that is this rank, the row is not pushed but added in place.
 struct NodeAggregated {
   __device__ __forceinline__ static int Target(const Routing& r, int source) {
     return r.rank / r.ranks_per_node * r.ranks_per_node + source % r.ranks_per_node;
@@ -31,8 +31,8 @@ struct NodeAggregated {
   __device__ __forceinline__ static int Slot(const Routing& r, int source) {
     return source / r.ranks_per_node * r.ranks_per_node + r.rank % r.ranks_per_node;
   }
-  // Sources in all nodes that have another place than this rank: those of the other nodes, token by token, and then
-  // those of this one.
+  // The pairs of a token and a source in any node whose place is not this rank's: sources of other nodes token by
+  // token, and then those of this node.
   __device__ __forceinline__ static int Pairs(const Routing& r) {
     return r.ranks / r.ranks_per_node * (r.ranks_per_node - 1) * r.tokens;
   }
@@ -51,11 +51,11 @@ struct NodeAggregated {
     // `far` is a multiple of `others`.
     *source = node * per_node + (r.rank + 1 + pair % others) % per_node;
   }
-  // One that is out adds nothing: this rank's rows go past it (SendOwn).
+  // An inactive rank adds nothing: this rank's rows bypass it (SendOwn).
   __device__ __forceinline__ static bool Takes(const Running& run, int target) { return Holds(run.meets, target); }
 };
 
-// Whether this block adds for the other nodes before it sums: all pushing blocks, and a third of the others.
+// Returns whether this block adds for the other nodes before it sums: all pushing blocks do, and a third of the others.
 __device__ __forceinline__ bool AddsForNodes(const Schedule& s) {
   return static_cast<int>(blockIdx.x) < s.push_blocks + (s.blocks - s.push_blocks) / 3;
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t* MaskOf(char* data, const RailPlan& plan, in
   return reinterpret_cast<uint32_t*>(data + plan.masks) + slot * plan.chunks + chunk;
 }
 
-// Bit mask of the tokens of a chunk of `source` that have rows here, to all lanes.
+// Returns the tokens of a chunk of `source` that have rows here, to all lanes.
 __device__ __forceinline__ uint32_t TokensOfSource(const CombineParams& p, const RailPlan& plan, int source,
                                                    int chunk) {
   const Routing& r = p.routing;
@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t TokensOfSource(const CombineParams& p, const
   return __ballot_sync(0xFFFFFFFFu, belongs);
 }
 
-// Tells the rank of this node that adds for a source which of its tokens have rows here.
+// Sends each rank of this node that adds for a source the mask of that source's tokens with rows here.
 __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineShared& shared, const RailPlan& plan) {
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31, others = r.ranks - plan.per_node, items = others * plan.chunks;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void SendMasks(const CombineParams& p, const CombineS
   }
 }
 
-// All lanes call it: awaits the part of a token's partial row from the ranks of this node, named by their places,
-// staged in the slots from `slots` on. False: the group has failed.
+// All lanes call it: waits for a part of a token's partial row from the ranks of this node, given by their places and
+// staged in the slots from `slots` on. Returns false if the group has failed.
 __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared, const RailPlan& plan,
                                               int slots, const RankMask& places, int token, int part) {
   bool arrived = true;
@@ -111,7 +111,7 @@ __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const Comb
                        Step::kRows, plan.node * plan.per_node + place);
   });
   arrived = __all_sync(0xFFFFFFFFu, arrived);
-  __syncwarp();  // what one lane has acquired, all lanes may read
+  __syncwarp();  // all lanes may read what one lane has acquired
   return arrived;
 }
 __device__ __forceinline__ const char* StagedPartial(const CombineParams& p, const CombineShared& shared, int slot,
@@ -120,7 +120,7 @@ __device__ __forceinline__ const char* StagedPartial(const CombineParams& p, con
          (static_cast<uint64_t>(slot) * p.routing.tokens + token) * p.staging.row_bytes;
 }
 
-// Stores steps of a row as it goes over the wire.
+// Stores steps of a row in the wire's format.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, int base, int end, bool vector,
                                           const Octet (&values)[kSteps]) {
@@ -135,9 +135,9 @@ __device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, in
   }
 }
 
-// out = sum over the nodes, ascending, of this node's total and the rows `far_row(node)` of the nodes `far`. The total:
-// over the places of this node, ascending, partial rows staged in the slots from `slots` on for those of `places`, and
-// this rank's own `own` gathered rows. kFar: else the total alone. All rows as they are in y.
+// out = sum over the nodes, ascending, of this node's total and the rows `far_row(node)` of the nodes `far`. The total
+// is the sum over the places of this node, ascending, of the partial rows of `places` (staged in the slots from `slots`
+// on) and of this rank's own `own` gathered rows. Without kFar, out is the total alone. All rows have the format of y.
 template <class Y, int kSteps, bool kFar, class FarRow>
 __device__ __forceinline__ void StreamNodes(const CombineParams& p, CombineShared& shared, const RailPlan& plan,
                                             char* ring, const RankMask& places, int slots, int own, uint32_t far,
@@ -201,7 +201,7 @@ __device__ __forceinline__ void StreamNodes(const CombineParams& p, CombineShare
   RowStream<Y, kSteps>::Run(ring, rows, begin, end, row_of, clear, add, after_row, store);
 }
 
-// total = sum over the places of this node, ascending, octet by octet: as StreamNodes, for any hidden size and wire.
+// total = sum over the places of this node, ascending, octet by octet: as StreamNodes, for every hidden size and wire.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void AddNode(const CombineParams& p, CombineShared& shared, const RailPlan& plan,
                                         bool vector, const RankMask& places, int slots, int own, int token, int base,
@@ -222,7 +222,7 @@ __device__ __forceinline__ void AddNode(const CombineParams& p, CombineShared& s
   }
 }
 
-// Sends this rank's own partial rows for a chunk of `to`, past the rank of this node that would add them and is out.
+// Sends this rank's own partial rows for a chunk of `to`, bypassing the inactive rank of this node that would add them.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __noinline__ void SendOwn(const CombineParams& p, CombineShared& shared, const Rail<Link>& rail, bool vector,
                                      int to, int chunk) {
@@ -305,11 +305,12 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
   }
 }
 
-// What the warps of a block tell each other about the chunk at hand.
+// What the warps of a block share about the current chunk.
 struct ArrivedShared {
   uint32_t came[kLargeGroups ? kRanks : 32];  // by rail.Place(rank): tokens that the rank has sent a row for
 };
-// The same, for all lanes of a warp: a lane's own word, or, where there may be more of them than lanes, where they lie.
+// The same for all lanes of a warp: each lane's own word or, if there may be more ranks than lanes, a pointer to the
+// words.
 using Came = std::conditional_t<kLargeGroups, const uint32_t*, uint32_t>;
 template <class T = Came>
 __device__ __forceinline__ T CameOf(const ArrivedShared& arrivals) {
@@ -321,7 +322,7 @@ __device__ __forceinline__ T CameOf(const ArrivedShared& arrivals) {
 }
 __device__ __forceinline__ uint32_t CameFrom(const uint32_t* came, int place) { return came[place]; }
 __device__ __forceinline__ uint32_t CameFrom(uint32_t came, int place) { return __shfl_sync(0xFFFFFFFFu, came, place); }
-// The nodes whose rank on this rail has sent a row for a token: bit FarBit(rail, node) each.
+// Returns the nodes whose rank on this rail has sent a row for a token: bit FarBit(rail, node) each.
 template <class Link>
 __device__ __forceinline__ uint32_t FarNodes(const Rail<Link>& rail, const uint32_t* came, int bit) {
   const int node = threadIdx.x & 31;
@@ -337,8 +338,8 @@ __device__ __forceinline__ int FarBit(const Rail<Link>& rail, int node) {
   return kLargeGroups ? node : rail.Place(rail.RankOn(node));
 }
 
-// partial = the rows of node `node`, whose rank on the rail is out, as its ranks have sent them themselves: added up
-// and rounded as that one would have. `came`: the tokens that each rank has sent a row for.
+// partial = the rows of node `node`, whose rank on the rail is inactive, as the node's ranks have sent them: added and
+// rounded as that rank would have done. `came`: the tokens that each rank has sent a row for.
 template <class Y, WireType kWire, int kSteps, class Link>
 __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared& shared, const Rail<Link>& rail,
                                     bool vector, int node, int chunk, int bit, Came came, int base, int end,
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-// A cudaError_t. `p.staging` as PlanRail has completed it.
+// Returns a cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Y, WireType kWire, class Link>
 int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
   if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.schedule.low_latency ||

@@ -1,21 +1,23 @@
-// Chunks from a rank to one of another node, past the rails, and what ranks of several nodes do together at their ends.
+// Chunks from a rank to a rank of another node, without a rail, and what ranks of several nodes do together at the ends
+// of an operation.
 //
-// A chunk is what one rank sends another for one block of tokens, in one put with one signal: a header, in the first
-// one of a dispatch the row counts, then a record for each token that has anything there, in token order. Every pair of
-// ranks of different nodes that take part exchanges all its chunks in every operation, empty ones as their headers
-// alone: so a rank that has ended an operation has seen that all others have ended the one before, which is why two
-// halves suffice (workspace.h). Where the next operation could come before that is known, a chunk's counter is that of
-// its epoch's parity.
+// What moves: a chunk is what one rank sends another for one block of tokens, in one put with one signal: a header, in
+// the first chunk of a dispatch the row counts, then a record for each token that has data for that rank, in token
+// order. Every pair of active ranks of different nodes exchanges all its chunks in every operation, empty chunks as
+// headers alone. So a rank that has ended an operation knows that all others have ended the operation before, which is
+// why two halves suffice (workspace.h). Where the next operation could begin before that is known, a chunk's counter
+// depends on the parity of its epoch.
 //
-// Who waits for whom: sending waits for nobody. Awaiting waits for the sender, as rank `rank` in an error. Many warps
-// await the same chunk: what its counter must reach is kept with the epoch in which that was said, so that the first of
-// them says it for all; and what one warp of a block has found, `seen` tells the others. Memory order: transport.cuh; a
-// chunk goes in one put, so that a weak signal would do. What a chunk says is checked before it becomes an address.
+// Who waits for whom: sending waits for no rank. Awaiting waits for the sender, which is rank `rank` in an error. Many
+// warps await the same chunk: the expected value of its counter is kept together with the epoch in which it was
+// computed, so that the first warp computes it for all; and what one warp of a block has found, it shares through
+// `seen`. Memory order: transport.cuh; a chunk is one put, so a weak signal would suffice. The contents of a chunk are
+// checked before they become addresses.
 //
-// An operation in flight (Part) holds its channel from the first block of the first of its kernels to the last block of
-// the last one: all have one number, by which they check in, and only the first one meets and announces. Nothing but
-// its stream keeps them in order, so nothing that needs the channel may come between them there. Where the first one
-// could not begin, the group has failed, and the last one ends the operation with poison.
+// An asynchronous operation (Part) holds its channel from the first block of its first kernel to the last block of its
+// last kernel. All its kernels check in under the same call_id, and only the first one meets and announces. Only their
+// stream orders them, so no operation that needs the channel may come between them on that stream. If the first kernel
+// could not begin, the group has failed, and the last kernel ends the operation with poison.
 #pragma once
 
 #include "cuda_kernels/core/launch.cuh"
@@ -24,21 +26,21 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// What the ranks of other nodes are to the beginning of an operation (operation.cuh): those that join meet them too.
+// How the beginning of an operation treats ranks of other nodes (operation.cuh): joining ranks meet them too.
 template <class Link>
 class JoinBarrier {
  public:
   static constexpr bool kAny = true;
   __device__ __forceinline__ JoinBarrier(const RailParams& params, const Link& link, const Running& run)
       : JoinBarrier(params, link, run, false) {}
-  // `goes_on`: an operation that another kernel has begun, which has met and announced.
+  // `goes_on`: another kernel has begun this operation, has met and has announced.
   __device__ __forceinline__ JoinBarrier(const RailParams& params, const Link& link, const Running& run, bool goes_on)
       : expected_(params.expected),
         first_(JoinSignals(Sources(params.plan))),
         transport_(link, run),
         goes_on_(goes_on) {}
   __device__ __forceinline__ bool GoesOn() const { return goes_on_; }
-  // The first warp of block 0: meets `ranks`. False: the group has failed.
+  // The first warp of block 0: meets `ranks`. Returns false if the group has failed.
   __device__ __forceinline__ bool Join(const Running& run, const RankMask& ranks) const {
     for (RankMask m = ranks; Any(m); DropFirst(m)) transport_.PutSignal(FirstRank(m), 0, 0, 0, first_ + run.rank);
     bool met = true;
@@ -52,7 +54,8 @@ class JoinBarrier {
     }
     return met;
   }
-  // The same warp, where flags are cleared because numbers come round: no counter's epoch is one that is still to come.
+  // The same warp, when flags are cleared before the epochs wrap around: removes the epochs that are stored with
+  // counters.
   __device__ __forceinline__ void ForgetEpochs(const Running& run) const {
     for (int i = threadIdx.x & 31; i < first_ - kDirectSignals; i += 32) {
       unsigned long long* const word = reinterpret_cast<unsigned long long*>(expected_ + kDirectSignals + i);
@@ -64,7 +67,7 @@ class JoinBarrier {
 
  private:
   uint64_t* const expected_;
-  const int first_;  // of the counters that ranks meet by
+  const int first_;  // the first counter of the barrier
   const Transport<Link> transport_;
   const bool goes_on_;
 };
@@ -87,7 +90,7 @@ class Direct {
   }
 
   __device__ __forceinline__ int Others() const { return Ranks() - plan.per_node; }
-  // The ranks of other nodes, for turns 0 to Others() - 1: everybody begins with another one.
+  // The ranks of other nodes, for turns 0 to Others() - 1; each rank begins with a different one.
   __device__ __forceinline__ int RankAt(int turn) const {
     const int others = Others(), from = turn + plan.index;
     const int rank = (plan.node + 1) * plan.per_node + (from < others ? from : from - others);
@@ -106,13 +109,13 @@ class Direct {
   __device__ __forceinline__ uint64_t LandedRecord(int rank, int chunk, int record) const {
     return plan.land + Chunk(rank, chunk) + Records(chunk) + record * plan.record_bytes;
   }
-  // Sends the chunk whose records the block has completed, before a barrier. All lanes of one warp call it.
+  // Sends the chunk; the block has completed its records before a barrier. All lanes of one warp call it.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
     SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
               Records(chunk) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, chunk));
   }
-  // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes of a warp call it, as often as
-  // they like.
+  // Waits for a chunk of `rank` and returns its mask of tokens. Returns false if the group has failed. All lanes of a
+  // warp call it, any number of times.
   __device__ __forceinline__ bool Await(int rank, int chunk, Step step, uint32_t* tokens) const {
     uint2* const seen = seen_ + rank * plan.chunks + chunk;
     bool good = true;
@@ -128,11 +131,11 @@ class Direct {
     }
     *tokens = __shfl_sync(0xFFFFFFFFu, mask, 0);
     good = __shfl_sync(0xFFFFFFFFu, good, 0);
-    __syncwarp();  // what one lane has acquired, all lanes may read
+    __syncwarp();  // all lanes may read what one lane has acquired
     return good;
   }
-  // All lanes of a warp: until every chunk of `ranks`, ranks of other nodes, has come or the group has failed. What the
-  // chunks say is looked at by those who take them.
+  // All lanes of a warp: wait until every chunk of `ranks`, ranks of other nodes, has arrived or the group has failed.
+  // The warps that use the chunks check their contents.
   __device__ __forceinline__ void AwaitAll(const RankMask& ranks) const {
     const int others = Others();
     bool good = true;
@@ -142,7 +145,7 @@ class Direct {
     }
     __syncwarp();
   }
-  // Tells the ranks `ranks` of other nodes that the group has failed, if it has. One thread calls it.
+  // Sends the failure word, if the group has failed, to the ranks `ranks` of other nodes. One thread calls it.
   __device__ __forceinline__ void PutFailure(const RankMask& ranks) const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
     for (RankMask m = ranks & ~LoadDead(*run_.mailbox); word && Any(m); DropFirst(m)) {
@@ -165,16 +168,18 @@ class Direct {
   __device__ __forceinline__ uint32_t Signal(int rank, int chunk) const {
     return kDirectSignals + ((run_.epoch & 1) * Sources(plan) + rank) * kMaxDirectChunks + chunk;
   }
-  // What counter `signal` has reached when this operation's chunk is there: low half of its word, the epoch above it.
+  // Returns what counter `signal` has reached when this operation's chunk has arrived. The word holds that value in its
+  // low half and the epoch above it.
   __device__ __forceinline__ uint32_t Reached(uint32_t signal) const {
     const unsigned long long seen = LoadRelaxedSystem(expected_ + signal);
     if (static_cast<uint32_t>(seen >> 32) == run_.epoch) return static_cast<uint32_t>(seen);
     const uint32_t value = static_cast<uint32_t>(seen) + 1;
     atomicCAS(reinterpret_cast<unsigned long long*>(expected_ + signal), seen,
-              static_cast<unsigned long long>(run_.epoch) << 32 | value);  // if not, another warp has said the same
+              // if this fails, another warp has stored the same value
+              static_cast<unsigned long long>(run_.epoch) << 32 | value);
     return value;
   }
-  // A lane: until the chunk of counter `signal` has come. False: the group has failed.
+  // One lane: waits until the chunk of counter `signal` has arrived. Returns false if the group has failed.
   __device__ __forceinline__ bool AwaitCounter(int rank, uint32_t signal, Step step) const {
     const uint32_t value = Reached(signal);
     auto there = [&] { return static_cast<int32_t>(static_cast<uint32_t>(transport_.Count(signal)) - value) >= 0; };
@@ -192,17 +197,18 @@ class Direct {
   uint64_t* const expected_;
   const Running& run_;
   const Transport<Link> transport_;
-  const uint64_t data_bytes_;  // that the operation has asked for
-  uint2* const seen_;          // [rank][chunk]: its mask of tokens, and whether it has come
+  const uint64_t data_bytes_;  // as the operation has requested
+  uint2* const seen_;          // [rank][chunk]: its mask of tokens, and whether it has arrived
 };
-// Of the shared memory of a block.
+// In the shared memory of a block.
 constexpr int kMostSeenBytes = kRanks * kMaxDirectChunks * static_cast<int>(sizeof(uint2));
 inline uint32_t SeenBytes(const RailPlan& plan) {
   return static_cast<uint32_t>(plan.nodes * plan.per_node * plan.chunks * sizeof(uint2));
 }
 
-// Begins an operation of few tokens between nodes: as BeginFirstWarp, and then as BeginLowLatency leaves it, with
-// `run.active` for the ranks of this node, to which the code of low_latency_*.cuh goes, and `*far` for the others.
+// Begins an operation of few tokens between nodes: like BeginFirstWarp, and then in the state that BeginLowLatency
+// leaves. `run.active` holds the ranks of this node, which the code of low_latency/ handles, and `*far` the other
+// active ranks.
 template <class Link>
 __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const Call& call, Operation operation,
                                             const Routing& r, const RailParams& rails, const Link& link) {
@@ -217,7 +223,8 @@ __device__ __forceinline__ void BeginDirect(Running& run, RankMask* far, const C
   __syncwarp();
 }
 
-// Between the two others of an operation in flight, as part kReceive: one warp, until all chunks have come.
+// The kernel between the sending and the receiving kernel of an asynchronous operation, as part kReceive: one warp
+// waits until all chunks have arrived.
 template <class Link>
 __global__ void __launch_bounds__(32, 1)
     AwaitChunksKernel(const __grid_constant__ Call call, const __grid_constant__ Routing routing, Operation operation,
@@ -229,7 +236,7 @@ __global__ void __launch_bounds__(32, 1)
 }
 
 // Launches an operation of few tokens, whole or in parts. `launch(rails, blocks)` launches its kernel. `senders`:
-// blocks that a part has which only sends; `receivers`: which only receives. A cudaError_t.
+// blocks of a part that only sends; `receivers`: of a part that only receives. Returns a cudaError_t.
 template <class Link, class Launch>
 int LaunchDirect(const Call& call, const Routing& r, Operation operation, const RailParams& rails, const Link& link,
                  int blocks, int senders, int receivers, cudaStream_t stream, Launch launch) {

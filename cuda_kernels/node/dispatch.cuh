@@ -1,17 +1,17 @@
-// Dispatch across nodes, in one launch. Within a node it is dispatch.cuh.
+// Dispatch across nodes, in one launch. Within a node it is dispatch/dispatch.cuh.
 //
 // What moves: a token that has experts on another node goes there once, to the rank of that node with this rank's
-// place; that one stores it into the staging rows of all ranks of its node that want it, its own among them, and raises
-// their flags, as if the token's rank had pushed it. The routing of these tokens goes ahead, in leads: so positions are
-// known, and rows placed, while most rows are still on their way, and the slow link is all that takes time. From there
-// on everything is as within a node.
-// Who does it: every block, all its warps at one message, packs and sends leads and then chunks. The first blocks push
-// within the node, half of them and the last blocks forward chunks; every block forwards leads, computes positions and
-// places rows, those of this node first. Who waits for whom: packing, sending and pushing wait for nobody; forwarding
-// waits for the chunk's sender, and for the block here that forwards its lead; the others as in dispatch.cuh. Messages
-// are claimed, and all of them by the first blocks before those go on to wait for others: so every wait ends, with any
-// number of resident blocks. Memory order: rail.cuh and dispatch.cuh. What a message says is checked before it becomes
-// an address: tokens by their number in the block, experts by their range.
+// place. That rank stores it into the staging rows of all ranks of its node that need it, its own among them, and
+// raises their flags, as if the token's rank had pushed it. The routing of these tokens is sent ahead, in leads: so
+// positions are known, and rows placed, while most rows are still on their way, and only the slow link takes time. From
+// there on everything is as within a node. Who does it: every block, with all its warps on one message, packs and sends
+// leads and then chunks. The first blocks push within the node; half of them and the last blocks forward chunks; every
+// block forwards leads, computes positions and places rows, those of this node first. Who waits for whom: packing,
+// sending and pushing wait for no rank; forwarding waits for the chunk's sender, and for the block here that forwards
+// its lead; all else as in dispatch/dispatch.cuh. Messages are claimed, and the first blocks claim all of them before
+// they wait for other ranks: so every wait ends, with any number of resident blocks. Memory order: rail.cuh and
+// dispatch/dispatch.cuh. The contents of a message are checked before they become addresses: tokens by their number in
+// the block, experts by their range.
 #pragma once
 
 #include "cuda_kernels/core/launch.cuh"
@@ -20,14 +20,14 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// What the warps of a block tell each other about the message at hand: tokens of its chunks.
+// What the warps of a block share about the current message: tokens of its chunks.
 struct MessageShared {
   uint32_t tokens[kLeadChunks];
 };
 
-// Which blocks forward chunks before they place rows: the first ones, which push within the node after that, and the
-// last ones. A chunk is about 10 us of a block's time, most of it waiting for memory, and a network of 50 GB/s brings a
-// chunk of fp8 rows each 1 to 2 us.
+// Returns whether a block forwards chunks before it places rows: the first blocks, which then push within the node, and
+// the last blocks do. A chunk takes about 10 us of a block's time, most of it waiting for memory, and a network of 50
+// GB/s delivers a chunk of fp8 rows every 1 to 2 us.
 __device__ __forceinline__ bool ForwardsFirst(const Schedule& s) {
   return static_cast<int>(blockIdx.x) < max(1, s.push_blocks / 2);
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ bool ForwardsLast(const Schedule& s) {
   return static_cast<int>(blockIdx.x) >= s.blocks - (s.blocks - s.push_blocks) / 4;
 }
 
-// Bit mask of the tokens of a chunk that have an expert on one of `ranks`, to all lanes.
+// Returns the tokens of a chunk that have an expert on one of `ranks`, to all lanes.
 __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& plan, const int* topk_idx, int chunk,
                                               const RankMask& ranks) {
   const int lane = threadIdx.x & 31;
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint32_t TokensFor(const Routing& r, const RailPlan& 
   }
   return __ballot_sync(0xFFFFFFFFu, goes);
 }
-// f(chunk, tokens, record) for those chunks of a lead that are this warp's; `record`: of its first token. The records
-// of all chunks together.
+// Calls f(chunk, tokens, record) for the chunks of a lead that are assigned to this warp; `record`: that of the chunk's
+// first token. Returns the records of all chunks together.
 template <class F>
 __device__ __forceinline__ int EachOwnChunk(const RailPlan& plan, int lead, const uint32_t* tokens, F f) {
   const int warp = threadIdx.x / 32, first = lead * kLeadChunks;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void SendLead(const DispatchParams& p, const Dispatch
   if (warp == 0) rail.SendLead(to, lead, records);
 }
 
-// Packs and sends what goes to the other nodes: all leads, then all chunks.
+// Packs and sends everything for the other nodes: all leads, then all chunks.
 template <class Codec, class Link>
 __device__ __forceinline__ void SendChunks(const DispatchParams& p, const DispatchShared& shared,
                                            const Rail<Link>& rail, MessageShared& message) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ uint32_t* RoutingFlag(char* half, const RailPlan& pla
   return reinterpret_cast<uint32_t*>(half + plan.routing_flags) + source * plan.chunks + lead;
 }
 
-// Says to the ranks `to` that the routing of a lead has come. One warp calls it, behind a barrier.
+// Signals the ranks `to` that the routing of a lead has arrived. One warp calls it after a barrier.
 __device__ __forceinline__ void RaiseRouting(const DispatchShared& shared, const RailPlan& plan, int source, int lead,
                                              const RankMask& to) {
   __threadfence_system();
@@ -135,7 +135,8 @@ __device__ __forceinline__ void RaiseRouting(const DispatchShared& shared, const
   });
 }
 
-// The routing of a chunk's tokens, to the ranks `to` of this node. Tokens that do not come here have no experts there.
+// Stores the routing of a chunk's tokens at the ranks `to` of this node. Tokens that are not in the chunk have no
+// experts there.
 __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const DispatchShared& shared,
                                                const RailPlan& plan, int source, int chunk, uint32_t tokens,
                                                const char* records, const RankMask& to) {
@@ -157,8 +158,8 @@ __device__ __forceinline__ void ForwardRouting(const DispatchParams& p, const Di
   }
 }
 
-// Forwards the routing that comes from the other nodes, lead by lead. In a redispatch nobody but this rank needs it;
-// the others hear of the first lead all the same: rail_plan.h says what for.
+// Forwards the routing that arrives from the other nodes, lead by lead. In a redispatch only this rank needs it, but
+// the other ranks are signalled for the first lead all the same: rail_plan.h says why.
 template <class Link>
 __device__ __forceinline__ void ForwardLeads(const DispatchParams& p, const DispatchShared& shared,
                                              const Rail<Link>& rail, MessageShared& message) {
@@ -189,7 +190,7 @@ __device__ __forceinline__ void ForwardLeads(const DispatchParams& p, const Disp
   }
 }
 
-// Forwards the rows that come from the other nodes, chunk by chunk.
+// Forwards the rows that arrive from the other nodes, chunk by chunk.
 template <class Link>
 __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const DispatchShared& shared,
                                               const Rail<Link>& rail, MessageShared& message) {
@@ -237,7 +238,8 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
   }
 }
 
-// That the first `leads` leads of all ranks of other nodes have come to this one. All threads of the block call it.
+// Waits until the first `leads` leads of all ranks of other nodes have arrived at this rank. All threads of the block
+// call it.
 __device__ __forceinline__ bool AwaitFar(const DispatchParams& p, const DispatchShared& shared, const RailPlan& plan,
                                          int leads) {
   const Routing& r = p.routing;
@@ -251,8 +253,8 @@ __device__ __forceinline__ bool AwaitFar(const DispatchParams& p, const Dispatch
   return __syncthreads_and(arrived);
 }
 
-// In which order rows are placed: those of this node, which are there soon, then the others, token by token, as they
-// come.
+// The order in which rows are placed: rows of this node, which arrive soon, then the others, token by token, as they
+// arrive.
 struct OwnNodeFirst {
   __device__ __forceinline__ static void Pair(const Routing& r, int pair, int* source, int* token) {
     const int per_node = r.ranks_per_node, near = per_node - 1, far = r.ranks - per_node;
@@ -281,8 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  p.routing.rank, NodeMask(rails.plan, rails.plan.node), JoinBarrier<Link>(rails, link, shared.run));
   const Rail<Link> rail(rails, link, shared.run, p.staging.data_bytes);
   if (!shared.run.refused) {
-    // Few rows are pushed as shares of the pushing blocks, which the others would do a second time for one that is
-    // late.
+    // Few rows are pushed as shares of the pushing blocks; other blocks would repeat the share of a late block.
     const bool first = ForwardsFirst(p.schedule), forwards = first || ForwardsLast(p.schedule);
     const bool late = first && p.routing.tokens * p.schedule.parts > p.schedule.push_blocks * kWarps;
     SendChunks<Codec>(p, shared, rail, message);
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (p.known_positions && blockIdx.x == gridDim.x - 1) {
       if (Any(shared.run.active)) CheckCounts(p, shared.run);
-      AwaitFar(p, shared, rails.plan, 1);  // rail_plan.h says what for
+      AwaitFar(p, shared, rails.plan, 1);  // rail_plan.h says why
     }
     rail.Leave(p.call);
   }
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-// A cudaError_t. `p.staging` as PlanRail has completed it.
+// Returns a cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Codec, class Link>
 int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const Link& link, cudaStream_t stream) {
   if (Unfit(p) || UnfitRail(p.call, p.routing, p.schedule, rails.plan) || p.schedule.low_latency ||

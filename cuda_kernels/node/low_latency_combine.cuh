@@ -1,13 +1,13 @@
-// Combine of small batches across nodes. Within a node it is low_latency/combine.cuh, by its code.
+// Combine of small batches across nodes. Within a node it is low_latency/combine.cuh, whose code this file calls.
 //
-// What moves: to the ranks of this node partial rows in lines, as there. To every rank of another node chunks
-// (direct.cuh) of partial rows, straight from rank to rank, a record for each token of it that has rows here. The
-// token's rank adds them node by node, in ascending order of ranks and then of nodes, and rounds to the wire in
-// between: the bits are those of node/combine.cuh. Who does it: the blocks that push rows within the node make and send
-// the chunks too, first, each block a chunk at a time; the others sum. Who waits for whom: as there. Before a block
-// sums it sees that all shares have been started, so every wait ends with any number of resident blocks. A share is
-// done once: a second put would raise a counter twice. Memory order: ll128.cuh, direct.cuh. Ranks that are out send
-// nothing and get nothing.
+// What moves: to the ranks of this node partial rows in LL128 lines, as there. To every rank of another node chunks
+// (direct.cuh) of partial rows, directly from rank to rank, with a record for each of its tokens that has rows here.
+// The token's rank adds them node by node, in ascending order of ranks and then of nodes, and rounds to the wire in
+// between: the bits are those of node/combine.cuh. Who does it: the blocks that push rows within the node first make
+// and send the chunks, each block one chunk at a time; the other blocks sum. Who waits for whom: as there. Before a
+// block sums it makes sure that all shares have been started, so every wait ends with any number of resident blocks. A
+// share is done once: a second put would raise a counter twice. Memory order: ll128.cuh, direct.cuh. Inactive ranks
+// send nothing and get nothing.
 #pragma once
 
 #include "cuda_kernels/core/launch.cuh"
@@ -16,7 +16,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Rounds base to end - 1 of a row that lies as it is: a lane's pieces of them, rounded.
+// Loads rounds base to end - 1 of a row in plain format: a lane's pieces of them, rounded.
 template <class Y, int kRounds>
 __device__ __forceinline__ void StoreSums(char* row, const Piece& piece, int base, int end, int row_bytes,
                                           const Values<Y> (&sums)[kRounds]) {
@@ -37,9 +37,9 @@ template <class Y, int kSumRounds, int kRows, class Link>
 struct FarCombine {
   const LowLatencyCombine<Y, kSumRounds, kRows>& near;
   const Direct<Link>& direct;
-  const RankMask far;  // bit mask of the ranks of other nodes that take part
+  const RankMask far;  // the active ranks of other nodes
 
-  // Tokens of a chunk of `source` that have rows here, to all lanes.
+  // Returns the tokens of a chunk of `source` that have rows here, to all lanes.
   __device__ __forceinline__ uint32_t TokensOfSource(int source, int chunk) const {
     const Routing& r = near.p.routing;
     const int lane = threadIdx.x & 31;
@@ -52,7 +52,7 @@ struct FarCombine {
     return __ballot_sync(0xFFFFFFFFu, belongs);
   }
 
-  // All threads of the block: the chunks of share `share`.
+  // All threads of the block: sends the chunks of share `share`.
   __device__ __forceinline__ void Send(int share) const {
     const CombineParams& p = near.p;
     const int warp = static_cast<int>(threadIdx.x / 32), others = direct.Others(), items = others * direct.plan.chunks;
@@ -80,7 +80,7 @@ struct FarCombine {
       if (warp == turn % kWarps) direct.Send(source, chunk, tokens);
     }
   }
-  // All threads of the block: whatever of this operation nobody has started.
+  // All threads of the block: does the shares of this operation that no block has started.
   __device__ __forceinline__ void AdoptShares() const {
     for (int next = 0;;) {
       const int share = AdoptShare(near.run.control, near.cut.push, near.run.epoch, &next);
@@ -89,7 +89,7 @@ struct FarCombine {
       near.PushShare(share, static_cast<int>(threadIdx.x / 32), kWarps, [] { return true; });
     }
   }
-  // All threads of the block: gives the others some time to start their shares, then does what is left.
+  // All threads of the block: gives the other blocks some time to start their shares, then does those that are left.
   __device__ __forceinline__ void AwaitShares() const {
     for (int poll = 0; poll < kLinePolls; ++poll) {
       bool idle = false;
@@ -101,13 +101,13 @@ struct FarCombine {
     AdoptShares();
   }
 
-  // total = the partial rows of node `node` for a part of a token. False: the group has failed.
+  // total = the partial rows of node `node` for a part of a token. Returns false if the group has failed.
   __device__ __forceinline__ bool AddNode(int node, int token, int base, int end,
                                           Values<Y> (&total)[kSumRounds]) const {
     const CombineParams& p = near.p;
     const int per_node = direct.plan.per_node, row_bytes = static_cast<int>(p.staging.row_bytes);
     const int chunk = token / direct.plan.chunk_tokens, bit = token - chunk * direct.plan.chunk_tokens;
-    constexpr int kRanks = 4 / kSumRounds;  // whose rows are loaded together
+    constexpr int kRanks = 4 / kSumRounds;  // ranks whose rows are loaded together
 #pragma unroll
     for (int i = 0; i < kSumRounds; ++i) total[i].Clear();
 #pragma unroll 1
@@ -145,7 +145,7 @@ struct FarCombine {
     return true;
   }
 
-  // A part of a token: rounds base to end - 1, kSumRounds at most. False: the group has failed.
+  // Sums a part of a token: rounds base to end - 1, kSumRounds at most. Returns false if the group has failed.
   __device__ __forceinline__ bool SumPart(int token, int base, int end) const {
     const CombineParams& p = near.p;
     const Routing& r = p.routing;
@@ -188,7 +188,7 @@ struct FarCombine {
               static_cast<int>(p.staging.row_bytes), sum);
     return true;
   }
-  // All threads of the block. False: the group has failed.
+  // All threads of the block. Returns false if the group has failed.
   __device__ __forceinline__ bool Sum() const {
     const LowLatencyCut& cut = near.cut;
     const uint32_t parts = cut.parts, items = near.p.routing.tokens * parts;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-// A cudaError_t. `p.staging` as PlanRail has completed it.
+// Returns a cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Y, class Link>
 int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rails, const Link& link,
                                   cudaStream_t stream) {
@@ -252,7 +252,7 @@ int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rail
                         kernel<<<blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, cut, part, link);
                       });
 }
-// A cudaError_t.
+// Returns a cudaError_t.
 template <class Link>
 int LaunchNodeLowLatencyCombine(const CombineParams& p, const RailParams& rails, const Link& link,
                                 cudaStream_t stream) {
@@ -273,7 +273,7 @@ int PreloadNodeLowLatencyCombineOf() {
   if (int e = LoadKernel(NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>, kMostSeenBytes)) return e;
   return LoadKernel(NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>, kMostSeenBytes);
 }
-// Loads all of them on the current device. A cudaError_t.
+// Loads all of these kernels on the current device. Returns a cudaError_t.
 template <class Link>
 int PreloadNodeLowLatencyCombine() {
   if (int e = PreloadNodeLowLatencyCombineOf<__nv_bfloat16, Link>()) return e;

@@ -1,13 +1,13 @@
-// Dispatch of small batches across nodes. Within a node it is low_latency/dispatch.cu, by its code.
+// Dispatch of small batches across nodes. Within a node it is low_latency/dispatch.cu, whose code this file calls.
 //
-// What moves: to the ranks of this node lines, as there. To every rank of another node chunks (direct.cuh), straight
-// from rank to rank: how many rows each of its experts gets from here, then a record for each token that has an expert
-// there: its row, and for every slot its word (routing.cuh) and its weight. Who does it: the blocks that
-// send the routing within the node pack and send the chunks too, first, each block a chunk at a time; the others are as
-// there. Who waits for whom: as there, and receivers for chunks in place of lines; those are awaited only when all
-// shares have been started (ReceiveCounts), so every wait ends with any number of resident blocks. A share is done
-// once: a second put would raise a counter twice. Memory order: ll128.cuh, direct.cuh. Ranks that are out are sent
-// nothing, and nothing is awaited from them.
+// What moves: to the ranks of this node LL128 lines, as there. To every rank of another node chunks (direct.cuh),
+// directly from rank to rank: the number of rows for each of its experts from here, then a record for each token that
+// has an expert there: its row, and for every slot its word (routing.cuh) and its weight. Who does it: the blocks that
+// send the routing within the node first pack and send the chunks, each block one chunk at a time; the other blocks do
+// the same work as there. Who waits for whom: as there, with chunks in place of lines between nodes; chunks are awaited
+// only when all shares have been started (ReceiveCounts), so every wait ends with any number of resident blocks. A
+// share is done once: a second put would raise a counter twice. Memory order: ll128.cuh, direct.cuh. Inactive ranks are
+// sent nothing, and nothing is awaited from them.
 #pragma once
 
 #include "cuda_kernels/dispatch/dispatch.cuh"
@@ -16,7 +16,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// The other nodes' part in a dispatch. `far`: bit mask of the ranks there that take part.
+// The part of a dispatch that concerns other nodes. `far`: the active ranks there.
 template <class Link>
 struct FarDispatch {
   static constexpr bool kAny = true;
@@ -24,7 +24,7 @@ struct FarDispatch {
   const Direct<Link>& direct;
   const RankMask far;
 
-  // Tokens of a chunk that have an expert on `rank`, to all lanes.
+  // Returns the tokens of a chunk that have an expert on `rank`, to all lanes.
   __device__ __forceinline__ uint32_t TokensFor(int rank, int chunk) const {
     const Routing& r = plan.p.routing;
     const int lane = threadIdx.x & 31, first = rank * r.local_experts;
@@ -68,7 +68,7 @@ struct FarDispatch {
     }
   }
 
-  // All threads of a block that has numbered the rows: the chunks of share `share`.
+  // All threads of a block that has numbered the rows: sends the chunks of share `share`.
   __device__ __forceinline__ void Send(int share) const {
     const Routing& r = plan.p.routing;
     const int warp = static_cast<int>(threadIdx.x / 32), local = plan.at.local;
@@ -96,7 +96,7 @@ struct FarDispatch {
     }
   }
 
-  // All threads of the block: the counts of all ranks of other nodes. False: the group has failed.
+  // All threads of the block: receives the counts of all ranks of other nodes. Returns false if the group has failed.
   __device__ __forceinline__ bool ReceiveCounts() const {
     const Routing& r = plan.p.routing;
     const int lane = threadIdx.x & 31, local = plan.at.local;
@@ -118,9 +118,10 @@ struct FarDispatch {
     return __syncthreads_and(good);
   }
 
-  // Whether `source` is none of this node. One that is out has no chunk, and goes the way of those of this node.
+  // Returns whether the rows of `source` come in chunks. An inactive rank sends none; its entries are handled with
+  // those of this node.
   __device__ __forceinline__ bool HasFrom(int source) const { return Holds(far, source); }
-  // A warp: rounds first to end - 1 of a (source, token). False: the group has failed.
+  // One warp: places rounds first to end - 1 of a (source, token). Returns false if the group has failed.
   __device__ __forceinline__ bool Place(int source, int token, int first, int end) const {
     const DispatchParams& p = plan.p;
     const int lane = threadIdx.x & 31, top_k = p.routing.top_k;
@@ -163,7 +164,7 @@ struct FarDispatch {
   }
 };
 
-// All threads of a block that has numbered: `topk_idx` without what does not move, the share `share` of it.
+// All threads of a block that has numbered: writes share `share` of `topk_idx`, without the entries that do not move.
 __device__ __forceinline__ void CleanExperts(const Plan& plan, int* clean, const RankMask& active, int share) {
   const Routing& r = plan.p.routing;
   const int16_t* const experts = plan.In<int16_t>(plan.at.experts);
@@ -174,8 +175,8 @@ __device__ __forceinline__ void CleanExperts(const Plan& plan, int* clean, const
   }
 }
 
-// What a share of the routing is. The block has numbered. `p.clean_topk_idx` is null in the plan: its code knows only
-// this node's ranks.
+// A share of the routing. The block has numbered the rows. `p.clean_topk_idx` is null in the plan, because the plan's
+// code knows only the ranks of this node.
 template <class Link>
 __device__ __forceinline__ void SendShare(const FarDispatch<Link>& others, const Piece& piece, int* clean, int share) {
   others.Send(share);
@@ -183,7 +184,7 @@ __device__ __forceinline__ void SendShare(const FarDispatch<Link>& others, const
   if (clean) CleanExperts(others.plan, clean, others.far | others.plan.run.active, share);
 }
 
-// All threads of the block: whatever of this operation nobody has started.
+// All threads of the block: does the shares of this operation that no block has started.
 template <class Link>
 static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LowLatencyCut& cut,
                                                     const Running& run, char* dynamic, const RailParams& rails,
@@ -229,15 +230,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     NumberRows(plan);
   }
   bool begun = false;
-  auto begin = [&] {  // of all threads once
+  auto begin = [&] {  // all threads run it once
     if (!begun) __syncthreads();
     begun = true;
     return !run.refused;
   };
-  if (threadIdx.x < 32) begin();  // it has the number already: the others need not wait for its first rows
+  // the first warp knows the epoch already: the other warps need not wait for its first rows
+  if (threadIdx.x < 32) begin();
 #pragma unroll 1
   for (int share = block; sends && share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
-    if (share != block) StartShare(run.control, share, run.epoch);  // a block that is alone does both
+    if (share != block) StartShare(run.control, share, run.epoch);  // a single block does both kinds
     if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
     if (!begin()) break;
     if (share < cut.routing && !run.repeats) SendShare(FarDispatch<Link>{plan, direct, far}, piece, clean, share);
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-// A cudaError_t. `p.staging` as PlanRail has completed it.
+// Returns a cudaError_t. `p.staging` as PlanRail has completed it.
 template <class Link>
 int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rails, const Link& link,
                                  cudaStream_t stream) {

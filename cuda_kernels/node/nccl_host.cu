@@ -1,4 +1,4 @@
-// What the host asks of NCCL's headers.
+// The host's questions to NCCL's headers.
 #include <cstring>
 
 #include "cuda_kernels/node/nccl_kernels.h"

@@ -1,5 +1,6 @@
-// The kernels across nodes over NCCL (nccl_transport.cuh), as the host sees them: nothing of NCCL is included, and what
-// its headers say passes as bytes. Only a module that was compiled with those headers has what is declared here.
+// The kernels across nodes over NCCL (nccl_transport.cuh), as the host sees them. This file includes no header of NCCL:
+// structures of NCCL pass as bytes. Only a module that was compiled with NCCL's headers has the functions declared
+// here.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 
 namespace xen_moe {
 
-// What a rank puts with.
+// The NCCL objects that a rank puts with.
 struct NcclSite {
   const void* device_comm;  // NcclDeviceCommBytes() bytes, as ncclDevCommCreate has filled them; host memory
   WindowTable* windows;     // device memory
@@ -17,10 +18,10 @@ struct NcclSite {
 
 using NcclKernelTable = NodeKernelTable<NcclSite>;
 
-// For the start after a failure: waits until no put of this rank or to it is under way; from then on its counters count
-// from nought. Every rank of the group but those of the bit mask `gone` (kGoneWords words), whose processes have ended,
-// launches it, on an idle GPU, for the `time`th time since the device communicator was made (1 is the first), and waits
-// `limit_ns` at most. `*late`: 0, or 1 + a rank that it has waited for in vain. A cudaError_t.
+// For the start after a failure: waits until no put from or to this rank is pending, and sets the zero point of its
+// counters. Every rank of the group launches it on an idle GPU, except the ranks of the mask `gone` (kGoneWords words),
+// whose processes have ended. `time`: how often it has been launched since the device communicator was made, this
+// launch included. It waits `limit_ns` at most. `*late`: 0, or 1 + a rank that did not arrive. Returns a cudaError_t.
 using NcclSettle = int(const NcclSite& site, const RailPlan& plan, const uint64_t* gone, uint64_t time,
                        uint64_t limit_ns, int* late, cudaStream_t stream);
 
@@ -41,23 +42,24 @@ inline const NcclKernelTable& NcclKernelsFor(int ranks) {
 inline NcclSettle* NcclSettleFor(int ranks) {
   return ranks <= kSmallGroup ? ranks16::nccl::LaunchSettle : ranks256::nccl::LaunchSettle;
 }
-// Loads what groups of so many ranks run on the current device. A cudaError_t.
+// Loads the kernels that groups of `ranks` ranks run on the current device. Returns a cudaError_t.
 inline int PreloadNccl(int ranks) {
   if (int e = ranks <= kSmallGroup ? ranks16::nccl::PreloadSettle() : ranks256::nccl::PreloadSettle()) return e;
   return NcclKernelsFor(ranks).preload();
 }
 
-// Of the headers: major * 10000 + minor * 100 + patch.
+// Returns the version of the headers: major * 10000 + minor * 100 + patch.
 int NcclHeaders();
 size_t NcclDeviceCommBytes();
-// What a group of `ranks` ranks in `nodes` nodes asks NCCL for: ncclDevCommRequirements_t.
+// Returns what a group of `ranks` ranks in `nodes` nodes requires of NCCL: an ncclDevCommRequirements_t.
 std::string NcclRequest(int ranks, int nodes);
-// An ncclCommProperties_t to be filled, and what it then says of the ranks of the communicator.
+// NcclQuestion returns an ncclCommProperties_t to be filled; NcclAnswer returns what the filled one says about the
+// ranks of the communicator.
 std::string NcclQuestion();
 struct NcclFound {
   int ranks;
-  int domains;  // of ranks that share NVLink, of one size; ranks of one domain are consecutive
-  bool puts;    // kernels can put to the others
+  int domains;  // groups of ranks that share NVLink, all of one size; the ranks of a domain are consecutive
+  bool puts;    // kernels can put to the other ranks
 };
 NcclFound NcclAnswer(const std::string& properties);
 

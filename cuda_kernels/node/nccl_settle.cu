@@ -1,4 +1,4 @@
-// The quiet over NCCL after a failure.
+// Waits until the network is quiet after a failure, over NCCL.
 #include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/node/nccl_kernels.h"
 #include "cuda_kernels/node/nccl_transport.cuh"
@@ -7,7 +7,7 @@ namespace xen_moe::XEN_MOE_VARIANT::nccl {
 namespace {
 
 constexpr int kWords = (kRanks + 63) / 64;
-struct Gone {  // a bit for each rank
+struct Gone {  // processes that have ended: a bit for each rank
   uint64_t word[kWords];
   __device__ __forceinline__ bool Has(int rank) const {
     return kLargeGroups ? word[rank / 64] >> rank % 64 & 1 : word[0] >> rank & 1;
@@ -22,8 +22,9 @@ __device__ bool Within(uint64_t start, uint64_t limit_ns, Condition condition) {
   return true;
 }
 
-// One block. Strong signals come after all that was put before, so when those of all ranks of other nodes have come,
-// nothing is under way to this one: few tokens go from rank to rank, and so do failures then.
+// One block. A strong signal arrives after everything that was put before it, so when the signals of all ranks of other
+// nodes have arrived, no put to this rank is pending. The signals go between all ranks because direct chunks and
+// failure words do too.
 __global__ void SettleKernel(NcclLink link, RailPlan plan, uint32_t signals, Gone gone, uint64_t time,
                              uint64_t limit_ns, int* late) {
   const uint64_t start = NowNs();

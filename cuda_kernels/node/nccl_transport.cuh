@@ -1,15 +1,15 @@
-// transport.cuh by NCCL's device interface (GIN): puts from a kernel into the memory of other nodes, over whatever
-// network NCCL has. The only file that includes NCCL's device headers (package nvidia-nccl-cu13); one library serves
-// kernels that were compiled with the headers of an earlier one.
+// transport.cuh over NCCL's device interface (GIN): puts from a kernel into the memory of other nodes, over every
+// network that NCCL supports. This is the only file that includes NCCL's device headers (package nvidia-nccl-cu13); a
+// library runs kernels that were compiled with the headers of an earlier one.
 //
-// Memory order: a put follows a fence at system scope, and its signal is a strong one: who sees it sees this put and
-// all earlier ones of this context to that rank. There is one context, so that this holds for every warp. A signal is
-// read with acquire semantics at system scope.
+// Memory order: a put follows a fence at system scope, and its signal is a strong one: a rank that sees the signal sees
+// this put and all earlier puts of this context to that rank. There is one context, so that this holds for every warp.
+// A signal is read with acquire semantics at system scope.
 //
-// What NCCL inlines has code for each kind of network, so it stands once in a kernel, behind a call.
+// The code that NCCL inlines handles each kind of network, so a kernel holds it once, behind a call.
 //
-// What waits: nothing here. NCCL makes a put wait, without a limit, where the queue to its rank is full. So puts that
-// have not completed are counted for each rank, and a place is reserved first (Transport), in a wait that has a limit.
+// Who waits for whom: nothing here waits. NCCL makes a put wait, without a limit, if the queue to its rank is full.
+// Therefore pending puts are counted for each rank, and Transport first reserves a place, in a wait that has a limit.
 #pragma once
 
 #include <nccl.h>
@@ -22,7 +22,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Puts under way to one rank. NCCL's queues have room for 32 at least.
+// Pending puts to one rank. NCCL's queues have room for 32 at least.
 constexpr uint32_t kMostPuts = 32;
 
 struct NcclLink {
@@ -50,7 +50,7 @@ struct NcclLink {
                                             uint32_t signal) const {
     const ncclGin_StrongSignalInc raise{kSettleSignals + signal};
     if (bytes) return Issue(generation, target, to, from, bytes, raise);
-    // A put of nothing is not known to be one on every network.
+    // Not every network is known to support a put of zero bytes.
     constexpr uint64_t kAt = offsetof(Mailbox, unread);
     if ((threadIdx.x & 31) == 0) PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::unread), raise);
   }
@@ -63,22 +63,21 @@ struct NcclLink {
     }
     return -1;
   }
-  // What each counter stood at at the last reset.
+  // Returns the value of each counter at the last reset.
   __device__ __forceinline__ uint64_t* Base() const { return kLargeGroups ? LargeGroupBase(table) : table->base; }
-  // Whether a rank's process had ended by then.
+  // Returns whether a rank's process had ended by then.
   __device__ __forceinline__ bool Gone(int rank) const {
     return kLargeGroups ? table->gone[rank / 64] >> rank % 64 & 1 : table->gone[0] >> rank & 1;
   }
-  // For LaunchNcclSettle. Counters of NCCL's: first one for each rank, which settling raises, then those of the
-  // kernels.
+  // NCCL's counters: first one for each rank, which SettleKernel raises, then those of the kernels.
   static constexpr uint32_t kSettleSignals = kRanks;
   __device__ __noinline__ uint64_t Read(uint32_t raw) const { return ncclGin(comm, 0).readSignal(raw); }
-  // With no payload, and not counted: for when nothing else is under way. One lane calls it.
+  // Without payload, and not counted: only when no other put is pending. One lane calls it.
   __device__ __forceinline__ void Raise(int target, uint32_t raw) const {
     ncclGin(comm, 0).signal(ncclTeamWorld(comm), table->process[target], ncclGin_StrongSignalInc{raw});
   }
-  // What goes is the word in the own mailbox, which is `word` or a later one. NCCL has no compare and swap: a word that
-  // is there gives way to it.
+  // Sends the word in this rank's own mailbox, which is `word` or a later one. NCCL has no compare and swap: it
+  // overwrites a word that is there.
   __device__ __forceinline__ void Fail(int target, uint64_t) const {
     constexpr uint64_t kAt = offsetof(Mailbox, failure);
     PutInto(target, table->mailbox, kAt, kAt, sizeof(Mailbox::failure), ncclGin_None{});
@@ -89,7 +88,7 @@ struct NcclLink {
   }
 
  private:
-  // A counter for each rank: puts whose source has been read.
+  // Returns a counter for each rank: puts whose source has been read.
   __device__ __noinline__ uint32_t Completed(int target) const {
     return static_cast<uint32_t>(ncclGin(comm, 0).readCounter(target));
   }
@@ -113,7 +112,7 @@ struct NcclLink {
 
 namespace xen_moe {
 
-// What the host asks NCCL for.
+// Returns what the host requires of NCCL.
 inline ncclDevCommRequirements_t NcclRequirements(int ranks, int nodes) {
   ncclDevCommRequirements_t out = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
   out.ginConnectionType = NCCL_GIN_CONNECTION_FULL;

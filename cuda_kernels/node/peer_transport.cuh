@@ -1,8 +1,8 @@
-// transport.cuh for virtual nodes of one process: the other node's memory is reached by pointer after all, and a put is
-// a copy by the warp that asks for it. For tests of the kernels across nodes on GPUs of one host.
+// transport.cuh for virtual nodes of one process: the memory of another node is reached by pointer, and a put is a copy
+// by the calling warp. For tests of the kernels across nodes on the GPUs of one host.
 //
-// Memory order: a put's stores, a system-scope fence by every lane, then the counter; so a signal speaks for all that
-// the warp has stored anywhere.
+// Memory order: a put's stores, a system-scope fence by every lane, then the counter; so a signal covers everything
+// that the warp has stored anywhere.
 #pragma once
 
 #include "cuda_kernels/core/failure.cuh"
@@ -12,7 +12,7 @@ namespace xen_moe {
 
 struct PeerLink {
   const PeerTable* table;  // in device memory
-  int rank;                // this one
+  int rank;                // this rank
 
   static constexpr bool kReserves = false;
   __device__ __forceinline__ void Put(uint32_t generation, int target, uint64_t to, uint64_t from,
@@ -47,7 +47,7 @@ struct PeerLink {
   __device__ __forceinline__ uint64_t Count(uint32_t signal) const {
     return LoadAcquireSystem(table->counters[rank] + signal);
   }
-  __device__ __forceinline__ int Pending() const { return -1; }  // what has been loaded may be written again
+  __device__ __forceinline__ int Pending() const { return -1; }  // a put has read its source when it returns
   __device__ __forceinline__ void Fail(int target, uint64_t word) const {
     ClaimWordSystem(&table->mailbox[target]->failure, word);
   }

@@ -1,8 +1,8 @@
-// Chunks between nodes: sent, awaited, and told of failures. rail_plan.h says what they are.
+// Chunks between nodes: how they are sent and awaited, and how failures are reported. rail_plan.h defines them.
 //
-// Who waits for whom: sending a chunk waits for nobody. Awaiting one waits for its sender, as rank `rank` in an error.
-// Memory order: transport.cuh; a chunk's header and records go in one put with its signal, so that a weak signal would
-// do. A chunk is awaited by one warp in an operation, which alone keeps the counter's expected value.
+// Who waits for whom: sending a chunk waits for no rank. Awaiting a chunk waits for its sender, which is rank `rank` in
+// an error. Memory order: transport.cuh; a chunk's header and records go in one put with its signal, so a weak signal
+// would suffice. One warp of an operation awaits a chunk, and it alone updates the counter's expected value.
 #pragma once
 
 #include "cuda_kernels/node/rail_plan.h"
@@ -10,25 +10,25 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Ranks that counters by rank are for (rail_memory.h).
+// Returns the number of ranks that have counters by rank (rail_memory.h).
 __device__ __forceinline__ int Sources(const RailPlan& plan) {
   return kLargeGroups ? plan.nodes * plan.per_node : kSmallGroup;
 }
-// Ranks of this rank's node.
+// Returns the ranks of this rank's node.
 __device__ __forceinline__ RankMask NodeMask(const RailPlan& plan, int node) {
   return RanksFrom(node * plan.per_node, plan.per_node);
 }
-// Tokens of chunk `chunk`.
+// Returns the number of tokens of chunk `chunk`.
 __device__ __forceinline__ int TokensOf(const RailPlan& plan, int chunk, int tokens) {
   return min(plan.chunk_tokens, tokens - chunk * plan.chunk_tokens);
 }
-// Bits of the tokens that a chunk has.
+// Returns the bits of the tokens that a chunk has.
 __device__ __forceinline__ uint32_t ExistingTokens(const RailPlan& plan, int chunk, int tokens) {
   const int count = TokensOf(plan, chunk, tokens);
   return count < 32 ? (1u << count) - 1 : 0xFFFFFFFFu;
 }
 
-// f(record, token) for those records of a chunk that are this warp's, one after the other.
+// Calls f(record, token) for the records of a chunk that are assigned to this warp, in order.
 template <class F>
 __device__ __forceinline__ void EachOwnRecord(const RailPlan& plan, int chunk, uint32_t tokens, F f) {
   const int warp = threadIdx.x / 32;
@@ -37,24 +37,24 @@ __device__ __forceinline__ void EachOwnRecord(const RailPlan& plan, int chunk, u
     if (record % kWarps == warp) f(record, chunk * plan.chunk_tokens + __ffs(m) - 1);
   }
 }
-// From an offset in the data to one in the generation's staging area, equal on all ranks. `data_bytes`: that the
-// operation has asked for.
+// Converts an offset in the data to an offset in the generation's staging area, equal on all ranks. `data_bytes`: as
+// the operation has requested.
 __device__ __forceinline__ uint64_t Offset(const Running& run, uint64_t data_bytes, uint64_t data) {
   const uint64_t to_data = static_cast<uint64_t>(run.data[run.rank] - run.half[run.rank]);
   return (run.epoch & 1) * (to_data + data_bytes) + to_data + data;
 }
-// Whether a chunk's header says that `rank` runs this operation, in the same generation of memory; if not, the group
-// fails by it. One lane.
+// Returns whether a chunk's header says that `rank` runs this operation in the same generation of memory; otherwise the
+// group fails. One lane calls it.
 __device__ __forceinline__ bool SameOperation(const Running& run, uint64_t theirs, int rank) {
   const uint64_t own = PackAnnouncement(run.epoch, run.signature, run.generation);
   if (theirs == own) return true;
-  const bool same = theirs >> 8 == own >> 8;  // but for the generation of memory
+  const bool same = theirs >> 8 == own >> 8;  // compares all but the generation of memory
   Fail(run, same ? Cause::kMemory : Cause::kMismatch, Step::kArrival, rank, run.rank, 0);
   return false;
 }
 
-// Completes the chunk of `bytes` at `from` in this rank's data by its header, and sends it to `to` in that of `rank`.
-// All lanes of the warp that stored its records, or of one behind a barrier, call it.
+// Writes the header of the chunk of `bytes` at `from` in this rank's data, and sends the chunk to `to` in the data of
+// `rank`. All lanes of a warp call it: the warp that stored the records, or any warp after a barrier.
 template <class Link>
 __device__ __forceinline__ void SendChunk(const Running& run, const Transport<Link>& transport, uint64_t data_bytes,
                                           int rank, uint64_t from, uint64_t to, uint64_t bytes, uint32_t tokens,
@@ -67,10 +67,10 @@ __device__ __forceinline__ void SendChunk(const Running& run, const Transport<Li
   transport.PutSignal(rank, Offset(run, data_bytes, to), Offset(run, data_bytes, from), bytes, signal);
 }
 
-// The last that every warp does of an operation to which the active ranks are given: waits until the sources of its
-// puts may be written again. A rank that is left out from the next operation on may still wait for what they bring, and
-// nobody hears when it ends this one. Where nobody is left out, who ends the next operation has heard that. False: the
-// group has failed. All lanes call it.
+// The last step of every warp in an operation with an `active` mask: waits until the sources of its puts may be written
+// again. A rank that is inactive in the next operation may still wait for this data, and the other ranks do not learn
+// when it ends this operation. Without inactive ranks, a rank that ends the next operation knows that. Returns false if
+// the group has failed. All lanes call it.
 template <class Link>
 __device__ __forceinline__ bool AwaitSources(const Call& call, const Transport<Link>& transport) {
   return call.active == nullptr || transport.Flush();
@@ -82,11 +82,11 @@ class Rail {
   __device__ __forceinline__ Rail(const RailParams& params, const Link& link, const Running& run, uint64_t data_bytes)
       : plan(params.plan), expected_(params.expected), run_(run), transport_(link, run), data_bytes_(data_bytes) {}
 
-  // The rank of this one's rail on `node`, and whether `rank` is on it.
+  // Returns the rank of this rank's rail on `node`; and whether `rank` is on the rail.
   __device__ __forceinline__ int RankOn(int node) const { return node * plan.per_node + plan.index; }
   __device__ __forceinline__ bool OnRail(int rank) const { return rank % plan.per_node == plan.index; }
-  // Turns, and the rank to send to, or to await from, in a turn: everybody begins with another one. Where ranks may be
-  // out these are all ranks of other nodes; Goes says which of them.
+  // The number of turns, and the rank to send to, or to await from, in a turn; each rank begins with a different one.
+  // Where ranks may be inactive these are all ranks of other nodes; Goes says which of them have chunks.
   __device__ __forceinline__ int Turns() const {
     return plan.masked ? (plan.nodes - 1) * plan.per_node : plan.nodes - 1;
   }
@@ -94,8 +94,9 @@ class Rail {
   __device__ __forceinline__ int RankFrom(int turn) const {
     return RankIn(plan.node + plan.nodes - 1 - NodesIn(turn), turn);
   }
-  // Whether a dispatch has chunks from `from` to `to`, ranks of different nodes: by the rail, or past it where the rank
-  // of `to`'s node that would forward them is out. A combine has the same the other way.
+  // Returns whether a dispatch has chunks from `from` to `to`, ranks of different nodes: along the rail, or bypassing
+  // it if the rank of `to`'s node that would forward them is inactive. A combine has the same chunks in the other
+  // direction.
   __device__ __forceinline__ bool Goes(int from, int to) const {
     if (!plan.masked) return true;
     const int forwards = to / plan.per_node * plan.per_node + from % plan.per_node;
@@ -103,7 +104,7 @@ class Rail {
   }
   __device__ __forceinline__ bool Takes(int rank) const { return Holds(run_.active, rank); }
 
-  // Where the chunks to and from a rank lie among the others.
+  // Returns the place of the chunks to and from a rank among all chunks.
   __device__ __forceinline__ int Place(int rank) const { return plan.masked ? rank : rank / plan.per_node; }
   // Byte offset in a rank's data of a record that is sent to `rank`, or came from it.
   __device__ __forceinline__ uint64_t SentRecord(int rank, int chunk, int record) const {
@@ -116,8 +117,8 @@ class Rail {
   __device__ __forceinline__ uint64_t SentLead(int rank, int lead) const { return plan.lead_send + Lead(rank, lead); }
   __device__ __forceinline__ uint64_t LandedLead(int rank, int lead) const { return plan.lead_land + Lead(rank, lead); }
 
-  // Sends the chunk whose records are complete. All lanes of the warp that stored them, or of one behind a barrier,
-  // call it.
+  // Sends the chunk whose records are complete. All lanes of a warp call it: the warp that stored them, or any warp
+  // after a barrier.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
     SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
               sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, OnRail(rank), chunk));
@@ -127,7 +128,8 @@ class Rail {
     SendChunk(run_, transport_, data_bytes_, rank, SentLead(rank, lead), LandedLead(run_.rank, lead),
               sizeof(LeadHeader) + records * plan.routing_bytes, 0, Signal(run_.rank, OnRail(rank), kMaxChunks + lead));
   }
-  // Awaits a chunk of `rank`; its mask of tokens. False: the group has failed. All lanes call it.
+  // Waits for a chunk of `rank` and returns its mask of tokens. Returns false if the group has failed. All lanes call
+  // it.
   __device__ __forceinline__ bool Await(int rank, int chunk, uint32_t* tokens) const {
     return AwaitMessage(rank, chunk, plan.land + Chunk(rank, chunk), Step::kRows, tokens);
   }
@@ -135,8 +137,8 @@ class Rail {
     uint32_t tokens;
     return AwaitMessage(rank, kMaxChunks + lead, LandedLead(rank, lead), Step::kMetadata, &tokens);
   }
-  // Tells the other nodes that the group has failed, if it has: their rank of this place, which tells the rest; where
-  // ranks may be out, every one that takes part. One thread calls it.
+  // Sends the failure word, if the group has failed, to the other nodes: to their rank of this place, which passes it
+  // on; where ranks may be inactive, to every active rank. One thread calls it.
   __device__ __forceinline__ void PutFailure() const {
     const uint64_t word = LoadRelaxedSystem(&run_.mailbox->failure);
     const RankMask alive = run_.members & ~LoadDead(*run_.mailbox);
@@ -162,7 +164,7 @@ class Rail {
   __device__ __forceinline__ uint64_t Lead(int rank, int lead) const {
     return (static_cast<uint64_t>(Place(rank)) * plan.leads + lead) * plan.lead_bytes;
   }
-  // Of a chunk, or of a lead behind all chunks.
+  // Returns the counter of a chunk, or of a lead (leads follow all chunks).
   __device__ __forceinline__ uint32_t Signal(int source, bool on_rail, int message) const {
     const uint32_t parity = run_.epoch & 1;
     const int sources = Sources(plan);
@@ -176,7 +178,7 @@ class Rail {
     const uint64_t value = *reached + 1;
     if (!transport_.Wait(signal, value, step, rank)) return false;
     const ChunkHeader* const header = reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + landed);
-    // Read once: lanes that went different ways would wait for each other for ever.
+    // Read once: lanes that took different branches would wait for each other for ever.
     bool good = true;
     *tokens = 0;
     if ((threadIdx.x & 31) == 0) {
@@ -191,7 +193,7 @@ class Rail {
   uint64_t* const expected_;
   const Running& run_;
   const Transport<Link> transport_;
-  const uint64_t data_bytes_;  // that the operation has asked for
+  const uint64_t data_bytes_;  // as the operation has requested
 };
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

@@ -1,17 +1,17 @@
 // What goes between nodes, and where it lies. Plain data: the host plans with it too.
 //
-// Ranks are numbered node by node, `per_node` to a node. The rails are the ranks with one place in their nodes: what
-// rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
-// crosses. Where that rank is out, rank `i` goes past the rail: to each rank of the node by itself (rail.cuh). A chunk
-// is what one rank sends to another for one block of tokens, in one put: a header, then a record for each token that
-// has anything there, in token order. Every chunk is sent, an empty one as its header alone. In a dispatch the routing
-// of several chunks goes ahead of all rows, in a put of its own, a lead: a header, which tokens of each chunk come, and
-// a record with the routing of each, in token order. Each has a counter of its own, which grows by one in every
-// operation that has such a chunk or lead.
+// Ranks are numbered node by node, `per_node` to a node. A rail is the set of ranks with the same place in their nodes:
+// what rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
+// crosses between nodes. If that rank is inactive, rank `i` bypasses the rail and sends to each rank of the node itself
+// (rail.cuh). A chunk is what one rank sends to another for one block of tokens, in one put: a header, then a record
+// for each token that has data there, in token order. Every chunk is sent, an empty one as a header alone. In a
+// dispatch the routing of several chunks is sent ahead of all rows, in a put of its own, a lead: a header, which tokens
+// of each chunk come, and a record with the routing of each, in token order. Each chunk and lead has its own counter,
+// which grows by one in every operation that has such a chunk or lead.
 //
-// Who ends an operation has heard, by a chunk or from the rank of its node that got one, that every rank of every node
-// that takes part has begun it. That is why two halves suffice between nodes as within one (workspace.h), whichever
-// ranks exchange something in the next operation.
+// A rank that ends an operation knows, by a chunk or from the rank of its node that received one, that every active
+// rank of every node has begun it. Therefore two halves suffice between nodes as within a node (workspace.h), whichever
+// ranks exchange data in the next operation.
 #pragma once
 
 #include "cuda_kernels/core/params.h"
@@ -19,15 +19,15 @@
 
 namespace xen_moe {
 
-constexpr int kChunkTokens = 32;  // of a chunk at most: a bit each
+constexpr int kChunkTokens = 32;  // of a chunk at most: one bit each
 
 struct alignas(16) ChunkHeader {
-  uint64_t announcement;  // PackAnnouncement: what its sender runs
-  uint32_t tokens;        // bit mask: which tokens of the block have a record
+  uint64_t announcement;  // PackAnnouncement of its sender's operation
+  uint32_t tokens;        // which tokens of the block have a record
   uint32_t reserved;
 };
 static_assert(sizeof(ChunkHeader) == 16, "records behind it are aligned to 16 bytes");
-// In front of the routing of kLeadChunks chunks.
+// Precedes the routing of kLeadChunks chunks.
 struct alignas(16) LeadHeader {
   ChunkHeader header;            // without tokens
   uint32_t tokens[kLeadChunks];  // of each chunk
@@ -38,34 +38,35 @@ struct RailPlan {
   int nodes, per_node;
   int node, index;  // of this rank: its node, and its place there
   int chunk_tokens, chunks;
-  bool masked;  // ranks may be out: chunks are kept by rank, not by node
-  bool direct;  // few tokens: chunks go from rank to rank (direct.cuh), and what is below is by rank, not node
-  uint64_t counts_bytes;    // of a direct dispatch: row counts, behind the header of a first chunk
+  bool masked;  // ranks may be inactive: chunks are kept by rank, not by node
+  // few tokens: chunks go from rank to rank (direct.cuh), and the following fields are by rank, not by node
+  bool direct;
+  uint64_t counts_bytes;    // direct dispatch: row counts, after the header of a first chunk
   uint64_t routing_bytes;   // dispatch: a token's K experts and K weights
-  uint64_t routing_offset;  // of a direct dispatch: those in a record, behind the wire row
+  uint64_t routing_offset;  // direct dispatch: the routing in a record, after the wire row
   uint64_t record_bytes;
-  uint64_t chunk_bytes;           // room for a full one
-  uint64_t routing_flags;         // from the start of a half, [R][chunks]: the routing of a lead, or a mask, has come
-  int leads;                      // of a dispatch by the rails
-  uint64_t lead_bytes;            // room for a full one
+  uint64_t chunk_bytes;    // room for a full chunk
+  uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a lead, or a mask, has arrived
+  int leads;               // leads of a dispatch along the rails
+  uint64_t lead_bytes;     // room for a full lead
   uint64_t lead_send, lead_land;  // data, as `send` and `land`: [nodes][leads] or [R][leads]
   uint64_t masks;                 // combine, data: [R][chunks] bit masks of tokens
   uint64_t send, land;  // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
 };
 
-// What a kernel for few tokens does of its operation. An operation in flight is three kernels on one stream: one sends
-// and ends, a warp awaits what others have put, one receives and ends the operation. So no multiprocessor is taken
-// while rows are on their way (direct.cuh).
+// The part of an operation that a kernel for few tokens does. An asynchronous operation is three kernels on one stream:
+// the first sends and ends, in the second a warp waits for what other ranks have put, the third receives and ends the
+// operation. So no multiprocessor is occupied while rows are on their way (direct.cuh).
 enum class Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
 
 struct RailParams {
   RailPlan plan;
   uint64_t* expected;  // [RailSignals], private to this rank: what each counter has reached. Zero after a reset
   bool in_flight;      // few tokens: launched in parts
-  Part part;           // what a kernel is told by its launcher
+  Part part;           // set by the launcher of each kernel
 };
 
-// PlanRail where few tokens go from rank to rank: `staging` as PlanLowLatency made it.
+// PlanRail for few tokens, which go from rank to rank: `staging` as PlanLowLatency made it.
 inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, Staging* staging) {
   auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
   const bool combine = operation == Operation::kCombine;
@@ -80,8 +81,8 @@ inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, St
   staging->data_bytes = up(plan->land + all, 256);
 }
 
-// Completes `staging`, as PlanStaging or PlanLowLatency made it, for an operation over several nodes.
-// `masked`: it is told which ranks take part.
+// Completes `staging`, as PlanStaging or PlanLowLatency made it, for an operation over several nodes. `masked`: the
+// operation has an `active` mask.
 inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens, const Schedule& s, bool masked,
                          Staging* staging) {
   auto up = [](uint64_t x, uint64_t to) { return (x + to - 1) / to * to; };
@@ -114,7 +115,7 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   return plan;
 }
 
-// Null, or why the kernels across nodes do not take the operation.
+// Returns null, or why the kernels across nodes do not support the operation.
 inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
   if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
   if (s.low_latency != plan.direct) return "low latency";
