@@ -38,7 +38,8 @@ def dispatch(
     Args:
       x: `[T, H]` float32, bfloat16 or float16, this rank's tokens; or a `BlockScaled` from `quantize`, which travels
         as it is and arrives as a `BlockScaled`. `T` is the same on every rank.
-      topk_idx: integer `[T, K]`, global expert of each slot; an entry outside `[0, num_experts)` is an unused slot.
+      topk_idx: integer `[T, K]`, global expert of each slot; an entry outside `[0, num_experts)` is an unused slot. Any
+        integer dtype that can name every expert.
       topk_weights: float `[T, K]`, router weights; None means 1.
       num_experts: global number of experts `E`; need not divide by `R`.
       axis_name: mesh axis, or `(slow, fast)` pair of axes.
@@ -199,6 +200,7 @@ def get_dispatch_layout(
     caller = "get_dispatch_layout"
     topk_idx, _ = _validate.routing(topk_idx, None, None, caller)
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    _validate.names_every_expert(topk_idx, num_experts, caller)
     num_ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
     if ranks_per_node is not None:
         ranks_per_node = _validate.integer(ranks_per_node, "ranks_per_node", caller, minimum=1)

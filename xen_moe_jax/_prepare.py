@@ -135,6 +135,7 @@ def dispatch(
         capacity=capacity,
         alignment=alignment,
     )
+    _validate.names_every_expert(topk_idx, spec.num_experts, caller)
     static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)

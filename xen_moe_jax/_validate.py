@@ -137,6 +137,16 @@ def routing(
     return topk_idx, topk_weights
 
 
+def names_every_expert(topk_idx: jax.Array, num_experts: int, caller: str) -> None:
+    """Raises ValueError where the integer dtype of `topk_idx` has no number for the last expert."""
+    largest = int(jnp.iinfo(topk_idx.dtype).max)
+    if largest < num_experts - 1:
+        raise ValueError(
+            f"{caller}: topk_idx has dtype {topk_idx.dtype}, whose largest number is {largest}: it cannot name expert "
+            f"{num_experts - 1} of num_experts={num_experts}; pass int32"
+        )
+
+
 def active(value: Any, num_ranks: int, caller: str) -> Any:
     """bool `[R]`; `_active.EVERY_RANK` for None."""
     if value is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax import _layout, _validate
 from xen_moe_jax._numbers import as_int
 
 SCORES = ("softmax", "sigmoid")
+FLOOR = 1e-20
+"""Added to the sum of the chosen scores before weights are divided by it (DeepSeek-V3). Softmax weights need none."""
 
 
 def top_k(
@@ -24,25 +28,24 @@ def top_k(
     """The `k` best experts of each token and their weights.
 
     Args:
-      logits: float `[T, E]`.
+      logits: float `[T, E]`. An expert whose logit is -inf is never chosen.
       k: experts per token, `1 <= k <= E`.
       score: "softmax" over all experts (Switch Transformer, arXiv:2101.03961) or "sigmoid" (DeepSeek-V3,
         arXiv:2412.19437).
-      bias: float `[E]`, added to the scores for the choice only, never to the weights.
+      bias: float `[E]`, added to the scores for the choice only, never to the weights. An expert whose bias is -inf (a
+        pruned expert) is never chosen.
       normalize: divide the chosen weights by their sum; default only for sigmoid scores, as in DeepSeek-V3.
       scale: multiplies the weights.
 
     Returns:
-      `topk_idx int32 [T, k]`, best first, ties to the lower expert; `topk_weights float32 [T, k]`.
+      `topk_idx int32 [T, k]`, best first, ties to the lower expert; `topk_weights float32 [T, k]` as `chosen_weights`
+      gives them. Where fewer than `k` experts can be chosen, the last slots are unused: -1 with weight 0.
     """
-    if score not in SCORES:
-        raise ValueError(f"top_k: score={score!r}: must be one of {SCORES}")
     logits = _check(logits, "top_k", "logits")
     k = _check_int(k, "k", "top_k", logits.shape[1], "E")
-    scores = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
-    choice = scores if bias is None else scores + jax.lax.stop_gradient(_check_bias(bias, scores, "top_k"))
-    _, idx = jax.lax.top_k(choice, k)
-    return _weights(scores, idx, score == "sigmoid" if normalize is None else normalize, scale)
+    choice = _biased(router_scores(logits, _check_score(score, "top_k")), logits, bias, "top_k")
+    topk_idx = _best(choice, k)
+    return topk_idx, chosen_weights(logits, topk_idx, score=score, normalize=normalize, scale=scale)
 
 
 def group_limited_top_k(
@@ -54,6 +57,7 @@ def group_limited_top_k(
     bias: jax.Array | None = None,
     normalize: bool = True,
     scale: float = 1.0,
+    score: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The `k` best experts among the `topk_groups` best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
@@ -61,18 +65,24 @@ def group_limited_top_k(
     that a token reaches.
 
     Args:
-      scores: float `[T, E]`, non-negative (for instance `jax.nn.sigmoid(logits)`); `E` divides by `num_groups`.
+      scores: float `[T, E]`, non-negative (for instance `jax.nn.sigmoid(logits)`), or logits with `score`; `E` divides
+        by `num_groups`.
       k: experts per token; at most `topk_groups * E / num_groups`.
       num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
-      bias: float `[E]`, added for the choice only (auxiliary-loss-free balancing).
+      bias: float `[E]`, added for the choice only (auxiliary-loss-free balancing). An expert whose bias is -inf (a
+        pruned expert) is never chosen; a group with one expert left has that expert's score.
       normalize: divide the chosen scores by their sum. scale: multiplies the weights.
+      score: None where `scores` are scores; "softmax" or "sigmoid" where they are logits. With logits, weights and
+        gradients are right where scores leave the range of their dtype: float16 scores below 1.5e-5 have a gradient
+        beyond float16.
 
     Returns:
-      `topk_idx int32 [T, k]`, best first; `topk_weights float32 [T, k]`.
+      `topk_idx int32 [T, k]`, best first; `topk_weights float32 [T, k]`. Where fewer than `k` experts of the chosen
+      groups can be chosen, the last slots are unused: -1 with weight 0.
     """
     caller = "group_limited_top_k"
-    scores = _check(scores, caller, "scores")
-    num_experts = scores.shape[-1]
+    given = _check(scores, caller, "scores")
+    num_experts = given.shape[-1]
     k = _check_int(k, "k", caller, num_experts, "E")
     num_groups = _check_int(num_groups, "num_groups", caller, num_experts, "E")
     if num_experts % num_groups:
@@ -83,21 +93,154 @@ def group_limited_top_k(
         raise ValueError(
             f"{caller}: k={k}: {topk_groups} groups of {per_group} experts have only {topk_groups * per_group}"
         )
-    choice = scores if bias is None else scores + jax.lax.stop_gradient(_check_bias(bias, scores, caller))
-    grouped = choice.reshape(-1, num_groups, per_group)
-    best_two, _ = jax.lax.top_k(grouped, min(2, per_group))
-    _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), topk_groups)
-    allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None], axis=1)
-    masked = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
-    _, idx = jax.lax.top_k(masked, k)
-    return _weights(scores, idx, normalize, scale)
+    choice = given if score is None else router_scores(given, _check_score(score, caller))
+    choice = _biased(choice, given, bias, caller)
+    if topk_groups < num_groups:
+        grouped = choice.reshape(-1, num_groups, per_group)
+        best_two, _ = jax.lax.top_k(grouped, min(2, per_group))
+        # The second of a group with one expert left counts as a score of 0; a group with none left is never chosen.
+        best_two = jnp.where((best_two == -jnp.inf) & (best_two[..., :1] > -jnp.inf), 0.0, best_two)
+        _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), topk_groups)
+        allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None], axis=1)
+        choice = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+    topk_idx = _best(choice, k)
+    if score is None:
+        return topk_idx, _weights_of_scores(given, topk_idx, normalize) * scale
+    return topk_idx, chosen_weights(given, topk_idx, score=score, normalize=normalize, scale=scale)
 
 
-def _weights(scores: jax.Array, idx: jax.Array, normalize: bool, scale: float) -> tuple[jax.Array, jax.Array]:
-    weights = jnp.take_along_axis(scores, idx, axis=-1)
-    if normalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return idx.astype(jnp.int32), weights * scale
+def chosen_weights(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    score: str = "softmax",
+    normalize: bool | None = None,
+    scale: float = 1.0,
+) -> jax.Array:
+    """Router weights of experts that are chosen already: by `top_k`, by a hash, or by a rollout that is replayed.
+
+    Normalized softmax weights are the softmax over the chosen logits alone. Normalized sigmoid weights are
+    `sigmoid(l_i) / (sum_j sigmoid(l_j) + 1e-20)`. Both are computed from the logits without leaving float32's range, so
+    that values and gradients are right however far the chosen logits are below the others, or below zero.
+
+    Args:
+      logits: float `[T, E]`.
+      topk_idx: integer `[T, K]` of any dtype that can name every expert; an entry outside `[0, E)` is an unused slot.
+      score, normalize, scale: as in `top_k`.
+
+    Returns:
+      float32 `[T, K]`; 0 for unused slots.
+    """
+    caller = "chosen_weights"
+    logits = _check(logits, caller, "logits")
+    _check_score(score, caller)
+    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
+    _validate.names_every_expert(topk_idx, logits.shape[1], caller)
+    topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
+    if not (score == "sigmoid" if normalize is None else normalize):
+        return _take(router_scores(logits, score), topk_idx)[0] * scale
+    chosen, used = _take(logits, topk_idx)
+    if score == "sigmoid":
+        return _shares(jax.nn.log_sigmoid(chosen), used, math.log(FLOOR)) * scale
+    return _shares(chosen, used, None) * scale
+
+
+def router_scores(logits: jax.Array, score: str) -> jax.Array:
+    """Softmax or sigmoid of float32 `logits [T, E]`, with derivatives that are right to the last digits.
+
+    `p * (1 - p)` loses all digits where `p` is nearly 1: JAX's own derivatives do.
+    """
+    return _sigmoid(logits) if score == "sigmoid" else softmax(logits)
+
+
+@jax.custom_jvp
+def _sigmoid(logits: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(logits)
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals: Any, tangents: Any) -> Any:
+    (logits,), (tangent,) = primals, tangents
+    scores = _sigmoid(logits)
+    return scores, scores * jax.nn.sigmoid(-logits) * tangent
+
+
+@jax.custom_jvp
+def softmax(logits: jax.Array) -> jax.Array:
+    """Softmax over the last axis; all logits -inf count as all equal."""
+    some = jnp.any(logits != -jnp.inf, axis=-1, keepdims=True)
+    return jax.nn.softmax(jnp.where(some, logits, 0.0), axis=-1)
+
+
+@softmax.defjvp
+def _softmax_jvp(primals: Any, tangents: Any) -> Any:
+    """Softmax does not change when all logits move alike: so tangents count from that of the largest logit, and its
+    probability, which may be nearly 1, is multiplied by zero."""
+    (logits,), (tangent,) = primals, tangents
+    scores = softmax(logits)
+    largest = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=bool)
+    moved = tangent - jnp.sum(jnp.where(largest, tangent, 0.0), axis=-1, keepdims=True)
+    moved = jnp.where(largest, 0.0, moved)
+    return scores, scores * (moved - jnp.sum(scores * moved, axis=-1, keepdims=True))
+
+
+def _biased(scores: jax.Array, given: jax.Array, bias: jax.Array | None, caller: str) -> jax.Array:
+    """Scores for the choice, -inf for experts that cannot be chosen; `given` is what the caller gave, -inf there."""
+    scores = jnp.where(given == -jnp.inf, -jnp.inf, jax.lax.stop_gradient(scores))
+    return scores if bias is None else scores + jax.lax.stop_gradient(_check_bias(bias, scores, caller))
+
+
+def _best(choice: jax.Array, k: int) -> jax.Array:
+    """int32 `[T, k]`: the best first, -1 for slots that nothing but -inf is left for."""
+    values, idx = jax.lax.top_k(choice, k)
+    return jnp.where(values == -jnp.inf, -1, idx.astype(jnp.int32))
+
+
+def _take(values: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`values [T, E]` at sanitized `topk_idx [T, K]`, 0 for unused slots; and bool `[T, K]`, which slots are used."""
+    used = topk_idx >= 0
+    return jnp.where(used, jnp.take_along_axis(values, jnp.maximum(topk_idx, 0), axis=-1), 0.0), used
+
+
+def _weights_of_scores(scores: jax.Array, topk_idx: jax.Array, normalize: bool) -> jax.Array:
+    chosen, used = _take(scores, topk_idx)
+    if not normalize:
+        return chosen
+    # Scores of 1e-22 are numbers like others, and so are their weights: everything is divided by the largest.
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(chosen, axis=-1, keepdims=True), FLOOR))
+    return _over_sum(chosen / largest, FLOOR / largest)
+
+
+def _shares(log_scores: jax.Array, used: jax.Array, log_floor: float | None) -> jax.Array:
+    """`exp(a_i) / (sum_j exp(a_j) + exp(log_floor))` over the used slots of each row; 0 for the others."""
+    lowest = -jnp.inf if log_floor is None else log_floor
+    top = jnp.max(jnp.where(used, log_scores, -jnp.inf), axis=-1, keepdims=True, initial=lowest)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
+    parts = jnp.where(used, jnp.exp(jnp.where(used, log_scores, top) - top), 0.0)
+    if log_floor is not None:
+        return _over_sum(parts, jnp.exp(log_floor - top))
+    return _over_sum(parts, jnp.where(jnp.any(used, axis=-1, keepdims=True), 0.0, 1.0))
+
+
+@jax.custom_jvp
+def _over_sum(parts: jax.Array, rest: jax.Array) -> jax.Array:
+    """`parts [T, K] / (sum(parts) + rest)`, `rest [T, 1]`, of which the largest is about 1. `rest` has no gradient."""
+    return parts / (jnp.sum(parts, axis=-1, keepdims=True) + rest)
+
+
+@_over_sum.defjvp
+def _over_sum_jvp(primals: Any, tangents: Any) -> Any:
+    """With `others_i` for the sum but for `parts_i`, the tangent is `(others_i * dp_i - parts_i * sum_{j != i} dp_j) /
+    sum**2`: no difference of nearly equal numbers, where one weight is nearly 1."""
+    parts, rest = primals
+    total = jnp.sum(parts, axis=-1, keepdims=True) + rest
+    self = jnp.eye(parts.shape[-1], dtype=bool)
+
+    def of_others(a: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(self, 0.0, a[..., None, :]), axis=-1)
+
+    tangent = (of_others(parts) + rest) * tangents[0] - parts * of_others(tangents[0])
+    return _over_sum(parts, rest), tangent / (total * total)
 
 
 def _check(scores: jax.Array, caller: str, name: str) -> jax.Array:
@@ -107,6 +250,12 @@ def _check(scores: jax.Array, caller: str, name: str) -> jax.Array:
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{caller}: {name} has dtype {scores.dtype}: must be a float dtype")
     return scores.astype(jnp.float32)
+
+
+def _check_score(score: Any, caller: str) -> str:
+    if score not in SCORES:
+        raise ValueError(f"{caller}: score={score!r}: must be one of {SCORES}")
+    return score
 
 
 def _check_int(value: Any, name: str, caller: str, most: int, meaning: str) -> int:

@@ -62,6 +62,11 @@ INSIDE = {
     "top-k-zero": lambda x, i, w: good(x, i[:, :0]),
     "topk-weights-shape": lambda x, i, w: good(x, i, w[:, :1]),
     "topk-weights-dtype": lambda x, i, w: good(x, i, i),
+    "topk-idx-cannot-name-expert-256": lambda x, i, w: good(x, i.astype(jnp.uint8), num_experts=257),
+    "topk-idx-cannot-name-expert-128": lambda x, i, w: good(x, i.astype(jnp.int8), num_experts=129),
+    "topk-idx-cannot-name-expert-start": lambda x, i, w: xm.dispatch_start(
+        x, i.astype(jnp.uint8), num_experts=300, axis_name="ep"
+    ),
     "num-experts-zero": lambda x, i, w: good(x, i, num_experts=0),
     "num-experts-negative": lambda x, i, w: good(x, i, num_experts=-8),
     "num-experts-traced": lambda x, i, w: good(x, i, num_experts=i[0, 0]),
@@ -136,8 +141,8 @@ def tokens():
     return jnp.ones((T, H))
 
 
-def slots():
-    return jnp.zeros((T, K), jnp.int32)
+def slots(dtype=jnp.int32):
+    return jnp.zeros((T, K), dtype)
 
 
 def lowered(f, mesh, axis, *arrays):
@@ -199,6 +204,11 @@ OUTSIDE = {
     "router-k-float": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2.0),
     "router-groups-float": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=4.0),
     "router-groups": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=3),
+    "layout-narrow-indices": lambda mesh: xm.get_dispatch_layout(slots(jnp.uint8), num_experts=257, num_ranks=4),
+    "router-narrow-indices": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, 257)), slots(jnp.uint8)),
+    "router-weights-tokens": lambda mesh: xm.routing.chosen_weights(jnp.ones((T + 1, E)), slots()),
+    "router-weights-score": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, E)), slots(), score="tanh"),
+    "router-group-score": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, score="tanh"),
     "router-group-size": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 3, num_groups=4, topk_groups=1),
     "buffer-axis": lambda mesh: xm.Buffer(mesh, "expert", num_tokens=T, hidden=H),
     "buffer-mesh": lambda mesh: xm.Buffer(None, "ep", num_tokens=T, hidden=H),

@@ -84,3 +84,12 @@ def test_group_limit_bounds_the_nodes_of_a_token():
 def test_router_gradient_reaches_the_logits():
     gradient = jax.grad(lambda x: jnp.sum(xm.routing.top_k(x, 2)[1] ** 2))(logits(5))
     assert np.isfinite(gradient).all() and np.asarray(gradient).any(axis=1).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int16, jnp.uint32])
+def test_weights_at_indices_of_any_dtype_that_names_every_expert(dtype):
+    """uint8 names 256 experts, and 256 itself is no number of it."""
+    x = np.random.default_rng(6).standard_normal((4, 256)).astype(np.float32)
+    idx = jnp.asarray([[0, 255], [17, 3], [254, 128], [127, 1]], dtype)
+    expected = np.take_along_axis(softmax(x), np.asarray(idx, int), 1)
+    np.testing.assert_allclose(xm.routing.chosen_weights(x, idx), expected, rtol=1e-5)

@@ -13,7 +13,10 @@ from flax import nnx
 
 from tests.support.layers import CONFIG, H, layer, make_mesh, run, tokens
 from xen_moe_jax.flax import MoEMetrics, updated_bias
+from xen_moe_jax.flax._balance import Sequences, measure
 from xen_moe_jax.flax._placement import apply_moe
+from xen_moe_jax.flax._router import Routing
+from xen_moe_jax.routing import router_scores
 
 E = CONFIG.num_experts
 
@@ -136,6 +139,76 @@ def test_losses_have_gradients():
     step = 1e-3  # no choice of experts changes on the way
     ahead, behind = (jax.jit(loss)(weights["router"] + s * direction) for s in (step, -step))
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=0.05)
+
+
+def literal_loss(config, logits, topk_idx, mask, sequence):
+    """The losses with shares as the papers write them; for float64."""
+    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
+    named = jax.nn.one_hot(topk_idx, E, dtype=logits.dtype).sum(1)
+    total = config.z_loss_weight * jnp.mean(jax.nn.logsumexp(logits[mask], axis=-1) ** 2)
+    if config.balancing == "aux_loss":
+        total += config.aux_loss_weight * E * jnp.sum(named[mask].mean(0) / config.top_k * shares[mask].mean(0))
+    parts = [mask & (sequence == n) for n in range(2)]
+    each = [jnp.sum(named[p].mean(0) * E / config.top_k * shares[p].mean(0)) for p in parts]
+    return total + config.sequence_loss_weight * sum(each) / 2
+
+
+@pytest.mark.parametrize("loss", ["aux", "sequence", "z"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses_of_collapsed_tokens_are_those_of_float64(score, loss):
+    """Logits from around -100 to around 10, one logit far above the others: each loss and its gradient."""
+    config = dataclasses.replace(
+        CONFIG,
+        score=score,
+        balancing="aux_loss" if loss == "aux" else "none",
+        aux_loss_weight=1.0,
+        sequence_loss_weight=float(loss == "sequence"),
+        z_loss_weight=float(loss == "z"),
+    )
+    rng = np.random.default_rng(4)
+    logits = (np.linspace(-100, 10, 16)[:, None] + 3 * rng.standard_normal((16, E))).astype(np.float32)
+    logits[5, 2] += 20
+    mask, sequence = np.arange(16) != 9, np.arange(16) % 2
+    idx = jnp.asarray(np.where(mask[:, None], np.argsort(-logits, axis=1)[:, : config.top_k], -1))
+
+    def of_library(logits):
+        routing = Routing(idx, jnp.zeros(idx.shape), router_scores(logits, score), logits)
+        sequences = Sequences(jnp.asarray(sequence), 2, shared=False)
+        return measure(config, routing, jnp.asarray(mask), jnp.int32(0), sequences, ()).aux_loss
+
+    value, gradient = jax.jit(jax.value_and_grad(of_library))(jnp.asarray(logits))
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(lambda x: literal_loss(config, x, np.asarray(idx), mask, sequence))
+        wanted_value, wanted_gradient = jax.tree.map(np.asarray, exact(jnp.asarray(logits, jnp.float64)))
+    assert wanted_gradient.dtype == np.float64
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    assert np.isfinite(gradient).all()
+    largest = np.abs(wanted_gradient).max(1, keepdims=True)
+    assert (np.abs(gradient - wanted_gradient) <= 1e-5 * np.abs(wanted_gradient) + 1e-5 * largest + 1e-37).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_one_collapsed_token_spoils_no_gradient(score, dtype):
+    """The output and all losses of a layer in which every logit of one token is about -60."""
+    config = dataclasses.replace(
+        CONFIG, score=score, sequence_loss_weight=0.1, z_loss_weight=0.01, dtype=dtype, num_groups=4, topk_groups=2
+    )
+    moe, x = layer(config), tokens(2, 8)
+    weights = {name: getattr(moe, name)[...] for name in moe.weight_names}
+    weights["router"] = weights["router"].at[0].set(-60.0)
+    x[..., 0], x[1, 3, 0] = 0, 1
+
+    def loss(weights):
+        out, metrics = apply_moe(config, None, weights, jnp.asarray(x, dtype))
+        return jnp.sum(out.astype(jnp.float32) ** 2) + metrics.aux_loss, metrics.num_nonfinite
+
+    gradients, nonfinite = jax.jit(jax.grad(loss, has_aux=True))(weights)
+    assert nonfinite == 0
+    for name, gradient in gradients.items():
+        assert np.isfinite(gradient).all(), name
+    assert np.asarray(gradients["router"])[0].any()
 
 
 def test_a_nan_in_the_router_is_seen():

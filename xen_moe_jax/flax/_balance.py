@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._router import Routing
+from xen_moe_jax.routing import FLOOR, softmax
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +87,7 @@ def measure(
         nonfinite = _sum_over(axes, jnp.sum(bad, dtype=jnp.int32))
     balance = sequence = z = jnp.zeros((), jnp.float32)
     if config.balancing == "aux_loss":
-        balance = config.aux_loss_weight * load_balancing_loss(config, routing.scores, mask, counts, axes)
+        balance = config.aux_loss_weight * load_balancing_loss(config, routing, mask, counts, axes)
     if config.sequence_loss_weight:
         assert sequences is not None
         sequence = config.sequence_loss_weight * sequence_balancing_loss(config, routing, mask, sequences, axes)
@@ -119,14 +121,23 @@ def count_tokens(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
     return jnp.zeros(config.num_experts, jnp.int32).at[used.reshape(-1)].add(1, mode="drop")
 
 
-def _shares(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """Each token's scores divided by their sum, zero for left-out tokens: float32 `[T, E]`."""
-    share = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
+def _shares(routing: Routing, mask: jax.Array, score: str) -> jax.Array:
+    """Returns each token's scores divided by their sum, zero for left-out tokens: float32 `[T, E]`.
+
+    Sigmoid scores are divided by `max(sum, 1e-20)`, by way of their logarithms: a token whose logits are far below zero
+    has shares and gradients like any other.
+    """
+    share = routing.scores
+    if score == "sigmoid":
+        assert routing.logits is not None
+        logs, log_floor = jax.nn.log_sigmoid(routing.logits), math.log(FLOOR)
+        above = jax.nn.logsumexp(logs, axis=-1, keepdims=True) > log_floor
+        share = jnp.where(above, softmax(logs), jnp.exp(logs - log_floor))
     return jnp.where(mask[:, None], share, 0.0)
 
 
 def load_balancing_loss(
-    config: MoEConfig, scores: jax.Array, mask: jax.Array, counts: jax.Array, axes: tuple[str, ...]
+    config: MoEConfig, routing: Routing, mask: jax.Array, counts: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array:
     """`E * sum_e f_e * P_e` over the tokens of all ranks (Switch Transformer, arXiv:2101.03961, eq. 4 for any top-k).
 
@@ -134,12 +145,12 @@ def load_balancing_loss(
     balance gives 1, one expert for everything `E`. Gradients flow through `P_e` only.
 
     Args:
-      scores: float32 `[T, E]` of this rank.
+      routing: of this rank's tokens.
       mask: bool `[T]`.
       counts: int32 `[E]`, already summed over `axes`.
       axes: mesh axes that hold different tokens; empty for one rank.
     """
-    total = _sum_over(axes, _shares(scores, mask).sum(0))
+    total = _sum_over(axes, _shares(routing, mask, config.score).sum(0))
     slots = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     # Each used token has K slots: tokens = slots / K.
     return config.num_experts * jnp.sum(counts / slots * (total * (config.top_k / slots)))
@@ -161,7 +172,7 @@ def sequence_balancing_loss(
     tokens = per_sequence(mask.astype(jnp.float32))
     some = jnp.maximum(tokens, 1.0)[:, None]
     fraction = per_sequence(one_hot) * (config.num_experts / config.top_k) / some
-    loss = jnp.sum(fraction * (per_sequence(_shares(routing.scores, mask)) / some))
+    loss = jnp.sum(fraction * (per_sequence(_shares(routing, mask, config.score)) / some))
     used = jnp.sum(tokens > 0).astype(jnp.float32)
     if not sequences.shared:
         loss, used = _sum_over(axes, loss), _sum_over(axes, used)

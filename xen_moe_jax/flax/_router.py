@@ -58,22 +58,24 @@ def route(
         logits = router_logits(x, weights["router"])
         if config.logits_bias:
             logits = logits + weights["logits_bias"][None, :]
-        scores = jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
+        scores = routing.router_scores(logits, config.score)
     if topk_idx is not None:
         topk_idx = _as_given(config, topk_idx)
     elif config.choice == "hash":
         assert token_ids is not None  # apply_moe has checked
         topk_idx = hashed_experts(token_ids, config.num_experts, config.top_k)
     else:
+        assert logits is not None  # the config has been checked
         topk_idx, _ = routing.group_limited_top_k(
-            scores,
+            logits,
             config.top_k,
             num_groups=config.num_groups,
             topk_groups=config.topk_groups,
             bias=weights.get(ROUTER_BIAS),
+            score=config.score,
         )
     topk_idx = checkpoint_name(topk_idx, TOPK_IDX)
-    topk_weights = _weights(config, scores, topk_idx)
+    topk_weights = _weights(config, logits, topk_idx)
     return Routing(jnp.where(mask[:, None], topk_idx, -1), topk_weights, scores, logits)
 
 
@@ -86,13 +88,16 @@ def _as_given(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
-def _weights(config: MoEConfig, scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
+def _weights(config: MoEConfig, logits: jax.Array | None, topk_idx: jax.Array) -> jax.Array:
     """Returns the float32 `[T, K]` router weights of the experts `topk_idx`; zero for unused slots (-1)."""
-    used = topk_idx >= 0
-    chosen = jnp.where(used, jnp.take_along_axis(scores, jnp.maximum(topk_idx, 0), axis=-1), 0)
+    if logits is not None:
+        return routing.chosen_weights(
+            logits, topk_idx, score=config.score, normalize=config.normalize_weights, scale=config.weight_scale
+        )
+    weights = (topk_idx >= 0).astype(jnp.float32)
     if config.normalize_weights:
-        chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
-    return chosen * config.weight_scale
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
+    return weights * config.weight_scale
 
 
 def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:
