@@ -24,7 +24,10 @@ def configure(folder: pathlib.Path, *options: str) -> subprocess.CompletedProces
         pytest.skip("CMakeLists.txt is not beside the tests")
     if CMAKE is None or NINJA is None:
         pytest.skip("needs cmake and ninja: xen-moe-jax[dev]")
-    command = [CMAKE, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={NINJA}", *options]
+    if importlib.util.find_spec("nanobind") is None:
+        pytest.skip("needs nanobind: xen-moe-jax[dev]")
+    tools = [f"-DCMAKE_MAKE_PROGRAM={NINJA}", f"-DPython_EXECUTABLE={sys.executable}"]
+    command = [CMAKE, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *tools, *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
