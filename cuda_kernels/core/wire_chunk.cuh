@@ -125,7 +125,7 @@ struct WireChunk {
     return step < kSteps && scale * kScaleBlock < end ? scale : -1;
   }
   // Of `most[step]`, which every lane has of its own octets: the maximum of the step that this lane owns over the 16
-  // lanes of its half. Every round halves the steps that a lane looks after: fewer shuffles than four a step.
+  // lanes of its half. Every round halves the steps that a lane handles: fewer shuffles than four a step.
   template <int kBytes, int kApart>
   __device__ __forceinline__ static uint32_t LargestOfOwn(uint32_t (&most)[kOwners]) {
     const bool upper = threadIdx.x & kApart;

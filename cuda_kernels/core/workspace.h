@@ -166,7 +166,8 @@ struct Descriptor {
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
                    kDescribedLowLatency = 16;
-// From this bit on: the ranks that are out, up to kSmallGroup a bit each, above that a hash. The host leaves it 0.
+// From this bit on: the inactive ranks, one bit each in groups of up to kSmallGroup ranks, else a hash. The host leaves
+// it 0.
 constexpr int kDescribedInactiveShift = 16;
 
 // 24 bits of a hash (FNV-1a over words, then mixed).

@@ -117,7 +117,7 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
 
 // Returns null, or why the kernels across nodes do not support the operation.
 inline const char* UnfitRail(const Call& call, const Routing& r, const Schedule& s, const RailPlan& plan) {
-  if (call.active != nullptr && !plan.masked && !plan.direct) return "ranks that are out, without room for that";
+  if (call.active != nullptr && !plan.masked && !plan.direct) return "an active mask, without room for it";
   if (s.low_latency != plan.direct) return "low latency";
   if (plan.direct && plan.chunks > kMaxDirectChunks) return "too many tokens for low latency across nodes";
   if (r.ranks_per_node < 1 || r.ranks % r.ranks_per_node != 0 || plan.nodes < 2 || plan.nodes > kMaxNodes) {
