@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     mode = parser.parse_args(given[:1]).mode
     module, _ = MODES[mode]
     if module == "benchmarks.command":
-        return importlib.import_module(module).main(["--mode", {"ops": "normal"}.get(mode, mode), *given[1:]])
+        return importlib.import_module(module).main(mode, given[1:])
     sys.argv = [f"python -m benchmarks {mode}", *given[1:]]
     return importlib.import_module(module).main() or 0
 

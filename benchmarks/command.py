@@ -1,14 +1,14 @@
-"""The benchmark command: checks its arguments, starts JAX, measures, prints and writes."""
+"""Runs the modes that share their arguments: checks them, starts JAX, measures, prints and writes."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from benchmarks.lib import options as command_options
+from benchmarks.lib import report
 from xen_moe_jax.tuning import arguments
 
 GRAPH_FLAGS = ("--xla_gpu_enable_command_buffer=+FUSION,+CUSTOM_CALL", "--xla_gpu_graph_min_graph_size=1")
@@ -22,8 +22,8 @@ def start_jax(options: argparse.Namespace) -> None:
     """
     import jax
 
-    arguments.choose_devices(options.platform, options.ranks, options.num_processes)
-    if options.coordinator:
+    arguments.choose_devices(options.platform, options.ranks, vars(options).get("num_processes", 1))
+    if vars(options).get("coordinator"):
         jax.distributed.initialize(
             options.coordinator, options.num_processes, options.process_id, local_device_ids=gpu_of_process(options)
         )
@@ -42,68 +42,80 @@ def gpu_of_process(options: argparse.Namespace) -> list[int] | None:
     return None if options.platform == "cpu" else [options.process_id]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, or 1 when a check failed or the arguments cannot be measured."""
-    given = list(sys.argv[1:] if given is None else given)
-    options = command_options.build_parser().parse_args(given)
-    try:
-        command_options.check(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if options.mode == "tpu-static":
-        from benchmarks.tpu import static as tpu_static
-
-        return tpu_static.main(options) or 0
-    if options.mode == "transfer":
-        from benchmarks.transfer import writes as transfer
-
-        try:
-            start_jax(options)
-            return transfer.main(options, given)
-        except (ValueError, ImportError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    if options.mode in command_options.LAYER_MODES and importlib.util.find_spec("flax") is None:
-        print(f"error: --mode {options.mode}: needs flax: pip install 'xen-moe-jax[flax]'", file=sys.stderr)
-        return 1
-    if options.mode == "jax-best":
-        from benchmarks.peers import jax_best
-
-        if not options.setting:
-            return jax_best.main(options, given)
-        start_jax(options)
-        return jax_best.run_setting(options)
-    from benchmarks.layers import decode_step
-    from benchmarks.lib import report
+def main(mode: str, given: Sequence[str]) -> int:
+    """Runs a mode; returns its exit status: 0, or 1 when a check failed or the arguments cannot be measured."""
+    options = command_options.build_parser(mode).parse_args(given)
     from benchmarks.lib.verify import WrongResultError
-    from benchmarks.ops import operations as modes
     from xen_moe_jax import BackendUnavailable
 
-    run, describe, plot = modes.run, modes.describe_results, report.write_plot
-    if options.mode in command_options.LAYER_MODES:
-        from benchmarks.layers import layer
-
-        run, describe, plot = layer.run, layer.describe_results, layer.write_plot
-    elif options.mode == "decode-step":
-        run, describe = decode_step.main, decode_step.describe
     try:
-        if options.mode == "decode-step":
-            force_graphs()
-        start_jax(options)
-        document = run(options, given)
-    except (ValueError, BackendUnavailable, WrongResultError) as error:
+        check(options)
+        return RUN.get(mode, measure)(options, [mode, *given])
+    except (ValueError, ImportError, BackendUnavailable, WrongResultError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks everything that can be wrong before JAX starts; raises ValueError."""
+    command_options.check(options)
+    if options.mode == "jax-best":
+        from benchmarks.peers import jax_settings
+
+        jax_settings.check(options)
+
+
+def tpu_static(options: argparse.Namespace, line: list[str]) -> int:
+    """Reads compiled TPU programs; JAX starts on the CPU."""
+    from benchmarks.tpu import static
+
+    return static.main(options, line)
+
+
+def transfer(options: argparse.Namespace, line: list[str]) -> int:
+    """Measures transfers, which print and write by themselves as they go."""
+    from benchmarks.transfer import writes
+
+    start_jax(options)
+    return writes.main(options, line)
+
+
+def jax_best(options: argparse.Namespace, line: list[str]) -> int:
+    """Starts a process for each setting of XLA, or is such a process."""
+    from benchmarks.peers import jax_best as settings
+
+    if not options.setting:
+        return settings.main(options, line)
+    start_jax(options)
+    return settings.run_setting(options)
+
+
+def measure(options: argparse.Namespace, line: list[str]) -> int:
+    """Measures in this process, prints the table and writes the files; only the first of several processes does."""
+    if options.mode in command_options.LAYER_MODES:
+        from benchmarks.layers import layer as measured
+
+        run, describe, plot = measured.run, measured.describe_results, measured.write_plot
+    elif options.mode == "decode-step":
+        from benchmarks.layers import decode_step
+
+        force_graphs()
+        run, describe, plot = decode_step.main, decode_step.describe, None
+    else:
+        from benchmarks.ops import operations
+
+        run, describe, plot = operations.run, operations.describe_results, report.write_plot
+    start_jax(options)
+    document = run(options, line)
     if document["machine"]["processes"] > 1 and options.process_id != 0:
         return 0
     print(describe(document))
     if options.json:
         report.write_json(options.json, document)
-    if options.plot:
+    if plot is not None and vars(options).get("plot"):
         plot(options.plot, document)
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+RUN = {"tpu-static": tpu_static, "transfer": transfer, "jax-best": jax_best}
+"""Modes that do not end in one document of one process."""

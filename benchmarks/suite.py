@@ -16,28 +16,29 @@ from benchmarks.lib import options, report
 from benchmarks.ops import operations as modes
 
 LARGE = "--deepseek-v3 --tokens 4096"
-DECODE = "--mode low-latency --deepseek-v3 --repeats 25 --unroll 20"
-SWEEP = f"--mode sweep-sms {LARGE} --repeats 5"
+DECODE = "low-latency --deepseek-v3 --repeats 25 --unroll 20"
+SWEEP = f"sweep-sms {LARGE} --repeats 5"
 OWN = "--peers none --no-compare"
 PEERS = "padded all_to_all,all_gather + psum_scatter by token,ragged_all_to_all k=1,ragged_all_to_all k=64"
 
 GPU = {
-    "fp8 dispatch, bf16 combine": f"{LARGE} --dtype float8_e4m3fn --operations dispatch,combine --peers none",
-    "bf16, against JAX's own": f"{LARGE} --inner 200 --repeats 3 --peers '{PEERS}'",
+    "fp8 dispatch, bf16 combine": f"ops {LARGE} --dtype float8_e4m3fn --operations dispatch,combine --peers none",
+    "bf16, against JAX's own": f"ops {LARGE} --inner 200 --repeats 3 --peers '{PEERS}'",
     "decode 128": f"{DECODE} --tokens 128 --peers '{PEERS}'",
     "decode 128 fp8": f"{DECODE} --tokens 128 --dtype float8_e4m3fn --operations dispatch {OWN}",
-    "fp8 dispatch by thread blocks": f"{SWEEP} --dtype float8_e4m3fn --operations dispatch {OWN}",
-    "bf16 combine by thread blocks": f"{SWEEP} --operations combine {OWN}",
-    "fp8 dispatch, 64 thread blocks": f"{LARGE} --dtype float8_e4m3fn --num-sms 64 --operations dispatch,combine {OWN}",
+    "fp8 dispatch by thread blocks": f"{SWEEP} --dtype float8_e4m3fn --operations dispatch --no-compare",
+    "bf16 combine by thread blocks": f"{SWEEP} --operations combine --no-compare",
+    "fp8 dispatch, 64 thread blocks": f"ops {LARGE} --dtype float8_e4m3fn --num-sms 64 --operations dispatch,combine "
+    f"{OWN}",
     "decode 32": f"{DECODE} --tokens 32 {OWN}",
     "decode 1": f"{DECODE} --tokens 1 {OWN}",
     "decode 32 fp8": f"{DECODE} --tokens 32 --dtype float8_e4m3fn --operations dispatch {OWN}",
     "decode 1 fp8": f"{DECODE} --tokens 1 --dtype float8_e4m3fn --operations dispatch {OWN}",
-    "zipf": f"{LARGE} --routing zipf --operations dispatch,combine {OWN}",
-    "zipf fp8": f"{LARGE} --routing zipf --dtype float8_e4m3fn --operations dispatch {OWN}",
-    "hidden 4096": f"{LARGE} --hidden 4096 --operations dispatch,combine {OWN}",
-    "hidden 2048": f"{LARGE} --hidden 2048 --operations dispatch,combine {OWN}",
-    "every peer": f"{LARGE} --inner 100 --repeats 3 --operations 'round trip' --no-compare",
+    "zipf": f"ops {LARGE} --routing zipf --operations dispatch,combine {OWN}",
+    "zipf fp8": f"ops {LARGE} --routing zipf --dtype float8_e4m3fn --operations dispatch {OWN}",
+    "hidden 4096": f"ops {LARGE} --hidden 4096 --operations dispatch,combine {OWN}",
+    "hidden 2048": f"ops {LARGE} --hidden 2048 --operations dispatch,combine {OWN}",
+    "every peer": f"ops {LARGE} --inner 100 --repeats 3 --operations 'round trip' --no-compare",
 }
 
 SMALL = f"{DECODE} --layout grouped --peers none"
@@ -49,9 +50,9 @@ DECODE_SUITE = {
     for tokens in (128, 1, 32, 512, 8, 256)
     for fp8 in (False, True)
 } | {
-    "fp8": f"{LARGE} --dtype float8_e4m3fn --operations dispatch --inner 200 {OWN}",
-    "bf16": f"{LARGE} --operations dispatch,combine --inner 200 {OWN}",
-    "bf16 rows, fp8 wire, 64 thread blocks": f"{LARGE} --wire float8_e4m3fn --combine-wire float8_e4m3fn "
+    "fp8": f"ops {LARGE} --dtype float8_e4m3fn --operations dispatch --inner 200 {OWN}",
+    "bf16": f"ops {LARGE} --operations dispatch,combine --inner 200 {OWN}",
+    "bf16 rows, fp8 wire, 64 thread blocks": f"ops {LARGE} --wire float8_e4m3fn --combine-wire float8_e4m3fn "
     f"--num-sms 64 --operations dispatch,combine --inner 200 {OWN}",
 }
 
@@ -59,9 +60,9 @@ DECODE_SUITE = {
 GATHERING = "--operations 'round trip' --peers 'padded all_to_all,all_gather + psum_scatter'"
 
 CPU = {
-    "bf16, against JAX's own": "--ranks 8 --tokens 1024 --hidden 1024 --experts 64 --top-k 8 --inner 2 --repeats 9",
-    "zipf": f"--ranks 8 --routing zipf --inner 2 --repeats 5 {GATHERING}",
-    "decode 32": "--ranks 8 --mode low-latency --tokens 32 --repeats 5",
+    "bf16, against JAX's own": "ops --ranks 8 --tokens 1024 --hidden 1024 --experts 64 --top-k 8 --inner 2 --repeats 9",
+    "zipf": f"ops --ranks 8 --routing zipf --inner 2 --repeats 5 {GATHERING}",
+    "decode 32": "low-latency --ranks 8 --tokens 32 --repeats 5",
 }
 
 SUITES = {"gpu": GPU, "decode": DECODE_SUITE, "cpu": CPU}
@@ -92,7 +93,7 @@ def main() -> int:
             left_out.append(name)
             continue
         arguments = shlex.split(line) + extra
-        parsed = options.build_parser().parse_args(arguments)
+        parsed = options.parse(arguments)
         options.check(parsed)
         if not started:
             command.start_jax(parsed)

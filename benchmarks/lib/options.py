@@ -1,19 +1,19 @@
-"""What the benchmark command is asked to do: its arguments, what is wrong with them, and what they stand for."""
+"""The arguments of the modes: which of them a mode takes, what is wrong with them, and what they stand for."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-import os
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.peers import jax_settings
 from xen_moe_jax.tuning.arguments import (
     MOST_VIRTUAL_DEVICES,
     Parser,
+    add_sizes,
     check_writable,
     default_inner,
     factor,
@@ -23,174 +23,209 @@ from xen_moe_jax.tuning.arguments import (
     seed,
 )
 
-MODES = (
-    "normal",
-    "low-latency",
-    "sweep-sms",
-    "overlap",
-    "jax-best",
-    "layer",
-    "model",
-    "decode-step",
-    "tpu-static",
-    "transfer",
-)
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_CASES = ("throughput", "throughput-bf16", "low-latency", "low-latency-bf16")
 LAYER_MODES = ("layer", "model")
-NOTHING_TO_DRAW = ("overlap", "decode-step")
-NOTHING_TO_TUNE = (*LAYER_MODES, "overlap", "decode-step", "tpu-static", "transfer")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
 
+Add = Callable[..., Any]
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m benchmarks",
-        description="Times dispatch and combine beside the ways JAX has without this library; checks what it times.",
-    )
-    add = parser.add_argument
-    add("--mode", choices=MODES, default="normal",
-        help="normal: throughput; low-latency: few tokens, padded layout; sweep-sms: thread blocks against time; "
-        "jax-best: beside JAX's own collectives tuned, a process for each setting of XLA; "
-        "layer: a whole MoE layer, forward and backward; model: a stack of four; "
-        "overlap: dispatch and combine in halves, with matmuls between them; "
-        "tpu-static: what the compiled TPU programs say, no TPU needed; "
-        "transfer: writes to another process (xen_moe_jax.transfer); "
-        "decode-step: many MoE layers in one program, replayed and checked")  # fmt: skip
-    sizes = parser.add_argument_group("sizes (per rank unless said otherwise)")
-    size = sizes.add_argument
-    size("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
-    size("--hidden", type=positive, help="elements of a token (default 1024)")
-    size("--experts", type=positive, help="global number of experts (default 64)")
-    size("--top-k", type=positive, help="experts per token (default 8)")
-    size(
-        "--sizes",
-        type=positive,
-        nargs="+",
-        metavar="BYTES",
-        help="--mode transfer: sizes of a piece (default: a table)",
-    )
-    size("--width", type=positive, help="--mode layer, model: features inside an expert (default 3/8 of hidden)")
-    size("--deepseek-v3", action="store_true", help="defaults of hidden 7168, 256 experts, top-8")
-    size("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
-    size("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
-    size("--wire", help="quantized wire of dispatch: float8_e4m3fn or int8")
-    size("--combine-wire", help="quantized wire of combine: float8_e4m3fn or int8")
-    size("--routing", default="uniform", help="uniform, zipf or one-hot")
-    size("--layout", help="grouped, ranked or padded (default grouped; low-latency padded)")
-    size("--capacity-factor", type=factor, help="rows over the mean; default: the least that drops nothing")
-    size("--seed", type=seed, default=0)
-    runs = parser.add_argument_group("running")
-    run = runs.add_argument
-    run("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
-    run("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
-    run("--num-sms", type=positive, nargs="+", help="thread blocks; several with --mode sweep-sms or overlap")
-    run("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
-    run("--operations", default="dispatch,combine,round trip", help="comma-separated")
-    run("--peers", default="all", help="'all', 'none', or comma-separated names")
-    run("--grouped-matmul", default="auto", help="--mode layer, model, decode-step: as in MoEConfig (default auto)")
-    run("--ways", nargs="+", metavar="NAME", help="--mode layer, model: which to measure (default all)")
-    run("--lock", metavar="FILE", help="--mode layer, model: hold this file's lock while measuring")
-    run("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
-    run("--unroll", type=positive, default=1, help="calls per loop iteration")
-    run("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
-    run("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
-    run("--peer-operations", help="comma-separated, of the peers (default round trip; --mode jax-best all)")
-    run("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
-    run("--num-processes", type=positive, default=1)
-    run("--process-id", type=not_negative, default=0)
-    run("--tune", action="store_true", help="measure candidate KernelConfigs and report them, best first")
-    steps = parser.add_argument_group("--mode decode-step").add_argument
-    steps("--layers", type=positive, default=60, help="MoE layers of the step")
-    steps("--intermediate", type=positive, default=128, help="width of an expert")
-    steps("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
-    steps("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
-    steps("--peer-replays", type=positive, default=200, help="of the others, at the most")
-    steps("--replay-seconds", type=factor, default=600.0, help="of each program, at the most; fewer replays then")
-    tuned_jax = parser.add_argument_group("--mode jax-best").add_argument
-    tuned_jax("--settings", nargs="+", metavar="NAME", help="settings of XLA to run (default: all)")
-    tuned_jax("--seconds", type=factor, default=600.0, help="for all settings; the last are left out")
-    tuned_jax("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
-    tuned_jax("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
-    tuned_jax("--part", help=argparse.SUPPRESS)
-    static = parser.add_argument_group("--mode tpu-static").add_argument
-    static("--generations", nargs="+", choices=TPU_GENERATIONS, help="to compile for (default: all)")
-    static("--cases", nargs="+", choices=TPU_CASES, help="to compile (default: all)")
-    out = parser.add_argument_group("output").add_argument
-    out("--json", metavar="FILE", help="--mode tpu-static adds to the file, or replaces what it holds of the same")
-    out("--plot", metavar="FILE")
-    out("--tuned", metavar="FILE", help="with --tune: JSON file that keeps the best, for xen_moe_jax.autotune.load")
-    out(
-        "--link-ceiling",
-        metavar="FILE",
-        help="JSON of the link benchmark of this machine, to report the fraction reached",
-    )
+
+def sizes(add: Add) -> None:
+    """Sizes of the problem; per rank unless the text says otherwise."""
+    add_sizes(add)
+    add("--ranks", type=positive, help="expert-parallel ranks (default: 8 on CPU, else every device)")
+    add("--seed", type=seed, default=0)
+
+
+def tokens(add: Add) -> None:
+    """Tokens of a rank."""
+    add("--tokens", type=positive, help="tokens per rank (default 1024; low-latency 128)")
+
+
+def rows(add: Add) -> None:
+    """The rows that travel."""
+    add("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
+    add("--wire", help="quantized wire of dispatch: float8_e4m3fn or int8")
+    add("--combine-wire", help="quantized wire of combine: float8_e4m3fn or int8")
+    add("--routing", default="uniform", help="uniform, zipf or one-hot")
+    add("--layout", help="grouped, ranked or padded (default grouped; low-latency padded)")
+    add("--capacity-factor", type=factor, help="rows over the mean; default: the least that drops nothing")
+
+
+def devices(add: Add) -> None:
+    """Where JAX runs."""
+    add("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
+
+
+def kernels(add: Add) -> None:
+    """The library's own kernels."""
+    add("--backend", choices=("reference", "pallas", "cuda"), help="default: by platform")
+    add("--chunk-tokens", type=positive, help="tokens that share an arrival flag or a round")
+
+
+def thread_blocks(add: Add) -> None:
+    """One number of thread blocks."""
+    add("--num-sms", type=positive, help="thread blocks (default: the library's)")
+
+
+def several_thread_blocks(add: Add) -> None:
+    """Several numbers of thread blocks."""
+    add("--num-sms", type=positive, nargs="+", help="numbers of thread blocks, each measured")
+
+
+def timing(add: Add) -> None:
+    """How long and how often."""
+    add("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
+    add("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
+
+
+def ours(add: Add) -> None:
+    """The library's own operations."""
+    add("--operations", default="dispatch,combine,round trip", help="comma-separated")
+
+
+def checks(add: Add) -> None:
+    """Loops and checks of single operations."""
+    add("--unroll", type=positive, default=1, help="calls per loop iteration")
+    add("--no-compare", action="store_true", help="skip the bitwise comparison with the reference backend")
+    add("--link-ceiling", metavar="FILE", help="JSON of benchmarks/ops/link_ceiling.cu, to report the fraction reached")
+
+
+def peers(add: Add) -> None:
+    """Which peers."""
+    add("--peers", default="all", help="'all', 'none', or comma-separated names")
+
+
+def peer_operations(add: Add) -> None:
+    """Which operations of the peers."""
+    add("--peer-operations", help="comma-separated, of the peers (default round trip; jax-best all)")
+
+
+def processes(add: Add) -> None:
+    """One process for each device."""
+    add("--coordinator", help="HOST:PORT of jax.distributed: one process per device")
+    add("--num-processes", type=positive, default=1)
+    add("--process-id", type=not_negative, default=0)
+
+
+def matmul(add: Add) -> None:
+    """The experts' matmul."""
+    add("--grouped-matmul", default="auto", help="as in MoEConfig (default auto)")
+
+
+def layers(add: Add) -> None:
+    """Whole layers."""
+    add("--width", type=positive, help="features inside an expert (default 3/8 of hidden)")
+    add("--ways", nargs="+", metavar="NAME", help="which ways to measure (default all)")
+    add("--lock", metavar="FILE", help="hold this file's lock while measuring")
+
+
+def decode_step(add: Add) -> None:
+    """A decode step."""
+    add("--layers", type=positive, default=60, help="MoE layers of the step")
+    add("--intermediate", type=positive, default=128, help="width of an expert")
+    add("--batches", type=positive, nargs="+", metavar="T", help="tokens per rank (default 1 32 128)")
+    add("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
+    add("--peer-replays", type=positive, default=200, help="of the others, at the most")
+    add("--replay-seconds", type=factor, default=600.0, help="of each program, at the most; fewer replays then")
+
+
+def jax_best(add: Add) -> None:
+    """JAX's collectives, tuned."""
+    add("--routing", default="uniform", help="uniform, zipf or one-hot")
+    add("--settings", nargs="+", metavar="NAME", help="settings of XLA to run (default: all)")
+    add("--seconds", type=factor, default=600.0, help="for all settings; the last are left out")
+    add("--setting-seconds", type=factor, default=60.0, help="the most that one setting may take")
+    add("--setting", help=argparse.SUPPRESS)  # set in the processes that the command starts
+    add("--part", help=argparse.SUPPRESS)
+
+
+def tpu_static(add: Add) -> None:
+    """Compiled TPU programs."""
+    add("--generations", nargs="+", choices=TPU_GENERATIONS, help="to compile for (default: all)")
+    add("--cases", nargs="+", choices=TPU_CASES, help="to compile (default: all)")
+
+
+def transfer(add: Add) -> None:
+    """Writes to another process."""
+    add("--sizes", type=positive, nargs="+", metavar="BYTES", help="sizes of a piece (default: a table)")
+
+
+def json_file(add: Add) -> None:
+    """Output for programs."""
+    add("--json", metavar="FILE", help="write the result there; jax-best and tpu-static add to what it holds")
+
+
+def picture(add: Add) -> None:
+    """Output for people."""
+    add("--plot", metavar="FILE", help="draw the result (needs matplotlib)")
+
+
+PROBLEM = (tokens, sizes, rows, devices, kernels)
+BESIDE_PEERS = (*PROBLEM, thread_blocks, timing, ours, checks, peers, peer_operations, processes, json_file, picture)
+MODES: dict[str, tuple[Callable[[Add], None], ...]] = {
+    "ops": BESIDE_PEERS,
+    "low-latency": BESIDE_PEERS,
+    "sweep-sms": (*PROBLEM, several_thread_blocks, timing, ours, checks, processes, json_file, picture),
+    "overlap": (*PROBLEM, several_thread_blocks, timing, ours, checks, processes, json_file),
+    "layer": (*PROBLEM, thread_blocks, timing, layers, matmul, processes, json_file, picture),
+    "model": (*PROBLEM, thread_blocks, timing, layers, matmul, processes, json_file, picture),
+    "decode-step": (*PROBLEM[1:], thread_blocks, decode_step, peers, matmul, processes, json_file),
+    "jax-best": (tokens, sizes, devices, timing, peer_operations, jax_best, processes, json_file),
+    "tpu-static": (tokens, sizes, tpu_static, json_file, picture),
+    "transfer": (devices, transfer, peers, json_file, picture),
+}
+"""The arguments of each mode, by groups."""
+
+
+def build_parser(mode: str) -> argparse.ArgumentParser:
+    """Returns the parser of a mode; it knows the arguments of this mode alone."""
+    parser = Parser(prog=f"python -m benchmarks {mode}")
+    for group in MODES[mode]:
+        group(parser.add_argument_group((group.__doc__ or "").rstrip(".")).add_argument)
+    parser.set_defaults(mode=mode)
     return parser
 
 
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parses a mode and its arguments."""
+    return build_parser(words[0]).parse_args(words[1:])
+
+
 def check(options: argparse.Namespace) -> None:
-    """Everything that can be wrong before JAX starts, so that hours of work do not end in an error.
+    """Checks everything that can be wrong before JAX starts, so that hours of work do not end in an error.
 
     Raises:
       ValueError: names the argument, its value and the remedy.
     """
-    if options.tuned and not options.tune:
-        raise ValueError(f"--tuned {options.tuned}: keeps what --tune finds; add --tune, or leave --tuned out")
-    if options.tune and set(operations(options)) == {"round trip"}:
-        raise ValueError(f"--operations {options.operations!r}: --tune measures dispatch and combine")
-    if options.tune and options.plot:
-        raise ValueError(f"--plot {options.plot}: --tune draws nothing; leave one of the two out")
-    if options.num_processes > 1 and not options.coordinator:
+    given = vars(options)
+    if given.get("num_processes", 1) > 1 and not options.coordinator:
         raise ValueError(f"--num-processes {options.num_processes}: needs --coordinator HOST:PORT")
-    if options.coordinator and not re.fullmatch(r".+:\d+", options.coordinator):
+    if given.get("coordinator") and not re.fullmatch(r".+:\d+", options.coordinator):
         raise ValueError(f"--coordinator {options.coordinator}: must be HOST:PORT, the same in every process")
-    if options.process_id >= options.num_processes:
+    if given.get("process_id", 0) >= given.get("num_processes", 1):
         raise ValueError(
             f"--process-id {options.process_id}: must be less than --num-processes {options.num_processes}"
         )
-    if options.platform == "cpu" and (options.ranks or 0) > MOST_VIRTUAL_DEVICES:
+    if given.get("platform") == "cpu" and (given.get("ranks") or 0) > MOST_VIRTUAL_DEVICES:
         raise ValueError(f"--ranks {options.ranks}: must be at most {MOST_VIRTUAL_DEVICES} virtual CPU devices")
-    if options.num_sms and len(options.num_sms) > 1 and options.mode not in ("sweep-sms", "overlap"):
-        several = " ".join(map(str, options.num_sms))
-        raise ValueError(f"--num-sms {several}: several need --mode sweep-sms or overlap; give one")
-    if options.sizes and options.mode != "transfer":
-        raise ValueError(f"--sizes {' '.join(map(str, options.sizes))}: needs --mode transfer")
-    for name in ("generations", "cases"):
-        if getattr(options, name) and options.mode != "tpu-static":
-            raise ValueError(f"--{name} {' '.join(getattr(options, name))}: needs --mode tpu-static")
-    if options.mode == "decode-step" and options.tokens:
-        raise ValueError(f"--tokens {options.tokens}: --mode decode-step takes --batches, one or several")
     if options.mode == "decode-step" and options.layout == "ranked":
-        raise ValueError("--layout ranked: --mode decode-step multiplies rows by expert; give grouped or padded")
-    if options.mode == "jax-best":
-        jax_settings.check(options)
-        for name in ("plot", "tune", "link_ceiling"):
-            if getattr(options, name):
-                raise ValueError(f"--{name.replace('_', '-')}: --mode jax-best has none; leave it out")
-    elif options.settings:
-        raise ValueError(f"--settings {' '.join(options.settings)}: needs --mode jax-best")
-    if options.mode not in LAYER_MODES:
-        for name in ("width", "ways", "lock"):
-            if getattr(options, name):
-                raise ValueError(f"--{name} {getattr(options, name)}: needs --mode layer or --mode model")
-    if options.mode not in (*LAYER_MODES, "decode-step") and options.grouped_matmul != "auto":
-        raise ValueError(f"--grouped-matmul {options.grouped_matmul}: needs --mode layer, model or decode-step")
-    if options.mode in NOTHING_TO_TUNE and options.tune:
-        raise ValueError(f"--tune: --mode {options.mode} has nothing to tune; leave it out")
-    if options.mode in NOTHING_TO_DRAW and options.plot:
-        raise ValueError(f"--plot {options.plot}: --mode {options.mode} draws nothing; leave it out, and take --json")
-    if options.mode == "tpu-static" and not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
-        raise ValueError("--mode tpu-static: compiles with libtpu, which is not installed: pip install libtpu")
+        raise ValueError("--layout ranked: decode-step multiplies rows by expert; give grouped or padded")
+    if options.mode in LAYER_MODES and importlib.util.find_spec("flax") is None:
+        raise ValueError(f"{options.mode}: needs flax: pip install 'xen-moe-jax[flax]'")
     operations(options)
     operations(options, "peer_operations")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
-    if options.plot:
+    if "routing" in given:
+        workload(options, options.ranks or 8)  # a dtype, routing or layout that does not exist is an error now
+    if given.get("plot"):
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--plot {options.plot}: needs matplotlib: pip install 'xen-moe-jax[plot]'")
         check_picture("--plot", options.plot)
-    for name in ("json", "plot", "tuned"):
-        if getattr(options, name) is not None:
-            check_writable(f"--{name}", getattr(options, name))
+    for name in ("json", "plot"):
+        if given.get(name) is not None:
+            check_writable(f"--{name}", given[name])
     link_ceiling(options)
 
 
@@ -210,7 +245,7 @@ def link_ceiling(options: argparse.Namespace) -> dict[str, Any] | None:
     Raises:
       ValueError: there is none, or it is not what benchmarks/ops/link_ceiling.cu writes.
     """
-    if not options.link_ceiling:
+    if not vars(options).get("link_ceiling"):
         return None
     remedy = "make it with benchmarks/ops/link_ceiling.cu on this machine"
     try:
@@ -233,39 +268,44 @@ def _positive(entry: Any, fields: tuple[str, ...]) -> bool:
 
 
 def workload(options: argparse.Namespace, num_devices: int) -> Any:
-    """The `Workload` that the sizes describe; `num_devices` is the default number of ranks."""
+    """Returns the `Workload` that the sizes describe; `num_devices` is the default number of ranks."""
     from xen_moe_jax.tuning.workload import Workload
 
     low_latency = options.mode == "low-latency"
-    sizes = model_sizes(options)
+    given = vars(options)
+    rows_given = ("dtype", "wire", "combine_wire", "routing", "capacity_factor")
     return Workload(
-        tokens=options.tokens or (128 if low_latency else 1024),
-        hidden=sizes["hidden"],
-        experts=sizes["experts"],
-        top_k=sizes["top_k"],
+        tokens=given.get("tokens") or (128 if low_latency else 1024),
         ranks=options.ranks or num_devices,
-        dtype=options.dtype,
-        wire=options.wire,
-        combine_wire=options.combine_wire,
-        routing=options.routing,
-        layout=options.layout or ("padded" if low_latency else "grouped"),
-        capacity_factor=options.capacity_factor,
+        layout=given.get("layout") or ("padded" if low_latency else "grouped"),
         seed=options.seed,
+        **model_sizes(options),
+        **{name: given[name] for name in rows_given if name in given},
     )
 
 
 def kernel_config(options: argparse.Namespace) -> Any:
-    """The `KernelConfig` of the library's own programs."""
+    """Returns the `KernelConfig` of the library's own programs."""
     from xen_moe_jax import KernelConfig
 
-    mode = {"normal": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
-    num_sms = options.num_sms[0] if options.num_sms and options.mode not in ("sweep-sms", "overlap") else None
-    return KernelConfig(backend=options.backend, mode=mode, num_sms=num_sms, chunk_tokens=options.chunk_tokens)
+    mode = {"ops": "throughput", "low-latency": "low_latency"}.get(options.mode, "auto")
+    given = vars(options)
+    num_sms = given.get("num_sms")
+    return KernelConfig(
+        backend=given.get("backend"),
+        mode=mode,
+        num_sms=num_sms if isinstance(num_sms, int) else None,
+        chunk_tokens=given.get("chunk_tokens"),
+    )
 
 
 def operations(options: argparse.Namespace, argument: str = "operations") -> tuple[str, ...]:
-    """Of the library's own programs, or of the peers where `argument` is "peer_operations"."""
-    given = getattr(options, argument)
+    """Returns the library's own operations to run, or the peers' where `argument` is "peer_operations".
+
+    Raises:
+      ValueError: an operation does not exist.
+    """
+    given = vars(options).get(argument)
     if given is None:
         given = ",".join(OPERATIONS) if options.mode == "jax-best" else "round trip"
     chosen = tuple(name.strip() for name in given.split(","))
@@ -275,10 +315,11 @@ def operations(options: argparse.Namespace, argument: str = "operations") -> tup
 
 
 def peer_names(options: argparse.Namespace) -> tuple[str, ...] | None:
-    """Names of the peers to run; None is all of them."""
-    if options.peers == "none" or options.mode == "sweep-sms":
+    """Returns the names of the peers to run; None is all of them."""
+    given = vars(options).get("peers", "none")
+    if given == "none":
         return ()
-    return None if options.peers == "all" else tuple(name.strip() for name in options.peers.split(","))
+    return None if given == "all" else tuple(name.strip() for name in given.split(","))
 
 
 def inner_calls(options: argparse.Namespace, platform: str, tokens: int) -> int:

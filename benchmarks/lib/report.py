@@ -58,8 +58,8 @@ def machine() -> dict[str, Any]:
 
 
 def command_line(arguments: list[str]) -> str:
-    mode, rest = ("normal", arguments) if arguments[:1] != ["--mode"] else (arguments[1], arguments[2:])
-    return shlex.join(["python", "-m", "benchmarks", "ops" if mode == "normal" else mode, *rest])
+    """Returns the command of a mode and its arguments, as a shell takes it."""
+    return shlex.join(["python", "-m", "benchmarks", *arguments])
 
 
 def header(arguments: list[str], work: Workload | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
@@ -15,9 +14,7 @@ from benchmarks.lib import options as command_options
 from benchmarks.lib import programs as loops
 from benchmarks.ops import overlap
 from benchmarks.peers import registry as peers
-from xen_moe_jax import _profiles
 from xen_moe_jax.tuning import programs, timing
-from xen_moe_jax.tuning import search as tuning
 from xen_moe_jax.tuning.problem import Problem, make_problem
 from xen_moe_jax.tuning.workload import Workload
 
@@ -77,8 +74,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "capacities": dataclasses.asdict(problem.caps),
         "symmetric_bytes_per_rank": symmetric_bytes(work, config),
     }
-    if options.tune:
-        return head | tune(problem, config, options)
     checks = own_checks(problem, config, options)
     operations = command_options.operations(options)
     if options.mode == "overlap":
@@ -144,39 +139,8 @@ def sweep(
     return results
 
 
-def tune(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures candidate configs; the best of each operation first. `--tuned FILE` keeps them."""
-    inner = command_options.inner_calls(options, problem.platform, problem.work.tokens)
-    operations = tuple(name for name in command_options.operations(options) if name in tuning.OPERATIONS)
-    if options.tuned and pathlib.Path(options.tuned).exists():
-        _profiles.read(options.tuned)  # a foreign file is an error before hours of work, not after
-    tuned = tuning.autotune(
-        problem, base=config, operations=operations, inner=inner, repeats=options.repeats, progress=report.progress
-    )
-    if options.tuned:
-        tuning.save(options.tuned, problem.work, tuned)
-
-    def row(m: tuning.Measured) -> dict[str, Any]:
-        fields = {name: getattr(m.config, name) for name in tuning.TUNED_FIELDS}
-        return {"config": fields, "us_median": m.us_median, "us_min": m.us_min, "us_max": m.us_max}
-
-    return {"tuned": {name: [row(m) for m in entry.measured] for name, entry in tuned.items()}, "results": []}
-
-
 def describe_results(document: dict[str, Any]) -> str:
     parts = [report.describe(document), ""]
-    if "tuned" in document:
-        for operation, rows in document["tuned"].items():
-            lines = [
-                [
-                    ", ".join(f"{name}={value}" for name, value in row["config"].items()),
-                    f"{row['us_median']:.1f}",
-                    f"{row['us_min']:.1f}..{row['us_max']:.1f}",
-                ]
-                for row in rows
-            ]
-            parts += [report.format_table([f"{operation}: best first", "us", "min..max"], lines), ""]
-        return "\n".join(parts)
     if "overlap" in document:
         return "\n".join([*parts, overlap.table(document["overlap"]), ""])
     parts += [report.results_table(document["results"]), "", report.FOOTNOTE]

@@ -100,4 +100,4 @@ def check(options: argparse.Namespace) -> None:
         except (KeyError, TypeError, ValueError):
             known = False
         if not known:
-            raise ValueError(f"--json {options.json}: is no file of --mode jax-best, and would be lost; name another")
+            raise ValueError(f"--json {options.json}: is no file of jax-best, and would be lost; name another")

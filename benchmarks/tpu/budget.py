@@ -151,7 +151,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     counted = {row["case"] for row in results if row.get("budget")}
-    cases = [case for case in ("throughput", "low-latency") if case in counted]
+    cases = [case for case in ("throughput", "low-latency") if case in counted] or sorted(counted)
     chips = list(dict.fromkeys(row["generation"] for row in results))
     figure, panels = plt.subplots(1, len(cases), figsize=(6.5 * len(cases), 5), squeeze=False)
     for axes, case in zip(panels[0], cases, strict=True):
@@ -176,7 +176,8 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
         tokens = next(row["tokens"] for row in results if row["case"] == case)
         axes.set_xticks(range(len(chips)), chips)
         axes.set_ylabel("microseconds, at least (estimate)")
-        axes.set_title(f"{tokens} tokens a device, fp8 dispatch and bf16 combine, 8 devices")
+        rows = "bf16 rows" if case.endswith("bf16") else "fp8 dispatch and bf16 combine"
+        axes.set_title(f"{tokens} tokens a device, {rows}, 8 devices")
     panels[0][0].legend()
     figure.suptitle("What a dispatch and a combine need: nothing here is measured")
     figure.tight_layout()

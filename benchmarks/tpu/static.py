@@ -10,10 +10,10 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import importlib.util
 import json
+import os
 import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,7 @@ PEER_CASE = "throughput-bf16"
 """What the peer is counted for: bfloat16 rows, as it sends them."""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, line: list[str]) -> int:
     """Compiles, counts, prints the table, writes JSON and plot where asked."""
     import tempfile
 
@@ -58,6 +58,8 @@ def main(options: argparse.Namespace) -> int:
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
     tpu_topologies.prepare_environment()
+    if not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
+        raise ValueError("tpu-static: compiles with libtpu, which is not installed: pip install libtpu, or make setup")
     tpu_bundles.request_dump(folder)
     import jax
 
@@ -66,11 +68,7 @@ def main(options: argparse.Namespace) -> int:
     sizes = {"hidden": options.hidden or 7168, "experts": options.experts or 256, "top_k": options.top_k or 8}
     cases = {c.name: c if options.tokens is None else dataclasses.replace(c, tokens=options.tokens) for c in CASES}
     fixed = {"versions": report.versions(), "sizes": sizes, "seed": options.seed, "tokens": options.tokens}
-    try:
-        rows = earlier_rows(options.json, fixed)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    rows = earlier_rows(options.json, fixed)
     compiler = Compiler(folder, sizes)
     for key in wanted(options.generations, options.cases):
         report.progress(" ".join(key))
@@ -81,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
             rows[key] = peer_row(generation, cases[case], sizes, options.seed)
         everything = wanted(None, None)
         document = {
-            "command": "python -m benchmarks " + shlex.join(sys.argv[1:]),
+            "command": report.command_line(line),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "left_out": [" ".join(key) for key in everything if key not in rows],
             "notice": NOTICE,

@@ -6,7 +6,10 @@ Bandwidths are per JAX device and one way: half of the "bidirectional" figure of
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
+import pathlib
+import sys
 from typing import Any
 
 GIGA = 1e9
@@ -138,7 +141,13 @@ TOPOLOGIES = {
 
 
 def prepare_environment() -> None:
-    """What libtpu needs on a machine without a TPU; before JAX makes its devices."""
+    """Sets what libtpu needs on a machine without a TPU; finds the libtpu that `make setup` puts beside the packages.
+
+    Must run before JAX makes its devices.
+    """
+    beside = pathlib.Path(sys.prefix, "libtpu")
+    if importlib.util.find_spec("libtpu") is None and beside.is_dir():
+        sys.path.append(str(beside))
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",

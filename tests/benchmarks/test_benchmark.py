@@ -17,10 +17,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks import command
 from benchmarks.layers import decode_step, layer_programs
 from benchmarks.lib import accounting, options, report, verify
 from benchmarks.ops import overlap
 from benchmarks.peers import registry as peers
+from benchmarks.tpu import static, topologies
 from tests.support import ROOT, oracle, quick_compiler
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.tuning import programs, timing
@@ -34,7 +36,7 @@ REFERENCE = xm.KernelConfig(backend="reference")
 def run_command(*arguments: str) -> subprocess.CompletedProcess:
     """The command as a user runs it: its own process, its own number of virtual devices."""
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.command", *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments],
         capture_output=True,
         text=True,
         timeout=400,
@@ -265,7 +267,7 @@ def test_a_timed_loop_that_loses_its_tokens_is_noticed(problem):
 def test_normal_mode_end_to_end(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
-    done = run_command(*SIZES, *QUICK, "--json", str(path), "--plot", str(plot))
+    done = run_command("ops", *SIZES, *QUICK, "--json", str(path), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     document = json.loads(path.read_text())
     rows = document["results"]
@@ -287,11 +289,11 @@ def test_normal_mode_end_to_end(tmp_path):
 def test_low_latency_and_sweep_modes(tmp_path):
     path = tmp_path / "out.json"
     done = run_command(
-        "--mode", "low-latency", *SIZES, *QUICK, "--peers", "none", "--dtype", "float8_e4m3fn", "--json", str(path)
+        "low-latency", *SIZES, *QUICK, "--peers", "none", "--dtype", "float8_e4m3fn", "--json", str(path)
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(path.read_text())["workload"]["layout"] == "padded"
-    sweep = ("--mode", "sweep-sms", "--num-sms", "2", "4", "--operations", "combine", "--json", str(path))
+    sweep = ("sweep-sms", "--num-sms", "2", "4", "--operations", "combine", "--json", str(path))
     done = run_command(*sweep, *SIZES, *QUICK)
     assert done.returncode == 0, done.stderr
     assert [row["num_sms"] for row in json.loads(path.read_text())["results"]] == [2, 4]
@@ -310,13 +312,13 @@ def test_low_latency_and_sweep_modes(tmp_path):
 def test_what_cannot_be_measured_is_one_line_and_exit_status_1(arguments, message):
     if "gpu" in arguments and pathlib.Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has an NVIDIA driver: JAX may well start the platform")
-    done = run_command(*SIZES, *QUICK, *arguments)
+    done = run_command("ops", *SIZES, *QUICK, *arguments)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.stdout == "" and done.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
-def checked(*arguments):
-    options.check(options.build_parser().parse_args(arguments))
+def checked(*arguments, mode="ops"):
+    options.check(options.parse([mode, *arguments]))
 
 
 @pytest.mark.parametrize("value", ["-1", "many", str(2**63)])
@@ -344,18 +346,7 @@ def test_zero_means_zero_and_is_an_error(argument, value, capsys):
     ("arguments", "message"),
     [
         (("--operations", "sort"), "--operations 'sort'"),
-        (("--tuned", "best.json"), "--tuned best.json: keeps what --tune finds; add --tune"),
-        (("--tune", "--operations", "round trip"), "--tune measures dispatch and combine"),
-        (("--tune", "--plot", "p.png"), "--tune draws nothing"),
-        (("--mode", "decode-step", "--plot", "p.png"), "--plot p.png: --mode decode-step draws nothing; leave it out"),
-        (("--mode", "overlap", "--plot", "p.png"), "--plot p.png: --mode overlap draws nothing"),
-        (("--mode", "decode-step", "--tune"), "--tune: --mode decode-step has nothing to tune"),
-        (("--mode", "decode-step", "--layout", "ranked"), "--layout ranked: --mode decode-step multiplies rows by"),
-        (("--mode", "decode-step", "--width", "8"), "--width 8: needs --mode layer or --mode model"),
-        (("--grouped-matmul", "hopper"), "--grouped-matmul hopper: needs --mode layer, model or decode-step"),
-        (("--mode", "transfer", "--tune"), "--tune: --mode transfer has nothing to tune"),
         (("--platform", "cpu", "--ranks", "65"), "--ranks 65: must be at most 64 virtual CPU devices"),
-        (("--num-sms", "8", "16"), "--num-sms 8 16: several need --mode sweep-sms"),
         (("--num-processes", "2"), "--num-processes 2: needs --coordinator"),
         (("--num-processes", "2", "--coordinator", "here"), "--coordinator here: must be HOST:PORT"),
         (("--process-id", "1"), "--process-id 1: must be less than --num-processes 1"),
@@ -369,9 +360,53 @@ def test_arguments_that_do_not_go_together(arguments, message):
 
 def test_tpu_programs_are_not_begun_without_their_compiler(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--mode tpu-static: compiles with libtpu, which is not installed"):
-        checked("--mode", "tpu-static")
+    monkeypatch.setattr(topologies, "prepare_environment", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tpu-static: compiles with libtpu, which is not installed"):
+        static.main(options.parse(["tpu-static"]), ["tpu-static"])
+
+
+def test_the_libtpu_beside_the_packages_is_found(monkeypatch, tmp_path):
+    """`make setup` puts it there, so that JAX looks for no TPU in other programs."""
+    folder = tmp_path / "libtpu"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    topologies.prepare_environment()
+    assert sys.path[-1] == str(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "jax-best --dtype foo",
+        "jax-best --plot a.png",
+        "ops --width 8",
+        "ops --num-sms 8 16",
+        "ops --tune",
+        "ops --generations v4",
+        "ops --settings default",
+        "ops --grouped-matmul hopper",
+        "overlap --plot a.png",
+        "decode-step --tokens 4",
+        "layer --operations dispatch",
+        "transfer --tokens 4",
+    ],
+)
+def test_a_mode_refuses_the_arguments_of_another_at_once(line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(line.split()[0], line.split()[1:])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1, "one line, not pages of usage"
+    assert f"python -m benchmarks {line.split()[0]}: error: unrecognized arguments: {line.split()[1]}" in said or (
+        "unrecognized arguments: 16" in said
+    )
+
+
+def test_a_dtype_that_does_not_exist_is_refused_before_jax_starts():
+    with pytest.raises(ValueError, match="dtype='foo'"):
+        checked("--dtype", "foo")
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
@@ -381,17 +416,16 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
         checked("--plot", str(tmp_path / "times.xyz"))
 
 
-@pytest.mark.parametrize("argument", ["--json", "--plot", "--tuned"])
+@pytest.mark.parametrize("argument", ["--json", "--plot"])
 def test_outputs_are_opened_before_the_work(argument, tmp_path):
-    tune = ["--tune"] if argument == "--tuned" else []
     kept, new, inside = tmp_path / "kept", tmp_path / "folder" / "new", tmp_path / "kept" / "file"
     kept.write_text("{}")
     for good in (kept, new):
-        checked(*tune, argument, str(good))
+        checked(argument, str(good))
     assert kept.read_text() == "{}" and not new.exists(), "the check itself writes nothing"
     for bad in (inside, tmp_path, ""):
         with pytest.raises(ValueError, match=f"{argument} .*cannot be written .*; name another file"):
-            checked(*tune, argument, str(bad))
+            checked(argument, str(bad))
 
 
 @pytest.mark.parametrize(
@@ -472,14 +506,14 @@ def test_every_command_of_the_suites_parses():
     suite = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(suite)
     for line in (line for lines in suite.SUITES.values() for line in lines.values()):
-        parsed = options.build_parser().parse_args(shlex.split(line))
+        parsed = options.parse(shlex.split(line))
         options.check(parsed)
         assert options.workload(parsed, 4).tokens > 0
         assert set(options.peer_names(parsed) or ()) <= set(peers.PEERS), line
 
 
 # ----------------------------------------------------------------------------------------------------- decode step
-STEP = ("--mode", "decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
+STEP = ("decode-step", "--layers", "3", "--intermediate", "16", "--hidden", "128", "--experts", "6")
 
 
 @pytest.mark.parametrize(
@@ -501,7 +535,7 @@ def test_the_chain_of_overlap_is_as_long_as_the_operation(shape, us, link_us, ro
 
 def test_overlap_mode_end_to_end(tmp_path):
     path = tmp_path / "overlap.json"
-    command = ["--mode", "overlap", *SIZES, "--inner", "2", "--repeats", "1", "--num-sms", "4", "8"]
+    command = ["overlap", *SIZES, "--inner", "2", "--repeats", "1", "--num-sms", "4", "8"]
     finished = run_command(*command, "--dtype", "float8_e4m3fn", "--json", str(path))
     assert finished.returncode == 0, finished.stderr
     rows = json.loads(path.read_text())["overlap"]
@@ -531,7 +565,7 @@ def test_a_decode_step_end_to_end(tmp_path):
 
 def test_a_decode_step_takes_batches():
     done = run_command(*STEP, "--tokens", "4", "--platform", "cpu")
-    assert done.returncode == 1 and "--mode decode-step takes --batches" in done.stderr
+    assert done.returncode == 2 and "unrecognized arguments: --tokens 4" in done.stderr
 
 
 @pytest.fixture(scope="module")

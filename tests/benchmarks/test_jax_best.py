@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import xen_moe_jax as xm
+from benchmarks import command as benchmarks
 from benchmarks.lib import options, verify
 from benchmarks.peers import jax_best, jax_settings
 from benchmarks.peers import ragged as peers_ragged
@@ -135,7 +136,7 @@ def test_a_peer_that_a_setting_rules_out_is_told_and_the_others_go_on(monkeypatc
     monkeypatch.setitem(peers.PEERS, "padded all_to_all", peers.Entry(refuse))
     names = ("padded all_to_all", "all_gather + psum_scatter")
     sizes = "--ranks 4 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
-    parsed = options.build_parser().parse_args(["--mode", "jax-best", "--setting", "default", *sizes])
+    parsed = options.parse(["jax-best", "--setting", "default", *sizes])
     groups = list(jax_best.figures(parsed, Setting(names)))
     refused = [row for rows in groups for row in rows if "error" in row]
     assert [(row["name"], row["operation"]) for row in refused] == [(names[0], "round trip")]
@@ -143,7 +144,7 @@ def test_a_peer_that_a_setting_rules_out_is_told_and_the_others_go_on(monkeypatc
     timed = [row for rows in groups for row in rows if "error" not in row]
     assert {row["name"] for row in timed} == {names[1]} and len(timed) == 5
 
-    parsed = options.build_parser().parse_args([*sizes, "--mode", "jax-best", "--peer-operations", "round trip"])
+    parsed = options.parse(["jax-best", *sizes, "--peer-operations", "round trip"])
     monkeypatch.setattr(
         jax_best,
         "measure",
@@ -160,8 +161,8 @@ def test_a_peer_that_a_setting_rules_out_is_told_and_the_others_go_on(monkeypatc
 def test_the_librarys_own_program_must_run(monkeypatch):
     monkeypatch.setattr(programs, "own_programs", lambda *_: [broken])
     broken = programs.round_trip_program("own", lambda *_: 1 / 0)
-    parsed = options.build_parser().parse_args(
-        "--mode jax-best --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
+    parsed = options.parse(
+        "jax-best --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
     )
     with pytest.raises(ZeroDivisionError):
         list(jax_best.figures(parsed, SETTINGS[OURS]))
@@ -176,13 +177,13 @@ def test_flags_and_processes_reach_the_child(monkeypatch, tmp_path):
 
     monkeypatch.setattr(jax_best.subprocess, "Popen", popen)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_caller=1")
-    parsed = options.build_parser().parse_args("--mode jax-best --deepseek-v3 --ranks 3".split())
+    parsed = options.parse("jax-best --deepseek-v3 --ranks 3".split())
     monkeypatch.setitem(SETTINGS, "x", Setting((), "--xla_a=1", True, environment="FIRST=1 SECOND=a=b"))
     part = tmp_path / "part"
     jax_best.start("x", parsed, part)
     assert len(given) == 3 and all(flags == "--xla_of_the_caller=1 --xla_a=1" for _, flags in given)
     for number, (command, _) in enumerate(given):
-        child = options.build_parser().parse_args(command[3:])
+        child = options.parse(command[command.index("jax-best") :])
         assert (child.setting, child.process_id, child.num_processes, child.part) == ("x", number, 3, str(part))
         assert child.deepseek_v3 and child.ranks == 3
 
@@ -193,23 +194,23 @@ def test_a_run_adds_to_the_file_and_overwrites_no_other(monkeypatch, tmp_path, c
     monkeypatch.setattr(jax_best, "run_in_processes", lambda name, *_: (made, {"time": f"of {name}"}))
 
     def run(setting):
-        parsed = options.build_parser().parse_args(["--mode", "jax-best", "--settings", setting, "--json", str(path)])
-        options.check(parsed)
+        parsed = options.parse(["jax-best", "--settings", setting, "--json", str(path)])
+        benchmarks.check(parsed)
         jax_best.main(parsed, [])
         return {name: entry["time"] for name, entry in json.loads(path.read_text())["settings"].items()}
 
     assert run("default") == {"default": "of default"}
     assert run("memcpy p2p") == {"default": "of default", "memcpy p2p": "of memcpy p2p"}
     path.write_text('{"results": []}')
-    with pytest.raises(ValueError, match="is no file of --mode jax-best"):
+    with pytest.raises(ValueError, match="is no file of jax-best"):
         run("default")
 
 
 def test_no_setting_starts_without_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(jax_best, "run_in_processes", lambda *_: pytest.fail("started"))
     path = tmp_path / "out.json"
-    parsed = options.build_parser().parse_args(["--mode", "jax-best", "--seconds", "10", "--json", str(path)])
-    options.check(parsed)
+    parsed = options.parse(["jax-best", "--seconds", "10", "--json", str(path)])
+    benchmarks.check(parsed)
     jax_best.main(parsed, [])
     assert json.loads(path.read_text())["left_out"] == list(SETTINGS)
     assert "left out, no time" in capsys.readouterr().out
@@ -218,15 +219,13 @@ def test_no_setting_starts_without_time(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "jax-best", "--settings", "warp speed"], r"--settings \['warp speed'\]: must be among"),
-        (["--settings", "default"], "needs --mode jax-best"),
-        (["--mode", "jax-best", "--plot", "a.png"], "--plot: --mode jax-best has none"),
+        (["--settings", "warp speed"], r"--settings \['warp speed'\]: must be among"),
         (["--peer-operations", "sort"], "--peer-operations 'sort': must be among"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, message):
     with pytest.raises(ValueError, match=message):
-        options.check(options.build_parser().parse_args(arguments))
+        benchmarks.check(options.parse(["jax-best", *arguments]))
 
 
 # --------------------------------------------------------------------------------------------------- the comparison
@@ -266,8 +265,8 @@ def test_the_command_end_to_end(count, tmp_path, monkeypatch, capsys):
     sizes = "--platform cpu --ranks 2 --tokens 8 --hidden 128 --experts 4 --top-k 2 --inner 1 --repeats 1".split()
     path = tmp_path / "out.json"
     setting = "memcpy p2p" if count == 1 else "one process per device"
-    arguments = ["--mode", "jax-best", *sizes, "--settings", setting, "--json", str(path)]
-    parsed = options.build_parser().parse_args([*arguments, "--setting-seconds", "200"])
+    arguments = ["jax-best", *sizes, "--settings", setting, "--json", str(path)]
+    parsed = options.parse([*arguments, "--setting-seconds", "200"])
     assert jax_best.main(parsed, arguments) == 0
     written = json.loads(path.read_text())
     (entry,) = written["settings"].values()

@@ -1,4 +1,4 @@
-"""`benchmark --mode layer` and `--mode model`, and the training benchmark: they run, and notice wrong results."""
+"""The modes layer and model, and the training benchmark: they run, and notice wrong results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_results_that_differ_are_an_error():
 @pytest.mark.parametrize("name", ["xen_moe_jax", "xen_moe_jax, 4 chunks", "xen_moe_jax, alignment 128"])
 def test_dropped_rows_are_those_of_the_layer(name):
     sizes = SIZES.replace("--capacity-factor 4", "--capacity-factor 0.6 --routing zipf").split()
-    asked = options.build_parser().parse_args(["--mode", "layer", *sizes])
+    asked = options.parse(["layer", *sizes])
     work = options.workload(asked, 2)
     config = layer_programs.layer_config(work, 48, "ragged_dot", xm.KernelConfig())
     given = layer_programs.LayerProblem(make_problem(work), config, 1)
@@ -104,7 +104,7 @@ def test_dropped_rows_are_those_of_the_layer(name):
 
 def test_ways_that_drop_rows_are_timed_and_not_compared(monkeypatch):
     """By their capacities two ways drop different rows: they differ, and neither is wrong."""
-    work = options.workload(options.build_parser().parse_args(["--mode", "layer", *SIZES.split()]), 2)
+    work = options.workload(options.parse(["layer", *SIZES.split()]), 2)
     given = layer_programs.LayerProblem(
         make_problem(work), layer_programs.layer_config(work, 48, "auto", xm.KernelConfig()), 1
     )
@@ -127,19 +127,6 @@ def test_without_the_plain_layer_nothing_is_timed_unchecked():
     plain, another = layer.measured(None, (), pairs, programs, 1, 1)  # type: ignore[arg-type]
     assert plain["error"] == "XlaRuntimeError: out of memory"
     assert another["error"].startswith("not timed: xen_moe_jax, ") and "us_median" not in another
-
-
-@pytest.mark.parametrize(
-    "arguments, error",
-    [
-        ("--width 64", "--width 64: needs --mode layer or --mode model"),
-        ("--mode normal --ways a", "--ways .*: needs --mode layer"),
-        ("--mode layer --tune", "--tune: --mode layer has nothing to tune"),
-    ],
-)
-def test_arguments_that_make_no_sense(arguments, error):
-    with pytest.raises(ValueError, match=error):
-        options.check(options.build_parser().parse_args(arguments.split()))
 
 
 def test_the_training_benchmark(tmp_path):

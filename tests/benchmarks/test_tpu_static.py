@@ -1,4 +1,4 @@
-"""`--mode tpu-static`: which programs a run compiles, and how it adds to a file. Nothing is compiled here."""
+"""`tpu-static`: which programs a run compiles, and how it adds to a file. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from benchmarks import command
 from benchmarks.lib import options
 from benchmarks.tpu import budget as tpu_budget
 from benchmarks.tpu import static as tpu_static
@@ -90,6 +89,10 @@ def test_the_targets_hold_in_the_file():
             assert core <= 1.5 * wire, (generation, case, core, wire)
 
 
-def test_generations_need_their_mode(capsys):
-    assert command.main(["--generations", "v4"]) == 1
-    assert "--generations v4: needs --mode tpu-static" in capsys.readouterr().err
+@pytest.mark.parametrize("cases", [["low-latency-bf16"], ["throughput-bf16", "low-latency-bf16"], None])
+def test_any_choice_of_cases_can_be_drawn(cases, tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'xen-moe-jax[plot]'")
+    rows = json.loads(RESULTS.read_text())["results"]
+    path = tmp_path / "plot.png"
+    tpu_budget.plot(str(path), [row for row in rows if cases is None or row["case"] in cases])
+    assert path.stat().st_size > 1000
