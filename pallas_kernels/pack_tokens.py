@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
 from xen_moe_jax.pallas_kernels.push import encode_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
+from xen_moe_jax.pallas_kernels.record import LANES, Header, Quantization, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Refs:
     scales: Any = None
 
 
-def _body(refs: _Refs, *, record: Record, quantize: tuple[str, str] | None, each: int, steps: int) -> None:
+def _body(refs: _Refs, *, record: Record, quantize: Quantization | None, each: int, steps: int) -> None:
     core, turn = pl.program_id(0), pl.program_id(1)
     top_k, tokens = refs.experts.shape
     block = refs.x.shape[0]
@@ -73,7 +73,7 @@ def pack_tokens(
     weights: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     launch: Launch,
 ) -> jax.Array:
     """Packs every token and its routing.
@@ -83,7 +83,7 @@ def pack_tokens(
       scales: float32 `[T, chunks]` that travel with `x`, or None.
       experts: int32 `[K, T]`, `-1` for none. weights: float32 `[K, T]`.
       record: has a header for `K` slots; its rows stay zero.
-      quantize: (dtype, scale format) to quantize to, or None to send `x` as it is.
+      quantize: how to quantize, or None to send `x` as it is.
 
     Returns:
       int32 `[S, T, 128]`, the records of block rows `S`.

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, for_row_groups, tile_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Record, encode, quantize_chunk
+from xen_moe_jax.pallas_kernels.record import LANES, Quantization, Record, encode, quantize_chunk
 from xen_moe_jax.pallas_kernels.send import Link, Outgoing, scratch
 
 
@@ -63,7 +63,7 @@ class _Refs:
 
 
 def encode_rows(
-    refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantize: tuple[str, str] | None
+    refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantize: Quantization | None
 ) -> None:
     """The tokens `rows` of `refs.x`, with their `scales` and `header` where there are some, as `record.encode` puts."""
     x, scales = refs.x, refs.scales
@@ -73,7 +73,7 @@ def encode_rows(
         values = x[rows, c * LANES : (c + 1) * LANES]
         if quantize is None:
             return values
-        values, latest["scale"] = quantize_chunk(values.astype(jnp.float32), *quantize)
+        values, latest["scale"] = quantize_chunk(values.astype(jnp.float32), quantize)
         return values
 
     def scale(c: int) -> jax.Array:
@@ -83,9 +83,7 @@ def encode_rows(
     encode(record, chunk, scale if record.scaled else None, put, rows.size, header)
 
 
-def _body(
-    refs: _Refs, *, record: Record, quantize: tuple[str, str] | None, entries: int, axes: peers.Axes | None
-) -> None:
+def _body(refs: _Refs, *, record: Record, quantize: Quantization | None, entries: int, axes: peers.Axes | None) -> None:
     step, steps = pl.program_id(0), pl.num_programs(0)
     slot = lax.rem(step, 2)
 
@@ -132,7 +130,7 @@ def push(
     routes: Routes,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     axes: peers.Axes | None,
     launch: Launch,
     header: jax.Array | None = None,
@@ -142,7 +140,7 @@ def push(
     Args:
       x: `[T, hidden]`.
       scales: float32 `[T, chunks]` that travel with `x`, or None.
-      quantize: (dtype, scale format) to quantize to, or None to send `x` as it is.
+      quantize: how to quantize, or None to send `x` as it is.
       axes: the ranks that are reached; None writes into this rank's own buffer.
       header: int32 `[T, 128]`, as `record.encode` takes it, where the record has one.
 

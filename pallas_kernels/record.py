@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from xen_moe_jax._quantize import MIN_AMAX, QMAX
 
 LANES = 128
 
@@ -71,6 +70,22 @@ class Record:
     @property
     def bytes(self) -> int:
         return self.shape[0] * LANES * 4
+
+
+class Quantization(NamedTuple):
+    """How values are quantized, by the rule of docs/design/internals.md.
+
+    Attributes:
+      dtype: dtype name of the quantized values.
+      scale_format: "float32", or "ue8m0" for powers of two.
+      qmax: largest magnitude of a quantized value.
+      min_amax: smallest magnitude that a block is scaled by; blocks of smaller values use it.
+    """
+
+    dtype: str
+    scale_format: str
+    qmax: float
+    min_amax: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,20 +207,20 @@ def decode(record: Record, load: Callable[[int], jax.Array], c: int) -> jax.Arra
     return values * decode_scale(record, load, c) if record.scaled else values
 
 
-def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Array, jax.Array]:
+def quantize_chunk(x: jax.Array, how: Quantization) -> tuple[jax.Array, jax.Array]:
     """Quantizes one block by the rule of docs/design/internals.md.
 
-    Takes float32 `[B, 128]`; returns values of `dtype` and their scales, float32 `[B, 1]`.
+    Takes float32 `[B, 128]`; returns values of `how.dtype` and their scales, float32 `[B, 1]`.
     """
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)  # a NaN counts as an infinity
     amax = jnp.max(magnitude, axis=-1, keepdims=True)
     finite = amax < jnp.inf
-    amax = jnp.maximum(jnp.where(finite, amax, 1.0), jnp.float32(MIN_AMAX))
-    # always QMAX, but not a constant: XLA would turn the division into a multiplication by an inexact 1 / QMAX
-    qmax = jnp.where(amax > 0.0, jnp.float32(QMAX[dtype]), 1.0)
+    amax = jnp.maximum(jnp.where(finite, amax, 1.0), jnp.float32(how.min_amax))
+    # Always qmax, but not a constant: XLA would turn the division into a multiplication by an inexact 1 / qmax.
+    qmax = jnp.where(amax > 0.0, jnp.float32(how.qmax), 1.0)
     scale = amax / qmax
-    if scale_format == "ue8m0":
+    if how.scale_format == "ue8m0":
         bits = lax.bitcast_convert_type(scale, jnp.int32)
         exponent = (bits >> 23) + jnp.where((bits & 0x7FFFFF) != 0, 1, 0)
         scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
@@ -213,8 +228,8 @@ def quantize_chunk(x: jax.Array, dtype: str, scale_format: str) -> tuple[jax.Arr
     else:
         inverse = qmax / amax
     scaled = jnp.where(finite, x * inverse, 0.0)
-    if dtype == "int8":
+    if how.dtype == "int8":
         values = jnp.clip(jnp.round(scaled), -127.0, 127.0).astype(jnp.int32)
     else:
-        values = scaled.astype(dtype)
+        values = scaled.astype(how.dtype)
     return values, jnp.where(finite, scale, jnp.nan)

@@ -18,7 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import gather
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, divided, for_row_groups, tile_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Record, decode_scale, decode_values, encode, quantize_chunk
+from xen_moe_jax.pallas_kernels.record import (
+    LANES,
+    Quantization,
+    Record,
+    decode_scale,
+    decode_values,
+    encode,
+    quantize_chunk,
+)
 
 
 def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -27,7 +35,7 @@ def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def encode_sums(
-    record: Record, total: Any, quantize: tuple[str, str] | None, zero: jax.Array, put: Any, rows: int
+    record: Record, total: Any, quantize: Quantization | None, zero: jax.Array, put: Any, rows: int
 ) -> None:
     """float32 sums, `total(c) [rows, 128]` for each 128-element block `c`, -> records, as `record.encode` puts them."""
     latest = {}
@@ -36,7 +44,7 @@ def encode_sums(
         values = keep(total(c), zero)
         if quantize is None:
             return values.astype(record.dtype)
-        values, latest["scale"] = quantize_chunk(values, *quantize)
+        values, latest["scale"] = quantize_chunk(values, quantize)
         return values
 
     encode(record, chunk, (lambda c: latest["scale"]) if record.scaled else None, put, rows)
@@ -114,7 +122,7 @@ def _fetch(refs: _Refs, entries: int, steps: int) -> Any:
 
 
 def _body(
-    refs: _Refs, *, record: Record, entries: int, steps: int, quantize: tuple[str, str] | None, as_records: bool
+    refs: _Refs, *, record: Record, entries: int, steps: int, quantize: Quantization | None, as_records: bool
 ) -> None:
     buffer, out, total = refs.buffer, refs.out, refs.total
     slot = _fetch(refs, entries, steps)
@@ -168,7 +176,7 @@ def reduce_ranks(
     *,
     record: Record,
     out_dtype: Any,
-    quantize: tuple[str, str] | None = None,
+    quantize: Quantization | None = None,
     as_records: bool = False,
     launch: Launch,
     tokens: int | None = None,

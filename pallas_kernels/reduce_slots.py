@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import Columns, Ordered, order_pairs
-from xen_moe_jax.pallas_kernels.record import LANES, Record
+from xen_moe_jax.pallas_kernels.record import LANES, Quantization, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
 from xen_moe_jax.pallas_kernels.send import Link, Outgoing, await_whole, scratch
 
@@ -82,7 +82,7 @@ GROUP, GATHERED = 0, 1
 @dataclasses.dataclass(frozen=True)
 class _Static:
     record: Record
-    quantize: tuple[str, str] | None
+    quantize: Quantization | None
     columns: Columns
     weighted: bool
     paired: bool
@@ -304,7 +304,7 @@ def reduce_slots(
     zero: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     axes: peers.Axes | None,
     launch: Launch,
 ) -> jax.Array:
@@ -315,7 +315,7 @@ def reduce_slots(
       pairs: in any order, or ordered already.
       weights: float32 `[C]`, what the rows are multiplied by, or None.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
-      quantize: (dtype, scale format), or None to send partial sums in `y.dtype`.
+      quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.

@@ -58,6 +58,7 @@ def test_imports_fall(tmp_path):
         ("_spec.py", "from xen_moe_jax import _prepare", "imports fall"),
         ("_moe_primitives.py", "import xen_moe_jax.flax", "imports fall"),
         ("pallas_kernels/place.py", "from xen_moe_jax.backends import rounds", "imports fall"),
+        ("pallas_kernels/record.py", "from xen_moe_jax._quantize import QMAX", "imports fall"),
         ("tuning/problem.py", "from xen_moe_jax import autotune", "imports fall"),
         ("backends/reference/combine.py", "from xen_moe_jax.backends.pallas import plan", "a backend knows"),
         ("tuning/workload.py", "from xen_moe_jax.tuning import timing", "no circles"),

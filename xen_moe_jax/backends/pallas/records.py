@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from xen_moe_jax import _layout
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import Wire
+from xen_moe_jax._quantize import MIN_AMAX, QMAX, Wire
 from xen_moe_jax._spec import SCALE_BLOCK, Spec, scale_blocks
 from xen_moe_jax.backends.pallas import hardware, headers, plan
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
-from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
+from xen_moe_jax.pallas_kernels.record import LANES, Header, Quantization, Record
 
 FLOAT_DTYPES = ("float32", "bfloat16")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
@@ -93,14 +93,14 @@ class Rows(NamedTuple):
 
     Attributes:
       hidden, dtype: as given. scaled: scales travel with them, and arrive.
-      record: a row on the wire. quantize: (dtype, scale format) to quantize to, or None.
+      record: a row on the wire. quantize: how to quantize, or None.
     """
 
     hidden: int
     dtype: Any
     scaled: bool
     record: Record
-    quantize: tuple[str, str] | None
+    quantize: Quantization | None
 
 
 def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
@@ -109,8 +109,9 @@ def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
     return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantization(wire))
 
 
-def quantization(wire: Wire | None) -> tuple[str, str] | None:
-    return None if wire is None else (wire.dtype, wire.scale_format)
+def quantization(wire: Wire | None) -> Quantization | None:
+    """How the kernels quantize for `wire`; None where values travel as they are."""
+    return None if wire is None else Quantization(wire.dtype, wire.scale_format, QMAX[wire.dtype], MIN_AMAX)
 
 
 def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:

@@ -28,7 +28,7 @@ from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.push import Routes
-from xen_moe_jax.pallas_kernels.record import Header, Record
+from xen_moe_jax.pallas_kernels.record import Header, Quantization, Record
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
@@ -97,7 +97,7 @@ def push(
     positions: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     spec: Spec,
     config: KernelConfig,
     launch: Launch,
@@ -118,7 +118,7 @@ def pack(
     positions: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     spec: Spec,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, FanOut]:
@@ -146,7 +146,7 @@ def pack_slices(
     own_hits: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     spec: Spec,
     launch: Launch,
     header: jax.Array | None = None,
@@ -250,7 +250,7 @@ def combine(
     zero: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     dtype,
     spec: Spec,
     config: KernelConfig,
@@ -283,7 +283,7 @@ def partial_sums(
     zero: jax.Array,
     *,
     record: Record,
-    quantize: tuple[str, str] | None,
+    quantize: Quantization | None,
     dtype,
     spec: Spec,
     slots_launch: Launch,
