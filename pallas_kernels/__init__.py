@@ -11,7 +11,7 @@
 | `place` | staged records -> rows of `routed.x` |
 | `reduce_slots` | expert rank: a token's rows -> one partial record -> staging of the token's rank |
 | `reduce_ranks` | token's rank: staged partial records -> output rows |
-| `pack_tokens`, `index_tokens`, `order_tokens` | few tokens that go to everybody: packed, found; tables of a combine |
+| `pack_tokens`, `index_tokens`, `order_tokens` | few tokens: packing, indexing, and the tables of a combine |
 | `forward` | records from another slice -> staging of the ranks of this slice |
-| `exchange` | one remote DMA per peer over contiguous runs; fused, or as start and done halves |
+| `exchange` | one remote DMA per peer over contiguous runs; synchronous, or as start and done |
 """

@@ -3,7 +3,7 @@
 What moves: rows `[input_offset, + size)` of the operand, HBM to HBM, to row `output_offset` of the peer's result.
 Only the peer's semaphore knows of their arrival: each rank waits for the number of rows that it expects from each
 source.
-Who waits: as everywhere, nobody writes before every peer has announced itself (`peers`).
+Who waits: no rank writes before all of its peers have announced themselves (`peers`).
 Forms: `exchange` does it all in one kernel. `start` returns while the rows travel, with its semaphores as results;
 `done` waits on them. Nothing between the two may touch the operand or the result; both are passed through.
 """
@@ -67,7 +67,7 @@ class _Refs:
 
 
 def _start(refs: _Refs, link: Link, count: int) -> None:
-    """Barrier, then one DMA per peer that gets rows, beginning with the next rank: nobody is everybody's first."""
+    """Barrier, then one DMA per peer that gets rows. Each rank begins with the next one, so that first peers differ."""
     link.announce()
     link.await_peers()
 
@@ -130,7 +130,7 @@ def _done_body(refs: _Refs, *, count: int) -> None:
 
 
 class Started(NamedTuple):
-    """What `start` leaves to `done`.
+    """Buffers and semaphores that `start` returns and `done` takes.
 
     Attributes:
       x: the operand. rows: the result, arriving.
@@ -144,7 +144,7 @@ class Started(NamedTuple):
 
 
 def semaphore_counts(count: int) -> tuple[int, int]:
-    """How many send and receive semaphores `Started` has for `count` peers."""
+    """Returns the numbers of send and receive semaphores of `Started` for `count` peers."""
     return 1, recv_semaphores(count)
 
 

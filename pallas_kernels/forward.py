@@ -68,7 +68,7 @@ def forward(records: jax.Array, source: jax.Array, routes: Routes, *, axes: peer
       source: int32 `[P]`, record of each entry of `routes`, whose tables are `[P, D]`.
 
     Returns:
-      int32 `[staging_rows, S, 128]`; rows that nobody addressed are unspecified.
+      int32 `[staging_rows, S, 128]`; rows that no rank addressed are unspecified.
     """
     count, entries = routes.peer.shape
     block = min(launch.block, count)

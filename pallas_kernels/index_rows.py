@@ -103,7 +103,7 @@ def _table(refs: _Refs, static: _Static, headers: jax.Array, valid: Any) -> None
 
 
 def _write(refs: _Refs, static: _Static, first_row: Any, first_record: Any) -> None:
-    """What a table says, into the windows."""
+    """Writes the entries of a table into the windows."""
 
     def known(line: Any, n: Any) -> Any:
         return refs.table[line * static.block + n]
@@ -203,7 +203,7 @@ def index_rows(
     window: int,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the headers of staged records say.
+    """Reads the headers of staged records.
 
     Args:
       staged: int32 `[N + records_at_once, *record.shape]`.

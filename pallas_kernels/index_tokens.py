@@ -34,7 +34,7 @@ FILLED = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Slabs:
-    """How rows are laid out.
+    """Layout of the rows of `routed.x`.
 
     Attributes:
       experts: of this rank. block: rows of `routed.x` that `place` makes at a time.
@@ -100,7 +100,7 @@ class _Static:
 
     @property
     def experts(self) -> int:
-        """Of this rank, up to whole registers."""
+        """Experts of this rank, rounded up to whole registers."""
         return -(-self.slabs.experts // SUBLANES) * SUBLANES
 
     @property
@@ -200,7 +200,7 @@ def _starts(refs: _Refs, static: _Static) -> tuple[_Starts, jax.Array]:
 
 
 def _visit(refs: _Refs, static: _Static, starts: _Starts, blocks: jax.Array) -> None:
-    """Which blocks of rows are visited, and how many records each of them gets."""
+    """Computes which blocks of rows are visited, and how many records each of them gets."""
     slabs, shape = static.slabs, (static.experts, whole(static.visits))
     visit = lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.float32)
     begin = visit * slabs.block
@@ -250,7 +250,7 @@ def _sort(refs: _Refs, static: _Static, source: Any, starts: _Starts) -> None:
 
 
 def _write(refs: _Refs, static: _Static) -> None:
-    """What a table says, into the windows."""
+    """Writes the entries of a table into the windows."""
     top_k = static.top_k
 
     def known(line: Any, n: Any) -> Any:
@@ -354,7 +354,7 @@ def vmem_bytes(record: Record, top_k: int, ranks: int, tokens: int, slabs: Slabs
 def index_tokens(
     staged: jax.Array, first_expert: jax.Array, *, record: Record, top_k: int, slabs: Slabs, launch: Launch
 ) -> tuple[Visits, jax.Array, jax.Array, jax.Array]:
-    """What the headers of everybody's tokens say.
+    """Reads the headers of the tokens of all ranks.
 
     Args:
       staged: int32 `[R, S, T, 128]`, as `pack_tokens` makes each rank's; `T` at most 256.

@@ -1,4 +1,4 @@
-"""How a kernel is launched: the knobs that policy sets, and the call of `pallas_call` that they share."""
+"""Launch of a kernel: the parameters that the policy sets, and the one call of `pallas_call`."""
 
 from __future__ import annotations
 

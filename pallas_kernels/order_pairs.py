@@ -26,7 +26,7 @@ SUBLANES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What a table says of `slots` rows a pair, `block` pairs: row `n` of it begins at word `n * block`.
+    """Entries of a table of `block` pairs with `slots` rows each: row `n` of it begins at word `n * block`.
 
     Rows 0 to `slots - 1`: rows of `y` in slot order, those in use first, then `-1`. Then peer (`-1` for no pair),
     address, how many rows the pair has, and facts: number `s` is how many pairs have more than `s` rows, number

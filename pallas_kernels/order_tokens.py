@@ -1,4 +1,4 @@
-"""What a combine of few tokens reduces, sends and gets, from positions and routing as XLA keeps them: slots by tokens.
+"""Tables of a combine of few tokens, from positions and routing in the layout that XLA keeps: slots by tokens.
 
 Where there are no more ranks than slots a token's partial record has a place of its own in staging: row `rank * T +
 token` of the token's rank. So nothing is exchanged, and nothing depends on other tokens. What moves: nothing but
@@ -65,7 +65,7 @@ def _pairs(refs: _Refs, static: _Static, block: Any) -> None:
 
 
 def _tokens(refs: _Refs, static: _Static) -> None:
-    """What this rank's tokens get back."""
+    """Places of the partial sums that this rank's tokens receive."""
     experts = refs.experts[...]
     wide = experts.shape[1]
     ranks = -(-static.ranks // SUBLANES) * SUBLANES

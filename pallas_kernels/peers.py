@@ -1,11 +1,11 @@
-"""Who may write into whom, and when: the ranks that a kernel spans, and the order in which they signal and wait.
+"""The ranks that a kernel spans, and the order in which they signal and wait: when a rank may write into a peer.
 
 A remote DMA may start only once its target is inside the same kernel: before that, XLA may use the target's buffer for
-something else. `ANNOUNCE` tells every peer "I am in"; `AWAIT` waits until all have said so.
+something else. `ANNOUNCE` tells every peer "I am in"; `AWAIT` waits until every peer has announced itself.
 
 A barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could be
 taken for a slow rank's announcement for this one. Exit credits prevent that: no rank passes `LEAVE` before every peer
-has passed `AWAIT`. They arrive while rows travel, so nobody waits for them in practice. Between kernels over
+has passed `AWAIT`. They arrive while rows travel, so that no rank waits for them in practice. Between kernels over
 different groups of ranks credits prove nothing: those must have different barrier semaphores.
 
 `send.Link` runs these phases in a kernel; tests/backends/pallas/barrier_model.py checks every interleaving of the same

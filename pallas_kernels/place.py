@@ -239,7 +239,7 @@ def place_visits(
     padding_rows: bool,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """As `place`, out of int32 `staged [R, S, T, 128]`, for few visits, whose tables are in SMEM as a whole."""
+    """`place` from int32 `staged [R, S, T, 128]`, for few visits: their tables are in SMEM as a whole."""
     if not launch.interpret:  # so small an array XLA puts into VMEM, where a row is not fetched but loaded and stored
         staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
     return _launched(

@@ -4,8 +4,8 @@ What moves: for each token, one record per destination rank, from VMEM by remote
 staging.
 Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantized) into one of two record buffers; then
 one DMA per (token, destination). A record buffer is reused once the DMAs of two blocks ago have left it.
-Who waits: nobody writes before every peer has announced itself, which is checked only after the first block is
-encoded. At the end each rank waits for the number of records that the routing says it receives (`send`).
+Who waits: no rank writes before all of its peers have announced themselves, which is checked only after the first
+block is encoded. At the end each rank waits for the number of records that the routing says it receives (`send`).
 Local form (`axes=None`): the same, into a send buffer of this rank's own, for `exchange`.
 """
 
@@ -30,7 +30,7 @@ from xen_moe_jax.pallas_kernels.send import Link, Outgoing, scratch
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Where records go, and how many come.
+    """Destinations of records, and the number of records to expect.
 
     Attributes:
       peer: int32 `[T, D]`, destination rank of each entry, `-1` for none.
@@ -145,7 +145,7 @@ def push(
       header: int32 `[T, 128]`, as `record.encode` takes it, where the record has one.
 
     Returns:
-      int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
+      int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.
     """
     tokens, entries = routes.peer.shape
     block = block_rows(launch.block, tokens, tile_rows(x.dtype))

@@ -1,4 +1,4 @@
-"""What one row looks like on the wire: a `(rows, 128)` block of int32 words.
+"""Format of one row on the wire: a `(rows, 128)` block of int32 words.
 
 Values of 1 or 2 bytes share words by column, not by row: word `j` of a row holds elements `j`, `j + W`, `j + 2W`, ...
 (`W` words). So packing is shifts and ors on whole vectors, a row is one contiguous block at any row number, and one
@@ -73,7 +73,7 @@ class Record:
 
 
 class Quantization(NamedTuple):
-    """How values are quantized, by the rule of docs/design/internals.md.
+    """Parameters of the quantization rule of docs/design/internals.md.
 
     Attributes:
       dtype: dtype name of the quantized values.

@@ -52,7 +52,7 @@ def encode_sums(
 
 @dataclasses.dataclass(frozen=True)
 class Summands:
-    """What is added up of few tokens, whose tables are in SMEM as a whole.
+    """Summands of few tokens, whose tables are in SMEM as a whole.
 
     Attributes:
       numbers: int32 `[D * N]`, staged record of summand `d` of token `t` at `d * N + t`, `-1` for none.

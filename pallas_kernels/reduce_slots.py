@@ -318,7 +318,7 @@ def reduce_slots(
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
 
     Returns:
-      int32 `[staging_rows, *record.shape]`; rows that nobody addressed are unspecified.
+      int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.
     """
     paired = y.dtype.itemsize == 2
     if paired and launch.interpret:

@@ -95,7 +95,7 @@ def _table(refs: _Refs, static: _Static, first: Any, there: Any, slot: Any) -> N
 
 
 def _write(refs: _Refs, static: _Static, slot: Any) -> None:
-    """What a table says, into the windows."""
+    """Writes the entries of a table into the windows."""
 
     def known(line: Any, n: Any) -> Any:
         return refs.table[slot, line * static.block + n]

@@ -251,7 +251,7 @@ def wait_rows(rows: Callable[[int], Sequence[Any]], most: int, count: jax.Array,
 
 
 def await_whole(rows: Sequence[Any], count: jax.Array, semaphore: Any) -> None:
-    """As `wait_rows`, for row `i` of each of `rows`."""
+    """`wait_rows` for row `i` of each of `rows`."""
     wait_rows(lambda n: [ref.at[pl.ds(0, n)] for ref in rows], rows[0].shape[0], count, semaphore)
 
 

@@ -1,9 +1,10 @@
-"""Ranks that are out: which entries of a routing still move.
+"""Inactive ranks: which entries of a routing still move.
 
 `active` is an operand, bool `[R]`, or the literal `EVERY_RANK` where a call has none: no residual holds it then, and
-XLA's compiler crashes on arrays without elements that leave a scan inside `jax.shard_map`. An entry of `topk_idx` whose
-expert's rank is out counts as an unused slot, and so do all entries of a rank that is out itself. Every backend that
-knows nothing of `active` gets operands masked here; one that takes it (`TAKES_ACTIVE`) waits for nobody who is out.
+XLA's compiler crashes on arrays without elements that leave a scan inside `jax.shard_map`. An entry of `topk_idx`
+counts as an unused slot if the rank of its expert is inactive. All entries of an inactive rank count as unused, too.
+A backend that does not take `active` gets operands that are masked here. A backend that takes it
+(`Backend.takes_active`) does not wait for inactive ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ EVERY_RANK = np.True_
 
 
 def given(active: Any) -> bool:
-    """Whether a call has ranks to leave out at all; static."""
+    """Returns True if the call was given a mask of ranks; static."""
     return active.ndim > 0
 
 
 def _mine(active: jax.Array, spec: Spec) -> jax.Array:
-    """bool `[R]`: the ranks that this one exchanges rows with: none when it is out itself."""
+    """bool `[R]`: the ranks that this rank exchanges rows with; all False on an inactive rank."""
     return active & active[lax.axis_index(spec.axis_name)]
 
 
@@ -44,7 +45,7 @@ def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
 
 
 def positions_of(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
-    """`positions [R, T, slots]` with `-1` for every source that is out."""
+    """`positions [R, T, slots]` with `-1` for every inactive source."""
     return jnp.where(_mine(active, spec)[:, None, None], positions, -1) if given(active) else positions
 
 
@@ -67,14 +68,14 @@ def mask_dispatch(operands: Sequence[Any], spec: Spec) -> list[Any]:
 
 
 def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
-    """Of an operation on a handle: `x` or `y`, `topk_idx`, `positions`, `recv_counts`, `active`, and what follows."""
+    """Masks the operands of an operation on a handle: `x` or `y`, the handle's arrays, `active`, and further ones."""
     first, topk_idx, positions, recv_counts, active, *rest = operands
     topk_idx, positions = entries(topk_idx, active, spec), positions_of(positions, active, spec)
     return [first, topk_idx, positions, recv_counts, *rest]
 
 
 def zero_left_out(rows: jax.Array, operands: Sequence[Any], spec: Spec) -> jax.Array:
-    """Rows of a redispatch that the handle knows and nobody sends: its counts say that they are in use, so zero."""
+    """Zeroes rows whose source rank is inactive: the handle counts them as used, but no rank sends them."""
     positions, active = operands[2], operands[4]
     if not given(active):
         return rows

@@ -52,11 +52,11 @@ def dispatch(
       wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantizes on
         the wire and dequantizes on arrival. Gradients go straight through.
       gradient_wire: what gradients travel as, named as in `wire`; None is their own dtype.
-      active: bool `[R]`, the same on every rank: who takes part. An array like any other, so that it changes from call
-        to call without a new program. Nothing goes to a rank that is out and nothing comes from it; its tokens' results
-        are zero, what others would have sent there is left out and counted in `routed.num_dropped`. On GPUs nobody
-        waits for it, whether it runs the program or not; docs/user/failures.md says how it comes back. None means all
-        ranks.
+      active: bool `[R]`, the same on every rank: True for ranks that take part. It is an array like any other, so that
+        it changes from call to call without a new program. Nothing goes to an inactive rank and nothing comes from it.
+        The results of its tokens are zero; rows that other ranks would have sent to it are left out and counted in
+        `routed.num_dropped`. On GPUs no rank waits for an inactive one, whether or not that one runs the program;
+        docs/user/failures.md says how it comes back. None means all ranks.
       config: tuning; never changes the result.
 
     Returns:
@@ -171,7 +171,7 @@ def redispatch(
       x: `[T, H2]` float32, bfloat16 or float16; `H2` need not be the first payload's.
       handle: `routed.handle` of an earlier `dispatch`.
       wire, gradient_wire, config: as in `dispatch`.
-      active: as in `dispatch`; the default is what the dispatch was given. Rows of a rank that is out are zero.
+      active: as in `dispatch`; the default is what the dispatch was given. Rows of an inactive rank are zero.
 
     Returns:
       rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`.

@@ -1,13 +1,14 @@
-"""Dispatch and combine in two halves as primitives, with their derivatives.
+"""Start and done of dispatch and combine as primitives, with their derivatives.
 
-A done half takes the operands of its start half again, and whatever the backend left under way. Where a flight lands in
-its results (`backends`), that is the results themselves, which nobody else reads before, and their cotangents are
-flights in the other direction: the transpose of the second half of a dispatch starts a combine, and that of the first
-finishes it. So what stands between the halves in the forward pass stands between them in the backward pass too.
+A done takes the operands of its start again, and the pending arrays that the start returned. With
+`Backend.start_returns_results` the pending arrays are the results themselves, which only the done reads. Their
+cotangents are then asynchronous operations in the other direction: the transpose of `dispatch_done` starts a combine,
+and the transpose of `dispatch_start` finishes it. So work between start and done in the forward pass has its transpose
+between start and done in the backward pass.
 
     dispatch_start -> work -> dispatch_done         combine_done <- work's transpose <- combine_start
 
-Elsewhere derivatives belong to the done half, and are whole operations.
+On other backends the derivatives belong to the done, and are synchronous operations.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def _backend(spec: Spec, config: KernelConfig) -> Backend | None:
 
 
 def runs_async(spec: Spec, config: KernelConfig) -> bool:
-    """Whether start and done of an operation traced here are two programs: its backend can, and it is not empty."""
+    """Returns True if start and done of an operation traced here are two programs. Empty operations are one."""
     return spec.capacity > 0 and _backend(spec, config) is not None
 
 
 def received_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
-    """Places in what is under way of arrays that a collective of XLA brings (`backends`)."""
+    """Returns the places of pending arrays that a collective of XLA receives (`Backend.received_by_xla`)."""
     backend = _backend(spec, config)
     return () if backend is None else backend.received_by_xla(spec)
 
@@ -57,7 +58,11 @@ def _start_returns_results(params: dict[str, Any]) -> bool:
 
 
 def _hold_shapes(spec: Spec) -> list[ShapeDtype]:
-    """Of arrays of no meaning. Their cotangents are the positions and counts of a combine under way: kept alive."""
+    """Shapes of two dummy float32 results ("held arrays").
+
+    Their cotangents carry, as raw bits, the positions and counts that the backward combine reads, which keeps those
+    buffers alive.
+    """
     return [
         ((spec.num_ranks, spec.num_tokens, spec.slots), jnp.float32),
         ((spec.num_ranks, spec.local_experts), jnp.float32),
@@ -85,7 +90,7 @@ def _mask_done(operands: Any, spec: Spec) -> list[Any]:
 
 
 def _mask_combine(operands: Any, spec: Spec) -> list[Any]:
-    """Positions and counts of a backward pass come as the bits of float32."""
+    """Masks the operands of a combine. In a backward pass, positions and counts come as the bits of float32."""
     y, *handle = operands
     return _active.mask_handle([y, *_integers(handle)], spec)
 
@@ -100,23 +105,23 @@ def _integers(handle: Any) -> list[Any]:
 
 
 dispatch_start_p = declare("dispatch_start", _dispatch_start_shapes, mask=_active.mask_dispatch)
-"""Operands of a dispatch -> what is under way. Landing in results: those, two that are held, `x`."""
+"""Operands of a dispatch -> pending arrays. With `start_returns_results`: the results, two held arrays, and `x`."""
 dispatch_done_p = declare("dispatch_done", _shapes.dispatch, mask=_mask_done)
-"""Operands of the start, then what is under way -> results of a dispatch."""
+"""Operands of the start, then the pending arrays -> results of a dispatch."""
 combine_start_p = declare("combine_start", _combine_start_shapes, mask=_mask_combine)
-"""Operands of a combine -> what is under way. Landing in results: `out`, `y`."""
+"""Operands of a combine -> pending arrays. With `start_returns_results`: `out` and `y`."""
 combine_done_p = declare("combine_done", _shapes.combine, mask=_mask_combine)
 redispatch_start_p = declare("redispatch_start", _shapes.redispatch, mask=_active.mask_handle)
-"""Only where flights land in results, and only in the backward pass of a combine in halves."""
+"""Only with `start_returns_results`, in the backward pass of an asynchronous combine."""
 redispatch_done_p = declare("redispatch_done", _shapes.redispatch, mask=_active.mask_handle)
 
 
 # -- order: XLA goes by data alone -------------------------------------------------------------------------------------
 
 order_p = Primitive("xen_moe_order")
-"""All operands -> the same. The first `num_pending` of them are under way: whoever uses a result comes after whatever
-makes an operand. An optimization barrier that vanishes where nobody finishes the flight, as in what remat computes
-again: a flight that nobody finishes must not start."""
+"""Returns its operands, of which the first `num_pending` are pending. An operation that uses a result runs after all
+operations that make an operand. It is an optimization barrier that vanishes if no operation uses a pending result, as
+in the part of a program that remat computes again: an operation that is never finished must not start."""
 order_p.multiple_results = True
 order_p.def_impl(lambda *a, num_pending: lax.optimization_barrier_p.bind(*a))
 order_p.def_abstract_eval(lambda *avals, num_pending: list(avals))
@@ -138,7 +143,7 @@ def _order_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _order_nonzero(values: Any, count: int) -> list[Any]:
-    """The same order among those of `values` that are not symbolic zeros."""
+    """Orders those of `values` that are not symbolic zeros."""
     moving = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
     if not moving:
         return list(values)
@@ -159,12 +164,12 @@ ad.primitive_transposes[order_p] = lambda cotangents, *_, num_pending: _order_no
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has data to wait for; a Python number is a constant of the program."""
+    """Returns True for a leaf with data to wait for; a Python number is a constant of the program."""
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def order(pending: Any, others: Any) -> tuple[Any, Any]:
-    """Both pytrees again; whoever uses either of the results comes after whatever makes either of the arguments."""
+    """Returns both pytrees; operations that use a leaf of a result run after those that make the leaves of both."""
     leaves, tree = jax.tree.flatten((pending, others))
     arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     ordered = order_p.bind(*(leaves[i] for i in arrays), num_pending=len(jax.tree.leaves(pending)))
@@ -174,8 +179,8 @@ def order(pending: Any, others: Any) -> tuple[Any, Any]:
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
-# The linear half-operations below never run in halves: forward mode computes the whole operation in one of them. They
-# are there for what their transposes are.
+# The linear primitives below never run asynchronously: forward mode computes the whole operation in one of them. They
+# exist for their transposes, which are the starts and dones of the backward pass.
 
 
 def _zeros(shapes: list[ShapeDtype]) -> list[Any]:
@@ -207,7 +212,7 @@ def _of_combine(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "wire": params["gradient_wire"], "weighted": False}
 
 
-# A dispatch. The tangents of rows, held arrays and x under way: nothing, nothing and the tangent of x.
+# A dispatch. The tangent of x travels in the place of x; the tangents of pending rows and held arrays are zeros.
 
 
 def _dispatch_link_start_shapes(x: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeDtype]:
@@ -298,7 +303,7 @@ ad.primitive_jvps[dispatch_start_p] = _dispatch_start_jvp
 ad.primitive_jvps[dispatch_done_p] = _dispatch_done_jvp
 
 
-# A combine. The tangents of out and y under way: the whole tangent, and nothing.
+# A combine. The tangent of the pending out is the whole tangent; that of y is zero.
 
 
 def _combine_link_start_shapes(y: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeDtype]:
@@ -398,7 +403,7 @@ ad.primitive_jvps[combine_start_p] = _combine_start_jvp
 ad.primitive_jvps[combine_done_p] = _combine_done_jvp
 
 
-# A redispatch: flights of a backward pass. Their own derivatives belong to the done half.
+# A redispatch: only in a backward pass. Its own derivatives belong to the done.
 
 
 def _redispatch_start_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -70,8 +70,8 @@ def _ragged_transpose(cotangents: Any, operand: Any, output: Any, *offsets: Any,
 
 
 def _ragged_batcher(operands: Any, dims: Any, **params: Any) -> Any:
-    """Where every entry of the batch has the same segments, the batch is part of a row; else one exchange after the
-    other."""
+    """Batches a ragged exchange: if all entries share their segments, the batch becomes a part of each row. Otherwise
+    the entries are exchanged one after another."""
     bind = functools.partial(ragged_all_to_all_p.bind, **params)
     if all(dim is None for dim in dims[2:]):
         size = next(a.shape[dim] for a, dim in zip(operands[:2], dims[:2], strict=True) if dim is not None)

@@ -80,7 +80,7 @@ class KernelConfig:
 
 
 def _is_interpret_params(value: Any) -> bool:
-    """By name: importing Pallas takes a second, and only its users pay for it."""
+    """Compares the type by name: importing Pallas takes a second, which only its users should pay."""
     return type(value).__name__ == "InterpretParams" and type(value).__module__.startswith("jax.")
 
 

@@ -32,7 +32,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def checks_varying(axis: str) -> bool:
-    """Whether `check_vma=True` holds here: only then does an axis index vary over its axis."""
+    """Returns True under `check_vma=True`: only then does an axis index vary over its axis."""
     index = jax.eval_shape(lambda: jax.lax.axis_index(axis))
     return index.manual_axis_type is not None and axis in index.manual_axis_type.varying
 

@@ -20,7 +20,7 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def vmapped(axis_name: Any) -> bool:
-    """Whether one of the names is an axis of an enclosing `jax.vmap`."""
+    """Returns True if one of the names is an axis of an enclosing `jax.vmap`."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     return any(_is_bound(name) for name in names if name not in manual_axes())
 

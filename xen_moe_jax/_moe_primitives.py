@@ -98,8 +98,10 @@ def weights_tangent(known: Any, topk_weights_dot: Any, active: Any, params: Any)
 
 
 def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
-    """By one all-to-all of a number for every (rank, token, slot), but between nodes, where it would cross for every
-    rank."""
+    """Sends numbers by one all-to-all of a number for every (rank, token, slot).
+
+    With inactive ranks, and between nodes, where each number would cross once for every rank, rows carry them instead.
+    """
     topk_idx, positions, recv_counts, active, *local_idx = handle
     spec: Spec = params["spec"]
     if _active.given(active) or _nodes.several(spec.num_ranks, params["config"]):
@@ -126,8 +128,8 @@ def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
 
 
 def _weights_by_rows(values: Any, handle: Any, local_idx: Any, params: Any) -> Any:
-    """The same where ranks are out, whom an all-to-all would wait for, and between nodes: every row takes its token's
-    slots along."""
+    """`_weights_to_rows` by a redispatch: every row carries the numbers of all slots of its token. An all-to-all would
+    wait for inactive ranks."""
     spec: Spec = params["spec"]
     (rows,) = redispatch_p.bind(values, *handle, **{**params, "wire": None, "gradient_wire": None})
     if local_idx:
@@ -203,7 +205,7 @@ def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 def _dispatch_transpose(
     cotangents: Any, x: Any, scales: Any, topk_idx: Any, topk_weights: Any, active: Any, **params: Any
 ) -> list[Any]:
-    """Of a dispatch that is linear by itself (`jax.linear_transpose`): its routing is worked out again, of no rows."""
+    """Transposes a dispatch that is linear by itself (`jax.linear_transpose`): a dispatch of zeros routes."""
     rows_ct, _, _, _, weights_ct, *_ = cotangents
     wanted = ad.is_undefined_primal(x), ad.is_undefined_primal(topk_weights)
     values = [jnp.zeros(v.aval.shape, v.aval.dtype) if ad.is_undefined_primal(v) else v for v in (x, topk_weights)]

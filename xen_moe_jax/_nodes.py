@@ -1,4 +1,4 @@
-"""How the ranks of an axis fall into nodes: by the mesh's slow axis, or by `KernelConfig.ranks_per_node`.
+"""Division of the ranks of an axis into nodes: by the mesh's slow axis, or by `KernelConfig.ranks_per_node`.
 
 Ranks are numbered node by node. A combine adds inside each node first, and then over the nodes.
 """
@@ -17,7 +17,7 @@ def ranks_per_node(spec: Spec, config: KernelConfig) -> int:
 
 
 def several(num_ranks: int, config: KernelConfig) -> bool:
-    """Whether `config` says that the ranks do not share a link: kernels then keep to a node's border."""
+    """Returns True if `config` says that the ranks do not all share a fast link: kernels then treat nodes apart."""
     return config.ranks_per_node is not None and config.ranks_per_node < num_ranks
 
 

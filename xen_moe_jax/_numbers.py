@@ -1,4 +1,4 @@
-"""What counts as a number where an argument must be known when a call is traced."""
+"""Conversion of arguments that must be known when a call is traced into Python numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """The same for a finite or infinite float, or anything that `as_int` takes; None for everything else, and NaN."""
+    """Converts a finite or infinite float, or a value that `as_int` takes, to float; None for NaN and all else."""
     whole = as_int(value)
     if whole is not None:
         return float(whole)

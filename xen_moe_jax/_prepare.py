@@ -28,7 +28,7 @@ class Static:
 
     @property
     def params(self) -> dict[str, Any]:
-        """As parameters of a primitive."""
+        """The fields as parameters of a primitive."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -52,17 +52,17 @@ class PreparedDispatch(NamedTuple):
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
-        """Of a dispatch in one piece."""
+        """Operands of a synchronous dispatch."""
         return self.x, self.scales, self.given_topk_idx, self.topk_weights, self.active
 
     @property
     def start_operands(self) -> tuple[jax.Array, ...]:
-        """Of the start of a dispatch in two halves, whose routing the second half reads again."""
+        """Operands of `dispatch_start`; `dispatch_done` reads the routing again."""
         return self.x, self.scales, self.topk_idx, self.topk_weights, self.active
 
     @property
     def handle_active(self) -> jax.Array | None:
-        """What the handle remembers."""
+        """The mask of ranks that the handle keeps; None for every rank."""
         return self.active if _active.given(self.active) else None
 
 

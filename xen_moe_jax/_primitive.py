@@ -1,4 +1,4 @@
-"""How an operation is declared to JAX: one primitive, its abstract evaluation, one lowering rule per platform.
+"""Declares an operation to JAX: one primitive, its abstract evaluation, one lowering rule per platform.
 
 A jaxpr then names the operation (`xen_moe_dispatch`), and `lower(lowering_platforms=("tpu",))` works anywhere: CPU and
 every unknown platform run the plain JAX backend, TPU the Pallas kernels, CUDA the compiled ones.
@@ -181,7 +181,7 @@ def _lower(ctx: mlir.LoweringRuleContext, operands: Sequence[Any], avals: Sequen
 
 @contextlib.contextmanager
 def _usual_promotion() -> Iterator[None]:
-    """The caller's settings are about the caller's code: an implementation is traced under JAX's defaults."""
+    """Traces an implementation under JAX's defaults: the caller's settings concern the caller's code alone."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 

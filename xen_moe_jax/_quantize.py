@@ -26,7 +26,7 @@ MIN_AMAX = 2.0**-96
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What travels instead of the input dtype: `dtype` values and one scale per 128 of them."""
+    """Format of rows that travel quantized: values of `dtype`, and one scale for every 128 of them."""
 
     dtype: str
     scale_format: str = "float32"

@@ -1,4 +1,4 @@
-"""What `jnp` does in several operations and a call, in one: for the code that is compiled into every program.
+"""Single operations for what `jnp` does in several operations and a call: they keep every compiled program small.
 
 `jnp.where`, `x[index]` and `//` promote, broadcast, wrap negative numbers and round towards minus infinity. The routing
 arithmetic needs none of that, and would pay for it whenever a program is traced and compiled.

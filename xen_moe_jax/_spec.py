@@ -17,7 +17,7 @@ def scale_blocks(hidden: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a dispatch, its handle, and every operation on that handle share.
+    """Static description that a dispatch, its handle, and every operation on that handle share.
 
     Attributes:
       axis_name: mesh axis names, slowest link first.

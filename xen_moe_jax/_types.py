@@ -55,7 +55,7 @@ class BlockScaled:
 
 @pytree(static=("spec",))
 class Handle:
-    """Where every row of a dispatch went. Plain arrays: safe under jit, scan, remat, donation and export.
+    """The routing of a dispatch: where each row went. Plain arrays: safe under jit, scan, remat, donation and export.
 
     Attributes:
       topk_idx: int32 `[T, K]`, this rank's routing, unused slots `-1`.
@@ -76,7 +76,7 @@ class Handle:
 
 @pytree()
 class Routed:
-    """What `dispatch` returns on one rank. Fields that a layout does not have are None.
+    """Result of `dispatch` on one rank. Fields that a layout does not have are None.
 
     Attributes:
       x: rows. grouped `[C, H]`, ranked `[C, H]`, padded `[L, R*T, H]`; `BlockScaled` if the input was.
@@ -123,7 +123,7 @@ def experts_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """An operation under way between a `*_start` and its `*_done`. Finish it exactly once.
+    """A pending operation, between its `*_start` and its `*_done`. Finish it exactly once.
 
     A pytree, to be passed on until it is used: a `ValueError` where a finished one is returned from the body of a loop.
     """
@@ -133,7 +133,7 @@ class Flight:
 
 
 _used_flights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""An array of every flight that was used and of no other, by identity: a copy of a flight shares it."""
+"""One array of each used flight, by its identity. A copy of a flight shares the array."""
 
 
 def use_flight(flight: Flight, caller: str) -> None:
@@ -152,7 +152,7 @@ def use_flight(flight: Flight, caller: str) -> None:
 
 
 def _ticket(flight: Flight) -> list[Any]:
-    """The array that tells a flight from others; none where the state is no pytree of arrays, as inside of JAX."""
+    """The array that identifies a flight; an empty list where its state holds no arrays, as inside of JAX."""
     return jax.tree.leaves(getattr(flight.state, "pending", flight.state))[:1]
 
 

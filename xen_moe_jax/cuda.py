@@ -1,4 +1,4 @@
-"""The CUDA backend's symmetric memory, for those who look after it themselves, and its restart after a failure."""
+"""Symmetric memory of the CUDA backend: its workspaces, the processes that are alive, and reset after a failure."""
 
 from xen_moe_jax.backends.cuda.memory import alive, reset, workspaces
 

@@ -1,4 +1,4 @@
-"""What a program can ask about operations that gave up."""
+"""`check` and the error that it raises for operations that gave up."""
 
 from __future__ import annotations
 

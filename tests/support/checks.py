@@ -20,7 +20,7 @@ def assert_bits(actual, expected, what: str, *, where: np.ndarray | None = None,
     Args:
       what: name of the array, for the message.
       where: bool, leading dimensions of the array: only these entries are specified.
-      any_nan: a NaN equals any other NaN (results of arithmetic: NaN payloads are nobody's business).
+      any_nan: a NaN equals any other NaN (results of arithmetic: NaN payloads are not compared).
     """
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"

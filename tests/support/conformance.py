@@ -161,7 +161,7 @@ class Conformance:
             scales=scales,
         )
         y = rng.standard_normal((*expected.specified.shape, hidden)).astype(case.dtype)
-        # Whoever reads a row that no token owns reads a NaN.
+        # Code that reads a row without a token reads a NaN.
         owned = np.zeros(expected.specified.shape, bool).reshape(ranks, -1)
         for rank in range(ranks):
             owned[rank, expected.positions[rank][expected.positions[rank] >= 0]] = True

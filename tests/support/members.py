@@ -1,4 +1,4 @@
-"""Ranks that are out, against the oracle: one program on any backend, run for each subset of the ranks."""
+"""Inactive ranks, against the oracle: one program on any backend, run for each subset of the ranks."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Members:
         assert_bits(
             results["combine without"], oracle.combine(self.y, without, weighted=False, **combining), "combine without"
         )
-        assert not combined[~active].any()  # a rank that is out gets nothing
+        assert not combined[~active].any()  # an inactive rank gets nothing
         if "weighted" in results:
             weighted = oracle.combine(self.y, expected, weighted=True, **combining)
             if self.exact_weighted:

@@ -40,7 +40,7 @@ _held_ports: list[IO[str]] = []
 def free_port() -> int:
     """A TCP port for a server that another process starts: no other caller gets it while this process lives.
 
-    Not one that the system gives out by itself: it could give it to somebody else before the server has started.
+    Not one that the system gives out by itself: it could give it to another process before the server has started.
     """
     folder = pathlib.Path(tempfile.gettempdir()) / "xen_moe_jax_ports"
     folder.mkdir(exist_ok=True)

@@ -92,7 +92,7 @@ class MoE(nnx.Module):
           mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
             and its output is zero.
           token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
-          active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: ranks that are out get no
+          active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: inactive ranks get no
             tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
             ranks: a program that has to run without some of them must not use them.
           topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a

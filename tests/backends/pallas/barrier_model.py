@@ -21,7 +21,7 @@ ROWS = "rows"
 class Kernel(NamedTuple):
     """Attributes:
     steps: as in `peers`. groups: which ranks reach each other. barrier: id of its barrier semaphore.
-    traffic: every rank sends each of its peers a row, or nobody any.
+    traffic: every rank sends each of its peers a row, or no rank sends any.
     starts: number of the kernel whose rows it drains, if not its own.
     """
 

@@ -68,7 +68,7 @@ class TestEightRanks(Pallas):
 
 
 class TestGathered(Pallas):
-    """Few tokens, and ranks that are no more than slots: records go to everybody."""
+    """Few tokens, and ranks that are no more than slots: every rank gets every record."""
 
     config = dataclasses.replace(config("eager"), mode="auto")
 
@@ -171,8 +171,8 @@ def exchanged_at_once(x, runs, *, rows, axes, launch):
 
 
 class TestHalves(Pallas):
-    """Every dispatch and combine as its halves: packing, tables, headers and placing as on a TPU, the exchange in one
-    kernel. On two axes nothing is different from a TPU.
+    """Every dispatch and combine as start and done: packing, tables, headers and placing as on a TPU, the exchange in
+    one kernel. On two axes nothing is different from a TPU.
     """
 
     config = config("eager", channel=1)  # not a config of the classes above: programs are cached by it

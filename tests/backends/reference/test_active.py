@@ -1,4 +1,4 @@
-"""Ranks that are out, on the plain-JAX backend: every subset of four, arguments, transformations, gradients, layers."""
+"""Inactive ranks on the plain-JAX backend: every subset of four, arguments, transformations, gradients, layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dispatch of few tokens on TPU that sends its records to every rank: one all-gather, and each finds its own slots.
+"""A dispatch of few tokens on TPU: one all-gather sends all records to every rank, and each rank finds its own slots.
 
 Nothing is exchanged before the records: a rank counts in the headers of all of them, and knows rows, positions and
 counts like after any dispatch.
@@ -27,7 +27,7 @@ from xen_moe_jax.pallas_kernels.record import LANES, Header
 
 
 def gathers(spec: Spec, config: KernelConfig) -> bool:
-    """Whether every rank gets every record, by XLA's all-gather: few tokens, of which each reaches most ranks anyway.
+    """Returns True if XLA's all-gather brings every record to every rank: few tokens, each of which reaches most ranks.
 
     With at most as many ranks as slots a token reaches `R (1 - (1 - 1/R)^K)` of them, more than `0.63 R`; an all-gather
     sends each record over each link once, an all-to-all once for every destination behind it.
@@ -36,7 +36,7 @@ def gathers(spec: Spec, config: KernelConfig) -> bool:
 
 
 def supports(spec: Spec) -> bool:
-    """Whether a dispatch is one of those that are made here: of few tokens, with a row for every slot."""
+    """Returns True if this module can run the dispatch: few tokens, and a row for every slot."""
     return (
         len(spec.axis_name) == 1
         and spec.layout != "ranked"
@@ -47,7 +47,7 @@ def supports(spec: Spec) -> bool:
 
 
 def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:
-    """Whether the kernels can be lowered, and the tables of all tokens of all ranks fit their memory."""
+    """Returns True if the kernels can be lowered and the tables of all tokens of all ranks fit their memory."""
     if not hardware.lowers_flat_arrays(config):
         return False
     slabs = _slabs(_place_launch(rows, spec, config), rows, spec)

@@ -1,4 +1,4 @@
-"""Which barrier semaphore a kernel uses: one for every way of cutting the devices into groups, and channel.
+"""Choice of a kernel's barrier semaphore: one for every partition of the devices into groups, and channel.
 
 Two kernels over different groups that share a barrier semaphore take each other's announcements for their own, and
 write into buffers of ranks that have not entered (tests/backends/pallas/test_barriers.py shows how). XLA gives every

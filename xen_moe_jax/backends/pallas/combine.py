@@ -88,7 +88,7 @@ def combine(
 
 
 def _few(spec: Spec, config: KernelConfig) -> bool:
-    """Whether one kernel makes the tables: of few tokens, each of which has a record from every rank."""
+    """Returns True if one kernel makes the tables: few tokens, each with a record from every rank."""
     return (
         hardware.lowers_flat_arrays(config)
         and hardware.low_latency(spec, config)

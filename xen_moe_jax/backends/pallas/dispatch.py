@@ -173,8 +173,10 @@ def _ranked_routing(
 def redispatch(
     call: Call, x: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array
 ) -> jax.Array:
-    """A new payload on a known routing: rows keep their places also where ranks have gone out since, so that they
-    follow from `positions`, not from counts.
+    """Sends a new payload along a known routing.
+
+    Rows keep their places even if ranks have become inactive since, so that places follow from `positions`, not from
+    counts.
     """
     spec, config = call.spec, call.config
     records.check("redispatch", x.dtype, spec)

@@ -1,4 +1,4 @@
-"""What the policy knows of each TPU generation, and how it sizes blocks."""
+"""Sizes of each TPU generation, and the policy that chooses block sizes by them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ GENERATIONS = {
     "TPU v6 lite": Generation("v6e", 128 * MIB),
     "TPU7x": Generation("tpu7x", 64 * MIB),
 }
-"""By `device_kind`."""
+"""Generations by JAX's `device_kind`."""
 SMALLEST = Generation("unknown TPU", 16 * MIB)
 """Assumed where the generation cannot be told: every known generation has at least this."""
 
 SMEM_BYTES = 1 * MIB
-"""Of one TensorCore, on every generation here."""
+"""SMEM of one TensorCore, on every generation here."""
 SMEM_BUDGET = SMEM_BYTES * 3 // 4
-"""What our tables may take of it: XLA and Mosaic keep some for themselves."""
+"""The part of SMEM that our tables may take: XLA and Mosaic keep the rest for themselves."""
 
 BLOCK_BUDGET = 10 * MIB
 """VMEM that default block sizes stay under: it fits every generation beside what the compiler itself needs."""
@@ -70,8 +70,8 @@ def generation() -> Generation:
 
 
 def lowers_flat_arrays(config: KernelConfig) -> bool:
-    """Whether kernels may take arrays of one axis: Pallas asks the chip about their tiles when it lowers them, which
-    needs a mesh that tells the generation, or interpret mode.
+    """Returns True if kernels may take arrays of one axis. Pallas asks the chip about their tiles when it lowers them,
+    which needs a mesh that tells the generation, or interpret mode.
     """
     return bool(config.interpret) or generation() is not SMALLEST
 
@@ -94,7 +94,7 @@ def _abstract(mesh: Any) -> Any:
 def check_one_slice(axis_name: tuple[str, ...], remedy: str) -> None:
     """Raises ValueError if these mesh axes join devices of several slices: a Pallas remote DMA cannot leave its slice.
 
-    A kernel that is aimed across slices compiles, so that nobody else would notice.
+    A kernel that is aimed across slices compiles: no other check would find it.
     """
     mesh = _mesh.lowering_mesh()
     _check_manual(mesh)

@@ -1,4 +1,4 @@
-"""Routing that rides in the records of a dispatch: ranks exchange counts, and nothing else that grows with tokens.
+"""Routing in the headers of a dispatch's records: ranks exchange counts, and nothing else that grows with tokens.
 
 From the counts of all ranks a source knows which row of its destination each of its slots gets, and writes that into
 the header of the record, with the expert, the weight and the number of the token. The destination reads the headers
@@ -43,12 +43,12 @@ def window(spec: Spec) -> int | None:
 
 
 def used(spec: Spec) -> bool:
-    """Whether the routing of a dispatch rides in its records; otherwise it is gathered (`tables`)."""
+    """Returns True if the records of a dispatch carry its routing; otherwise ranks gather the routing (`tables`)."""
     return spec.num_tokens > 0 and spec.capacity > 0 and window(spec) is not None
 
 
 class SlicePlan(NamedTuple):
-    """What a chip knows of the records of its rail before they come over DCN (`two_axes`).
+    """Counts and places of the records of this chip's rail, before they cross DCN (`two_axes`).
 
     Attributes:
       came: int32 `[N]`, how many come from each slice. largest: int32 `[]`, the most of any chip, everywhere.
@@ -61,7 +61,7 @@ class SlicePlan(NamedTuple):
 
 
 class HeaderPlan(NamedTuple):
-    """What a rank sends, and what it knows of what it gets.
+    """The records that a rank sends, and the counts and places of the records that it receives.
 
     Attributes:
       routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
@@ -81,7 +81,7 @@ class HeaderPlan(NamedTuple):
 
 
 def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> HeaderPlan:
-    """Of this rank's tokens."""
+    """Plans the records of this rank's tokens."""
     ranks, local, tokens = spec.num_ranks, spec.local_experts, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
     hit = _layout.ranks_hit(topk_idx, ranks, local).astype(jnp.int32)
@@ -183,7 +183,7 @@ def _ranked_rows(
 
 
 def _slice_plan(records: jax.Array, starts: jax.Array, spec: Spec) -> SlicePlan:
-    """From `records [R, N]`, of every rank for every slice, and `starts [R, R]`, of every source on every rank."""
+    """Takes `records [R, N]` of every rank for every slice, and `starts [R, R]` of every source on every rank."""
     slices, fast = spec.axis_sizes
     here, index = (lax.axis_index(name) for name in spec.axis_name)
     count = lax.dynamic_index_in_dim(records.reshape(slices, fast, slices), index, axis=1, keepdims=False)
@@ -201,7 +201,7 @@ def staging_rows(spec: Spec) -> int:
 
 
 def for_all_gather(todo: HeaderPlan, spec: Spec) -> HeaderPlan:
-    """The same with records that are kept here, token by token, for `all_gathered`."""
+    """Changes the routes so that records stay on this rank, token by token, for `all_gathered`."""
     tokens, ranks = spec.num_tokens, spec.num_ranks
     number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     routes = Routes(jnp.zeros_like(number), number, jnp.full((ranks,), tokens, jnp.int32), tokens)

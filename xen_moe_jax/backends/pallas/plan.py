@@ -1,4 +1,4 @@
-"""Tables that the kernels follow: who gets which token's record, and at which row of staging.
+"""Tables that the kernels follow: which ranks get the record of a token, and at which row of staging.
 
 Staging of a dispatch: one region per source rank, records in token order inside it. Regions are `T` rows each
 (nothing to agree on) unless the capacity is smaller than that: then they are packed, so that staging is never larger
@@ -29,7 +29,7 @@ FLAG_WORDS_AT_ONCE = 8 * 1024
 
 
 class SendPlan(NamedTuple):
-    """What one rank sends and gets.
+    """Routes of the records that one rank sends, and places of those that it receives.
 
     Attributes:
       routes: where each token's record goes; at most `D = min(K, R)` ranks per token.
@@ -131,7 +131,7 @@ def _rotated(table: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 class CombinePlan(NamedTuple):
-    """What one rank reduces and sends, and what it gets back.
+    """Rows that one rank reduces and sends, and places of the partial sums that it receives.
 
     Attributes:
       came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's
@@ -196,7 +196,7 @@ def flags_to_peers(flags: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 def flags_to_peers_if(
     wanted: jax.Array, flags: jax.Array, otherwise: jax.Array, axis_name: tuple[str, ...]
 ) -> jax.Array:
-    """The same where `wanted`, bool `[]` and the same on every rank; else `otherwise`, and nothing travels."""
+    """`flags_to_peers` if `wanted` (bool `[]`, equal on every rank); else `otherwise`, and nothing travels."""
     words = packed_flags(flags)
     peers, count = words.shape[:2]
     block = max(1, min(count, FLAG_WORDS_AT_ONCE * count // words.size))

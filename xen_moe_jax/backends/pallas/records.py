@@ -61,7 +61,7 @@ def pad_rows(rows: jax.Array) -> jax.Array:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether the payload is a `BlockScaled`'s values."""
+    """Returns True if the payload is the values of a `BlockScaled`."""
     return x.dtype.itemsize == 1
 
 
@@ -76,7 +76,7 @@ def with_scales(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def record_of(hidden: int, dtype, scaled: bool, wire: Wire | None, header: int = 0) -> Record:
-    """What a row of `hidden` elements, rounded up to whole blocks, looks like on the wire, with `header` words."""
+    """The record of a row of `hidden` elements, rounded up to whole blocks, with `header` words of routing."""
     hidden = -(-hidden // LANES) * LANES
     if wire is not None:
         return Record(hidden, wire.dtype, scaled=True, header=header)
@@ -89,7 +89,7 @@ def header_words(spec: Spec) -> int:
 
 
 class Rows(NamedTuple):
-    """What the rows of a dispatch are, before and after they travel.
+    """Rows of a dispatch: as given and returned, and as records on the wire.
 
     Attributes:
       hidden, dtype: as given. scaled: scales travel with them, and arrive.
@@ -104,13 +104,13 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Any, wire: Wire | None, header: int = 0) -> Rows:
-    """Of `x [T, H]`, an array or its aval; `header` words travel with each."""
+    """Returns the `Rows` of `x [T, H]`, an array or its aval; each record carries `header` words."""
     scaled = is_quantized(x)
     return Rows(x.shape[1], x.dtype, scaled, record_of(x.shape[1], x.dtype, scaled, wire, header), quantization(wire))
 
 
 def quantization(wire: Wire | None) -> Quantization | None:
-    """How the kernels quantize for `wire`; None where values travel as they are."""
+    """Returns the kernels' `Quantization` for `wire`; None where values travel as they are."""
     return None if wire is None else Quantization(wire.dtype, wire.scale_format, QMAX[wire.dtype], MIN_AMAX)
 
 

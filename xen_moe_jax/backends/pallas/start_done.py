@@ -1,13 +1,12 @@
-"""Start and done halves on TPU. Records are packed for each peer, then travel as one DMA per peer while other work
-runs.
+"""Start and done on TPU. Records are packed for each peer, then travel as one DMA per peer while other work runs.
 
-The fused operations push row by row from VMEM, which needs the TensorCore until the last row has left. The halves pay
-one more pass over what is sent (a send buffer in HBM) for a start kernel that returns at once.
+The synchronous operations push row by row from VMEM, which needs the TensorCore until the last row has left. Start and
+done pay one more pass over the sent rows (a send buffer in HBM) for a start kernel that returns at once.
 
-What is odd about them:
+Their peculiarities:
 - Semaphores live from one kernel to the next. JAX has no array type for them, so that the primitives carry int32 arrays
-  of their shapes, and `operand_avals` puts the semaphore types back where the done half is lowered.
-- XLA may not touch the send buffer and staging in between: both halves pass them through, aliased.
+  of their shapes, and `operand_avals` puts the semaphore types back where the done is lowered.
+- XLA may not touch the send buffer and staging in between: start and done pass them through, aliased.
 - XLA schedules by data alone: without an `optimization_barrier` around other work it puts done right behind start.
 - Interpret mode cannot run a kernel that leaves semaphores behind: there a start is the whole operation.
 
@@ -61,7 +60,7 @@ from xen_moe_jax.pallas_kernels.record import Record
 
 
 class Pending(NamedTuple):
-    """What every start returns first: what the exchange left (`exchange.Started`), rows sent and rows expected."""
+    """First results of every start on one axis: those of `exchange.start`, rows sent and rows expected per rank."""
 
     buffer: jax.Array
     staged: jax.Array
@@ -221,7 +220,7 @@ def combine_done(
     weights: jax.Array,
     *pending: jax.Array,
 ) -> jax.Array:
-    """`[T, hidden]` from what `combine_start` left under way; of the operands only the shape of `y` is read."""
+    """`[T, hidden]` from the pending arrays of `combine_start`; of the operands only the shape of `y` is read."""
     del topk_idx, positions, recv_counts, weights
     spec, wire, config = call.spec, call.wire, call.config
     if len(spec.axis_name) == 2:
@@ -314,7 +313,7 @@ RECEIVED = (PendingSlices._fields.index("received"),)
 
 
 def _slices_suit(spec: Spec) -> bool:
-    """Whether most of what one collective moves is needed."""
+    """Returns True if most of the rows that one collective moves are needed."""
     return spec.axis_sizes[0] <= spec.top_k
 
 
@@ -342,7 +341,7 @@ def _slices_dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype
 
 
 def _slices_combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
-    """Of `PendingSlices`, `last [T, N]` and `zero [1]`."""
+    """Shapes of `PendingSlices`, `last [T, N]` and `zero [1]`."""
     spec, wire = call.spec, call.wire
     record = record_of(y.shape[-1], y.dtype, False, wire)
     last = (spec.num_tokens, spec.axis_sizes[0])
@@ -350,7 +349,7 @@ def _slices_combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
 
 
 class PendingHeaders(NamedTuple):
-    """What a start of a dispatch returns after `PendingSlices` where routing rides in the records; as in `headers`.
+    """Results of `dispatch_start` after `PendingSlices`, if the records carry the routing; as in `headers`.
 
     Attributes:
       came, starts: of `headers.SlicePlan`. expected: int32 `[R]`. start, recv_counts, dropped: of `headers.HeaderPlan`.

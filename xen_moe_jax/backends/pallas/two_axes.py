@@ -33,7 +33,7 @@ from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
 class Rail(NamedTuple):
-    """What a chip knows of the tokens of its rail, `[N, T]` of them.
+    """Destinations of the tokens of a chip's rail, `[N, T]` of them.
 
     Attributes:
       own_hits: int32 `[T, N]`: does this rank's token reach the slice?
@@ -71,12 +71,12 @@ def across_slices(buffer: jax.Array, largest_pair: jax.Array, spec: Spec, config
 
 
 def across_slices_at_once(buffer: jax.Array, spec: Spec) -> jax.Array:
-    """The same by one collective, which XLA starts and finishes as two operations; it moves all `T` rows of a pair."""
+    """`across_slices` by one collective, which XLA splits into start and done; it moves all `T` rows of a pair."""
     return lax.all_to_all(buffer, spec.axis_name[:1], 0, 0)
 
 
 class FanOut(NamedTuple):
-    """What becomes of the records that come over DCN in a dispatch.
+    """Destinations, within this slice, of the records that cross DCN in a dispatch.
 
     Attributes:
       order: int32 `[N, T]`, number of each of the rail's tokens among the records of its slice.
@@ -226,7 +226,7 @@ def fan_out(received: jax.Array, fan: FanOut, staging_rows: int, spec: Spec, con
 
 
 def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Where each rank of this slice wants the rail's records, `starts [N, M]`, and which it wants, `sent [N, T, M]`."""
+    """Returns where ranks of this slice put the rail's records, `starts [N, M]`, and which come, `sent [N, T, M]`."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     index = lax.axis_index(spec.axis_name[1])

@@ -28,7 +28,7 @@ def weights_to_rows(
     recv_counts: jax.Array,
     *local_idx: jax.Array,
 ) -> jax.Array:
-    """`values [T, K]` -> `spec.weights_shape`: a dispatch's weights, of rows that nobody looks at."""
+    """`values [T, K]` -> `spec.weights_shape`: the weights of a dispatch whose rows are not used."""
     del positions, recv_counts, local_idx
     spec = call.spec
     x, scales = jnp.zeros((spec.num_tokens, LANES), jnp.bfloat16), jnp.zeros((spec.num_tokens, 0), jnp.float32)
