@@ -6,6 +6,7 @@ Every run is a process of its own (saved_program.py), on two GPUs: of one proces
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 
 import pytest
@@ -41,19 +42,24 @@ def saved(request, tmp_path_factory):
     return kind, count, folder
 
 
+def generation(output: str) -> int:
+    """Returns how often the memory of the loading process was made: more than once where a program made it grow."""
+    return int(re.search(r"'generation': (\d+)", output)[1])
+
+
 @pytest.mark.parametrize("sizes", ["small,large", "large,small"])
 def test_a_process_that_traced_nothing_runs_both(saved, sizes):
     """The second program is loaded when the first has run: into larger memory, or into what is there."""
     kind, count, folder = saved
     for output in run(count, "load", folder, "--kind", kind, "--sizes", sizes):
         assert "PASSED" in output
-        assert sizes != "small,large" or "'generation': 2" in output
+        assert sizes != "small,large" or generation(output) > 1
 
 
 def test_a_program_larger_than_the_memory_of_one_lowered_here(saved):
     kind, count, folder = saved
     for output in run(count, "load", folder, "--kind", kind, "--sizes", "large", "--lower", "small"):
-        assert "PASSED" in output and "'generation': 2" in output
+        assert "PASSED" in output and generation(output) > 1
 
 
 @pytest.mark.parametrize("count", PROCESSES)
