@@ -205,7 +205,10 @@ def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 def _dispatch_transpose(
     cotangents: Any, x: Any, scales: Any, topk_idx: Any, topk_weights: Any, active: Any, **params: Any
 ) -> list[Any]:
-    """Transposes a dispatch that is linear by itself (`jax.linear_transpose`): a dispatch of zeros routes."""
+    """Transposes a dispatch that is linear by itself (`jax.linear_transpose`).
+
+    Its routing is recomputed by a dispatch in which zeros stand for the operands that are not known.
+    """
     rows_ct, _, _, _, weights_ct, *_ = cotangents
     wanted = ad.is_undefined_primal(x), ad.is_undefined_primal(topk_weights)
     values = [jnp.zeros(v.aval.shape, v.aval.dtype) if ad.is_undefined_primal(v) else v for v in (x, topk_weights)]

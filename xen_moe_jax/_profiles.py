@@ -47,7 +47,7 @@ class ProfileWarning(UserWarning):
 
 
 def machine(device: str | None = None) -> dict[str, str]:
-    """Conditions, beside the workload, of a valid entry. `device` is JAX's `device_kind`; None: that of device 0."""
+    """Conditions of a valid entry beside its workload. `device` is JAX's `device_kind`; None: the first device's."""
     return {
         "device": jax.devices()[0].device_kind if device is None else device,
         "xen-moe-jax": sys.modules[__package__].__version__,  # not imported: the package stands above its modules
