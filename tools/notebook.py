@@ -109,6 +109,8 @@ def main() -> int:
         return 1
     if options.write:
         options.notebook.write_text(json.dumps(content, indent=1) + "\n")
+    code = sum(cell["cell_type"] == "code" for cell in content["cells"])
+    print(f"{options.notebook}: {code} code cells ran without an error{'; outputs written' if options.write else ''}")
     return 0
 
 

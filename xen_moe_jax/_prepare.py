@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -242,5 +243,11 @@ def _make_spec(
         )
     else:
         capacity = _validate.integer(capacity, "capacity", caller, minimum=0)
+        if capacity == 0 and worst > 0:
+            warnings.warn(
+                f"{caller}: capacity=0: every row is dropped, and combine returns zeros; pass the rows that a rank "
+                "keeps, or None for the worst case",
+                stacklevel=4,
+            )
     _validate.row_limit(capacity, "capacity", caller)
     return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment)

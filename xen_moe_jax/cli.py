@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from xen_moe_jax import __version__
+from xen_moe_jax._command_line import Parser
 
 COMMANDS = {
     "doctor": ("xen_moe_jax.doctor", "what this machine has, and which backend each platform would use"),
@@ -21,7 +22,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; its exit status."""
     listing = "\n".join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="xen-moe-jax",
         usage="xen-moe-jax COMMAND [ARGUMENT ...]",
         description="Mixture-of-Experts dispatch and combine for JAX.",

@@ -5,7 +5,6 @@ It reads and imports; it changes nothing, launches no kernel, and needs no accel
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import glob
 import importlib
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 
 from xen_moe_jax import _profiles
 from xen_moe_jax import backends as backend_choice
+from xen_moe_jax._command_line import Parser
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl
 from xen_moe_jax.flax import grouped_matmul
@@ -355,7 +355,7 @@ def render(report: dict[str, list[Finding]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; 1 where a fault was found, else 0."""
-    parser = argparse.ArgumentParser(prog="xen-moe-jax doctor", description=__doc__)
+    parser = Parser(prog="xen-moe-jax doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = examine()

@@ -60,14 +60,15 @@ def measure(
     pairs = [(operation, name) for operation in OPERATIONS for name in chosen]
     report.progress(f"compiling {len(pairs)} programs")
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
-        programs = list(
-            pool.map(
-                lambda pair: compiled(
-                    given, pair[0], chosen[pair[1]], layer_programs.operands_for(pair[1], given, operands)
-                ),
-                pairs,
-            )
-        )
+        compiling = {
+            pool.submit(
+                compiled, given, operation, chosen[name], layer_programs.operands_for(name, given, operands)
+            ): f"{name}: {operation}"
+            for operation, name in pairs
+        }
+        for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+            report.progress(f"  compiled {done} of {len(pairs)}: {compiling[future]}")
+        programs = [future.result() for future in compiling]
     with turns.alone(options.lock):
         return list(measured(given, operands, pairs, programs, calls, options.repeats))
 
@@ -215,7 +216,7 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
     for axes, operation in zip(panels, OPERATIONS, strict=True):
         rows = [r for r in document["results"] if r["operation"] == operation and "us_median" in r]
         ways = [r for r in rows if r["name"] != MATMULS]
-        axes.barh([r["name"] for r in ways], [r["us_median"] / 1e3 for r in ways])
+        axes.barh([r["name"] for r in ways], [r["us_median"] / 1e3 for r in ways], color=report.colours(ways))
         axes.axvline(
             next((r["us_median"] for r in rows if r["name"] == MATMULS), 0.0) / 1e3, color="black", linestyle="--"
         )

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from benchmarks.lib import accounting
-from xen_moe_jax.tuning.arguments import format_table
+from xen_moe_jax.tuning.arguments import VIRTUAL_DEVICES, format_table
 from xen_moe_jax.tuning.arguments import progress as progress
 from xen_moe_jax.tuning.timing import Timed
 from xen_moe_jax.tuning.workload import Workload
@@ -176,6 +176,8 @@ def describe(head: dict[str, Any]) -> str:
         "  ".join(f"{name} {version}" for name, version in head["versions"].items()),
         head["command"],
     ]
+    if m["platform"] == "cpu":
+        lines.insert(1, VIRTUAL_DEVICES)
     if "workload" in head:
         lines.append("  ".join(f"{name}={value}" for name, value in head["workload"].items()))
     return "\n".join(lines)
@@ -193,6 +195,9 @@ def write_json(path: str, document: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(document, indent=1) + "\n")
 
+
+OURS, THEIRS = "tab:blue", "tab:gray"
+"""Colours of the library's own programs and of its peers."""
 
 PLOTTED_SIZES = (
     ("tokens", "tokens per rank"),
@@ -225,7 +230,7 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
         values = [row["us_median"] for row in results]
         errors = [[v - row["us_min"] for v, row in zip(values, results, strict=True)],
                   [row["us_max"] - v for v, row in zip(values, results, strict=True)]]  # fmt: skip
-        axes.barh(names, values, xerr=errors)
+        axes.barh(names, values, xerr=errors, color=colours(results))
         axes.invert_yaxis()
         axes.set(xlabel="microseconds per call: median, and the range over the repeats", xlim=(0, None))
     axes.set_title(plot_title(document), fontsize=9)
@@ -235,7 +240,13 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
 
 
 def plot_title(document: dict[str, Any]) -> str:
-    """Two lines: the machine, and the sizes that the times are of."""
+    """Returns the machine, the sizes that the times are of, and for a CPU what its times do not say."""
     machine, work = document["machine"], document["workload"]
     sizes = ", ".join(f"{work[name]} {text}" for name, text in PLOTTED_SIZES)
-    return f"{machine['devices']} x {machine['device_kind']}\n{sizes}, {work['dtype']}, {work['layout']}"
+    title = f"{machine['devices']} x {machine['device_kind']}\n{sizes}, {work['dtype']}, {work['layout']}"
+    return f"{title}\n{VIRTUAL_DEVICES}" if machine["device_kind"] == "cpu" else title
+
+
+def colours(results: list[dict[str, Any]]) -> list[str]:
+    """Returns one colour for the library's own programs and another for its peers, a row each."""
+    return [OURS if row["name"].startswith("xen_moe_jax") else THEIRS for row in results]

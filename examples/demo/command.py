@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from examples.demo import bigram, text
+from xen_moe_jax._command_line import Parser
 
 DATA_RANKS, EXPERT_RANKS = 2, 4
 DEVICES = DATA_RANKS * EXPERT_RANKS
@@ -32,7 +33,7 @@ SAMPLES_SHOWN = 4
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.demo",
         description="Trains a small byte-level mixture-of-experts language model on 8 virtual CPU devices (dp=2 x "
         "ep=4), checks it, samples from it, and draws its loss and expert load. The exit status is 1 if a check fails.",
@@ -55,15 +56,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--steps {options.steps}: must be at least 1")
     if not 0 <= options.seed < 2**63:
         parser.error(f"--seed {options.seed}: must be at least 0 and below 2**63")
+    for package in ("flax", "optax"):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"the demo needs {package}: pip install 'xen-moe-jax[flax]'")
     try:  # before minutes of training, not after
         options.output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.output):
             pass
     except OSError as error:
         parser.error(f"--output {options.output}: cannot be written ({error.strerror}); name another folder")
-    for package in ("flax", "optax"):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"the demo needs {package}: pip install 'xen-moe-jax[flax]'")
     return options
 
 

@@ -190,3 +190,10 @@ def test_verdicts(monkeypatch, tmp_path, capsys, steps, loss, equal, status):
     assert command.main(["--steps", str(steps), "--output", str(tmp_path)]) == status
     out = capsys.readouterr().out
     assert ("FAIL" in out) == bool(status) and ("not judged" in out) == (steps < command.STEPS)
+
+
+def test_without_flax_no_folder_is_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.main(["--output", str(tmp_path / "out")])
+    assert "the demo needs flax" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -7,7 +7,6 @@ are left out. XLA may keep less, by fusing, and needs work space of its own.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from xen_moe_jax._command_line import Parser
 from xen_moe_jax._spec import worst_case_capacity
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
@@ -167,13 +167,24 @@ def described(buffer: Buffer) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables for the sizes asked for."""
-    parser = argparse.ArgumentParser(prog="xen-moe-jax memory", description=__doc__)
-    sizes = {"tokens": 4096, "ranks": 4, "hidden": 4096, "width": 1536, "experts": 64, "top-k": 8}
-    for name, default in sizes.items():
-        what = " of one rank" if name == "tokens" else ""
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name}{what} (default: %(default)s)")
-    parser.add_argument("--activation", default="swiglu", help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser = Parser(
+        prog="xen-moe-jax memory",
+        description="Prints the bytes of the largest buffers of one MoE layer on one rank, without and with remat, for "
+        "several capacities and chunks. Nothing is run or allocated: the programs are only traced.",
+    )
+    sizes = {
+        "tokens": (4096, "tokens of one rank in a training step"),
+        "ranks": (4, "expert-parallel ranks"),
+        "hidden": (4096, "elements of a token"),
+        "width": (1536, "features inside an expert"),
+        "experts": (64, "experts of the layer, over all ranks"),
+        "top-k": (8, "experts that a token is sent to"),
+    }
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--activation", default="swiglu", help="of the experts, as in MoEConfig (default: %(default)s)")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the tokens (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in sizes:
         value = getattr(options, name.replace("-", "_"))

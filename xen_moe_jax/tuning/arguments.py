@@ -6,18 +6,13 @@ import argparse
 import os
 import pathlib
 import sys
-from typing import Any, NoReturn
+from typing import Any
+
+from xen_moe_jax._command_line import Parser as Parser
 
 DEEPSEEK_V3 = {"hidden": 7168, "experts": 256, "top_k": 8}
 MOST_VIRTUAL_DEVICES = 64
 """Each virtual CPU device is a thread that waits for all others: with more of them one exchange takes minutes."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and the way to the help, not pages of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def positive(text: str) -> int:
