@@ -10,14 +10,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # most of its time was compiling
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before JAX is imported
 
-from benchmarks.command import main
+from benchmarks.__main__ import main
 
 SIZES = ["--tokens", "32", "--hidden", "256", "--experts", "16", "--top-k", "2"]
 EFFORT = ["--inner", "2", "--repeats", "2"]
 
 
-def test_normal_mode_prints_its_table_and_writes_json(tmp_path, capsys):
+def test_ops_prints_its_table_and_writes_json(tmp_path, capsys):
     result = tmp_path / "result.json"
-    assert not main(["--mode", "normal", *SIZES, *EFFORT, "--json", str(result)])
+    assert not main(["ops", *SIZES, *EFFORT, "--json", str(result)])
     assert "round trip" in capsys.readouterr().out
     assert json.loads(result.read_text())
