@@ -20,6 +20,7 @@ from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
 from xen_moe_jax.flax._parameters import pad_experts, parameter_table, rank_specs
+from xen_moe_jax.flax._shared_jit import shared_jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(shared_jit, num_static=1)
 def _on_one_device(
     config: MoEConfig, weights: dict[str, jax.Array], given: Tokens, active: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
@@ -297,7 +298,7 @@ def _per_token(
     return function(out), metrics
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(shared_jit, num_static=2)
 def _on_mesh(
     config: MoEConfig,
     place: _Placement,
