@@ -3,13 +3,14 @@
     python tools/compare_transformers.py FOLDER LAYER
 
 Needs torch and transformers, which nothing else here does. Both see the same random tokens in float32. Exit status 1 if
-the outputs differ by more than 1e-3 of their norm. `--make FAMILY` writes one of the small checkpoints of the tests to
-FOLDER first.
+the outputs differ by more than 1e-6 of their norm. Two options write a small random checkpoint to FOLDER first:
+`--make FAMILY` the one of the tests, and `--generate MODEL_TYPE` one that transformers itself makes and saves.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import pathlib
 import sys
 
@@ -24,12 +25,60 @@ PLACES = ("block_sparse_moe", "mlp")
 """Where the block is inside a decoder layer."""
 
 
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""Of a generated model, as far as its config knows them."""
+
+
+def generate(model_type: str, folder: pathlib.Path) -> None:
+    """Writes a small random model of `model_type`, whose layer 1 has experts, as transformers saves it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    kind = type(transformers.AutoConfig.for_model(model_type))
+    known = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(kind().to_dict())
+    config = kind(**{name: size for name, size in SIZES.items() if name in known})
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for name, buffer in model.named_buffers():
+        if "correction" in name:  # the router's bias, zero in a new model
+            buffer.data.normal_(0, 0.3)
+    model.save_pretrained(folder)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("layer", type=int)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--make", choices=FAMILIES, help="write a small random checkpoint first")
+    parser.add_argument("--generate", metavar="MODEL_TYPE", help="let transformers write a small random one first")
     options = parser.parse_args(arguments)
     try:
         import torch
@@ -44,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tests.support import hugging_face
 
         options.layer, _ = getattr(hugging_face, options.make)(options.folder)
+    if options.generate:
+        generate(options.generate, options.folder)
     config, weights = load_hugging_face(options.folder, options.layer, dtype=jnp.float32)
     x = np.random.default_rng(0).normal(size=(1, options.tokens, config.hidden_size)).astype(np.float32)
     ours = np.asarray(MoE.from_weights(config, weights)(jnp.asarray(x))[0])
@@ -61,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     versions = f"transformers {transformers.__version__}, jax {jax.__version__}"
     print(f"{model.config.model_type}, layer {options.layer}, {versions}")
     print(f"relative difference {error:.2e}")
-    return int(not error < 1e-3)
+    return int(not error <= 1e-6)
 
 
 if __name__ == "__main__":

@@ -198,3 +198,8 @@ def test_without_flax_the_error_says_what_to_install():
         "assert not hasattr(f, 'torch')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_layer_is_asked_for_without_its_front_end():
+    with pytest.raises(ImportError, match=r"from xen_moe_jax\.flax\.nnx import MoE, or from xen_moe_jax\.flax\.linen"):
+        from xen_moe_jax.flax import MoE  # noqa: F401

@@ -1,4 +1,4 @@
-"""Layers out of checkpoints of four families against an independent float64 evaluation of each."""
+"""Layers out of checkpoints of several families against an independent float64 evaluation of each."""
 
 import functools
 import json
@@ -16,6 +16,8 @@ from tests.support import hugging_face
 from tests.support.hugging_face import E, F, H
 from tests.support.layers import make_mesh
 from xen_moe_jax.flax import linen, load_hugging_face
+from xen_moe_jax.flax.hugging_face import FAMILIES as KNOWN
+from xen_moe_jax.flax.hugging_face import register_family
 from xen_moe_jax.flax.nnx import MoE
 
 FAMILIES = {
@@ -23,6 +25,7 @@ FAMILIES = {
     "Qwen3-MoE": hugging_face.qwen3_moe,
     "DeepSeek-V3": hugging_face.deepseek_v3,
     "DeepSeek-V3, fp8": functools.partial(hugging_face.deepseek_v3, fp8=True),
+    "MiniMax-M2": hugging_face.minimax_m2,
     "gpt-oss": hugging_face.gpt_oss,
     "gpt-oss, MXFP4": functools.partial(hugging_face.gpt_oss, mxfp4=True),
 }
@@ -76,6 +79,69 @@ def changed(tmp_path, **config):
     return functools.partial(load_hugging_face, tmp_path, layer)
 
 
+def rewritten(folder, drop=(), **config):
+    file = folder / "config.json"
+    kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in drop}
+    file.write_text(json.dumps(kept | config))
+
+
+@pytest.mark.parametrize(
+    "write, drop, config",
+    [
+        (hugging_face.qwen3_moe, ["num_experts"], {"num_local_experts": E}),  # as transformers 5 writes it
+        (hugging_face.qwen3_moe, ["moe_intermediate_size"], {"model_type": "olmoe", "intermediate_size": F}),
+        (hugging_face.deepseek_v3, [], {"model_type": "kimi_k2"}),
+        (hugging_face.deepseek_v3, ["topk_method", "scoring_func", "moe_layer_freq"], {"model_type": "glm4_moe"}),
+        (hugging_face.deepseek_v3, ["topk_method", "moe_layer_freq"], {"model_type": "dots1"}),
+        (
+            hugging_face.deepseek_v3,
+            ["first_k_dense_replace"],
+            {"model_type": "deepseek_v32", "mlp_layer_types": ["dense"] * 3 + ["sparse"]},
+        ),
+    ],
+    ids=["Qwen3-MoE by transformers 5", "OLMoE", "Kimi K2", "GLM-4.5", "dots1", "DeepSeek-V3.2"],
+)
+def test_another_config_for_the_same_tensors(write, drop, config, tmp_path):
+    layer, _ = write(tmp_path)
+    expected = load_hugging_face(tmp_path, layer)
+    rewritten(tmp_path, drop, **config)
+    loaded = load_hugging_face(tmp_path, layer)
+    assert loaded.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+    if "mlp_layer_types" in config:
+        with pytest.raises(ValueError, match="layer=2: .* not one with experts"):
+            load_hugging_face(tmp_path, 2)
+
+
+@pytest.mark.parametrize("start", ["model.language_model.", "language_model.model."])
+def test_config_and_tensors_of_a_model_of_text_and_images(start, tmp_path):
+    layer, _ = hugging_face.mixtral(tmp_path / "text")
+    expected = load_hugging_face(tmp_path / "text", layer)
+    layer, _ = hugging_face.mixtral(tmp_path / "both", start=start)
+    text = json.loads((tmp_path / "both" / "config.json").read_text())
+    (tmp_path / "both" / "config.json").write_text(json.dumps({"model_type": "sees_too", "text_config": text}))
+    loaded = load_hugging_face(tmp_path / "both", layer)
+    assert loaded.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+
+
+def test_a_family_of_your_own(tmp_path):
+    layer, _ = hugging_face.mixtral(tmp_path)
+    expected = load_hugging_face(tmp_path, layer)
+    rewritten(tmp_path, model_type="mine")
+    with pytest.raises(ValueError, match=r"model_type='mine'.*register_family"):
+        load_hugging_face(tmp_path, layer)
+    try:
+        register_family("mine", KNOWN["mixtral"])
+        jax.tree.map(np.testing.assert_array_equal, load_hugging_face(tmp_path, layer).weights, expected.weights)
+    finally:
+        KNOWN.pop("mine", None)
+    with pytest.raises(TypeError, match="family='mixtral': must be a"):
+        register_family("mine", "mixtral")
+    with pytest.raises(TypeError, match="model_type=3: must be the string"):
+        register_family(3, KNOWN["mixtral"])
+
+
 @pytest.mark.parametrize(
     "file, content, message",
     [
@@ -86,7 +152,11 @@ def changed(tmp_path, **config):
         ),
         ("config.json", b'{"model_type": "mixtral"', r"config.json: not JSON .*; fetch it again"),
         ("config.json", b"[]", r"config.json: holds a list and must hold an object"),
-        ("config.json", b'{"model_type": "mixtral"}', r"config.json: has no 'hidden_size', which every mixtral"),
+        (
+            "config.json",
+            b'{"model_type": "mixtral"}',
+            r"config.json: has no 'hidden_size', which mixtral configs have.*register_family",
+        ),
     ],
 )
 def test_broken_files(file, content, message, tmp_path):

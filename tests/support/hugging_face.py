@@ -68,8 +68,8 @@ def run_experts(w, template, names, x, chosen, weights):
     return y
 
 
-def mixtral(folder, layer=1):
-    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+def mixtral(folder, layer=1, start="model."):
+    prefix, names = f"{start}layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
     template = prefix + ".experts.{}.{}.weight"
     model = Model(1, ml_dtypes.bfloat16)
     model.add(f"{prefix}.gate.weight", E, H)
@@ -81,6 +81,27 @@ def mixtral(folder, layer=1):
         w = model.exact
         scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
         chosen = best(scores, K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        return run_experts(w, template, names, x, chosen, weights / weights.sum(1, keepdims=True))
+
+    return layer, forward
+
+
+def minimax_m2(folder, layer=1):
+    """Sigmoid scores and a bias for the choice, with Mixtral's names."""
+    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(5, np.float32)
+    model.add(f"{prefix}.gate.weight", E, H)
+    model.add(f"{prefix}.e_score_correction_bias", E, scale=0.3)
+    add_experts(model, template, names)
+    config = {"model_type": "minimax_m2", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
+    model.write(folder, config | {"num_experts_per_tok": K, "num_hidden_layers": 2, "hidden_act": "silu"})
+
+    def forward(x):
+        w = model.exact
+        scores = 1 / (1 + np.exp(-(x @ w[f"{prefix}.gate.weight"].T)))
+        chosen = best(scores + w[f"{prefix}.e_score_correction_bias"], K)
         weights = np.take_along_axis(scores, chosen, 1)
         return run_experts(w, template, names, x, chosen, weights / weights.sum(1, keepdims=True))
 

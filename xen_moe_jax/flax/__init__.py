@@ -19,6 +19,12 @@ __all__ = ["LoadedLayer", "MoEConfig", "MoEMetrics", "linen", "load_hugging_face
 
 
 def __getattr__(name: str) -> Any:
+    if name == "MoE":  # an AttributeError would become an ImportError without this text
+        raise ImportError(
+            "xen_moe_jax.flax has two layers of this name: from xen_moe_jax.flax.nnx import MoE, or from "
+            "xen_moe_jax.flax.linen import MoE",
+            name=__name__,
+        )
     if name not in ("linen", "nnx"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

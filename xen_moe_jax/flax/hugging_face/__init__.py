@@ -1,8 +1,20 @@
-"""MoE layers of Hugging Face checkpoints: Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, read from safetensors files.
+"""MoE layers of Hugging Face checkpoints, read from safetensors files; `FAMILIES` has the models.
 
 Needs the extra "hugging-face" (`pip install "xen-moe-jax[hugging-face]"`); nothing is downloaded.
 """
 
+from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint
+from xen_moe_jax.flax.hugging_face.families import FAMILIES, Family, matrices, register_family, transposed, vector
 from xen_moe_jax.flax.hugging_face.load import LoadedLayer, load_hugging_face
 
-__all__ = ["LoadedLayer", "load_hugging_face"]
+__all__ = [
+    "FAMILIES",
+    "Checkpoint",
+    "Family",
+    "LoadedLayer",
+    "load_hugging_face",
+    "matrices",
+    "register_family",
+    "transposed",
+    "vector",
+]

@@ -27,6 +27,12 @@ def _json_object(file: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def _of_the_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of the language model: that of a model of text and images is in "text_config"."""
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) and "num_hidden_layers" in text else config
+
+
 class Checkpoint:
     """Tensors of all `*.safetensors` files of a folder by name, and its `config.json`. A context manager.
 
@@ -48,7 +54,7 @@ class Checkpoint:
         for what, there in (("config.json", (self.folder / "config.json").exists()), ("*.safetensors", bool(files))):
             if not there:
                 raise FileNotFoundError(f"folder={str(folder)!r}: has no {what}; give the folder of a checkpoint")
-        self.config = _json_object(self.folder / "config.json")
+        self.config = _of_the_text(_json_object(self.folder / "config.json"))
         self._file_of: dict[str, tuple[pathlib.Path, Any]] = {}
         with contextlib.ExitStack() as stack:
             for file in files:
@@ -67,6 +73,14 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._close.close()
+
+    def prefix(self, layer: int) -> str:
+        """Returns what the names of a decoder layer's tensors begin with; models of text and images add to it."""
+        ends = f"layers.{layer}."
+        for start in ("model.", "model.language_model.", "language_model.model.", "language_model."):
+            if any(name.startswith(start + ends) for name in self._file_of):
+                return start + ends.removesuffix(".")
+        return "model." + ends.removesuffix(".")
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

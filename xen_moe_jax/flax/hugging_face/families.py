@@ -33,7 +33,7 @@ class Family:
     readers: Callable[[Checkpoint, str], Iterator[tuple[str, Reader]]]
 
 
-def _transposed(checkpoint: Checkpoint, name: str) -> Reader:
+def transposed(checkpoint: Checkpoint, name: str) -> Reader:
     """`[out, in]` read as `[in, out]`, whatever type it is kept in."""
 
     def read(index: Index) -> np.ndarray:
@@ -52,11 +52,11 @@ def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
     return quantized.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
 
 
-def _vector(checkpoint: Checkpoint, name: str) -> Reader:
+def vector(checkpoint: Checkpoint, name: str) -> Reader:
     return lambda index: checkpoint.read(name, index)
 
 
-def _each_expert(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
+def matrices(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
     """One `[out, in]` matrix an expert, read as `[E, in, out]`."""
 
     def read(index: Index) -> np.ndarray:
@@ -89,10 +89,10 @@ def _mixtral_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def _mixtral_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
     moe = f"{prefix}.block_sparse_moe"
-    yield "router", _transposed(checkpoint, f"{moe}.gate.weight")
+    yield "router", transposed(checkpoint, f"{moe}.gate.weight")
     for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
         template = f"{moe}.experts.{{}}.{theirs}.weight"
-        yield name, _each_expert(checkpoint, template, checkpoint.config["num_local_experts"])
+        yield name, matrices(checkpoint, template, checkpoint.config["num_local_experts"])
 
 
 # -- Qwen3-MoE ---------------------------------------------------------------------------------------------------------
@@ -103,12 +103,17 @@ def _qwen3_is_moe(config: dict[str, Any], layer: int) -> bool:
     return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
+def _qwen3_num_experts(config: dict[str, Any]) -> int:
+    """Returns the number of experts: "num_experts" as published, "num_local_experts" as transformers 5 writes it."""
+    return config["num_experts" if "num_experts" in config else "num_local_experts"]
+
+
 def _qwen3_fields(config: dict[str, Any]) -> dict[str, Any]:
     _silu(config)
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["moe_intermediate_size"],
-        "num_experts": config["num_experts"],
+        "num_experts": _qwen3_num_experts(config),
         "top_k": config["num_experts_per_tok"],
         "normalize_weights": bool(config.get("norm_topk_prob", False)),
         "balancing": "none",
@@ -116,19 +121,28 @@ def _qwen3_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp_readers(checkpoint: Checkpoint, prefix: str, num_experts: int) -> Iterator[tuple[str, Reader]]:
-    yield "router", _transposed(checkpoint, f"{prefix}.mlp.gate.weight")
+    yield "router", transposed(checkpoint, f"{prefix}.mlp.gate.weight")
     for name in ("gate", "up", "down"):
-        yield name, _each_expert(checkpoint, f"{prefix}.mlp.experts.{{}}.{name}_proj.weight", num_experts)
+        yield name, matrices(checkpoint, f"{prefix}.mlp.experts.{{}}.{name}_proj.weight", num_experts)
 
 
 def _qwen3_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
-    yield from _mlp_readers(checkpoint, prefix, checkpoint.config["num_experts"])
+    yield from _mlp_readers(checkpoint, prefix, _qwen3_num_experts(checkpoint.config))
+
+
+# -- OLMoE -------------------------------------------------------------------------------------------------------------
+
+
+def _olmoe_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return _qwen3_fields(config | {"moe_intermediate_size": config["intermediate_size"]})
 
 
 # -- DeepSeek-V3 -------------------------------------------------------------------------------------------------------
 
 
 def _deepseek_is_moe(config: dict[str, Any], layer: int) -> bool:
+    if "mlp_layer_types" in config:  # DeepSeek-V3.2 as transformers 5 writes it
+        return config["mlp_layer_types"][layer] == "sparse"
     return layer >= config.get("first_k_dense_replace", 0) and layer % config.get("moe_layer_freq", 1) == 0
 
 
@@ -136,7 +150,7 @@ def _deepseek_fields(config: dict[str, Any]) -> dict[str, Any]:
     _silu(config)
     for name, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(name, known) != known:
-            raise ValueError(f"config.json has {name}={config[name]!r}: only {known!r} is DeepSeek-V3's")
+            raise ValueError(f"config.json has {name}={config[name]!r}: only {known!r} is known, DeepSeek-V3's")
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["moe_intermediate_size"],
@@ -154,10 +168,24 @@ def _deepseek_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
     yield from _mlp_readers(checkpoint, prefix, checkpoint.config["n_routed_experts"])
-    yield "router_bias", _vector(checkpoint, f"{prefix}.mlp.gate.e_score_correction_bias")
+    yield "router_bias", vector(checkpoint, f"{prefix}.mlp.gate.e_score_correction_bias")
     if checkpoint.config.get("n_shared_experts"):
         for name in ("gate", "up", "down"):
-            yield f"shared_{name}", _transposed(checkpoint, f"{prefix}.mlp.shared_experts.{name}_proj.weight")
+            yield f"shared_{name}", transposed(checkpoint, f"{prefix}.mlp.shared_experts.{name}_proj.weight")
+
+
+# -- MiniMax-M2 --------------------------------------------------------------------------------------------------------
+
+
+def _minimax_m2_fields(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("scoring_func", "sigmoid") != "sigmoid":
+        raise ValueError(f"config.json has scoring_func={config['scoring_func']!r}: only 'sigmoid' is MiniMax-M2's")
+    return _mixtral_fields(config) | {"score": "sigmoid", "balancing": "bias"}
+
+
+def _minimax_m2_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+    yield from _mixtral_readers(checkpoint, prefix)
+    yield "router_bias", vector(checkpoint, f"{prefix}.block_sparse_moe.e_score_correction_bias")
 
 
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------
@@ -181,13 +209,13 @@ def _gpt_oss_fields(config: dict[str, Any]) -> dict[str, Any]:
 def _gpt_oss_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
     """All experts in one tensor, `[E, in, out]` already; gate and up take turns in its last dimension."""
     router, experts = f"{prefix}.mlp.router", f"{prefix}.mlp.experts"
-    yield "router", _transposed(checkpoint, f"{router}.weight")
-    yield "logits_bias", _vector(checkpoint, f"{router}.bias")
+    yield "router", transposed(checkpoint, f"{router}.weight")
+    yield "logits_bias", vector(checkpoint, f"{router}.bias")
     for offset, name in enumerate(("gate", "up")):
         yield name, _every_other(checkpoint, f"{experts}.gate_up_proj", offset)
         yield f"{name}_bias", _every_other(checkpoint, f"{experts}.gate_up_proj_bias", offset)
     yield "down", lambda index: _stacked(checkpoint, f"{experts}.down_proj", index)
-    yield "down_bias", _vector(checkpoint, f"{experts}.down_proj_bias")
+    yield "down_bias", vector(checkpoint, f"{experts}.down_proj_bias")
 
 
 def _every_other(checkpoint: Checkpoint, name: str, offset: int) -> Reader:
@@ -214,10 +242,35 @@ def _always(config: dict[str, Any], layer: int) -> bool:
     return True
 
 
+_DEEPSEEK = Family(_deepseek_is_moe, _deepseek_fields, _deepseek_readers)
+
 FAMILIES = {
     "mixtral": Family(_always, _mixtral_fields, _mixtral_readers),
     "qwen3_moe": Family(_qwen3_is_moe, _qwen3_fields, _qwen3_readers),
-    "deepseek_v3": Family(_deepseek_is_moe, _deepseek_fields, _deepseek_readers),
+    "olmoe": Family(_always, _olmoe_fields, _qwen3_readers),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "dots1": _DEEPSEEK,
+    "minimax_m2": Family(_always, _minimax_m2_fields, _minimax_m2_readers),
     "gpt_oss": Family(_always, _gpt_oss_fields, _gpt_oss_readers),
 }
-"""By `model_type` of `config.json`."""
+"""By `model_type` of `config.json`, or of its `text_config`."""
+
+
+def register_family(model_type: str, family: Family) -> None:
+    """Lets `load_hugging_face` read checkpoints of another `model_type`, or read a known one in another way.
+
+    Args:
+      model_type: as in `config.json`, or in its `text_config`.
+      family: for example `dataclasses.replace(FAMILIES["mixtral"], fields=...)` for a model that differs in its config
+        alone; `matrices`, `transposed` and `vector` make readers.
+
+    Raises TypeError for an argument of another type.
+    """
+    if not isinstance(model_type, str) or not model_type:
+        raise TypeError(f"model_type={model_type!r}: must be the string in config.json")
+    if not isinstance(family, Family):
+        raise TypeError(f"family={family!r}: must be a xen_moe_jax.flax.hugging_face.Family")
+    FAMILIES[model_type] = family

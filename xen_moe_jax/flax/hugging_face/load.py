@@ -32,7 +32,8 @@ class LoadedLayer(NamedTuple):
 def load_hugging_face(
     folder: str | pathlib.Path, layer: int, *, mesh: Mesh | None = None, dtype: Any = jnp.bfloat16, **changes: Any
 ) -> LoadedLayer:
-    """Reads one MoE layer of a Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss checkpoint.
+    """Reads one MoE layer of a checkpoint: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and V3.2, Kimi K2, GLM-4.5, dots1,
+    MiniMax-M2, gpt-oss, or a family of `xen_moe_jax.flax.hugging_face.register_family`.
 
     Every device reads its own part of the files. Weights in fp8 blocks (DeepSeek-V3) and in MXFP4 (gpt-oss) are
     dequantized.
@@ -57,7 +58,10 @@ def load_hugging_face(
     with Checkpoint(folder) as checkpoint:
         kind = checkpoint.config.get("model_type")
         if kind not in FAMILIES:
-            raise ValueError(f"config.json has model_type={kind!r}: must be one of {tuple(FAMILIES)}")
+            raise ValueError(
+                f"config.json has model_type={kind!r}: must be one of {tuple(FAMILIES)}; for another one, "
+                "xen_moe_jax.flax.hugging_face.register_family says how to read it"
+            )
         family = FAMILIES[kind]
         count = checkpoint.config.get("num_hidden_layers", layer + 1)
         if not 0 <= layer < count or not family.is_moe(checkpoint.config, layer):
@@ -66,7 +70,10 @@ def load_hugging_face(
             fields = family.fields(checkpoint.config)
         except KeyError as error:
             file = checkpoint.folder / "config.json"
-            raise ValueError(f"{file}: has no {error}, which every {kind} checkpoint has; fetch it again") from error
+            raise ValueError(
+                f"{file}: has no {error}, which {kind} configs have, as published and as written by transformers 5. "
+                f"It has {sorted(checkpoint.config)}; add the field, or read this form with register_family"
+            ) from error
         config = MoEConfig(**(fields | {"param_dtype": dtype} | changes))
         if mesh is None:
             mesh = jax.sharding.get_mesh()
@@ -74,7 +81,7 @@ def load_hugging_face(
         on_mesh = current_mesh(config, mesh)
         table = parameter_table(config, on_mesh)
         weights = {}
-        for name, reader in family.readers(checkpoint, f"model.layers.{layer}"):
+        for name, reader in family.readers(checkpoint, checkpoint.prefix(layer)):
             if name == ROUTER_BIAS:
                 p = Parameter((config.num_experts,), jnp.float32, jax.nn.initializers.zeros, (None,), ("expert",))
             else:
