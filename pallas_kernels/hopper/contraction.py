@@ -35,7 +35,7 @@ def rows_by_rows(
     height, unit = columns if height is None else height, tiles.swizzle // dtype.itemsize
     if columns % unit or width % unit or rows.shape[0] % ROW_ALIGNMENT:
         raise ValueError(
-            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit}, "
+            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit} "
             f"and the rows of {ROW_ALIGNMENT}"
         )
     m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)

@@ -7,8 +7,8 @@ The projections of gated experts are multiplied side by side, and the activation
 they have one gradient of the rows: both products are added up in one accumulator, and neither is stored. Biases are
 added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction with ones.
 
-Hidden sizes and widths may be any multiples of 16. Others are padded up to a multiple of 64, by a copy of the weights in
-every call.
+Hidden sizes and widths may be any multiples of 16. Others are padded up to a multiple of 64, by a copy of the weights
+in every call.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ FEW_ROWS = 64
 """Up to so many rows a group, by the size of the buffer, the weights take longer to come than to be multiplied."""
 FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
 """PREFERRED and GATED for few rows: half as high, so that less is multiplied and stored in vain."""
+SWIGLU = Activation()
 SUMS = Tiles(m=64, split="n")
 """Of the contraction with ones: as low as tiles can be, since all but one row is in vain."""
 BAND_FROM, BAND = 16, 8
@@ -101,7 +102,7 @@ def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan:
 
 
 def why_not(rows: jax.ShapeDtypeStruct | jax.Array, weights: jax.ShapeDtypeStruct | jax.Array) -> str | None:
-    """Why the kernels cannot multiply such operands on any Hopper GPU; None if they can. Only shapes and dtypes count."""
+    """Returns why the kernels cannot multiply operands of these shapes and dtypes on a Hopper GPU, or None."""
     if rows.dtype != weights.dtype:
         return f"the rows are {rows.dtype.name} and the weights {weights.dtype.name}: they must be of one dtype"
     if rows.dtype.name not in DTYPES:
@@ -157,7 +158,7 @@ def activated(
     biases: tuple[jax.Array, ...] | None = None,
     row_weights: jax.Array | None = None,
     *,
-    activation: Activation = Activation(),
+    activation: Activation = SWIGLU,
 ) -> jax.Array:
     """The activation of the rows' projections, times `row_weights` if given, in float32 and rounded once.
 
