@@ -164,8 +164,8 @@ def main() -> int:
         print(json.dumps((ours if options.side == "ours" else torch_times)(options.only)))
         return 0
     found: dict[str, Any] = {"command": "python " + " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ")}
-    for side in ("ours", "torch"):  # a process each: both take the memory of the GPU
-        command = [sys.executable, __file__, "--side", side, "--only", *options.only]
+    for side in ("ours", "torch"):
+        command = [sys.executable, __file__, "--side", side, "--only", *options.only]  # each takes the GPU's memory
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=400)
         found[side] = json.loads(done.stdout) if done.returncode == 0 else {}
     print("\n".join(table(found)))

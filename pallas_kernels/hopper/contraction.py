@@ -15,7 +15,7 @@ from xen_moe_jax.pallas_kernels.hopper import claims, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "num_sms"))  # calls alike are lowered once
+@functools.partial(jax.jit, static_argnames=("tiles", "height", "num_sms"))  # calls alike are lowered once
 def rows_by_rows(
     rows: jax.Array,
     others: jax.Array,

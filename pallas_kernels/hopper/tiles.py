@@ -16,8 +16,8 @@ COMPUTE_WARPGROUPS = 2
 """Of a thread block, beside the one that loads."""
 
 
-COLUMN_ALIGNMENT = 16
-"""Hidden sizes and widths are multiples of this: 32 bytes, the narrowest swizzle that wgmma reads."""
+COLUMN_ALIGNMENT = 32
+"""Hidden sizes and widths are multiples of this: 64 bytes, the narrowest swizzle that these kernels lower with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tiles:
       band: how many tiles, one below the other, are computed before those to the right of them. With 1 every row of
         tiles is computed from left to right. A band reads the right operand once for all its tiles, where one row of
         tiles would read more of it than the L2 cache holds.
-      swizzle: bytes of a row of shared memory, 128, 64 or 32. Columns of all operands must be multiples of so many.
+      swizzle: bytes of a row of shared memory, 128 or 64. Columns of all operands must be multiples of so many.
     """
 
     m: int = 128

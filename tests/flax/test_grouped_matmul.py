@@ -112,6 +112,24 @@ def test_auto_warns_once_on_a_gpu_without_tokamax(monkeypatch, forget):
         assert grouped_matmul.automatic("cpu") == grouped_matmul.automatic("tpu") == "ragged_dot"
 
 
+def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    grouped_matmul._warn_once.cache_clear()
+    rows, weights = jnp.zeros((8, 72), jnp.float32), jnp.zeros((2, 72, 48), jnp.float32)
+    with pytest.warns(
+        UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*tenth"
+    ):
+        assert not grouped_matmul.by_hopper("auto", rows, weights)
+    with pytest.warns(UserWarning, match="72 or 48 is no multiple of 32, so the weights are padded by a copy of 0 MiB"):
+        assert grouped_matmul.by_hopper("auto", rows.astype("bfloat16"), weights.astype("bfloat16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not grouped_matmul.by_hopper("auto", rows, weights)  # said already
+        assert not grouped_matmul.by_hopper("ragged_dot", rows, weights)
+        assert grouped_matmul.why_not(2880, 2880, jnp.bfloat16) is None
+
+
 def test_tokamax_where_it_is_installed(monkeypatch, forget):
     """A stand-in with tokamax's signature: it is called with the types that `shard_map` checks."""
     calls = []

@@ -113,6 +113,34 @@ def test_two_products_in_the_interpreter(tiles):
         close(got[:used], expected)
 
 
+def test_columns_that_end_within_a_tile_in_the_interpreter():
+    """192 and 320 columns in tiles of 256 and 128, in bands, with biases; rows past the last group are NaN."""
+    rng = np.random.default_rng(1)
+    used = sum(SIZES)
+    rows = jnp.asarray(rng.normal(size=(used + 2, 192)), jnp.bfloat16).at[used:].set(jnp.nan)
+    weights = jnp.asarray(rng.normal(size=(len(SIZES), 192, 320)) / 16, jnp.bfloat16)
+    biases = jnp.asarray(rng.normal(size=(2, len(SIZES), 320)), jnp.bfloat16)
+    factors = jnp.arange(used + 2, dtype=jnp.float32).at[used:].set(jnp.nan) / used - 0.5
+    sizes, tiles = jnp.asarray(SIZES, jnp.int32), Tiles(m=128, n=256, stages=2, band=2)
+    activation = Activation("clipped_swiglu", limit=0.5)
+    run = {"tiles": tiles, "num_sms": 2}
+    epilogue = {"activation": activation, "projections": True, "tiles": tiles}
+    given = (rows, (weights, -weights), sizes, tuple(biases), factors)
+    with plgpu.force_gpu_interpret_mode():
+        out = rows_by_weights(rows, weights, sizes, None, biases[0], factors, transposed=False, **run)
+        inner = activated_rows(*given, **epilogue, num_sms=2)
+        back = rows_by_weights(inner[0], weights, sizes, transposed=True, **run)
+        by_weights = rows_by_rows(rows, inner[0], sizes, **run)
+        sums = rows_by_rows(jnp.ones_like(rows), inner[0], sizes, **run, height=8)
+    plain = {"transposed": False, "tiles": tiles}
+    close(out[:used], plain_hopper.rows_by_weights(rows, weights, sizes, None, biases[0], factors, **plain)[:used])
+    for got, expected in zip(inner, plain_hopper.activated_rows(*given, **epilogue), strict=True):
+        close(got[:used], expected[:used])
+    close(back[:used], plain_hopper.rows_by_weights(inner[0], weights, sizes, transposed=True, tiles=tiles)[:used])
+    close(by_weights, plain_hopper.rows_by_rows(rows, inner[0], sizes, tiles=tiles))
+    close(sums, plain_hopper.rows_by_rows(jnp.ones_like(rows), inner[0], sizes, tiles=tiles, height=8))
+
+
 def test_shapes_of_two_products_are_those_of_one():
     rows, weights, _, sizes = operands()
     rows = rows[: sum(SIZES) // 8 * 8]
@@ -139,9 +167,9 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
             )
             weights = jnp.swapaxes(weights, 1, 2)
             out = hopper.activated(
-                hidden, (weights,), sizes, (rows[:8],), activation=Activation("relu2"), row_weights=None
+                hidden, (weights,), sizes, (rows[:4],), activation=Activation("relu2"), row_weights=None
             )
-            return hopper.grouped_matmul(out, weights[:, :512], sizes, bias=rows[8:16]).astype(jnp.float32).sum()[None]
+            return hopper.grouped_matmul(out, weights[:, :512], sizes, bias=rows[4:8]).astype(jnp.float32).sum()[None]
 
         specs = (jax.P("ep"),) * 3
         return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))(rows, weights, sizes).sum()
@@ -259,8 +287,8 @@ def test_tiles_of_models_waste_little(model):
 def test_plans():
     assert hopper.plan(2880, 2880).forward.n == 192 and hopper.plan(4096, 1408).forward.n == 128
     assert hopper.plan(4096, 1536).forward == Tiles() and hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
-    swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720, 360)}
-    assert swizzles == {2880: 128, 1440: 64, 720: 32, 360: 128}  # 360 is padded up to 384
+    swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720)}
+    assert swizzles == {2880: 128, 1440: 64, 720: 128}  # 720 is padded up to 768
 
 
 def test_plans_for_few_rows():

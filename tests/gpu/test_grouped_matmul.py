@@ -155,12 +155,13 @@ def test_swiglu_and_its_gradients(groups, weighted, tiles):
 
 SHAPES = {
     "gpt-oss": (2880, 2880),
+    "half of gpt-oss": (2880, 1440),
     "padded": (2888, 40),
     "narrow": (16, 48),
     "Qwen3-30B": (2048, 768),
     "wide": (512, 4864),
 }
-"""Hidden size and width; "padded" are no multiples of 16."""
+"""Hidden size and width; "padded" and "narrow" are no multiples of 32."""
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])

@@ -7,7 +7,7 @@ The projections of gated experts are multiplied side by side, and the activation
 they have one gradient of the rows: both products are added up in one accumulator, and neither is stored. Biases are
 added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction with ones.
 
-Hidden sizes and widths may be any multiples of 16. Others are padded up to a multiple of 64, by a copy of the weights
+Hidden sizes and widths may be any multiples of 32. Others are padded up to a multiple of 64, by a copy of the weights
 in every call.
 """
 
@@ -80,7 +80,7 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     few = rows is not None and rows <= FEW_ROWS * groups
     of_rows = FEW if few else PREFERRED
     common = math.gcd(_padded(depth), _padded(columns)) * 2
-    swizzle = next(width for width in (128, 64, 32) if common % width == 0)
+    swizzle = next(width for width in (128, 64) if common % width == 0)
 
     def best(candidates: tuple[Tiles, ...], width: int, beside: int = 1) -> Tiles:
         chosen = min(candidates, key=lambda tiles: -(-width // tiles.n) * tiles.n * COSTS[tiles.n])
