@@ -2,9 +2,10 @@
 
     python benchmarks/layers/model_shapes.py --json benchmarks/results/model_shapes_h100.json [--only gpt-oss-120b]
 
-A row has the experts of one rank with 32,768 rows in random groups (16,384 for gpt-oss): gate and up with the
-activation, down, and all gradients. TFLOP/s count the multiplications of the matmuls alone. A time is the median of
-repeats, each of several calls queued at once. torch multiplies gate and up as one matmul, without activation and biases.
+A line has the experts of one rank with 8,192 to 32,768 rows in random groups (`MODELS`): gate and up with the
+activation, down, and both with all gradients. TFLOP/s count the multiplications of the matmuls alone. A time is the
+median of repeats, each of several calls queued at once. torch multiplies gate and up as one matmul, without activation
+and biases.
 """
 
 from __future__ import annotations
@@ -58,78 +59,65 @@ def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
     return statistics.median(times)
 
 
-def ours(names: list[str]) -> dict[str, dict[str, float]]:
-    """Times in us of the forward matmuls and of the forward and backward pass, by model."""
+def ours(name: str) -> dict[str, float]:
+    """Times in us of a model's forward matmuls and of its forward and backward pass."""
     import jax
     import jax.numpy as jnp
 
     from xen_moe_jax.flax import hopper
     from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 
-    results = {}
-    for name in names:
-        hidden, width, experts, rows, kind, biased = MODELS[name]
-        activation = Activation(kind)
-        keys = iter(jax.random.split(jax.random.key(0), 9))
+    hidden, width, experts, rows, kind, biased = MODELS[name]
+    keys = iter(jax.random.split(jax.random.key(0), 9))
 
-        def draw(*shape: int, keys: Any = keys) -> Any:
-            return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
+    def draw(*shape: int) -> jax.Array:
+        return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
 
-        sizes = jnp.asarray(sizes_of(experts, rows), jnp.int32)
-        x, gate, up, down = (
-            draw(rows, hidden),
-            draw(experts, hidden, width),
-            draw(experts, hidden, width),
-            draw(experts, width, hidden),
-        )
-        biases = (draw(experts, width), draw(experts, width)) if biased else None
-        last = draw(experts, hidden) if biased else None
+    sizes = jnp.asarray(sizes_of(experts, rows), jnp.int32)
+    x, gate, up = draw(rows, hidden), draw(experts, hidden, width), draw(experts, hidden, width)
+    down = draw(experts, width, hidden)
+    biases = (draw(experts, width), draw(experts, width)) if biased else None
+    last = draw(experts, hidden) if biased else None
 
-        @jax.jit
-        def first(x: Any, gate: Any, up: Any, biases: Any, sizes: Any, activation: Any = activation) -> Any:
-            return hopper.activated(x, (gate, up), sizes, biases, activation=activation)
+    @jax.jit
+    def first(x: Any, gate: Any, up: Any, biases: Any) -> Any:
+        return hopper.activated(x, (gate, up), sizes, biases, activation=Activation(kind))
 
-        @jax.jit
-        def second(x: Any, down: Any, last: Any, sizes: Any) -> Any:
-            return hopper.grouped_matmul(x, down, sizes, bias=last)
+    @jax.jit
+    def second(x: Any, down: Any, last: Any) -> Any:
+        return hopper.grouped_matmul(x, down, sizes, bias=last)
 
-        @jax.jit
-        def both(operands: Any, cotangent: Any, sizes: Any, first: Any = first, second: Any = second) -> Any:
-            def experts_of(x: Any, gate: Any, up: Any, down: Any, biases: Any, last: Any) -> Any:
-                return second(first(x, gate, up, biases, sizes), down, last, sizes)
+    @jax.jit
+    def both(operands: Any, cotangent: Any) -> Any:
+        def experts_of(x: Any, gate: Any, up: Any, down: Any, biases: Any, last: Any) -> Any:
+            return second(first(x, gate, up, biases), down, last)
 
-            out, pull = jax.vjp(experts_of, *operands)
-            return out, pull(cotangent)
+        out, pull = jax.vjp(experts_of, *operands)
+        return out, pull(cotangent)
 
-        inner = first(x, gate, up, biases, sizes)
-        results[name] = {
-            "gate and up, us": median_us(lambda: first(x, gate, up, biases, sizes), jax.block_until_ready),
-            "down, us": median_us(lambda: second(inner, down, last, sizes), jax.block_until_ready),
-            "forward and backward, us": median_us(
-                lambda: both((x, gate, up, down, biases, last), x, sizes), jax.block_until_ready
-            ),
-        }
-        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    return results
+    inner, operands, wait = first(x, gate, up, biases), (x, gate, up, down, biases, last), jax.block_until_ready
+    times = {
+        "gate and up, us": median_us(lambda: first(x, gate, up, biases), wait),
+        "down, us": median_us(lambda: second(inner, down, last), wait),
+        "forward and backward, us": median_us(lambda: both(operands, x), wait),
+    }
+    print(f"{name}: {times}", file=sys.stderr, flush=True)
+    return times
 
 
-def torch_times(names: list[str]) -> dict[str, dict[str, float]]:
-    """Times in us of `torch._grouped_mm` for the two forward matmuls, by model."""
+def torch_times(name: str) -> dict[str, float]:
+    """Times in us of `torch._grouped_mm` for a model's two forward matmuls."""
     import torch
 
-    results = {}
-    for name in names:
-        hidden, width, experts, rows, _, _ = MODELS[name]
-        ends = torch.tensor(sizes_of(experts, rows), device="cuda").cumsum(0).to(torch.int32)
-        pairs = {"gate and up, us": (hidden, 2 * width), "down, us": (width, hidden)}
-        results[name] = {}
-        for what, (depth, columns) in pairs.items():
-            x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
-            w = torch.randn(experts, columns, depth, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            results[name][what] = median_us(
-                lambda x=x, w=w: torch._grouped_mm(x, w, offs=ends), lambda _: torch.cuda.synchronize()
-            )
-    return results
+    hidden, width, experts, rows, _, _ = MODELS[name]
+    ends = torch.tensor(sizes_of(experts, rows), device="cuda").cumsum(0).to(torch.int32)
+
+    def time_of(depth: int, columns: int) -> float:
+        x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(experts, columns, depth, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        return median_us(lambda: torch._grouped_mm(x, w, offs=ends), lambda _: torch.cuda.synchronize())
+
+    return {"gate and up, us": time_of(hidden, 2 * width), "down, us": time_of(width, hidden)}
 
 
 def table(found: dict[str, Any]) -> list[str]:
@@ -161,7 +149,8 @@ def main() -> int:
     parser.add_argument("--side", choices=("ours", "torch"), help="measure one side and print it as JSON")
     options = parser.parse_args()
     if options.side:
-        print(json.dumps((ours if options.side == "ours" else torch_times)(options.only)))
+        measure = ours if options.side == "ours" else torch_times
+        print(json.dumps({name: measure(name) for name in options.only}))
         return 0
     found: dict[str, Any] = {"command": "python " + " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ")}
     for side in ("ours", "torch"):

@@ -73,7 +73,7 @@ def _normal_cdf(x: Any) -> Any:
     """
     magnitude = jnp.maximum(x, -x)
     t = 1.0 / (1.0 + 0.3275911 * math.sqrt(0.5) * magnitude)
-    series = 0.0
+    series: Any = 0.0
     for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = (series + coefficient) * t
     tail = 0.5 * series * jnp.exp(-0.5 * x * x)

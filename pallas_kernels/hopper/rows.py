@@ -218,7 +218,7 @@ def _product(
         grid = (m_tiles * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
-            m, n = tiles.at(*index, m_tiles, n_tiles)
+            m, n = tiles.at(index[0], m_tiles, n_tiles)
             row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
             column = n * tile_width
             if tiles.cluster == "m":

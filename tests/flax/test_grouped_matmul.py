@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -29,7 +30,7 @@ from tests.support.layers import (
     tokens,
 )
 from xen_moe_jax import doctor
-from xen_moe_jax.flax import grouped_matmul, hopper
+from xen_moe_jax.flax import grouped_matmul, hopper, memory
 
 
 def dense_groups(rows, weights, group_sizes):
@@ -128,6 +129,14 @@ def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
         assert not grouped_matmul.by_hopper("auto", rows, weights)  # said already
         assert not grouped_matmul.by_hopper("ragged_dot", rows, weights)
         assert grouped_matmul.why_not(2880, 2880, jnp.bfloat16) is None
+
+
+@pytest.mark.parametrize(("hidden", "says"), [(40, "On a Hopper GPU: .* 40 or 64 is no multiple of 32"), (64, None)])
+def test_memory_says_what_is_slow(hidden, says, capsys):
+    sizes = f"--tokens 8 --ranks 2 --hidden {hidden} --width 64 --experts 4 --top-k 2"
+    assert memory.main(sizes.split()) == 0
+    found = re.search("On a Hopper GPU.*", capsys.readouterr().out)
+    assert found is None if says is None else re.match(says, found[0])
 
 
 def test_tokamax_where_it_is_installed(monkeypatch, forget):

@@ -131,8 +131,8 @@ def grouped_experts(
     def project(rows: jax.Array, name: str) -> jax.Array:
         return biased(matmul(rows, weights[name], group_sizes), name)
 
-    activation = _weighted(_activated(config, x, project), row_weights)
-    return biased(matmul(activation, weights["down"], group_sizes), "down", row_weights)
+    inner = _weighted(_activated(config, x, project), row_weights)
+    return biased(matmul(inner, weights["down"], group_sizes), "down", row_weights)
 
 
 def padded_experts(
