@@ -1,0 +1,29 @@
+// What processes tell each other in an agreement (ffi/agreement.h) about a change of symmetric memory.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda_kernels/core/workspace.h"
+
+namespace xen_moe {
+
+struct Vote {
+  std::string error;              // why this process cannot go on; empty: it can
+  Needs needs;                    // bytes that this process asks for
+  bool undivided = false;         // nothing can have run in its newest generation
+  bool has_room = false;          // its ring of memory tables takes another generation
+  uint32_t epoch = 0;             // the number of its latest operation
+  std::vector<uint64_t> retired;  // tickets of the generations that it no longer uses
+
+  bool ok() const { return error.empty(); }
+  std::string Encode() const;
+  // A process that has died and is left out has sent nothing, which decodes to an error.
+  static Vote Decode(const std::string& text);
+};
+
+// Throws MemoryError with the first process whose vote is an error. `what`: the change, for the text.
+void CheckVotes(const std::vector<Vote>& votes, const std::string& what);
+
+}  // namespace xen_moe
