@@ -1,5 +1,5 @@
 // What workspaces ask of GPUs, and nothing else: their logic compiles, runs and is tested without any
-// (tests/native/fakes/fake_devices.h). cuda_devices.cc implements it.
+// (ffi/fake_devices.h). cuda_devices.cc implements it.
 //
 // After Prepare, nothing here waits for a running kernel, except Idle, and nothing waits without a limit: growth and
 // reset happen while kernels of this library wait for each other.

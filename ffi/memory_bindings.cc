@@ -4,7 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "ffi/registry.h"
+#include "ffi/symmetric_memory.h"
 
 namespace nb = nanobind;
 
@@ -85,7 +85,7 @@ void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
   m.def("mark_dead", [](int process, bool clean) { WithoutGil([&] { Registry::Get().MarkDead(process, clean); }); });
   m.def("renumber", [](uint32_t epoch) {
     WithoutGil([&] {
-      for (const auto& workspace : Registry::Get().All()) workspace->SetEpochForTest(epoch);
+      for (const auto& workspace : Registry::Get().All()) workspace->Renumber(epoch);
     });
   });
   m.def("gone", [] {

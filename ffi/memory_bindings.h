@@ -1,5 +1,4 @@
-// The Python side of workspaces, the same over GPUs (ffi/module.cc) and over host memory
-// (tests/native/memory_test_module.cc).
+// The Python side of workspaces, the same over GPUs (ffi/module.cc) and over host memory (ffi/memory_test_module.cc).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -181,8 +181,8 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::v
              std::to_string(member.ordinal) + " has " + std::to_string(sms) + " SMs");
     }
   }
-  workspace->EnsureCapacity(needs, seconds);
-  if (masked) workspace->FailOnlyWhenNeeded();
+  workspace->Serve(needs, seconds);
+  if (masked) workspace->LeaveOutTheDead();
   return workspace;
 }
 
@@ -206,8 +206,7 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   // kernels find the failure, or that they have no memory.
   const bool capturing = Capturing(stream);
   try {
-    if (!workspace.HasCapacity(needs) && !capturing)
-      workspace.EnsureCapacity(needs, plan.timeout_s);  // its xm.Buffer closed
+    if (!workspace.Serves(needs) && !capturing) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed
     if (workspace.stale() && !capturing) workspace.ReclaimIfStale();
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));

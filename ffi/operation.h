@@ -17,7 +17,7 @@
 #include "cuda_kernels/core/params.h"
 #include "cuda_kernels/node/rail_plan.h"
 #include "ffi/flights.h"
-#include "ffi/registry.h"
+#include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xen_moe {

@@ -12,11 +12,11 @@
 #include <stdexcept>
 
 #include "ffi/failure_text.h"
+#include "ffi/fake_devices.h"
 #include "ffi/flights.h"
 #include "ffi/memory_bindings.h"
 #include "ffi/nccl_memory.h"
-#include "ffi/registry.h"
-#include "tests/native/fakes/fake_devices.h"
+#include "ffi/symmetric_memory.h"
 
 namespace nb = nanobind;
 
@@ -271,19 +271,18 @@ NB_MODULE(_memory_test, m) {
   m.def("held", [] { return FakeDevices::Get().held(); });
   m.def("clear", [] {
     Registry::Get().Clear();
-    TicketOrder::Get().Clear();
+    Turns::Get().Clear();
   });
   m.def("serve", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, double seconds) {
     nb::gil_scoped_release nogil;
     try {
-      w.EnsureCapacity({flags, data, scratch}, seconds);
+      w.Serve({flags, data, scratch}, seconds);
     } catch (const MemoryError& e) {
       throw std::runtime_error(e.message);
     }
   });
-  m.def("serves", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch) {
-    return w.HasCapacity({flags, data, scratch});
-  });
+  m.def("serves",
+        [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch) { return w.Serves({flags, data, scratch}); });
   m.def("run", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, uint32_t signature) {
     try {
       return RunOperation(w, {flags, data, scratch}, signature);
@@ -406,7 +405,7 @@ NB_MODULE(_memory_test, m) {
     *member.record = from;
     member.record->generation = generation;
   });
-  m.def("leave_out_the_dead", [](Workspace& w) { w.FailOnlyWhenNeeded(); });
+  m.def("leave_out_the_dead", [](Workspace& w) { w.LeaveOutTheDead(); });
   m.def("mailbox_dead", [](Workspace& w, size_t i) { return At(w, i).mailbox->dead; });
   m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
   m.def("failure_text", [](nb::dict record, int channel, bool across) {
