@@ -58,7 +58,7 @@ from xen_moe_jax.tuning.workload import Workload, round_up
 
 PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
-KERNELS = ("rows_by_weights", "rows_by_rows", "activated_rows")
+KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
 """Of `flax/hopper.py`: those that take `num_sms`."""
 DEALT = "dealt"
 """Of the layers that overlap, those whose matmuls do not claim their tiles."""

@@ -168,7 +168,7 @@ def projected(given: Any, rows: jax.Array, sizes: jax.Array, weights: Any, facto
     """What goes into the experts' last matmul."""
     config = given.config
     if grouped_matmul.by_hopper(config.grouped_matmul, rows, weights["gate"]):
-        return _experts.hopper.activated(rows, (weights["gate"], weights["up"]), sizes, row_weights=factors)
+        return _experts.hopper.swiglu(rows, weights["gate"], weights["up"], sizes, factors)
     multiply = grouped_matmul.choose(config.grouped_matmul)
     activation = activate(config, *(multiply(rows, weights[name], sizes) for name in ("gate", "up")))
     return (activation.astype(jnp.float32) * factors[:, None]).astype(rows.dtype)

@@ -15,40 +15,29 @@ from xen_moe_jax.pallas_kernels.hopper import claims, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "height", "num_sms"))  # calls alike are lowered once
+@functools.partial(jax.jit, static_argnames=("tiles", "num_sms"))  # calls alike are lowered once
 def rows_by_rows(
-    rows: jax.Array,
-    others: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    tiles: Tiles,
-    height: int | None = None,
-    num_sms: int | None = None,
+    rows: jax.Array, others: jax.Array, group_sizes: jax.Array, *, tiles: Tiles, num_sms: int | None = None
 ) -> jax.Array:
-    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group.
-
-    With `height` only so many of the `A` rows of each result are stored. Where `A` or `B` ends within a tile, TMA loads
-    zeros past the end and stores nothing there.
-    """
+    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group."""
     dtype = rows.dtype
-    num_groups, (columns, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
-    height, unit = columns if height is None else height, tiles.swizzle // dtype.itemsize
-    if columns % unit or width % unit or rows.shape[0] % ROW_ALIGNMENT:
+    num_groups, (height, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
+    if height % tiles.cluster_m or width % tiles.cluster_n or rows.shape[0] % ROW_ALIGNMENT:
         raise ValueError(
-            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit} "
-            f"and the rows of {ROW_ALIGNMENT}"
+            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of "
+            f"{tiles.cluster_m} and {tiles.cluster_n}, and the rows of {ROW_ALIGNMENT}"
         )
-    m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)
+    m_tiles, n_tiles = height // tiles.cluster_m, width // tiles.cluster_n
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)
     starts = ends[:num_groups] - sizes
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        grid = (num_groups, m_tiles * n_tiles)
+        grid = (num_groups, m_tiles, n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-            group, (m, n) = index[0], tiles.at(index[1], m_tiles, n_tiles)
+            group, m, n = index
             start, end = starts[group], ends[group]
             first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
             steps = lax.select(end > start, pl.cdiv(end - first, tiles.k), jnp.int32(0))
@@ -116,6 +105,7 @@ def rows_by_rows(
                             silence(ref, columns, low - k * tiles.k, high - k * tiles.k)
                         plgpu.commit_smem()
 
+                (acc,), done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
                 if tiles.split == "m":
                     m = m + wg * tiles.warpgroup_m
                 else:
@@ -125,17 +115,10 @@ def rows_by_rows(
                     at = (group, pl.ds(m + piece_m, ring.STORE_TILE), pl.ds(n + piece_n, ring.STORE_TILE))
                     plgpu.copy_smem_to_gmem(buffer, out.at[at], commit_group=False)
 
-                def compute() -> Any:
-                    (acc,), done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
-                    places = ring.places(tiles, tiles.warpgroup_n)
-                    pieces = ((ring.piece(acc, *at).astype(dtype), functools.partial(copy, *at)) for at in places)
-                    ring.store(pieces, s["pieces"], wg)
-                    return done
-
-                # the last tile may be all the other warpgroup's
-                if tiles.split == "m" and 0 < height % tiles.m <= tiles.warpgroup_m:
-                    return lax.cond(m < height, compute, lambda: ring.skip_steps(tiles, s, steps, carry))
-                return compute()
+                places = ring.places(tiles, tiles.warpgroup_n)
+                pieces = ((ring.piece(acc, *at).astype(dtype), functools.partial(copy, *at)) for at in places)
+                ring.store(pieces, s["pieces"], wg)
+                return done
 
             claims.multiplies(tiles, s, grid, tile)
             plgpu.wait_smem_to_gmem(0)

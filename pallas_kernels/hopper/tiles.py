@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 ROW_ALIGNMENT = 8
 """TMA boxes of swizzled tiles begin at rows that are multiples of this."""
 COMPUTE_WARPGROUPS = 2
 """Of a thread block, beside the one that loads."""
-
-
-COLUMN_ALIGNMENT = 32
-"""Hidden sizes and widths are multiples of this: 64 bytes, the narrowest swizzle that these kernels lower with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +26,6 @@ class Tiles:
         left one.
       delay: how many wgmma are under way when the next one begins.
       claimed: thread blocks take the next tile when they want one (`claims`), instead of every so many from the start.
-      band: how many tiles, one below the other, are computed before those to the right of them. With 1 every row of
-        tiles is computed from left to right. A band reads the right operand once for all its tiles, where one row of
-        tiles would read more of it than the L2 cache holds.
-      swizzle: bytes of a row of shared memory, 128 or 64. Columns of all operands must be multiples of so many.
     """
 
     m: int = 128
@@ -46,8 +36,6 @@ class Tiles:
     cluster: str | None = None
     delay: int = 1
     claimed: bool = False
-    band: int = 1
-    swizzle: int = 128
 
     @property
     def warpgroup_m(self) -> int:
@@ -56,15 +44,6 @@ class Tiles:
     @property
     def warpgroup_n(self) -> int:
         return self.n // COMPUTE_WARPGROUPS if self.split == "n" else self.n
-
-    def at(self, number: Any, height: Any, width: int) -> tuple[Any, Any]:
-        """Row and column, in tiles, of tile `number` of `height` by `width` tiles."""
-        if self.band == 1:
-            return lax.div(number, jnp.int32(width)), lax.rem(number, jnp.int32(width))
-        band = lax.div(number, jnp.int32(self.band * width))
-        within = number - band * (self.band * width)
-        rows = jnp.minimum(height - band * self.band, self.band)
-        return band * self.band + lax.rem(within, rows), lax.div(within, rows)
 
     @property
     def cluster_size(self) -> int:

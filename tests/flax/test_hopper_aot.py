@@ -24,31 +24,21 @@ TILES = {"few rows, claimed": dataclasses.replace(FEW, claimed=True), "many rows
 
 
 @pytest.fixture(scope="module")
-def sharding():
+def operands():
     try:
         mesh = gpu_topology.mesh(1, "ep")
     except RuntimeError as reason:
         assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
         pytest.skip(str(reason))
-    return NamedSharding(mesh, P())
+    return hopper_kernels.operands(NamedSharding(mesh, P()))
 
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)
-def test_machine_code(sharding, kernel, tiles, tmp_path, monkeypatch):
-    compile_alone(kernel, TILES[tiles], hopper_kernels.operands(sharding), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("kernel", hopper_kernels.EPILOGUES)
-def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
-    """Of gpt-oss' shape, whose columns end within a tile."""
-    compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
-
-
-def compile_alone(kernel, tiles, operands, tmp_path, monkeypatch):
+def test_machine_code(operands, kernel, tiles, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    hopper_kernels.program(kernel, tiles).lower(operands).compile()
+    hopper_kernels.program(kernel, TILES[tiles]).lower(operands).compile()
     (report,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
     assert re.search(r"Used \d+ registers", report) and " 0 bytes spill stores, 0 bytes spill loads" in report
     assert "serialized" not in report, "ptxas lets each wgmma wait for the one before"

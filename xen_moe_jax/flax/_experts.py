@@ -102,14 +102,6 @@ def grouped_experts(
 
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
-    names = ("gate", "up") if config.gated else ("up",)
-    projections = tuple(weights[name] for name in names)
-    if all(grouped_matmul.by_hopper(config.grouped_matmul, x, w) for w in projections):
-        biases = tuple(weights[f"{name}_bias"] for name in names) if config.expert_bias else None
-        activation = hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
-        rows = hopper.activated(x, projections, group_sizes, biases, row_weights, activation=activation)
-        bias = weights["down_bias"] if config.expert_bias else None
-        return hopper.grouped_matmul(rows, weights["down"], group_sizes, bias=bias, row_weights=row_weights)
     matmul = grouped_matmul.choose(config.grouped_matmul)
     one_hot = used = None
     if config.expert_bias:
@@ -131,8 +123,15 @@ def grouped_experts(
     def project(rows: jax.Array, name: str) -> jax.Array:
         return biased(matmul(rows, weights[name], group_sizes), name)
 
-    inner = _weighted(_activated(config, x, project), row_weights)
-    return biased(matmul(inner, weights["down"], group_sizes), "down", row_weights)
+    both_at_once = config.gated and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["gate"])
+    if both_at_once and config.activation == "swiglu" and not config.expert_bias:
+        activation = hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
+    elif both_at_once:
+        gate, up = hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)
+        activation = _weighted(activate(config, biased(gate, "gate"), biased(up, "up")), row_weights)
+    else:
+        activation = _weighted(_activated(config, x, project), row_weights)
+    return biased(matmul(activation, weights["down"], group_sizes), "down", row_weights)
 
 
 def padded_experts(

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax._spec import worst_case_capacity
-from xen_moe_jax.flax import grouped_matmul
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._experts import built_in
@@ -158,11 +157,6 @@ def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.
         large = sorted((b for b in buffers if 100 * b.nbytes >= total(buffers)), key=lambda b: -b.nbytes)
         rest = (total(buffers) - total(large)) / 2**20
         lines.append(f"| {name} | {', '.join(map(described, large))} | {rest:.2f} |")
-    slow = grouped_matmul.why_not(
-        config.hidden_size, config.intermediate_size, config.dtype or dtype, groups=-(-config.num_experts // num_ranks)
-    )
-    if slow is not None:
-        lines += ["", f"On a Hopper GPU: {slow}."]
     return "\n".join(lines)
 
 
