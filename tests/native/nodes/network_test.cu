@@ -13,6 +13,9 @@
 #include "tests/native/nodes/network_link.cuh"
 
 namespace native {
+
+using namespace xen_moe::XEN_MOE_VARIANT;
+
 namespace {
 
 constexpr uint64_t kSlot = 256, kSlots = 64;
