@@ -22,7 +22,7 @@ def start_jax(options: argparse.Namespace) -> None:
     """
     import jax
 
-    arguments.choose_devices(options.platform, options.ranks, vars(options).get("num_processes", 1))
+    arguments.choose_devices(options.platform, vars(options).get("ranks"), vars(options).get("num_processes", 1))
     if vars(options).get("coordinator"):
         jax.distributed.initialize(
             options.coordinator, options.num_processes, options.process_id, local_device_ids=gpu_of_process(options)

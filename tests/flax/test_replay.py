@@ -67,7 +67,8 @@ def dense_with(config, weights, x, topk_idx):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_own_choice_given_again_is_the_same_layer_to_the_bit(name):
+def test_own_choice_given_again_is_the_same_layer(name):
+    """The output and the metrics are the same to the bit. XLA may fuse the two backward passes differently."""
     config = asking(VARIANTS[name])
     mesh = make_mesh((2, 4), ("dp", "ep"))
     moe, x = layer(config), tokens(8, 5)
@@ -78,8 +79,9 @@ def test_own_choice_given_again_is_the_same_layer_to_the_bit(name):
     assert metrics.topk_idx.shape == (8, 5, config.top_k) and metrics.topk_idx.dtype == np.int32
     np.testing.assert_array_equal((metrics.topk_idx >= 0).all(-1), mask)  # padding is routed to -1 and not to expert 0
     np.testing.assert_array_equal((metrics.topk_idx == -1).all(-1), ~mask)
-    again = run_with_gradients(moe, x, target, mesh, mask=mask, topk_idx=metrics.topk_idx)
-    jax.tree.map(np.testing.assert_array_equal, again, (y, metrics, gradients))
+    *again, same_gradients = run_with_gradients(moe, x, target, mesh, mask=mask, topk_idx=metrics.topk_idx)
+    jax.tree.map(np.testing.assert_array_equal, tuple(again), (y, metrics))
+    assert_same_gradients(same_gradients, gradients, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
+from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.pallas import plan
 from xen_moe_jax.backends.pallas.weights import weights_from_rows
 
@@ -51,8 +52,8 @@ def test_numbers_return_to_their_slots(axes, layout, tokens, experts, capacity, 
         config = xm.KernelConfig(backend="reference")
         name = names if len(names) > 1 else names[0]
         handle = xm.dispatch(x, idx[0], axis_name=name, capacity=capacity, config=config, **options).handle
-        known = handle.topk_idx, handle.positions, handle.recv_counts
-        return weights_from_rows(values[0], *known, spec=handle.spec, config=config)[None]
+        call = Call(handle.spec, config)
+        return weights_from_rows(call, values[0], handle.topk_idx, handle.positions, handle.recv_counts)[None]
 
     mapped = jax.shard_map(body, mesh=mesh_of(*axes), in_specs=P(names), out_specs=P(names), check_vma=False)
     assert_bits(jax.jit(mapped)(idx, values), oracle.weights_from_rows(values, expected), "numbers")

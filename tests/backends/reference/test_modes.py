@@ -35,13 +35,20 @@ def place(mesh, *arrays):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "experts"), [("uint8", 256), ("int8", 300), ("int16", 70000), ("uint32", 8), ("int32", 8)], ids=str
+    ("dtype", "experts"), [("uint8", 256), ("int8", 128), ("int16", 32768), ("uint32", 8), ("int32", 8)], ids=str
 )
 def test_slots_of_every_integer_width(mesh4, dtype, experts):
-    """Also where the number of experts does not fit the type: 300 is no int8, and must not wrap around to 44."""
+    """The number of experts itself need not fit the dtype, only the index of the last expert: 128 is no int8."""
     x, idx, weights = operands(min(experts, 128), dtype)
     out = jax.jit(layer(mesh4, experts))(*place(mesh4, x, idx, weights))
     np.testing.assert_allclose(out, x * weights.sum(1, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 257), ("int8", 129), ("int16", 32769)], ids=str)
+def test_a_dtype_that_cannot_name_the_last_expert_is_refused(mesh4, dtype, experts):
+    arrays = place(mesh4, *operands(128, dtype))
+    with pytest.raises(ValueError, match=rf"dtype {dtype}.* cannot name expert {experts - 1} of num_experts={experts}"):
+        jax.eval_shape(layer(mesh4, experts), *arrays)
 
 
 MODES = {
