@@ -25,6 +25,17 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/
 """Files of the repository that the site holds even if no page of docs/ links to them."""
 MODULES = ("", ".routing", ".flax", ".autotune", ".cuda", ".transfer")
 """Public modules that have an API page; "" is the package itself."""
+GROUPS = {
+    "xen_moe_jax.flax.MoEConfig": (
+        "experts.ExpertFields",
+        "router.RouterFields",
+        "balance.BalanceFields",
+        "placement.PlacementFields",
+        "communication.CommunicationFields",
+        "memory.MemoryFields",
+    ),
+}
+"""Classes whose fields are documented in groups, and where the package `_config` beside the class has each group."""
 LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")
 TUTORIAL = "docs/user/tutorial.ipynb"
 OUTSIDE = "repository/"
@@ -121,5 +132,10 @@ def public_names(module: str) -> list[str]:
 def api_page(module: str) -> str:
     """Every public name of a module by its docstring; names that are modules have pages of their own."""
     modules = {name.removeprefix(".") for name in MODULES}
-    names = [name for name in public_names(module) if name not in modules]
-    return "\n".join([f"# `{module}`", "", *(f"::: {module}.{name}\n" for name in names)])
+    lines = [f"# `{module}`", ""]
+    for name in public_names(module):
+        if name not in modules:
+            lines.append(f"::: {module}.{name}\n")
+            groups = GROUPS.get(f"{module}.{name}", ())
+            lines += [f"::: {module}._config.{group}\n    options: {{heading_level: 3}}\n" for group in groups]
+    return "\n".join(lines)

@@ -136,6 +136,10 @@ def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monk
     name = f"xen_moe_jax{module}"
     if module == ".flax":
         pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
+        from xen_moe_jax.flax import MoEConfig
+
+        groups = [f"{g.__module__.rpartition('.')[2]}.{g.__name__}" for g in reversed(MoEConfig.__bases__)]
+        assert tuple(groups) == docs_site.GROUPS["xen_moe_jax.flax.MoEConfig"]
     if module == ".transfer":
         transfer.require()
     page, imported = docs_site.api_page(name), importlib.import_module(name)
@@ -158,6 +162,8 @@ def test_api_page_has_every_command_and_every_field_of_the_configs():
         from xen_moe_jax.flax import MoEConfig
 
         fields += [f.name for f in dataclasses.fields(MoEConfig)]
+        undocumented = [f.name for f in dataclasses.fields(MoEConfig) if f.name not in (MoEConfig.__doc__ or "")]
+        assert not undocumented, f"help(MoEConfig) does not describe {undocumented}"
     missing = [name for name in fields if f"`{name}`" not in text]
     missing += [name for name in cli.COMMANDS if f"`xen-moe-jax {name}" not in text]
     assert not missing, f"docs/user/api.md does not describe {missing}"

@@ -25,7 +25,7 @@ from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
+class MemoryEntry:
     """One array: what it is, its shape and dtype, how many of it live at a time."""
 
     name: str
@@ -54,26 +54,26 @@ def chunk_rows(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
     )
 
 
-def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[Buffer]:
+def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[MemoryEntry]:
     """Arrays of one chunk on one rank, from the dispatch to the combine; those of the next chunk take their place."""
     tokens = -(-num_tokens // config.num_chunks)
     rows, name = chunk_rows(config, num_tokens, num_ranks), jnp.dtype(config.dtype or dtype).name
     local = -(-config.num_experts // num_ranks)
     hidden, width = config.hidden_size, config.intermediate_size
     return [
-        Buffer("rows that came", (rows, hidden), name),
-        Buffer("expert projections", (rows, width), name, 2 if config.gated else 1),
-        Buffer("expert activation", (rows, width), name),
-        Buffer("rows that go back", (rows, hidden), name),
-        Buffer("combined tokens", (tokens, hidden), name),
-        Buffer("handle: positions", (num_ranks, tokens, config.top_k), "int32"),
-        Buffer("handle: counts", (num_ranks, local), "int32"),
-        Buffer("handle: weights", (rows,), "float32"),
-        Buffer("handle: experts", (tokens, config.top_k), "int32"),
+        MemoryEntry("rows that came", (rows, hidden), name),
+        MemoryEntry("expert projections", (rows, width), name, 2 if config.gated else 1),
+        MemoryEntry("expert activation", (rows, width), name),
+        MemoryEntry("rows that go back", (rows, hidden), name),
+        MemoryEntry("combined tokens", (tokens, hidden), name),
+        MemoryEntry("handle: positions", (num_ranks, tokens, config.top_k), "int32"),
+        MemoryEntry("handle: counts", (num_ranks, local), "int32"),
+        MemoryEntry("handle: weights", (rows,), "float32"),
+        MemoryEntry("handle: experts", (tokens, config.top_k), "int32"),
     ]
 
 
-def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[Buffer]:
+def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[MemoryEntry]:
     """Arrays that one rank keeps from the forward to the backward pass: residuals of dispatch, experts and combine."""
     config = dataclasses.replace(config, tensor_axis=None, expert_sharding=None)
     dtype = jnp.dtype(config.dtype or dtype)
@@ -109,10 +109,10 @@ def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any 
     counts: dict[tuple[tuple[int, ...], str], int] = {}
     for aval in kept:
         counts[aval.shape, aval.dtype.name] = counts.get((aval.shape, aval.dtype.name), 0) + 1
-    return [Buffer("kept", shape, name, count) for (shape, name), count in sorted(counts.items(), key=str)]
+    return [MemoryEntry("kept", shape, name, count) for (shape, name), count in sorted(counts.items(), key=str)]
 
 
-def total(buffers: Iterable[Buffer]) -> int:
+def total(buffers: Iterable[MemoryEntry]) -> int:
     """Bytes of all."""
     return sum(buffer.nbytes for buffer in buffers)
 
@@ -160,7 +160,7 @@ def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.
     return "\n".join(lines)
 
 
-def described(buffer: Buffer) -> str:
+def described(buffer: MemoryEntry) -> str:
     times = f"{buffer.count} x " if buffer.count > 1 else ""
     return f"{times}{buffer.dtype}{list(buffer.shape)}"
 
