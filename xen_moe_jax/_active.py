@@ -36,7 +36,7 @@ def _mine(active: jax.Array, spec: Spec) -> jax.Array:
 
 
 def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
-    """Sanitised `topk_idx [T, K]` with `-1` for what does not move."""
+    """Sanitised `topk_idx [T, K]` with `-1` for slots that send no row."""
     if not given(active):
         return topk_idx
     owner = _layout.owners(topk_idx, spec.local_experts)[..., None]

@@ -55,8 +55,8 @@ def dispatch(
       active: bool `[R]`, the same on every rank: True for ranks that take part. It is an array like any other, so that
         it changes from call to call without a new program. Nothing goes to an inactive rank and nothing comes from it.
         The results of its tokens are zero; rows that other ranks would have sent to it are left out and counted in
-        `routed.num_dropped`. On GPUs no rank waits for an inactive one, whether or not that one runs the program;
-        docs/user/failures.md says how it comes back. None means all ranks.
+        `routed.num_dropped`. On GPUs no rank waits for an inactive rank, whether or not the inactive rank runs the
+        program; docs/user/failures.md says how it comes back. None means all ranks.
       config: tuning; never changes the result.
 
     Returns:

@@ -188,7 +188,7 @@ def _zeros(shapes: list[ShapeDtype]) -> list[Any]:
 
 
 def _linear(primitive: Primitive, count: int) -> None:
-    """`primitive` is linear in its first `count` operands together, and has no derivative in the others."""
+    """`primitive` is linear in its first `count` operands together, and has no derivative in the remaining operands."""
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         moving = [ad.instantiate_zeros(t) for t in tangents[:count]]

@@ -1,4 +1,4 @@
-"""`KernelConfig`: how an operation runs. It never changes what an operation means."""
+"""`KernelConfig`: how an operation runs. It never changes the meaning of an operation."""
 
 from __future__ import annotations
 

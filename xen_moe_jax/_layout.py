@@ -175,7 +175,7 @@ def num_rows(recv_counts: jax.Array, spec: Spec) -> jax.Array:
 
 
 def used_rows(recv_counts: jax.Array, spec: Spec) -> jax.Array:
-    """bool, shape `spec.row_dims`: rows that hold data or alignment padding; the others are unspecified."""
+    """Mask, bool `spec.row_dims`: rows that hold data or alignment padding; all other rows are unspecified."""
     if spec.layout == "padded":
         kept = group_counts(recv_counts, spec).num_tokens_per_expert
         return jnp.arange(spec.num_ranks * spec.num_tokens, dtype=jnp.int32)[None] < kept[:, None]

@@ -50,7 +50,8 @@ def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 
 
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
-    """Operands that all vary over `axis_name` and over whatever any of them varies over; literals stay literals."""
+    """Makes all operands vary over `axis_name` and over every axis that one of them varies over; literals stay
+    literals."""
     known = [_jax_internals.varying_axes(x) for x in operands]
     wanted = frozenset(axis_name).union(*known)
     if not _jax_internals.checks_varying(axis_name[0]):
@@ -64,7 +65,7 @@ def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
 
 
 def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`array`, varying over mesh `axes` too: what a kernel returns varies over none, as far as JAX knows."""
+    """Makes `array` vary over mesh `axes` too: as far as JAX knows, the result of a kernel varies over no axis."""
     missing = tuple(sorted(axes - _jax_internals.varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 

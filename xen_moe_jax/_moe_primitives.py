@@ -149,8 +149,8 @@ def _weights_from_rows(values: Any, *handle: Any, **params: Any) -> Any:
     return jax.linear_transpose(lambda given: _weights_to_rows(given, *handle, **params), slots)(values)[0]
 
 
-# Numbers of a token's slots to where its rows are, and back: what a router's weights are, without the rows. Operands
-# are the numbers, the arrays of the handle, `active` among them, and `local_idx` in the ranked layout.
+# Sends one number for each slot of a token (a router weight, for example) to the token's rows and back, without the
+# rows. Operands are the numbers, the arrays of the handle, `active` among them, and `local_idx` in the ranked layout.
 weights_to_rows_p = declare(
     "weights_to_rows",
     lambda values, *_, spec, **__: [(spec.weights_shape, values.dtype)],
@@ -191,7 +191,7 @@ _transposed_by(weights_from_rows_p, weights_to_rows_p)
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     active = primals[4]
     x_dot, scales_dot, _, weights_dot, _ = tangents
-    # what the tangent needs is named, so that a policy that saves the names does not dispatch again
+    # the arrays of the tangent are named, so that a policy that saves the names does not dispatch again
     out = Dispatched(*dispatch_p.bind(*primals, **params)).named()
     handle = out.topk_idx, out.positions, out.recv_counts, active
     rows_dot = rows_tangent(out.rows, x_dot, scales_dot, handle, params)
@@ -288,7 +288,8 @@ def _combine_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 def combine_cotangents(
     cotangent: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: Any
 ) -> list[Any]:
-    """Cotangents of the rows and of the weights; `y`, `weights` are values, or avals of what is not known."""
+    """Cotangents of the rows and of the weights; `y` and `weights` are values, or avals where the value is not
+    known."""
     moved = {name: value for name, value in _for_gradients(params).items() if name != "weighted"}
     (rows,) = redispatch_p.bind(cotangent, *handle, **moved)
     return row_cotangents(rows, y, weights, wanted, handle, params)

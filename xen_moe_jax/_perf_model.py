@@ -1,4 +1,5 @@
-"""`perf_model`: what an operation should take, from the bytes that each link carries. Arithmetic on paper, no device.
+"""`perf_model`: the expected time of an operation, from the bytes that each link carries. Arithmetic on paper, no
+device.
 
 A token crosses to a node once (over the slow link, to the GPU with the sender's index), is forwarded there over the
 fast link, and inside a node goes once to each rank that wants it. What arrived is placed once for each slot. All of
@@ -27,19 +28,21 @@ SMALL_BATCH = 512
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What joins the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
+    """Speed of the links between the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
 
     Attributes:
       fast, fast_small: inside a node, for large batches and for those up to `SMALL_BATCH` tokens a rank. The defaults
-        are slopes of measured time over bytes on H200s over NVLink: of bfloat16 on four; small, of all on two and four.
-      fixed, fixed_small: what an operation takes beside its bytes, for (dispatch, combine). The defaults are the
-        intercepts of the same lines.
+        are slopes of measured time over bytes on H200s over NVLink: bfloat16 on four GPUs for large batches, every
+        dtype on two and four GPUs for small ones.
+      fixed, fixed_small: seconds that an operation takes beside its bytes, for (dispatch, combine). The defaults are
+        the intercepts of the same lines.
       memory: at which a rank places the rows of a dispatch or adds up those of a combine, a row's bytes counted once
         for each slot. It bounds where ranks are few; the default is from 2 x H200.
       slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
       hop, hop_small: what crossing between nodes adds, for (dispatch, combine): until the first chunk is on the slow
         link, and once the last has come. Those of large batches are from a simulated link on 2 x H100
-        (`h100x2_slow_link.json`), less what the simulation itself takes; small ones are not measured, and no network.
+        (`h100x2_slow_link.json`), less the time of the simulation itself; small batches are not measured, and no
+        network is.
     """
 
     fast: float = 333e9
@@ -57,12 +60,12 @@ H200 = Links()
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What `perf_model` returns.
+    """The result of `perf_model`.
 
     Attributes:
       rows_fast, rows_slow: rows that the busiest rank sends over the fast and over the slow link.
-      row_bytes: of one row on the wire, scales included.
-      bytes_fast, bytes_slow: what the busiest rank sends over each.
+      row_bytes: bytes of one row on the wire, scales included.
+      bytes_fast, bytes_slow: bytes that the busiest rank sends over each link.
       bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory.
       seconds: predicted time of the operation.
       bound: "fast", "slow", "memory" or "fixed": the largest term.
@@ -185,7 +188,8 @@ def _expected_rows(
 def _counted_rows(
     topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int, per_node: int
 ) -> tuple[float, float, float]:
-    """The same, counted in a routing: the busiest rank of each link; and the slots of the rank that has most."""
+    """Counts the rows of a given routing: those of the busiest rank of each link, and the slots of the rank that has
+    most."""
     if topk_idx.shape != (ranks, tokens, top_k):
         raise ValueError(
             f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"

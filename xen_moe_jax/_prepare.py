@@ -1,4 +1,4 @@
-"""Checked arguments of an operation: what the primitives take, out of what a user gave."""
+"""Checks the arguments that a user gave to an operation and makes the operands of the primitives from them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Static:
 class PreparedDispatch(NamedTuple):
     """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`.
 
-    `given_topk_idx`: as the caller gave it, int32; the operand of a dispatch, which treats what is out of range itself.
-    It also returns it sanitised, with -1 for what `active` leaves out: so nothing else need run before a dispatch. The
-    start of a dispatch in halves takes `topk_idx`.
+    `given_topk_idx`: int32, as the caller gave it; the operand of a dispatch, which handles indices out of range.
+    It also returns the indices sanitised, with -1 for slots that `active` leaves out, so that nothing else need run
+    before a dispatch. `dispatch_start` takes `topk_idx`.
     `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows that stay at home for it, None for every rank.
     """
 
@@ -201,7 +201,8 @@ def redispatch(
 def _static(
     spec: Spec, wire: Wire | None, gradient_wire: Any, config: KernelConfig, hidden: int, caller: str
 ) -> Static:
-    """Nothing moves when a dimension is empty: plain JAX answers then, and no kernel has to think of it."""
+    """Builds the static half of a call. Empty operands run on the reference backend, so kernels never see a zero
+    dimension."""
     if spec.num_tokens == 0 or spec.capacity == 0 or hidden == 0:
         config = dataclasses.replace(config, backend="reference")
     else:

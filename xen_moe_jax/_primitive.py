@@ -39,9 +39,9 @@ def declare(
     """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
-    `mask(operands, spec)` makes of operands with `active` those of a backend that does not take it; `finish(results,
-    operands, spec)` then completes what it returns. `otherwise(*operands, **params)`, made of other primitives, runs
-    where a backend does not have the operation.
+    For a backend that does not take `active`, `mask(operands, spec)` makes operands without it; `finish(results,
+    operands, spec)` then completes the backend's results. `otherwise(*operands, **params)`, made of other primitives,
+    runs where a backend does not have the operation.
     """
     primitive = _primitive(operation, shapes)
     rules = {platform: _lowering(operation, platform, mask, finish, otherwise) for platform in PLATFORMS}

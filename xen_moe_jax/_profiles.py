@@ -29,10 +29,10 @@ FORMAT = "xen_moe_jax tuned configs 2"
 SHIPPED = pathlib.Path(__file__).parent / "profiles"
 OPERATIONS = ("dispatch", "combine")
 TUNED_FIELDS = ("mode", "num_sms", "chunk_tokens", "block_tokens")
-"""Fields of `KernelConfig` that a profile holds; the others stay the caller's."""
+"""Fields of `KernelConfig` that a profile holds; the caller sets all other fields."""
 MACHINE_FIELDS = ("device", "xen-moe-jax", "jax", "jaxlib")
 SHAPE_FIELDS = ("ranks", "tokens", "hidden", "experts", "top_k", "layout", "dtype", "wire", "combine_wire")
-"""Fields of an entry's workload that say what it is for; more may stand beside them."""
+"""Fields of an entry's workload that decide which calls the entry fits; further fields may stand beside them."""
 UNSET = KernelConfig()
 TOKENS_FACTOR = 2.0
 BLOCK_SCALED = ("float8_e4m3fn", "int8")
@@ -156,8 +156,8 @@ def ignored() -> Iterator[None]:
 
 @functools.cache
 def _entries() -> tuple[dict[str, Any], ...]:
-    """Of all profiles, the user's first. A damaged one that is shipped is left out with a warning: a program that
-    did not ask for it must not fail for it."""
+    """Entries of all profiles, the user's first. A damaged one that is shipped is left out with a warning: a program
+    that did not ask for it must not fail for it."""
     found: list[dict[str, Any]] = []
     for path in [*_named, *shipped()]:
         try:
@@ -168,7 +168,7 @@ def _entries() -> tuple[dict[str, Any], ...]:
 
 
 def device_kind(mesh: Any) -> str | None:
-    """Of all devices of a mesh; None where they are not known, or are of several kinds."""
+    """The kind of all devices of a mesh; None where the devices are not known, or are of several kinds."""
     kinds = {d.device_kind for d in mesh.devices.flat} if isinstance(mesh, jax.sharding.Mesh) else set()
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -223,8 +223,8 @@ def _octaves(entry: dict[str, Any], spec: Spec) -> float:
 
 
 def moved(operation: str, workload: dict[str, Any]) -> dict[str, Any]:
-    """The workload as one operation sees it: what it is given and what travels. A combine moves expert outputs, which
-    are never block scaled."""
+    """The workload as one operation sees it: the dtype of its operand and the format on the wire. A combine moves
+    expert outputs, which are never block scaled."""
     if operation == "dispatch":
         return workload
     dtype = "bfloat16" if workload["dtype"] in BLOCK_SCALED else workload["dtype"]
@@ -232,7 +232,7 @@ def moved(operation: str, workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def survey(device: str | None = None) -> Iterator[tuple[pathlib.Path, str, str]]:
-    """For reports: every profile, what it holds, and why it is not used on this machine ("" where it is)."""
+    """For reports: every profile, its contents, and the reason why this machine does not use it ("" where it does)."""
     here = machine(device)
     for path in [*_named, *shipped()]:
         try:

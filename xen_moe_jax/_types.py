@@ -102,7 +102,7 @@ class Routed:
     def expert_ids(self) -> jax.Array:
         """Grouped layout: int32 `[C]`, local expert of each row, `L` for the unspecified rows past the last group.
 
-        Alignment padding belongs to its group. For what is added per expert: `bias[ids]` with `ids < L` as a mask.
+        Alignment padding belongs to its group. Use it to add values per expert: `bias[ids]` with `ids < L` as a mask.
 
         Raises ValueError in the other layouts: ranked rows have `topk_idx`, padded ones their first dimension.
         """

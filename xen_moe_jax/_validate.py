@@ -1,4 +1,4 @@
-"""Checks of arguments when a call is traced: what was given, what is allowed, what to do."""
+"""Checks arguments when a call is traced: each error names the value given, the values allowed and the remedy."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ class Buffer:
     def close(self) -> None:
         """Frees the memory on every rank. Nothing may be running on it. Closing twice is harmless.
 
-        Where the axis spans processes, all of them close; one that waits in vain for another returns all the same.
+        Where the axis spans processes, all of them must close; a process that waits in vain for another one still
+        returns.
         """
         memory, self._memory = self._memory, None
         if memory is not None:

@@ -1,4 +1,4 @@
-"""`xen-moe-jax doctor`: what this machine has, which backend each platform would use, and what is missing.
+"""`xen-moe-jax doctor` reports this machine's parts, the backend that each platform would use, and the parts missing.
 
 It reads and imports; it changes nothing, launches no kernel, and needs no accelerator.
 """
@@ -55,10 +55,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-      name: what was looked at.
+      name: the part that was checked.
       ok: True is in order, False is a fault, None is absent and only needed for some uses.
-      detail: what was found, or why it is absent.
-      remedy: what to do about it; empty where nothing need be done.
+      detail: the findings, or the reason why the part is absent.
+      remedy: the user's next step; empty where none is needed.
     """
 
     name: str
@@ -143,7 +143,7 @@ def devices() -> list[Finding]:
 
     try:
         local = jax.devices()
-    except Exception as error:  # whatever a plugin raises, the report goes on
+    except Exception as error:  # the report goes on after any exception of a plugin
         asked = os.environ.get("JAX_PLATFORMS")
         remedy = "repair JAX's installation for this accelerator"
         if asked:
@@ -231,7 +231,7 @@ def nccl_library() -> Finding:
 
 
 def nccl_puts() -> Finding:
-    """Whether that NCCL can put from a kernel to other nodes, as far as its version and the environment tell."""
+    """Checks if that NCCL can put from a kernel to other nodes, as far as its version and the environment tell."""
     name, since = "NCCL between nodes", ".".join(map(str, nccl.PUTS_SINCE))
     try:
         version = nccl.usable()[1]
@@ -246,7 +246,8 @@ def nccl_puts() -> Finding:
 
 
 def nccl_kernels() -> Finding:
-    """Whether the compiled module has the kernels between processes of several nodes, and of which NCCL's headers."""
+    """Checks if the compiled module has the kernels between processes of several nodes, and names the NCCL of its
+    headers."""
     name = "kernels between nodes"
     try:
         headers = getattr(importlib.import_module("xen_moe_jax._cuda"), "nccl_headers", 0)
@@ -297,7 +298,7 @@ def _ready(name: str, backend: str) -> Finding:
 
 
 def grouped_matmul_of(name: str) -> Finding:
-    """What the experts of the Flax layers multiply with on a platform."""
+    """Names the grouped matmul of the Flax layers on a platform."""
     try:
         found = grouped_matmul.describe(name)
     except (RuntimeError, AssertionError):  # said under "Devices that JAX uses"; JAX asserts that there is a backend

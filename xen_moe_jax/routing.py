@@ -121,7 +121,7 @@ def chosen_weights(
 
     Normalized softmax weights are the softmax over the chosen logits alone. Normalized sigmoid weights are
     `sigmoid(l_i) / (sum_j sigmoid(l_j) + 1e-20)`. Both are computed from the logits without leaving float32's range, so
-    that values and gradients are right however far the chosen logits are below the others, or below zero.
+    that values and gradients are right however far the chosen logits are below the remaining logits, or below zero.
 
     Args:
       logits: float `[T, E]`.
@@ -185,13 +185,14 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _biased(scores: jax.Array, given: jax.Array, bias: jax.Array | None, caller: str) -> jax.Array:
-    """Scores for the choice, -inf for experts that cannot be chosen; `given` is what the caller gave, -inf there."""
+    """Scores for the choice, -inf for experts that cannot be chosen; `given` are the caller's scores, -inf for these
+    experts."""
     scores = jnp.where(given == -jnp.inf, -jnp.inf, jax.lax.stop_gradient(scores))
     return scores if bias is None else scores + jax.lax.stop_gradient(_check_bias(bias, scores, caller))
 
 
 def _best(choice: jax.Array, k: int) -> jax.Array:
-    """int32 `[T, k]`: the best first, -1 for slots that nothing but -inf is left for."""
+    """Chosen experts, int32 `[T, k]`, the best first; -1 for slots for which only experts at -inf are left."""
     values, idx = jax.lax.top_k(choice, k)
     return jnp.where(values == -jnp.inf, -1, idx.astype(jnp.int32))
 
@@ -212,7 +213,7 @@ def _weights_of_scores(scores: jax.Array, topk_idx: jax.Array, normalize: bool) 
 
 
 def _shares(log_scores: jax.Array, used: jax.Array, log_floor: float | None) -> jax.Array:
-    """`exp(a_i) / (sum_j exp(a_j) + exp(log_floor))` over the used slots of each row; 0 for the others."""
+    """`exp(a_i) / (sum_j exp(a_j) + exp(log_floor))` over the used slots of each row; 0 for unused slots."""
     lowest = -jnp.inf if log_floor is None else log_floor
     top = jnp.max(jnp.where(used, log_scores, -jnp.inf), axis=-1, keepdims=True, initial=lowest)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))

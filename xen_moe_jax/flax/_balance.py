@@ -1,4 +1,4 @@
-"""What keeps the experts evenly loaded and the logits small: metrics, losses, the moving router bias."""
+"""Keeps the experts evenly loaded and the logits small: metrics, losses, the moving router bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xen_moe_jax.routing import FLOOR, softmax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEMetrics:
-    """What one call of an MoE layer reports, over the tokens of all ranks.
+    """Metrics of one call of an MoE layer, over the tokens of all ranks.
 
     Attributes:
       aux_loss: float32 `[]`, add it to the training loss: the load-balancing, per-sequence and z-losses, as far as
@@ -50,12 +50,12 @@ class MoEMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Which sequence each token of a rank belongs to.
+    """Maps each token of a rank to its sequence.
 
     Attributes:
       ids: int32 `[T]`, below `count`.
       count: number of sequences, static.
-      shared: whether the tokens of one sequence may be on several ranks; then `ids` count over all of them.
+      shared: True where the tokens of one sequence may be on several ranks; `ids` then count over all of these ranks.
     """
 
     ids: jax.Array

@@ -1,10 +1,10 @@
-"""The tokens of a rank through its experts and back, in one piece or in chunks.
+"""Sends the tokens of a rank through the experts and back, in one piece or in chunks.
 
-In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are under way while the experts compute chunk i, where
-the backend has halves and gains by it (`OVERLAPPING`). Elsewhere a chunk follows the other: only one chunk's
-buffers live at a time. The order is written into the program, by barriers or by a loop, since XLA is free to start
-everything at once. The loop (`_in_a_loop`) adds up the weights' gradients as it goes; it is taken where `remat` leaves
-little to carry from the forward pass to the backward pass, for a loop copies what it carries.
+In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are pending while the experts compute chunk i, where
+the backend has asynchronous operations and gains by them (`OVERLAPPING`). Elsewhere the chunks run one after the other:
+only one chunk's buffers live at a time. The order is written into the program, by barriers or by a loop, since XLA is
+free to start everything at once. The loop (`_in_a_loop`) adds up the weights' gradients as it goes; it is taken where
+`remat` leaves little to carry from the forward pass to the backward pass, for a loop copies what it carries.
 
 `MoEConfig.remat` says what the backward pass keeps: all rows and activations, the received rows (a policy over the
 `checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
@@ -30,8 +30,9 @@ from xen_moe_jax.flax._config import MoEConfig
 RowExperts = Callable[..., jax.Array]
 """`(rows, group_sizes, *row_weights) -> rows`, the experts' weights bound: `_for_experts`."""
 OVERLAPPING = ("cpu", "tpu")
-"""Platforms on which the flights of chunks overlap. On GPUs that was measured to be slower than chunks in turn, because
-a flight takes SMs from matmuls that fill the GPU (`benchmarks/results/overlapped_chunks_h200x2.json`)."""
+"""Platforms on which asynchronous operations of chunks overlap. On GPUs this measured slower than chunks in turn,
+because a pending operation takes SMs from matmuls that fill the GPU
+(`benchmarks/results/overlapped_chunks_h200x2.json`)."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
 saves these, and not those before the barrier as well."""
@@ -88,7 +89,7 @@ def through_experts(
 
 
 def _overlaps(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> bool:
-    """Whether the flights of chunks like this one are two programs each, which may be ordered as `_pipelined` does."""
+    """True where start and done of such a chunk's operations are two programs, which `_pipelined` can put in order."""
     if platform() not in OVERLAPPING:
         return False
     return is_pending(jax.eval_shape(lambda chunk, active: _start(config, chunk, active), chunk, active))
@@ -120,8 +121,9 @@ def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> t
 
 
 def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-    """As `_one_by_one`, in a loop, where each chunk's part of the weights' gradients goes into one sum at its turn.
-    Barriers do not do that: XLA adds up the gradients of all chunks in one go, when the last of them is there."""
+    """Does the work of `_one_by_one` in a loop, which adds each chunk's part of the weights' gradients to one sum at
+    its turn. Barriers do not achieve this: XLA adds up the gradients of all chunks in one go, when the last one is
+    there."""
 
     def turn(nothing: None, chunk: Chunk) -> tuple[None, tuple[jax.Array, jax.Array]]:
         (out,), lost = run(weights, [chunk])
@@ -135,7 +137,7 @@ def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tu
 def _whole(
     config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None, add_up: Callable[..., Any]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Of one chunk; `add_up(config, rows, handle)` is a combine."""
+    """Sends one chunk through the experts; `add_up(config, rows, handle)` is a combine."""
     (chunk,) = chunks
     routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
     y = experts(*_for_experts(config, routed))
@@ -173,10 +175,11 @@ _unweighted.defvjp(_unweighted_forward, _unweighted_backward)
 def _pipelined(
     config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Of two chunks or more: the next one's dispatch and the last one's combine fly while the experts work."""
+    """Handles two chunks or more: the next chunk's dispatch and the previous chunk's combine travel while the experts
+    work."""
 
     def work(rows: jax.Array, *others: jax.Array) -> jax.Array:
-        # named again behind the barrier of `overlap`, or a remat policy would start the flights again to get them
+        # named again behind the barrier of `overlap`, or a remat policy would repeat the starts to get them
         rows = checkpoint_name(checkpoint_name(rows, ROWS), EXPERT_ROWS)
         return experts(rows, *(checkpoint_name(other, HANDLE) for other in others))
 
@@ -205,7 +208,7 @@ def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> xm.Flig
 
 
 def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[str, Any]:
-    """Of the dispatch of a chunk."""
+    """Options of the dispatch of a chunk."""
     return {
         "num_experts": config.num_experts,
         "axis_name": config.axis_name,

@@ -21,7 +21,7 @@ for each row: factors of the activation, in front of the last matmul (`MoEConfig
 
 
 def built_in(config: MoEConfig) -> Experts:
-    """The layer's own experts, as the callable that `MoEConfig.experts` may replace; that one's rows are checked."""
+    """Returns the layer's own experts, or `MoEConfig.experts` with a check of the rows that it returns."""
     if config.experts is not None:
         return functools.partial(_experts_of_the_caller, config.experts)
 
@@ -46,8 +46,9 @@ def _experts_of_the_caller(
 
 @jax.custom_jvp
 def _normal_cdf(x: jax.Array) -> jax.Array:
-    """Of the standard normal distribution. The rule is its own: JAX 0.12.0.1 cannot differentiate `erfc` in float32
-    inside a `shard_map` that checks over which axes values vary (its `polynomial` asks that of constants).
+    """Cumulative distribution function of the standard normal distribution. It has a derivative rule of its own: JAX
+    0.12.0.1 cannot differentiate `erfc` in float32 inside a `shard_map` that checks over which axes values vary (its
+    `polynomial` asks that of constants).
     """
     return 0.5 * jax.lax.erfc(-x * np.sqrt(0.5).astype(x.dtype))
 
@@ -64,7 +65,8 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """What an expert does between its matmuls, element by element; `gate` is None where there is none."""
+    """Computes an expert's activation between its matmuls, element by element; `gate` is None for experts without
+    one."""
     if gate is None:
         return _gelu(up) if config.activation == "gelu" else jnp.square(jax.nn.relu(up))
     if config.activation == "swiglu":
@@ -109,7 +111,7 @@ def grouped_experts(
         experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
         # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
         one_hot, used = (ids == experts).astype(x.dtype), ids < experts.shape[1]
-        if row_weights is not None:  # nor may what is there meet the bias' gradient of zero
+        if row_weights is not None:  # nor may the values there meet the bias' gradient of zero
             row_weights = jnp.where(used[:, 0], row_weights, 0)
 
     def biased(out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
@@ -117,7 +119,7 @@ def grouped_experts(
             return out
         bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32)
         bias = _weighted(bias, factors).astype(out.dtype)
-        # The mask keeps what is unspecified past the last group out of the bias' gradient.
+        # The mask keeps the unspecified rows past the last group out of the bias' gradient.
         return out + jnp.where(used, bias, jnp.zeros((), out.dtype))
 
     def project(rows: jax.Array, name: str) -> jax.Array:

@@ -93,7 +93,7 @@ def moe_on_rank(
 
 
 def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk) -> tuple[dict[str, jax.Array], Chunk]:
-    """Along `tensor_axis`: what the ranks add up must hold the output's bias once. Tokens vary from here on, so that
+    """Along `tensor_axis` the sum over the ranks must hold the output's bias once. Tokens vary from here on, so that
     their cotangents are summed over the axis once per token and not once per row."""
     assert config.tensor_axis is not None
     axis = (config.tensor_axis,)

@@ -27,12 +27,12 @@ _zeros = jax.nn.initializers.zeros
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: `initializer(key, shape, dtype)` makes it.
+    """Describes one parameter: `initializer(key, shape, dtype)` makes it.
 
     Attributes:
       sharding: the mesh axis (or logical name) of each dimension, for the parameter's metadata.
-      dims: what each dimension is: "expert", "hidden", "intermediate" or None. It decides which part a rank computes
-        with: its experts, and of "intermediate" its part along `tensor_axis`.
+      dims: the meaning of each dimension: "expert", "hidden", "intermediate" or None. It decides with which part a rank
+        computes: its experts, and of "intermediate" its part along `tensor_axis`.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
         return Parameter(shape, config.param_dtype, initializer, tuple(names[dim] for dim in dims), dims)
 
     def router(initializer: Callable[..., jax.Array], *shape: int) -> Parameter:
-        # replicated, whatever name the experts' hidden dimension has
+        # replicated, even if the experts' hidden dimension has a name
         return Parameter(shape, jnp.float32, initializer, (None,) * len(shape), (None,) * len(shape))
 
     table = {}
@@ -84,7 +84,7 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
 
 
 def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
-    """How the layer's own `shard_map` splits each parameter, the router bias included."""
+    """Specs by which the layer's own `shard_map` splits each parameter, the router bias included."""
     axes: dict[str | None, Any] = {"expert": config.axis_name, "intermediate": config.tensor_axis}
     table = parameter_table(config)
     specs = {name: PartitionSpec(*(axes.get(dim) for dim in p.dims)) for name, p in table.items()}

@@ -1,4 +1,4 @@
-"""Where an MoE layer runs: its own `shard_map` over a mesh, the caller's `shard_map`, or one device.
+"""Places an MoE layer in its own `shard_map` over a mesh, in the caller's `shard_map`, or on one device.
 
 The layer's `shard_map` is manual over every mesh axis that is not manual yet: a custom call under an automatic axis
 would make XLA gather its operands first.
@@ -277,7 +277,7 @@ def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Token
     count = math.prod(given.x.shape[:-1])
     extra = max(-(-count // num_shards), 1) * num_shards - count
 
-    def flat(array: jax.Array) -> jax.Array:  # padding is left out by its mask of False, whatever its other entries
+    def flat(array: jax.Array) -> jax.Array:  # the mask leaves padding out, so that its other entries do not matter
         array = array.reshape(count, *array.shape[given.x.ndim - 1 :])
         return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
@@ -306,7 +306,8 @@ def _on_mesh(
     given: Tokens,
     active: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """The layer's own `shard_map`; what the mesh does not divide is padded, tokens with left-out ones."""
+    """Runs the layer in its own `shard_map`. Dimensions that the mesh does not divide are padded; padding tokens are
+    masked."""
     came, num_sequences = given.x, None
     divides = came.ndim > 1 and came.shape[0] % place.num_shards == 0 and came.size > 0
     if config.sequence_loss_weight and came.ndim == 2:

@@ -46,8 +46,8 @@ def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any,
     position = starts[jnp.maximum(own.topk_idx, 0)] + order.reshape(own.topk_idx.shape)
     position = jnp.where(own.topk_idx >= 0, position, rows)
     token = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
-    # Rows past the last group are no token's. What comes back there is unspecified, gradients too: no token may get
-    # it, and not even a weight of zero may meet it.
+    # Rows past the last group are no token's. Their results and gradients are unspecified: no token may get them, and
+    # not even a weight of zero may meet them.
     token_of_row = jnp.full(rows, num_tokens, jnp.int32).at[position].set(token, mode="drop")
     y = experts(own.x.at[token_of_row].get(mode="fill", fill_value=0), counts, weights)
     slots = y.at[position].get(mode="fill", fill_value=0).astype(jnp.float32)

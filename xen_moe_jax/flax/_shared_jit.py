@@ -21,7 +21,7 @@ WATCHED = ("jax.lax", "jax.numpy", "jax.nn", "jax.random", "tokamax", "xen_moe_j
 """Modules whose functions a layer calls by name."""
 
 _found: dict[str, list[tuple[str, Any, Any]]] = {}
-"""Of each watched module: the name, the function and the code that it had when it was first seen."""
+"""Watched functions: for each module the name, the function and the code that it had when it was first seen."""
 _BIND = Primitive.bind.__code__
 
 

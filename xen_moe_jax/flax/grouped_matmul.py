@@ -1,4 +1,4 @@
-"""Which grouped matmul the experts use: chosen once a process and platform, and shown by `xen-moe-jax doctor`.
+"""Chooses the grouped matmul of the experts, once a process and platform; `xen-moe-jax doctor` shows the choice.
 
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
@@ -77,7 +77,7 @@ BY_NAME: dict[str, GroupedMatmul] = {"ragged_dot": ragged_dot, "tokamax": tokama
 
 
 def installed() -> bool:
-    """Whether tokamax can be imported."""
+    """True if tokamax can be imported."""
     return importlib.util.find_spec("tokamax") is not None
 
 
@@ -108,9 +108,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def checked(result: Any, shape: tuple[int, ...], given: str, what: str) -> Any:
-    """What a callable of a `MoEConfig` returned, if it is a floating-point array of that shape.
+    """Returns the result of a callable of a `MoEConfig` if it is a floating-point array of `shape`.
 
-    Raises TypeError or ValueError that name `given`, what came, and `what` it had to be.
+    Raises TypeError or ValueError that name `given`, the result, and `what`, the meaning of the expected shape.
     """
     if not hasattr(result, "shape") or not hasattr(result, "dtype"):
         raise TypeError(f"MoEConfig.{given} returned a {type(result).__name__}: must return one array, {what}")
@@ -122,20 +122,22 @@ def checked(result: Any, shape: tuple[int, ...], given: str, what: str) -> Any:
 
 
 def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """This library's kernels for what they support, on a Hopper GPU; else what `automatic` says."""
+    """Uses this library's kernels on a Hopper GPU for the operands that they support; otherwise the choice of
+    `automatic`."""
     if hopper.supports(rows, weights):
         return hopper.grouped_matmul(rows, weights, group_sizes)
     return BY_NAME[automatic(jax.default_backend())](rows, weights, group_sizes)
 
 
 def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax.Array) -> bool:
-    """Whether `grouped_matmul` multiplies such operands by this library's kernels, which can do two at once."""
+    """True if `grouped_matmul` multiplies such operands by this library's kernels, which can multiply two at once."""
     return grouped_matmul in ("auto", "hopper") and hopper.supports(rows, weights)
 
 
 @functools.cache
 def automatic(platform: str) -> str:
-    """What "auto" means on a platform where `hopper` is no choice; on a GPU without tokamax it warns, once."""
+    """Returns the function of "auto" on a platform where `hopper` is no choice; on a GPU without tokamax it warns
+    once."""
     if platform in TOKAMAX_PLATFORMS and installed():
         return "tokamax"
     if platform in ("gpu", "cuda"):

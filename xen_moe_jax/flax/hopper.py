@@ -30,9 +30,9 @@ PREFERRED = (Tiles(), Tiles(n=128, stages=6))
 blocks that share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing
 by them (benchmarks/results/variants_of_layer_h200x4.json), and tiles twice as high fit small groups worse."""
 SWIGLU = Tiles()
-"""Of the kernel that multiplies both projections: half of a tile's columns are of each."""
+"""Tiles of the kernel that multiplies both projections: half of a tile's columns belong to each projection."""
 FEW_ROWS = 64
-"""Up to so many rows a group, by the size of the buffer, the weights take longer to come than to be multiplied."""
+"""Rows a group (by the size of the buffer) up to which loading the weights takes longer than multiplying by them."""
 FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
 """PREFERRED and SWIGLU for few rows: half as high, so that less is multiplied and stored in vain."""
 
@@ -49,7 +49,7 @@ class Plan:
 
 @functools.cache
 def on_hopper() -> bool:
-    """Whether the default device is a Hopper GPU."""
+    """True if the default device is a Hopper GPU."""
     device = jax.devices()[0]
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == COMPUTE_CAPABILITY
 
@@ -57,7 +57,7 @@ def on_hopper() -> bool:
 def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan | None:
     """Tiles for `[rows, depth]` times weights `[groups, depth, columns]`; None where the kernels have none.
 
-    Beside flights (`xm.overlap`) thread blocks claim their tiles, and those of the backward pass too.
+    Beside pending operations (`xm.overlap`) thread blocks claim their tiles one by one, in the backward pass too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     of_rows = FEW if few else PREFERRED
@@ -88,7 +88,7 @@ def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan | None:
 
 
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
-    """Whether the kernels can multiply operands of these shapes and dtypes, here."""
+    """True if the kernels can multiply operands of these shapes and dtypes on this machine."""
     return (
         rows.dtype == weights.dtype
         and rows.dtype.name in DTYPES

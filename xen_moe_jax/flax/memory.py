@@ -1,8 +1,8 @@
 """`xen-moe-jax memory`: bytes of the buffers that one rank needs for one MoE layer, by capacity, chunks and remat.
 
-Nothing runs and no accelerator is needed: shapes come from the layer itself, traced for as many ranks as asked for.
-What the backward pass keeps is what `jax.vjp` of the layer holds; weights, tokens and gradients are the caller's and
-are left out. XLA may keep less, by fusing, and needs work space of its own.
+Nothing runs and no accelerator is needed: shapes come from the layer itself, traced for the given number of ranks. The
+backward pass keeps the arrays that `jax.vjp` of the layer holds; weights, tokens and gradients are the caller's and are
+left out. XLA may keep less, by fusing, and needs work space of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEntry:
-    """One array: what it is, its shape and dtype, how many of it live at a time."""
+    """One line of the table: the name of an array, its shape and dtype, and how many of these arrays live at a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -128,15 +128,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "capacity 1.25, remat experts": {"capacity_factor": 1.25, "remat": "experts"},
     "capacity 1.25, 4 chunks, remat all": {"capacity_factor": 1.25, "num_chunks": 4, "remat": "all"},
 }
-"""Rows of the table: changes of a `MoEConfig`."""
+"""Rows of the table, as changes of a `MoEConfig`."""
 
 
 BUFFER_PLANS = ("no capacity", "no capacity, 4 chunks", "capacity 1.25", "capacity 1.25, 4 chunks, remat all")
-"""Whose buffers are listed one by one: remat changes nothing about those of the forward pass."""
+"""Plans whose buffers the table lists one by one. Plans with remat have the same forward buffers as without."""
 
 
 def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> str:
-    """Three tables in Markdown, of a rank and one layer: sums, every buffer of the forward pass, what is kept."""
+    """Three tables in Markdown for one rank and one layer: sums, every buffer of the forward pass, the arrays that are
+    kept."""
     plans = {name: dataclasses.replace(config, **changes) for name, changes in PLANS.items()}
     forward = {name: forward_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
     kept = {name: kept_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        jax.devices()  # what is traced is traced for a platform
+        jax.devices()  # JAX traces for a platform
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a backend
         parser.error(f"JAX starts no platform here ({error}): set JAX_PLATFORMS=cpu, nothing is run on it")
     print(render(config, options.tokens, options.ranks, options.dtype))

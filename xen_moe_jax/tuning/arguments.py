@@ -66,7 +66,7 @@ def add_sizes(add: Any) -> None:
 
 
 def model_sizes(options: argparse.Namespace, defaults: dict[str, int] | None = None) -> dict[str, Any]:
-    """Returns `hidden`, `experts` and `top_k`: what was given, else the sizes of the named model."""
+    """Returns `hidden`, `experts` and `top_k`: the given values, else the sizes of the named model."""
     model = DEEPSEEK_V3 if options.deepseek_v3 else defaults or {"hidden": 1024, "experts": 64, "top_k": 8}
     return {name: getattr(options, name) or size for name, size in model.items()}
 
@@ -117,7 +117,7 @@ def start_jax(platform: str | None, ranks: int | None) -> None:
 
 
 def default_inner(platform: str, tokens: int) -> int:
-    """Returns the calls in one timed program: so many that starting the program does not count."""
+    """Returns the number of calls in one timed program, high enough that starting the program does not count."""
     if platform == "cpu":
         return 4
     return 400 if tokens >= 1024 else 1000  # starting a program on four GPUs takes more than a millisecond

@@ -85,7 +85,8 @@ def tune(options: argparse.Namespace) -> None:
                 pool=2,
                 **sizes,
             )
-            # Expert outputs have the compute dtype, whatever dtype the tokens travelled in: one combine serves both.
+            # Expert outputs have the compute dtype, independent of the dtype in which the tokens travelled: one combine
+            # serves both.
             compute = (tokens, "bfloat16" if dtype in BLOCK_SCALED_DTYPES else dtype)
             operations = ("dispatch",) if compute in known else ("dispatch", "combine")
             arguments.progress(f"{tokens} tokens {dtype} on {work.ranks} ranks, layout {work.layout}: drawing tokens")

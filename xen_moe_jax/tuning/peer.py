@@ -17,7 +17,7 @@ from xen_moe_jax.tuning.workload import Capacities, Workload
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another way to write the round trip, in its two halves; both run on one rank inside `shard_map`.
+    """Another way to write the round trip, as a dispatch and a combine; both run on one rank inside `shard_map`.
 
     Attributes:
       dispatch: `(tokens, topk_idx [T,K]) -> (rows, local expert of each row int32, route)`; `tokens` is an array or a
@@ -88,7 +88,8 @@ def weighted_sum(rows: jax.Array, row_of_slot: jax.Array, topk_weights: jax.Arra
 
 
 def padded_all_to_all(work: Workload, caps: Capacities) -> Peer:
-    """`jax.lax.all_to_all` on rows padded to a capacity per source and expert; gathers, no one-hot products."""
+    """Peer by `jax.lax.all_to_all` on rows padded to a capacity per source and expert; it gathers, without one-hot
+    products."""
     padded_experts, cap = work.ranks * work.local_experts, caps.per_source_expert
 
     def dispatch(tokens, topk_idx):

@@ -1,4 +1,4 @@
-"""What to run: a workload drawn and placed on a mesh. Programs, checks and timings all take one."""
+"""`Problem`: a workload drawn and placed on a mesh. Programs, checks and timings all take one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXIS = "ep"
 RANK_SPEC = PartitionSpec(AXIS)
 POOL_SPEC = PartitionSpec(None, AXIS)
 SPECS = (RANK_SPEC, POOL_SPEC, POOL_SPEC)
-"""Of `Inputs.arrays()`."""
+"""Specs of `Inputs.arrays()`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,15 @@ from xen_moe_jax.tuning.workload import Capacities, Workload
 
 Experts = Callable[..., jax.Array]
 """`(rows [..., H], local expert of each row int32 [...], group_sizes=None) -> rows`; `group_sizes` int32 `[L]` where
-rows come grouped from somebody who has counted them."""
+the dispatch has grouped and counted the rows."""
 
 RoundTrip = Callable[[jax.Array, jax.Array, jax.Array, Experts], jax.Array]
 """`(x [T,H], topk_idx [T,K], topk_weights [T,K], experts) -> [T,H]`, on one rank inside `shard_map`."""
 
 
 def identity_experts(rows: jax.Array, local_expert: jax.Array, group_sizes: jax.Array | None = None) -> jax.Array:
-    """Nothing but the promise that the rows exist in memory, grouped for a matrix product, as a real expert needs
-    them.
+    """Computes nothing, and only promises that the rows exist in memory, grouped for a matrix product, as a real expert
+    needs.
     """
     del local_expert, group_sizes
     return jax.lax.optimization_barrier(rows)
@@ -183,7 +183,7 @@ def own_redispatch(work: Workload, caps: Capacities, config: xm.KernelConfig, na
 
 def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name: str) -> Program:
     """combine alone, weighted where the layout allows, of the rows that a dispatch of the first routing brought."""
-    # the expert outputs are in the compute dtype, whatever the tokens travelled in
+    # the expert outputs are in the compute dtype, independent of the tokens' wire
     arguments = dispatch_arguments(work, caps, config) | {"wire": None}
 
     def prepare(x, topk_idx, topk_weights):

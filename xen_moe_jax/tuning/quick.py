@@ -111,7 +111,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     inner = options.inner or arguments.default_inner(device.platform, tokens)
     base = None
     for program in chosen:
-        with futures.ThreadPoolExecutor(2) as pool:  # the two compile side by side; what is timed runs alone
+        with futures.ThreadPoolExecutor(2) as pool:  # the two programs compile side by side; a timed program runs alone
             started = pool.submit(timing.compile_only, program, problem, inner)
             checked = pool.submit(check, program, problem)
         checked.result()

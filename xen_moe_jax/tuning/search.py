@@ -58,7 +58,7 @@ def backend_of(base: KernelConfig, platform: str) -> str:
 
 
 def check_tunable(base: KernelConfig, platform: str) -> None:
-    """Raises ValueError for the reference backend, which runs one program whatever the config says: the difference
+    """Raises ValueError for the reference backend, which runs the same program for every config: the difference
     between two configs would be noise.
     """
     if backend_of(base, platform) == "reference":
@@ -104,7 +104,7 @@ def autotune(
       operations: "dispatch", "combine".
       inner: dependent calls inside one compiled program, at least 1.
       repeats: timed repeats, interleaved over the candidates, at least 1.
-      progress: is told before programs are compiled, and after every repeat how far it is.
+      progress: a function, called before programs are compiled, and after every repeat with the share that is done.
 
     Returns:
       operation -> its candidates, fastest first, and the best: of those within a hundredth of the fastest, the one
@@ -127,7 +127,7 @@ def autotune(
         raise ValueError("configs=[]: there must be at least one candidate")
     check_tunable(base, problem.platform)
     progress(f"compiling {len(configs)} configs for {', '.join(operations)}")
-    with _profiles.ignored():  # a candidate's unset fields are the defaults, not what was tuned before
+    with _profiles.ignored():  # a candidate's unset fields are the defaults, not the fields of an earlier profile
         chosen = [
             (config, program)
             for config in configs

@@ -1,6 +1,4 @@
-"""How long a call takes: N dependent calls inside one compiled program, on the slowest rank, over interleaved
-repeats.
-"""
+"""Times a call: N dependent calls inside one compiled program, on the slowest rank, over interleaved repeats."""
 
 from __future__ import annotations
 
@@ -84,8 +82,8 @@ def compile_program(
 def compile_only(
     program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = False
 ) -> Callable[[], Timed]:
-    """What `compile_program` does, in two steps: compiling, which threads may do side by side, and preparing the
-    operands, which runs collectives: every process must do that for one program after the other, in the same order.
+    """Does the work of `compile_program` in two steps: compiling, which threads may do side by side, and preparing the
+    operands, which runs collectives: every process must prepare one program after the other, in the same order.
     """
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
@@ -145,9 +143,9 @@ def chained_by_barriers(
     """`inner` calls, `unroll` of them in a turn of the loop, with as little of XLA between them as there can be.
 
     A call of some microseconds costs less than the kernels that pick its routing. So the calls of a turn have routings
-    of their own, picked when compiling; what is left is the flag that `program.chain` reads from the result of the one
-    before, one small kernel, and for a round trip, whose tokens are the chain, nothing. Optimisation barriers keep XLA
-    from joining those kernels.
+    of their own, picked when compiling. The remaining cost is the flag that `program.chain` reads from the previous
+    call's result, one small kernel; a round trip, whose tokens are the chain, has no such cost. Optimisation barriers
+    keep XLA from joining those kernels.
     """
     routings = [(idx_pool[p], weights_pool[p]) for p in range(idx_pool.shape[0])]
 
@@ -178,7 +176,7 @@ def measure(
     """Fills `microseconds` of every program: repeats are interleaved and start at another program each time.
 
     Args:
-      progress: is told after every repeat how far it is and how many seconds are left.
+      progress: a function, called after every repeat with the share that is done and the seconds that are left.
     """
     for entry in timed:
         for _ in range(warmup):

@@ -1,4 +1,4 @@
-"""What is measured: sizes, dtypes, and random routings of a chosen skew."""
+"""`Workload`: the sizes, dtypes, and random routings of a chosen skew that a benchmark measures."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def block_scaled(self) -> bool:
-        """Whether the tokens are quantized before the dispatch."""
+        """True if the tokens are quantized before the dispatch."""
         return self.dtype in BLOCK_SCALED_DTYPES
 
     @property
@@ -157,7 +157,7 @@ class Capacities:
     Attributes:
       grouped: rows of the grouped layout on a rank (ours, all-gather and ragged peers).
       ranked: rows of the ranked layout on a rank.
-      per_source_expert: rows that one source may send to one expert (the padded peers).
+      per_source_expert: most rows that one source sends to one expert (the padded peers).
     """
 
     grouped: int
@@ -177,7 +177,7 @@ def capacities(work: Workload, topk_idx: np.ndarray) -> Capacities:
 
 
 def ranks_reached(work: Workload, topk_idx: np.ndarray) -> np.ndarray:
-    """Whether a token has an expert on a rank: bool `[pool, R, T, R]`."""
+    """True where a token has an expert on a rank: bool `[pool, R, T, R]`."""
     reached = np.zeros((*topk_idx.shape[:3], work.ranks), bool)
     np.put_along_axis(reached, topk_idx // work.local_experts, True, axis=-1)
     return reached

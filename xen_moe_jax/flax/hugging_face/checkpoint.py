@@ -75,7 +75,7 @@ class Checkpoint:
         self._close.close()
 
     def prefix(self, layer: int) -> str:
-        """Returns what the names of a decoder layer's tensors begin with; models of text and images add to it."""
+        """Returns the prefix of the names of a decoder layer's tensors; models of text and images have a longer one."""
         ends = f"layers.{layer}."
         for start in ("model.", "model.language_model.", "language_model.model.", "language_model."):
             if any(name.startswith(start + ends) for name in self._file_of):

@@ -20,10 +20,10 @@ Reader = Callable[[Index], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What one model type needs.
+    """The description of one model type: its config and the places of its parameters.
 
     Attributes:
-      is_moe: `(config.json, layer) -> bool`: whether the layer has experts.
+      is_moe: `(config.json, layer) -> bool`: True where the layer has experts.
       fields: `config.json` to arguments of `MoEConfig`.
       readers: `(checkpoint, prefix of the layer)` to a reader of each parameter.
     """
@@ -34,7 +34,7 @@ class Family:
 
 
 def transposed(checkpoint: Checkpoint, name: str) -> Reader:
-    """`[out, in]` read as `[in, out]`, whatever type it is kept in."""
+    """Reads `[out, in]` as `[in, out]`, from any stored dtype."""
 
     def read(index: Index) -> np.ndarray:
         rows, columns = index
