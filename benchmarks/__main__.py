@@ -30,8 +30,8 @@ MODES = {
     "nnx-layer": ("benchmarks.layers.nnx_layer", "the NNX layer with its router and losses"),
     "train": ("benchmarks.layers.train", "training of a model with a billion parameters"),
     "suite": ("benchmarks.suite", "a table of these commands within a time budget"),
-    "table": ("benchmarks.table", "writes or checks docs/benchmark_tables.md"),
-    "transfer-table": ("benchmarks.transfer.tables", "writes or checks the tables of docs/transfer_figures.md"),
+    "table": ("benchmarks.table", "writes or checks docs/lab/benchmark_tables.md"),
+    "transfer-table": ("benchmarks.transfer.tables", "writes or checks the tables of docs/lab/transfer_figures.md"),
 }
 """Mode -> the module whose `main()` runs it, and one line of help."""
 

@@ -68,7 +68,7 @@ def temporaries(row: dict[str, Any] | None) -> str:
 
 
 def layers(content: dict[str, Any]) -> list[str]:
-    """Of `--mode layer` and `--mode model`: a line for each way, forward and with gradients side by side."""
+    """Of the modes `layer` and `model`: a line for each way, forward and with gradients side by side."""
     work = content["workload"]
     rows: list[list[str]] = []
     failed: list[str] = []
@@ -222,8 +222,8 @@ def absent(what: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "whole layers": lambda: files("layer_*.json", layers, absent("benchmark --mode layer")),
-    "stacks of layers": lambda: files("model_*.json", layers, absent("benchmark --mode model")),
+    "whole layers": lambda: files("layer_*.json", layers, absent("python -m benchmarks layer")),
+    "stacks of layers": lambda: files("model_*.json", layers, absent("python -m benchmarks model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
     "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
     "least layer": lambda: files("least_layer_*.json", least_layers, absent("python -m benchmarks layer-bound")),

@@ -29,6 +29,8 @@ BLOCK = re.compile(r"<!-- generated: (?P<name>[^>]+) -->\n.*?<!-- end -->", re.D
 
 HEAD = """# Benchmark tables
 
+![Dispatch, combine and round trip beside JAX and a bare push](../images/operations_h200x4.png)
+
 This page is generated: `python -m benchmarks table` writes it from the files in `benchmarks/results/`, and a test
 compares the two. [How it is measured](benchmarks.md) explains the columns. Every table names the command that prints
 its figures again.
@@ -184,33 +186,35 @@ def ended_in_words(ended: str) -> str:
 
 def page() -> str:
     parts = [HEAD, "## GPU: beside JAX's own collectives, tuned\n"]
-    parts += [jax_table(path) + "\n" for path in sorted(RESULTS.glob("*jax_best*.json"))]
+    parts += [jax_table(path) + "\n" for path in sorted(RESULTS.glob("jax_best_*.json"))]
     parts += ["## CPU: several processes\n", cpu_table(sorted(RESULTS.glob("cpu_repeated_*.json")))]
-    parts += ["## GPU: the suite\n", file_tables(RESULTS / "h200x4.json") + "\n"]
+    parts += ["## GPU: the suite\n", file_tables(RESULTS / "ops_h200x4.json") + "\n"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
 def tuned_comparisons() -> list[dict[str, Any]]:
-    """The files of `--mode jax-best`, that of the most devices first."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*jax_best*.json"))]
+    """The files of `python -m benchmarks jax-best`, that of the most devices first; "file" is a link to each."""
+    found = [
+        json.loads(path.read_text()) | {"file": f"[file](../../benchmarks/results/{path.name})"}
+        for path in RESULTS.glob("jax_best_*.json")
+    ]
     return sorted(found, key=lambda content: -content["machine"]["devices"])
 
 
-def compared(operations: tuple[str, ...]) -> str:
-    """The lines of the comparisons with JAX that are of these operations, and whether each meets the goal."""
+def compared() -> str:
+    """The comparisons with JAX, and whether each meets the goal."""
     parts = []
     for content in tuned_comparisons():
         machine = content["machine"]
-        lines = [line for line in jax_best.compare(content) if line.operation in operations]
         parts += [
-            f"{machine['devices']} x {machine['device_kind']}, {content['time'][:10]}:\n",
+            f"{machine['devices']} x {machine['device_kind']}, {content['time'][:10]} ({content['file']}):\n",
             "| " + " | ".join(jax_best.COLUMNS) + " |",
             "|---|" + "---:|" * (len(jax_best.COLUMNS) - 2) + "---|",
-            *("| " + " | ".join(jax_best.cells(line)) + " |" for line in lines),
+            *("| " + " | ".join(jax_best.cells(line)) + " |" for line in jax_best.compare(content)),
             "",
             jax_best.goal_line(content) + "\n",
         ]
-    return "\n".join(parts).rstrip() or "**The tuned comparison has not been run on several GPUs yet.**"
+    return "\n".join(parts).rstrip()
 
 
 def tpu_layers() -> str:
@@ -232,23 +236,21 @@ def tpu_left_out() -> str:
     return f"Not compiled for this file: {', '.join(missing)}." if missing else "Every program was compiled."
 
 
-HEADLINES = (  # what the README says: document of the suite, operation, words
+HEADLINES = (  # document of the suite, operation, what a table says of it
     (
         "fp8 dispatch, bf16 combine",
         "dispatch",
-        "fp8 dispatch (input already quantized), 4096 tokens a rank, layout work included",
+        "fp8 dispatch, input already quantized, layout work included",
     ),
-    ("bf16, against JAX's own", "dispatch", "bf16 dispatch, 4096 tokens"),
-    ("bf16, against JAX's own", "combine", "bf16 weighted combine, 4096 tokens"),
-    ("bf16, against JAX's own", "round trip", "bf16 round trip, 4096 tokens"),
-    ("decode 128", "dispatch", "bf16 dispatch, 128 tokens, padded layout"),
-    ("decode 128", "combine", "bf16 combine, 128 tokens, padded layout"),
+    ("bf16, against JAX's own", "dispatch", "bf16 dispatch"),
+    ("bf16, against JAX's own", "combine", "bf16 weighted combine"),
+    ("bf16, against JAX's own", "round trip", "bf16 round trip"),
 )
 
 
 def own_row(document: str, operation: str) -> dict[str, Any]:
     """This library's row of the suite on 4 x H200."""
-    results = json.loads((RESULTS / "h200x4.json").read_text())["documents"][document]["results"]
+    results = json.loads((RESULTS / "ops_h200x4.json").read_text())["documents"][document]["results"]
     return next(r for r in results if r["name"].startswith("xen_moe_jax") and r["operation"] == operation)
 
 
@@ -259,6 +261,39 @@ def headlines() -> str:
         time = f"{row['us_median']:.0f}" if row["us_median"] >= 100 else f"{row['us_median']:.1f}"
         link = f"{row['of_link_ceiling']:.0%}" if "of_link_ceiling" in row else ""
         lines.append(f"| {words} | {time} us | {link} |")
+    return "\n".join(lines)
+
+
+def overlap() -> str:
+    """Operations beside a chain of matmuls, by the thread blocks in flight."""
+    lines = [
+        "| | blocks in flight | whole, us | halves alone | matmuls | in turn | overlapped | over the longer |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    parts = ("whole", "in halves", "matmuls", "in turn", "overlapped")
+    for tokens, document in json.loads((RESULTS / "overlap_h200x4.json").read_text()).items():
+        for row in document["overlap"]:
+            dtype = "fp8" if row["operation"] == "dispatch" else "bf16"
+            times = " | ".join(f"{row['us'][part]:,.{0 if row['us'][part] >= 100 else 1}f}" for part in parts)
+            lines.append(
+                f"| {tokens}, {dtype} {row['operation']} | {row['num_sms']} | {times} | {row['over_longer']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def decode_step() -> str:
+    """Each program's time of a decode step, by the batch of a rank."""
+    document = json.loads((RESULTS / "decode_step_h200x2.json").read_text())
+    lines = [
+        "| program | batch a rank | us a step | us a layer | against ours | replays, results that differ |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in document["results"]:
+        layer = row["us_median"] / document["layers"]
+        lines.append(
+            f"| {row['name']} | {row['tokens']} | {row['us_median']:,.0f} | {layer:,.0f} | {row['times_own']:.2f}x | "
+            f"{row['replays']:,}, {row['wrong'] or 'none'} |"
+        )
     return "\n".join(lines)
 
 
@@ -289,21 +324,9 @@ def most_possible(content: dict[str, Any]) -> str:
 
 
 def jax_so_far() -> str:
-    """The goal, and what the link leaves of it; while the tuned comparison has not been run, JAX untuned."""
-    tuned = tuned_comparisons()
-    if tuned:
-        return "The goal is a round trip 2.5 times as fast as the best that JAX gives. " + most_possible(tuned[0])
-    results = json.loads((RESULTS / "h200x4.json").read_text())["documents"]["every peer"]["results"]
-    times = {row["name"]: row["us_median"] for row in results if row["operation"] == "round trip"}
-    ours = next(times.pop(name) for name in list(times) if name.startswith("xen_moe_jax"))
-    best = min(times, key=lambda name: times[name])
-    return (
-        "Of JAX's own ways to write the round trip with 4096 bf16 tokens, as far as they have been run on 4 x H200, "
-        f"the fastest is {best}: {times[best]:,.0f} us where ours took {ours:,.0f} us\nin the same loop of ten calls, "
-        f"which is {times[best] / ours:.1f} times as long. `jax.lax.all_to_all` on capacity-padded rows took "
-        f"{times['padded all_to_all']:,.0f} us,\nand the one-hot einsum {times['one-hot einsum']:,.0f} us. "
-        "**The goal is 2.5 times the best of JAX, and it is "
-        f"{'met' if times[best] >= jax_best.GOAL * ours else 'missed'} so far.**"
+    """The goal, and what the link leaves of it."""
+    return "The goal is a round trip 2.5 times as fast as the best that JAX gives. " + most_possible(
+        tuned_comparisons()[0]
     )
 
 
@@ -321,7 +344,7 @@ def other_shapes() -> str:
 
 
 def thread_blocks() -> str:
-    documents = json.loads((RESULTS / "h200x4.json").read_text())["documents"]
+    documents = json.loads((RESULTS / "ops_h200x4.json").read_text())["documents"]
     lines: list[str] = []
     for name in ("fp8 dispatch", "bf16 combine"):
         results = documents[f"{name} by thread blocks"]["results"]
@@ -339,17 +362,16 @@ def quoted(match: re.Match) -> str:
 
 
 QUOTES = {
-    "JAX round trips": lambda: compared(("round trip",)),
     "headlines": headlines,
+    "overlap": overlap,
+    "decode step": decode_step,
     "JAX so far": jax_so_far,
     "other shapes": other_shapes,
     "thread blocks": thread_blocks,
-    "JAX operations": lambda: compared(jax_best.OPERATIONS),
+    "JAX operations": compared,
     "whole layer on TPU": tpu_layers,
-    "TPU operations": lambda: tpu_static(tpu_budget.by_operation),
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
     "TPU targets": lambda: tpu_static(tpu_budget.by_target),
-    "TPU bounds": lambda: tpu_static(tpu_budget.by_bound),
     "TPU left out": tpu_left_out,
     "on paper": perf_curves.tables,
     **layer_tables.TABLES,

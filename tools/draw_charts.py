@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, PEER, LINK = "#3f51b5", "#9e9e9e", "#e65100"
-COMPARISON, SUITE = "h200x4_jax_best.json", "h200x4.json"
+COMPARISON, SUITE = "jax_best_h200x4.json", "ops_h200x4.json"
 OPERATIONS = (
     ("dispatch", "float8_e4m3fn"),
     ("dispatch", "bfloat16"),

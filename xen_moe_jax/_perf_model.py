@@ -4,8 +4,8 @@ device.
 A token crosses to a node once (over the slow link, to the GPU with the sender's index), is forwarded there over the
 fast link, and inside a node goes once to each rank that wants it. What arrived is placed once for each slot. All of
 this goes on at the same time, so the slowest part and the fixed cost of an operation make the time. The default links
-are fitted to figures measured on 2 and 4 x H200 (`h200x4.json`, `h200x2_jax_best.json` and `h200x4_jax_best.json` in
-`benchmarks/results`); `tests/tuning/test_perf_model.py` holds predictions against the figures of these files.
+are fitted to figures measured on 2 and 4 x H200 (`ops_h200x4.json`, `jax_best_h200x2.json` and `jax_best_h200x4.json`
+in `benchmarks/results`); `tests/tuning/test_perf_model.py` holds predictions against the figures of these files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Links:
       slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
       hop, hop_small: what crossing between nodes adds, for (dispatch, combine): until the first chunk is on the slow
         link, and once the last has come. Those of large batches are from a simulated link on 2 x H100
-        (`h100x2_slow_link.json`), less the time of the simulation itself; small batches are not measured, and no
+        (`slow_link_h100x2.json`), less the time of the simulation itself; small batches are not measured, and no
         network is.
     """
 

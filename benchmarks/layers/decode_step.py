@@ -1,4 +1,4 @@
-"""`--mode decode-step`: a decode step as a server runs it, replayed thousands of times, beside JAX's own collectives.
+"""`python -m benchmarks decode-step`: a decode step as a server runs it, replayed and checked, beside JAX's.
 
 The step is `--layers` MoE layers in one compiled program (normalise, dispatch, grouped matmuls of a SwiGLU expert,
 combine, residual), with weights of their own, CUDA graphs on. Every implementation has the same weights, routings and

@@ -1,4 +1,4 @@
-"""`benchmark --mode layer` and `--mode model`: whole MoE layers, ours beside JAX's ways, with the same experts."""
+"""`python -m benchmarks layer` and `model`: whole MoE layers, ours beside JAX's ways, with the same experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Checks and measures every way; returns the JSON document."""
     work = command_options.workload(options, jax.device_count())
     if work.block_scaled:
-        raise ValueError(f"--dtype {work.dtype}: --mode {options.mode} needs a floating-point dtype of matmuls")
+        raise ValueError(f"--dtype {work.dtype}: the mode {options.mode} needs a floating-point dtype of matmuls")
     kernel = command_options.kernel_config(options)
     width = options.width or work.hidden * 3 // 8
     config = layer_programs.layer_config(work, width, options.grouped_matmul, kernel)

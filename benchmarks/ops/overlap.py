@@ -1,4 +1,4 @@
-"""`--mode overlap`: what an operation costs beside matmuls: whole, and in halves with the matmuls between them.
+"""`python -m benchmarks overlap`: an operation beside matmuls, whole and in halves with the matmuls between them.
 
 Each of dispatch and combine, in loops of dependent calls: alone, in halves with nothing between, a chain of matmuls
 alone that takes about as long, both one after the other, and the chain between the halves. What overlap is worth is

@@ -1,4 +1,4 @@
-"""`--mode jax-best`: the library beside JAX's own collectives, each tuned as well as XLA's flags allow.
+"""`python -m benchmarks jax-best`: the library beside JAX's own collectives, each tuned as well as XLA's flags allow.
 
 Every setting of `jax_settings` runs in a process of its own with a time limit, and writes its figures as they come, so
 that one that hangs or dies loses only what it had not measured, and is reported as that. In a process the round trip of

@@ -61,22 +61,6 @@ def rows(
     return found
 
 
-def by_operation(results: list[dict[str, Any]]) -> list[str]:
-    """Lines of a Markdown table: every fused operation on 8 devices."""
-    lines = [
-        "| chip | operation | ICI MB | HBM MB | remote DMAs | local DMAs | temp MiB | wire us | HBM us | kernels us "
-        "| XLA us | bound |",
-        "|" + "---|" * 12,
-    ]
-    for row in (row for row in results if row.get("budget")):
-        budget = row["budget"][0]
-        cells = [row["generation"], f"{row['case']} {row['operation']}", f"{row['ici_bytes'] / 1e6:.1f}"]
-        cells += [f"{row['hbm_bytes'] / 1e6:.0f}", str(row["remote_dmas"]), str(row["local_dmas"])]
-        cells += [f"{row['temp_bytes'] / 2**20:.0f}", *(f"{budget[f'{n}_us']:.0f}" for n in TERMS), budget["bound"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
 def by_devices(results: list[dict[str, Any]], generation: str, case: str) -> list[str]:
     """Lines of a Markdown table: the operations of a case on more and more devices."""
     lines = ["| operation | devices | torus | wire us | HBM us | kernels us | of it DMA issue | bound |"]
@@ -128,16 +112,6 @@ def by_target(results: list[dict[str, Any]]) -> list[str]:
             if devices == CHIPS[-1]:
                 aim = f"{1.5 * wire:.0f}, 1.5 times the wire" if case.startswith("throughput") else "-"
             lines.append(f"| {generation} | {devices} | {case} | {core:.0f} | {wire:.0f} | {aim} |")
-    return lines
-
-
-def by_bound(results: list[dict[str, Any]]) -> list[str]:
-    """Lines of a Markdown table: the term that bounds each operation on each number of devices, and its time in us."""
-    lines = ["| chip | operation | " + " | ".join(map(str, CHIPS)) + " |", "|---|---|" + "---|" * len(CHIPS)]
-    for row in (row for row in results if row.get("budget")):
-        found = {b["devices"]: f"{b['bound']} {b[b['bound'] + '_us']:.0f}" for b in row["budget"]}
-        cells = [row["generation"], f"{row['case']} {row['operation']}", *(found.get(n, "-") for n in CHIPS)]
-        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 

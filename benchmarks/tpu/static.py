@@ -1,4 +1,4 @@
-"""`--mode tpu-static`: what the programs compiled for each TPU generation say, without a TPU.
+"""`python -m benchmarks tpu-static`: what the programs compiled for each TPU generation say, without a TPU.
 
 Everything here is counted from a random routing, read from the compiled program, or divided by a figure from a public
 sheet. Nothing is measured: the times are lower bounds of what links and memory need, not latencies.

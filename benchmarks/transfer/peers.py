@@ -1,5 +1,5 @@
-"""What `benchmark --mode transfer` measures beside this package: raw UCX, raw NIXL, DLSlime's TCP endpoint, JAX's own
-transfer, a plain copy.
+"""What `python -m benchmarks transfer` measures beside this package: raw UCX, raw NIXL, DLSlime's TCP
+endpoint, JAX's own transfer, a plain copy.
 
 "Raw UCX" is a loop in C over the same library, worker, endpoint and key as the engine's: a put for each piece, a flush
 for each operation. "Raw NIXL" is NIXL's Python interface with requests that were prepared before the clock runs. The

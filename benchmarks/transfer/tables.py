@@ -3,7 +3,8 @@
     python -m benchmarks transfer-table            rewrite the tables
     python -m benchmarks transfer-table --check    exit status 1 when a table is not what its JSON says
 
-A table sits between `<!-- table: FILE -->` and `<!-- end -->`; FILE is what `benchmark --mode transfer --json` wrote.
+A table sits between `<!-- table: FILE -->` and `<!-- end -->`; `python -m benchmarks transfer
+--json` wrote FILE.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The other process of `benchmark --mode transfer`: it holds windows, pulls what JAX's own transfer offers, and says
-what arrived.
+"""The other process of `python -m benchmarks transfer`: it holds windows, pulls what JAX's own transfer offers,
+and says what arrived.
 
 Reads one JSON command a line, answers with one JSON object a line.
 """

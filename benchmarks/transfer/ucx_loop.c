@@ -1,4 +1,4 @@
-// Raw UCX for `benchmark --mode transfer`: the same library, worker, endpoint and key as the engine's, with nothing
+// Raw UCX for `python -m benchmarks transfer`: the same library, worker, endpoint and key as the engine's, with nothing
 // around the calls. Compiled when the benchmark runs; the library's functions are handed over as pointers, so that no
 // UCX header is needed.
 #include <stddef.h>

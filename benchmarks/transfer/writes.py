@@ -1,5 +1,5 @@
-"""`benchmark --mode transfer`: writes from this process to another one of the host, beside raw NIXL, raw UCX and JAX's
-own transfer.
+"""`python -m benchmarks transfer`: writes from this process to another one of the host, beside raw NIXL, raw
+UCX and JAX's own transfer.
 
 Every row is one size, one batch (pieces of an operation, none of them neighbours) and one concurrency (operations in
 flight). Seconds are from the start of the operations to the confirmation that all bytes are in the other process's

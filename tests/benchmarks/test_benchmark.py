@@ -442,7 +442,7 @@ def test_a_foreign_link_ceiling_is_refused(content, tmp_path):
 
 
 def test_the_link_ceiling_of_the_results_is_accepted():
-    path = ROOT / "benchmarks" / "results" / "h200x4_link_ceiling.json"
+    path = ROOT / "benchmarks" / "results" / "link_ceiling_h200x4.json"
     if not path.exists():
         pytest.skip("benchmarks/results is not beside the tests")
     checked("--link-ceiling", str(path))

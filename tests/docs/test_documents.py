@@ -18,6 +18,18 @@ from tests.support import ROOT, quick_compiler, transfer
 from xen_moe_jax import cli
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PERFORMANCE = ["user/performance.md"] + [
+    f"lab/{name}.md"
+    for name in (
+        "operations",
+        "small_batches",
+        "layers",
+        "performance_model",
+        "benchmark_tables",
+        "tpu_checks",
+        "transfer_figures",
+    )
+]
 if not (ROOT / "docs" / "user" / "api.md").exists():
     pytest.skip("the documents are not beside the tests", allow_module_level=True)
 
@@ -104,6 +116,23 @@ def test_links_inside_the_repository_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_result_file_is_the_source_of_a_table_a_chart_or_a_claim():
+    """benchmarks/results has few files, and a page links to each of them."""
+    results = sorted((ROOT / "benchmarks" / "results").glob("*"))
+    if not results:
+        pytest.skip("benchmarks/results is not beside the tests")
+    assert len(results) <= 24
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    unnamed = [path.name for path in results if f"benchmarks/results/{path.name})" not in text]
+    assert not unnamed, f"no page links to {unnamed}"
+
+
+@pytest.mark.parametrize("name", PERFORMANCE)
+def test_a_page_on_performance_begins_with_a_chart(name):
+    first = (ROOT / "docs" / name).read_text().split("\n\n")[1]
+    assert re.fullmatch(r"!\[[^]]+\]\(\.\./images/\S+\.(png|svg)\)", first), first
 
 
 def test_every_page_can_be_found_from_the_home_page_and_the_navigation_is_short():

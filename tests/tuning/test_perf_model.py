@@ -14,8 +14,8 @@ from tests.support import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 DEEPSEEK = {"hidden": 7168, "num_experts": 256, "top_k": 8}
 FEW = 512
-"""Tokens up to which the kernels for small batches run. They became faster after h200x4.json was made, and were timed
-again for the comparisons with JAX."""
+"""Tokens up to which the kernels for small batches run. They became faster after ops_h200x4.json was made, and were
+timed again for the comparisons with JAX."""
 
 
 def operations(rows):
@@ -25,7 +25,7 @@ def operations(rows):
 def measured():
     """(sizes, dtype, result) of every default dispatch and combine of the library in the committed figures."""
     found = []
-    suite = RESULTS / "h200x4.json"
+    suite = RESULTS / "ops_h200x4.json"
     for title, document in (json.loads(suite.read_text())["documents"] if suite.exists() else {}).items():
         work = document["workload"]
         if work["wire"] is not None or work["routing"] != "uniform" or work["layout"] == "ranked":
@@ -35,7 +35,7 @@ def measured():
         for row in operations(document["results"]):
             if row["name"] == "xen_moe_jax (default backend)" and row["tokens"] > FEW:
                 found.append(pytest.param(sizes, work["dtype"], row, id=f"{title}, {row['operation']}"))
-    for path in sorted(RESULTS.glob("*_jax_best.json")):
+    for path in sorted(RESULTS.glob("jax_best_*.json")):
         document = json.loads(path.read_text())
         sizes = {"num_ranks": document["machine"]["devices"], **DEEPSEEK}
         for row in operations(document["settings"]["ours"]["results"]):
@@ -79,8 +79,8 @@ def test_with_few_ranks_memory_bounds_and_not_the_link():
 
 
 def simulated():
-    """(tokens, case of h100x2_slow_link.json, its median, what the puts alone take beyond the link)."""
-    path = RESULTS / "h100x2_slow_link.json"
+    """(tokens, case of slow_link_h100x2.json, its median, what the puts alone take beyond the link)."""
+    path = RESULTS / "slow_link_h100x2.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = []
     for tokens, chunk_tokens in ((4096, 16), (8192, 32)):

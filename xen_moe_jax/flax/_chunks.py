@@ -32,7 +32,7 @@ RowExperts = Callable[..., jax.Array]
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which asynchronous operations of chunks overlap. On GPUs this measured slower than chunks in turn,
 because a pending operation takes SMs from matmuls that fill the GPU
-(`benchmarks/results/overlapped_chunks_h200x2.json`)."""
+(docs/lab/layers.md)."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
 saves these, and not those before the barrier as well."""

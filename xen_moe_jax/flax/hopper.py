@@ -28,7 +28,7 @@ COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=128, stages=6))
 """The first that divides the shapes. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of
 blocks that share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing
-by them (benchmarks/results/variants_of_layer_h200x4.json), and tiles twice as high fit small groups worse."""
+by them (docs/lab/layers.md), and tiles twice as high fit small groups worse."""
 SWIGLU = Tiles()
 """Tiles of the kernel that multiplies both projections: half of a tile's columns belong to each projection."""
 FEW_ROWS = 64
