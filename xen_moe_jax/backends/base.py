@@ -1,4 +1,4 @@
-"""`Backend`: the functions that run the operations on one kind of device, and what they can do beyond the minimum."""
+"""`Backend`: the functions that run the operations on one kind of device, and their capabilities beyond the minimum."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ type Operation = Callable[..., Any]
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Backend:
-    """Functions that run the operations. A field without a default is required; the others are capabilities.
+    """Functions that run the operations. A field without a default is required; a field with a default is a capability.
 
     Attributes:
       name: "reference", "pallas" or "cuda".
@@ -76,7 +76,7 @@ class Backend:
       takes_active: operations take `active` as an operand and wait for no inactive rank. Otherwise the operands are
         masked before the backend gets them.
       takes_nodes: a combine adds inside each node first where `KernelConfig.ranks_per_node` divides a single axis.
-        Otherwise only the axes of the mesh tell the backend what a node is.
+        Otherwise a node of the backend is an axis of the mesh.
       supports_async: `supports_async(spec, config)` returns True if start and done of an operation can be two programs.
         The functions `*_start` and `*_done` then run them.
       dispatch_pending, combine_pending: return the shapes and dtypes of the arrays that a start returns and its done

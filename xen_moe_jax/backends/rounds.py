@@ -2,8 +2,8 @@
 
 XLA wants static shapes, and on CPU it has no ragged all-to-all. A single padded `all_to_all` would move the worst
 case, `T` rows for every pair. Here each round moves `block` rows for every pair, and the number of rounds follows the
-largest pair of this very routing, so that what is moved is close to what is needed and the send buffer is a round,
-not the worst case.
+largest pair of the given routing. So little more moves than the routing needs, and the send buffer holds one round, not
+the worst case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 
 DEFAULT_ROUNDS = 8
-"""Rounds that a full pair (`T` rows) takes: what is moved beyond need is at most one round in this many."""
+"""Rounds that a full pair (`T` rows) takes. The rows moved beyond need are at most one such round."""
 
 
 def block_rows(num_tokens: int, config: KernelConfig) -> int:
@@ -48,7 +48,7 @@ def exchange(
     """Runs the rounds.
 
     Args:
-      produce: first row of a round (int32) -> pytree of `[R, block, ...]`: what goes to each rank.
+      produce: first row of a round (int32) -> pytree of `[R, block, ...]`: the rows for each rank.
       largest_pair: int32 `[]`, rows of the largest pair; the same on every rank, or the ranks would disagree on the
         rounds.
       max_rows: static bound of `largest_pair`.

@@ -1,8 +1,8 @@
-"""What the processes of a job agree on before they change symmetric memory together, through `jax.distributed`'s store.
+"""Agreement of a job's processes, through `jax.distributed`'s store, before they change symmetric memory together.
 
-Memory between processes is allocated collectively: a process that enters alone waits for ever. So each says first what
-it needs and whether it can, and only when all can does any of them go on, in one order for the whole job. Every wait
-has a limit, and ends early when a process is known to be dead.
+Memory between processes is allocated collectively: a process that enters alone waits for ever. So each process first
+publishes its needs and whether it can meet them. No process goes on before all can, and all go on in one order for the
+whole job. Every wait has a limit, and ends early when a process is known to be dead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 PREFIX = "xen_moe_jax/agreement"
 SLICE_S = 1.0
-"""How often a wait looks whether somebody has died."""
+"""Interval in which a waiting process looks for dead processes."""
 
 
 class Store(Protocol):
@@ -23,14 +23,14 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Sets `key` unless somebody has; returns what it is set to, the same for everybody."""
+        """Sets `key` unless a process has set it; returns the stored value, which is the same for every process."""
 
     def get(self, key: str, seconds: float) -> bytes | None:
         """None when the key has not been set after `seconds`."""
 
 
 class JaxStore:
-    """`jax.distributed`'s."""
+    """The store of `jax.distributed`."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -74,12 +74,13 @@ class Agreement:
     def __call__(
         self, key: str, payload: bytes, seconds: float, without_dead: bool = False
     ) -> tuple[int, list[bytes], list[int]]:
-        """A ticket; what every process said, by process; and the processes that it goes on without.
+        """Returns a ticket, every process's payload, by process, and the processes that the job goes on without.
 
-        Tickets count the agreements of the job, 1, 2, ...: whoever acts in their order acts in the same order as all.
-        Process 0 gives them out, to agreements that all processes have entered; `without_dead`: or have died before.
-        Who is left out then, process 0 decides for all, and their words are empty. A process whose time is up ends the
-        agreement for all of them, unless process 0 was first: what is written first is the verdict.
+        Tickets count the agreements of the job, 1, 2, ...: processes that act in ticket order all act in the same
+        order. Process 0 gives a ticket to an agreement once all processes have entered it or, with `without_dead`, have
+        died. Process 0 decides for all processes which ones are left out; their payloads are empty. A process whose
+        time is up ends the agreement for all processes, unless process 0 was first: the first value written is the
+        verdict.
 
         Raises:
           RuntimeError: a process did not come within `seconds`, or has died; it is named, by every process that came.
@@ -111,11 +112,13 @@ class Agreement:
         return ticket, words, gone
 
     def _end(self, base: str, late: list[int], seconds: float) -> bytes:
-        """The verdict: that the agreement fails for want of `late`, unless there is one already."""
+        """Writes the verdict that the agreement fails because `late` did not come, unless there is a verdict already;
+        returns the verdict."""
         return self._store.set_once(f"{base}/verdict", f"late {','.join(map(str, late))} {seconds:.0f}".encode())
 
     def _obey(self, key: str, verdict: bytes) -> tuple[int, list[int]]:
-        """The ticket of a verdict, and who is left out; raises where it says who was late."""
+        """Returns the ticket of a verdict and the processes that are left out; raises if the verdict names late
+        processes."""
         word, value, *rest = verdict.decode().split()
         if word == "late":
             raise RuntimeError(self._text(key, [int(p) for p in value.split(",")], float(rest[0])))
@@ -128,11 +131,11 @@ class Agreement:
             if value is not None or left <= 0:
                 return value
             if gone := set(self._dead()) & set(watched):
-                # what a dead process said before it died still counts
+                # a payload that a process wrote before it died still counts
                 return self._store.get(key, 0.001) if key.rsplit("/", 1)[1] not in map(str, gone) else None
 
     def _text(self, key: str, late: list[int], seconds: float) -> str:
-        gone = sorted(set(self._dead()) & set(late))  # the root: for the others nobody waits any longer then
+        gone = sorted(set(self._dead()) & set(late))  # a death is the cause: the wait ends without the late processes
         names = ", ".join(map(str, gone or late))
         why = f"process {names} has died" if gone else f"process {names} did not come within {seconds:.0f} s"
         return (

@@ -91,7 +91,7 @@ def check_limits(spec: Spec) -> None:
 
 
 def check_nodes(spec: Spec, config: KernelConfig) -> None:
-    """Raises ValueError for what the kernels between nodes do not do."""
+    """Raises ValueError for meshes and configs that the kernels between nodes do not support."""
     if not _nodes.several(spec.num_ranks, config):
         return
     nodes, most = spec.num_ranks // _nodes.ranks_per_node(spec, config), module.compiled().max_nodes
@@ -106,7 +106,8 @@ def check_nodes(spec: Spec, config: KernelConfig) -> None:
 def ffi_call(
     target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
 ):
-    """One FFI call; of a flight the start half, which may not be left out. Returns a list of results."""
+    """Makes one FFI call; for an asynchronous operation the start, which XLA may not remove. Returns a list of
+    results."""
     devices.prepare(keys)
     if attrs.get("flight"):
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}

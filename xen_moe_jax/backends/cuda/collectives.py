@@ -49,7 +49,7 @@ def _attributes(
 
 
 def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """As `jax.lax.all_to_all`."""
+    """Computes `jax.lax.all_to_all`."""
     mesh = _mesh.lowering_mesh()
     split_axis, concat_axis = exchange.split_axis, exchange.concat_axis
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
@@ -80,7 +80,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
 
 
 def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
-    """As `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
+    """Computes `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
     mesh = _mesh.lowering_mesh()
     ranks = segments[0].shape[0]
     unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which devices form a group: from the mesh that the program is lowered for, never from device numbers."""
+"""Groups of devices, from the mesh that the program is lowered for, never from device numbers."""
 
 from __future__ import annotations
 

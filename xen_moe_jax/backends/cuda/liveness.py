@@ -1,4 +1,5 @@
-"""Which processes of a job have died: a daemon thread that is told by the kernel, not by silence.
+"""Finds the processes of a job that have died: the operating system tells a daemon thread, which need not infer it from
+silence.
 
 On one host a process holds a pidfd of every other: it becomes readable when that process ends, however it ends, and not
 when it is stopped or busy. Processes in other PID namespaces cannot be held that way; they write a counter to the
@@ -23,11 +24,11 @@ POLL_S = 0.5
 BEAT_S = 2.0
 SILENCE_S = 8.0
 WAIT_S = 120.0
-"""For another process to have started its watcher."""
+"""Time that another process has to start its watcher."""
 
 
 def identity(pid: int | None = None) -> str:
-    """A process as others can find it: PID namespace, PID, start time in clock ticks after boot.
+    """Identifies a process for other processes: PID namespace, PID, start time in clock ticks after boot.
 
     Raises:
       OSError: there is no such process.
@@ -92,7 +93,7 @@ class Watcher:
         return frozenset(self._dead)
 
     def leave(self) -> None:
-        """Tells the others that this process ends in order, and stops watching."""
+        """Tells the other processes that this process ends in order, and stops watching."""
         self._stop.set()
         with contextlib.suppress(Exception):  # the store may have gone before
             self._store.set(f"{PREFIX}/{self._process}/left", b"1")

@@ -55,7 +55,7 @@ def buffer_size_hint(
         hidden,
         dtype,
         config,
-        wire=None,  # what a combine may use
+        wire=None,  # a combine may have no wire
     )
     schedule = dataclasses.replace(
         schedules.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=low_latency
@@ -73,7 +73,7 @@ class Memory:
         self._workspace.reserve(size_bytes, CHANGE_S)
 
     def close(self) -> None:
-        """Returns within `CLOSE_S`; what is still in use then is freed when it no longer is."""
+        """Returns within `CLOSE_S`; memory that is still in use then is freed after its last use."""
         try:
             self._workspace.release(CLOSE_S)
         except RuntimeError as error:  # another process did not close: its share keeps until the next change of memory
@@ -90,11 +90,11 @@ def open_buffer(
 
 
 def ranks_per_node(num_ranks: int) -> int | None:
-    """As `backends.ranks_per_node`, for this backend."""
+    """Implements `Backend.ranks_per_node`."""
     try:
         return processes.ranks_per_node(module.registered, num_ranks)
     except BackendUnavailable:
-        return None  # plain JAX runs in its place, or says why not
+        return None  # plain JAX runs in its place, or raises with the reason
 
 
 def failure() -> str:
@@ -105,7 +105,7 @@ def failure() -> str:
 
 def alive(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarray:
     """bool, the sizes of the mesh's other axes and then `[R]`: False for ranks whose process the last `reset` has gone
-    on without. It is the same in every process that is left: what to give to `active`.
+    on without. It is the same in every process that is left. Pass it as `active`.
 
     Raises:
       ValueError: an axis is not in the mesh.
@@ -125,14 +125,14 @@ def alive(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarr
 def reset(timeout_s: float = RESET_S) -> None:
     """Makes every group of this process usable again after a failure. No program may be running.
 
-    Operations of this library that still wait are told to end. Where an axis spans processes, every process must call
+    Ends operations of this library that still wait. Where an axis spans processes, every process must call
     it; one that has died is left out where the programs of a group take `active` (see `alive`), else it is an error.
 
     Args:
       timeout_s: seconds to wait for GPUs to become idle, and for the other processes.
 
     Raises:
-      RuntimeError: a GPU was still busy, or a process did not come. What has failed stays so; call it again.
+      RuntimeError: a GPU was still busy, or a process did not come. Failed groups stay failed; call it again.
     """
     if timeout_s <= 0:
         raise ValueError(f"reset: timeout_s={timeout_s!r}: must be positive seconds")
@@ -140,7 +140,7 @@ def reset(timeout_s: float = RESET_S) -> None:
 
 
 def workspaces() -> list[dict[str, Any]]:
-    """What is allocated, for each group and channel.
+    """Lists the allocated memory, for each group and channel.
 
     Keys: devices, ranks, ranks_per_node, channel; memory, where it comes from ("peer access", "NVSHMEM", "NCCL");
     staging_bytes and scratch_bytes of a rank; generation, how often it was made anew; generations_held, how many of

@@ -51,7 +51,7 @@ def loaded() -> types.ModuleType | None:
 def registered() -> types.ModuleType:
     """Returns the module, with its FFI types and targets registered.
 
-    Needs no devices: JAX keeps what is registered for CUDA until its CUDA plugin is there. The handlers learn about
+    Needs no devices: JAX keeps registrations for CUDA until its CUDA plugin is there. The handlers learn about
     this process's job from `job` when a program first needs it.
     """
     global _loaded

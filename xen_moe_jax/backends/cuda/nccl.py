@@ -1,4 +1,4 @@
-"""NCCL as memory between processes: which library it is, and its start. What is done with it: ffi/nccl_memory.cc."""
+"""NCCL as memory between processes: finds the library and starts it. ffi/nccl_memory.cc makes the memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xen_moe_jax.backends.base import BackendUnavailable
 
 LIBRARY = "libnccl.so.2"
 OLDEST = (2, 31)
-"""The first whose communicators can be told to leave NVLink's multicast alone; the host can ask for peers' pointers
-since 2.29."""
+"""The first version whose communicators can be told to leave NVLink's multicast alone; the host can ask for peers'
+pointers since 2.29."""
 REMEDY = (
     f"pip install 'nvidia-nccl-cu13>={OLDEST[0]}.{OLDEST[1]}', or set NCCL_HOME to a folder that has lib/{LIBRARY} of "
     "such a version; JAX's own NCCL may stay what it is"
@@ -42,7 +42,7 @@ def find() -> pathlib.Path | None:
 
 
 def version(path: pathlib.Path) -> tuple[int, int, int]:
-    """What the library says that it is.
+    """The version that the library reports.
 
     Raises:
       BackendUnavailable: it is missing, cannot be loaded, or is not NCCL.
@@ -113,7 +113,7 @@ _started = False
 
 
 def started() -> bool:
-    """Whether this process has memory from it."""
+    """True if this process has memory from NCCL."""
     return _started
 
 

@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
     "NVSHMEM_DISABLE_NVLS": "1",  # no use is made of multicast
 }
-"""Defaults; what the user has set stays."""
+"""Defaults of environment variables; the user's own settings win."""
 
 
 @functools.cache

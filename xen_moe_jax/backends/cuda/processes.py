@@ -32,7 +32,7 @@ _domain = 0
 
 
 def start(compiled: Any) -> None:
-    """Collective: every process of the job must come by, as they do when all lower the same program.
+    """Collective: every process of the job must call this. Lowering the same program in all processes is enough.
 
     Raises:
       ValueError: the processes own several GPUs each, or ask for different memory, or for one that cannot cross nodes.
@@ -46,7 +46,7 @@ def _start_once(compiled: Any) -> None:
     global _started, _failed, _domain
     if _started:
         return
-    if _failed is not None:  # a second attempt would meet what the first has left in the store
+    if _failed is not None:  # a second attempt would meet the keys that the first has left in the store
         raise _failed
     client = _jax_internals.key_value_client()
     if client is None:
@@ -93,8 +93,8 @@ def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> li
 
 
 def choose(compiled: Any, client: Any, process: int, count: int) -> str:
-    """ "nvshmem" or "nccl", the same in every process: each says where it is, what it is asked to use and what it lacks
-    for that, and all decide by what all said."""
+    """Returns "nvshmem" or "nccl", the same in every process. Each process publishes its node, the provider that its
+    environment asks for, and the parts missing for it; all processes decide from the same entries."""
     asked = os.environ.get(MEMORY, "").lower()
     said = _say(client, process, count, "asked", {"node": _node(), "asked": asked})
     provider, several = decide(said), _nodes(said) > 1
@@ -107,7 +107,8 @@ def choose(compiled: Any, client: Any, process: int, count: int) -> str:
 
 
 def decide(said: list[dict[str, Any]]) -> str:
-    """What all processes use, from what each has said: its `node`, and what it was `asked` to use, "" for nothing.
+    """Returns the provider that all processes use. Each entry of `said` has a process's `node` and the provider that
+    its environment `asked` for, "" for none.
 
     Raises:
       ValueError: as `start`, in all processes alike.
@@ -135,7 +136,7 @@ def _nodes(said: list[dict[str, Any]]) -> int:
 
 
 def _say(client: Any, process: int, count: int, about: str, mine: Any) -> list[Any]:
-    """What each process says about something."""
+    """Publishes `mine` under the name `about` and returns the entries of all processes, by process."""
     client.key_value_set_bytes(f"{PREFIX}/{about}/{process}", json.dumps(mine).encode())
     keys = (f"{PREFIX}/{about}/{p}" for p in range(count))
     return [json.loads(bytes(client.blocking_key_value_get_bytes(key, WAIT_MS))) for key in keys]
@@ -166,8 +167,9 @@ def _node() -> str:
 
 
 def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
-    """How many consecutive ranks of an axis share NVLink, as the provider of memory has found; None where all do, and
-    where this is not one process of several with a GPU each. Starts memory between them; collective, as `start`.
+    """Number of consecutive ranks of an axis that share NVLink, as the provider of memory has found. None where all
+    ranks do, and where the job is not several processes with a GPU each. Starts memory between them; collective, as
+    `start`.
 
     Raises:
       ValueError: the ranks of the axis cannot be cut so. As `start`.

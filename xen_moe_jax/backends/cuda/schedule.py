@@ -1,4 +1,4 @@
-"""How an operation is cut into thread blocks, parts and segments. Tuning only: any schedule gives the same bits.
+"""Divides an operation into thread blocks, parts and segments. Tuning only: any schedule gives the same bits.
 
 Every rank must choose the same schedule, so it depends on static shapes and the mesh alone.
 """
@@ -20,16 +20,18 @@ from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
 QUANTIZING_SMS = 96
-"""Of a dispatch that quantizes a large batch: arithmetic, not the link, limits it."""
+"""SMs of a dispatch that quantizes a large batch: arithmetic, not the link, limits it."""
 ASYNC_SMS = 24
-"""Of an operation in flight: every SM that it takes is taken from the work that it hides behind."""
+"""SMs of an asynchronous operation: it takes every SM from the work that runs beside it."""
 SPARE_SMS = 36
-"""What a default leaves to others. XLA's collectives take up to 32, and run beside these operations; a thread block of
-theirs that finds no place would wait for one of ours, which waits for a rank that waits for theirs."""
+"""SMs that a default leaves free. XLA's collectives take up to 32, and run beside these operations. A thread block of a
+collective that finds no SM would wait for a block of this library, which waits for a rank that waits for the
+collective."""
 MIN_PART_ELEMENTS = 512
 SMALL_TOKENS = 512
 SOLO_ENTRIES = 2048
-"""Up to so many (source, token, slot) triples every block computes positions for itself: no barrier between blocks."""
+"""Most (source, token, slot) triples for which every block computes all positions itself, without a barrier between
+blocks."""
 
 
 CHUNKS = 64
@@ -40,20 +42,21 @@ USUAL_CHUNK_TOKENS = 16
 (docs/design/nodes_kernels.md).
 """
 HOP_BYTES = 128 << 10
-"""What a rank may send to other nodes beyond what the rails would, for mode="auto" to take the low-latency kernels
-there: about what a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is seen. Worked out,
-not measured: docs/design/nodes_kernels.md."""
+"""Most bytes that a rank may send to other nodes beyond those of the rails for mode="auto" to take the low-latency
+kernels there: about as much as a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is
+seen. Worked out, not measured: docs/design/nodes_kernels.md."""
 LOW_LATENCY_SMS = 96
 LOW_LATENCY_ASYNC_SMS = 64
-"""Of a small batch in flight: the matmuls of a small batch wait for memory, and lose little with an SM."""
+"""SMs of an asynchronous operation on a small batch: the matmuls of a small batch wait for memory, and lose little with
+an SM."""
 LOW_LATENCY_ROWS = 1536
-"""Up to so many tokens of all ranks mode="auto" takes the low-latency kernels. They were faster up to 512 tokens a rank
-on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
+"""Most tokens of all ranks for which mode="auto" takes the low-latency kernels. These were faster up to 512 tokens a
+rank on four H200; more rows would take more symmetric memory than `xm.buffer_size_hint` promises."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What a tuning run may vary. None: the default of `dispatch` and `combine` below."""
+    """Numbers that a tuning run may vary. None: the default of `dispatch` and `combine` below."""
 
     push_blocks: int | None = None
     layout_blocks: int | None = None
@@ -115,7 +118,7 @@ def chunk_tokens(spec: Spec, config: KernelConfig, *, low_latency: bool = False)
 def use_low_latency(
     spec: Spec, hidden: int, dtype: Any, config: KernelConfig, *, wire: Wire | None, combine: bool = False
 ) -> bool:
-    """Whether the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
+    """True if the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
 
     They take what plan.cc's WhyNotLowLatency does not refuse; the other kernels take every operation.
     """
@@ -145,7 +148,7 @@ def use_low_latency(
 def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
     """Rows that a rank sends to other nodes with a row for each rank there, beyond one for each node.
 
-    As expected where experts are chosen uniformly: what the kernels do must not depend on the routing.
+    The number is the expected one for uniformly chosen experts: the choice of kernels must not depend on the routing.
     """
     ranks, per_node = spec.num_ranks, _nodes.ranks_per_node(spec, config)
 
@@ -158,8 +161,8 @@ def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
 
 
 def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Four blocks send the routing, a sixth (of a combine, half) the rows, the others receive. Between nodes those that
-    send the routing send the chunks too, and up to half of them do."""
+    """Four blocks send the routing, a sixth (of a combine, half) of the blocks send rows, and the remaining blocks
+    receive. Between nodes the blocks that send the routing send the chunks too; they are up to half of all blocks."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
     routing = min(4, count // 16)
@@ -171,20 +174,20 @@ def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -
 
 
 def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
-    """Thread blocks, of one SM each: what the caller asks for, up to all; the default leaves `SPARE_SMS`."""
+    """Thread blocks, one for each SM: the caller's number, up to all SMs; the default leaves `SPARE_SMS` free."""
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
 def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfig:
-    """The configuration of an operation in flight. `low_latency`: by the low-latency kernels."""
+    """The configuration of an asynchronous operation. `low_latency`: by the low-latency kernels."""
     if config.num_sms:
         return config
     return dataclasses.replace(config, num_sms=LOW_LATENCY_ASYNC_SMS if low_latency else ASYNC_SMS)
 
 
 def bulk(spec: Spec, config: KernelConfig, wire: Any, *, low_latency: bool = False) -> bool:
-    """Whether a dispatch in flight places rows by bulk copies: large ones within a node, whose rows travel as they
-    are."""
+    """True if an asynchronous dispatch places rows by bulk copies: a large one within a node, whose rows travel
+    unchanged."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
     return wanted and wire is None and not low_latency and not _nodes.several(spec.num_ranks, config)
 
@@ -220,7 +223,8 @@ def _solo_segment(spec: Spec) -> int | None:
 def dispatch(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, low_latency: bool = False
 ) -> Schedule:
-    """A few blocks saturate the link (8 reach 98% of it on an H200); the others place rows. Quantizing takes more.
+    """A few blocks saturate the link (8 reach 98% of it on an H200); the remaining blocks place rows. Quantizing takes
+    more.
 
     `low_latency`: by the low-latency kernels (`use_low_latency`).
     """

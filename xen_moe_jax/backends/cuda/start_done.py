@@ -1,9 +1,9 @@
-"""Start and done halves as two FFI calls: see "In two halves" in docs/design/cuda.md.
+"""Start and done of an operation as two FFI calls: see "In two halves" in docs/design/cuda.md.
 
-A start is the whole operation, on a stream of the library's own and on few SMs (of few tokens between nodes, none while
-rows are on their way), and returns at once; its results are
-under way, and nobody but the done half reads them. That has them aliased through, and makes XLA's stream wait for the
-operation. It takes the operands of the start too, so that XLA leaves their memory alone as long.
+A start runs the whole operation on a stream of the library's own and on few SMs (with few tokens between nodes, on none
+while rows travel), and returns at once. Its results are pending, and only the done may read them. The done passes them
+through, aliased, and makes XLA's stream wait for the operation. It takes the operands of the start too, so that XLA
+does not reuse their memory before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dispatch_start(call: Call, x: jax.Array, *operands: jax.Array) -> tuple[jax.
 
 
 def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands of the start and what it returned -> the results of the dispatch."""
+    """Takes the operands and the results of the start; returns the results of the dispatch."""
     results = 7 if call.spec.layout == "ranked" else 6
     first = len(operands) - results - HELD - 1
     return tuple(_wait(operands[first : first + results], operands[:first]))
@@ -66,7 +66,8 @@ def redispatch_done(_: Call, *operands: jax.Array) -> jax.Array:
 
 
 def _apart(*operands: jax.Array) -> list[jax.Array]:
-    """The same arrays: XLA fuses a slice with the call that it feeds, and the fusion forgets what the call aliases."""
+    """Returns the same arrays behind a barrier: XLA would fuse a slice with the call that it feeds, and the fusion
+    would forget which buffers the call aliases."""
     return list(lax.optimization_barrier(operands))
 
 

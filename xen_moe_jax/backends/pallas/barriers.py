@@ -2,8 +2,8 @@
 
 Two kernels over different groups that share a barrier semaphore take each other's announcements for their own, and
 write into buffers of ranks that have not entered (tests/backends/pallas/test_barriers.py shows how). XLA gives every
-`collective_id` of a program a semaphore of its own; the number here is a hash of the groups, so that it does not
-depend on what was compiled before, or on the process.
+`collective_id` of a program a semaphore of its own; the number here is a hash of the groups, so that it does not depend
+on earlier programs or on the process.
 """
 
 from __future__ import annotations

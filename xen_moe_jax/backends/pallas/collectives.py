@@ -21,7 +21,7 @@ _MOVABLE = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 
 
 def all_to_all(call: Exchange, x: jax.Array) -> jax.Array:
-    """As `jax.lax.all_to_all`: every peer's part is one run of whole rows of 128 elements."""
+    """Computes `jax.lax.all_to_all`: every peer's part is one run of whole rows of 128 elements."""
     hardware.check_one_slice(call.axis_name, "use jax.lax or KernelConfig(backend='reference')")
     axes = Axes(call.axis_name, call.axis_sizes)
     ids, place = _group(axes, call.axis_index_groups)
@@ -49,7 +49,7 @@ def all_to_all(call: Exchange, x: jax.Array) -> jax.Array:
 
 
 def ragged_all_to_all(call: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
-    """As `jax.lax.ragged_all_to_all`; what lies outside `operand` or `output` is neither read nor written."""
+    """Computes `jax.lax.ragged_all_to_all`; it neither reads nor writes elements outside `operand` or `output`."""
     input_offsets, send_sizes, output_offsets, recv_sizes = segments
     hardware.check_one_slice(call.axis_name, "use jax.lax or KernelConfig(backend='reference')")
     axes = Axes(call.axis_name, call.axis_sizes)

@@ -109,7 +109,8 @@ def _order_launch(spec: Spec, config: KernelConfig) -> Launch:
 
 
 def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[jax.Array, Record, jax.Array]:
-    """`y` as rows that the kernels take, what a partial sum looks like on the wire, and `zero [1]` for additions."""
+    """Returns `y` as rows that the kernels take, the record of a partial sum on the wire, and `zero [1]` for
+    additions."""
     rows = records.pad_rows(records.pad_hidden(y.reshape(-1, y.shape[-1])))
     zero = lax.bitcast_convert_type(runtime_zero(recv_counts), jnp.int32).reshape(1)
     return rows, record_of(rows.shape[1], y.dtype, False, wire), zero
@@ -119,7 +120,7 @@ def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
     return hardware.launch(
         "reduce_slots",
         functools.partial(slots_kernel.vmem_bytes, record, spec.slots),
-        preferred=32,  # half of what a group of 16 costs is the same for one of 32
+        preferred=32,  # half of the cost of a group of 16 is the same for a group of 32
         smallest=8,
         available=spec.num_ranks * spec.num_tokens,
         config=config,

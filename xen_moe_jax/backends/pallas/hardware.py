@@ -52,7 +52,7 @@ SMEM_BUDGET = SMEM_BYTES * 3 // 4
 """The part of SMEM that our tables may take: XLA and Mosaic keep the rest for themselves."""
 
 BLOCK_BUDGET = 10 * MIB
-"""VMEM that default block sizes stay under: it fits every generation beside what the compiler itself needs."""
+"""VMEM that default block sizes stay under: it fits every generation beside the compiler's own needs."""
 COMPILER_DEFAULT = 12 * MIB
 """A kernel that needs more than this gets an explicit `vmem_limit_bytes`."""
 

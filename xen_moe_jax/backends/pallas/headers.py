@@ -1,8 +1,8 @@
 """Routing in the headers of a dispatch's records: ranks exchange counts, and nothing else that grows with tokens.
 
 From the counts of all ranks a source knows which row of its destination each of its slots gets, and writes that into
-the header of the record, with the expert, the weight and the number of the token. The destination reads the headers
-of what has arrived (`pallas_kernels.index_rows`).
+the header of the record, with the expert, the weight and the number of the token. The destination reads the headers of
+arrived records (`pallas_kernels.index_rows`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 64 * 1024
 """Rows that are indexed at a time, at most."""
 SMALLEST_WINDOW = 4 * 1024
 DROPPED_AT_ONCE = 16 * 1024
-"""Words that one round of an exchange of dropped slots moves."""
+"""Number of words in one round of an exchange of dropped slots."""
 
 
 def window(spec: Spec) -> int | None:
@@ -196,7 +196,8 @@ def _slice_plan(records: jax.Array, starts: jax.Array, spec: Spec) -> SlicePlan:
 
 
 def staging_rows(spec: Spec) -> int:
-    """Records that staging has room for; the last are behind what can come, for blocks of headers reach there."""
+    """Records that staging has room for. No record arrives in the last ones: blocks of headers reach past the final
+    record."""
     return plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(spec.num_tokens)
 
 
@@ -245,9 +246,9 @@ def arrived(
     spec: Spec,
     config: KernelConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Staged record of each row int32 `[rows]`, weights float32 `[rows]` and positions `[R, T, slots]`, from the
-    headers of the `expected [R]` records of each source, which begin at `start [R]`, and what is known of dropped ones.
-    Ranked rows have more weights than one.
+    """Returns the staged record of each row int32 `[rows]`, weights float32 `[rows]` and positions `[R, T, slots]`.
+    They come from the headers of the `expected [R]` records of each source, which begin at `start [R]`, and from the
+    `dropped` slots. Ranked rows have several weights each.
     """
     local = spec.local_experts
     rows = math.prod(spec.row_dims)

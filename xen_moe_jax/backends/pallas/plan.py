@@ -2,9 +2,9 @@
 
 Staging of a dispatch: one region per source rank, records in token order inside it. Regions are `T` rows each
 (nothing to agree on) unless the capacity is smaller than that: then they are packed, so that staging is never larger
-than `routed.x`, and each rank tells the others which of their records it keeps and where its region for them starts.
-Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows
-each while there are at most `K` ranks, else packed.
+than `routed.x`, and each rank tells every source which of its records the rank keeps and where its region starts.
+Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows each
+while there are at most `K` ranks, else packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 FLAG_BITS = 32
 """Tokens in a word of flags."""
 FLAG_WORDS_AT_ONCE = 8 * 1024
-"""Words that one round of an exchange moves."""
+"""Number of words in one round of an exchange."""
 
 
 class SendPlan(NamedTuple):
@@ -117,7 +117,7 @@ def dispatch_staging_rows(spec: Spec) -> int:
 
 
 def combine_staging_rows(spec: Spec) -> int:
-    """Records that staging of a combine has room for; also what one rank sends in a dispatch at most."""
+    """Records that staging of a combine has room for; one rank also sends at most this number in a dispatch."""
     return spec.num_tokens * min(spec.num_ranks, spec.top_k)
 
 
@@ -136,7 +136,7 @@ class CombinePlan(NamedTuple):
     Attributes:
       came: bool `[R, T]`, (source, token) pairs that this rank reduces. remote_start: int32 `[R]`, where this rank's
         region starts in each source's staging.
-      pairs: what `reduce_slots` does.
+      pairs: the work of `reduce_slots`.
       source: int32 `[T, D]`, staged record of each summand in ascending rank order, `-1` for none.
     """
 

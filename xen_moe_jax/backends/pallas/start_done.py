@@ -14,7 +14,7 @@ Two axes
     dispatch: pack -> [DCN] -> forward over ICI, place        combine: partial sums of a slice -> [DCN] -> add slices
 The pending arrays are those of XLA's all-to-all over DCN, which is the slow part. XLA makes a send and a receive out of
 that collective, each with a start and an end of its own, and schedules them as their data allow. So `overlap` must not
-order what the collective receives (`PendingSlices.received`): it would be complete before the other work begins. It
+order the result of the collective (`PendingSlices.received`): it would be complete before the other work begins. It
 orders the operand of the collective and the tables that done reads. One collective moves all `T` rows of every pair of
 slices, because a loop of rounds cannot be pending. Where there are no more slices than slots, most of these rows are
 needed: a token reaches `N (1 - (1 - 1/N)^K)` of `N` slices.
@@ -250,7 +250,7 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
 
 
 def received_by_xla(spec: Spec) -> tuple[int, ...]:
-    """Places of arrays in what is under way that a collective of XLA brings."""
+    """Places of pending arrays that a collective of XLA receives."""
     return RECEIVED if len(spec.axis_name) == 2 else ()
 
 
@@ -302,7 +302,8 @@ def operand_avals(operation: str, avals: Sequence[Any], call: Any) -> list[Any]:
 class PendingSlices(NamedTuple):
     """Operand and result of XLA's collective, int32 `[N, T, *record.shape]` each: a start returns them first.
 
-    `sent` comes first, for `overlap` knows a flight by its first array and gives each back as another one.
+    `sent` comes first: `overlap` identifies a pending operation by its first array and returns each array as another
+    one.
     """
 
     sent: jax.Array

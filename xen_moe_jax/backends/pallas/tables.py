@@ -55,7 +55,7 @@ class Order:
 
 
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
-    """As `_layout.order_within_bins`."""
+    """Computes `_layout.order_within_bins`."""
     order = Order(bins, num_bins)
     return order.among(), order.counts
 

@@ -6,7 +6,7 @@ way: partial sums of a slice are added up on the chip of the token's index befor
 
 Shapes: `N` slices of `M` ranks, rank `r = slice * M + index`; "rail" = the `N` chips of one index.
 
-Each operation is what comes before DCN, the crossing, and what follows it: `halves` runs them as two programs.
+Each operation is the work before DCN, the crossing, and the work after it: `start_done` runs them as two programs.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def pack_slices(
 
 
 def _largest_anywhere(hits: jax.Array, axis: int, spec: Spec) -> jax.Array:
-    """The most rows of any pair, from what this rank sends."""
+    """The most rows of any pair, from the rows that this rank sends."""
     return lax.pmax(jnp.max(jnp.sum(hits, axis=axis, dtype=jnp.int32)), spec.axis_name)
 
 
@@ -187,8 +187,8 @@ def fan_out_by_headers(
     spec: Spec,
     config: KernelConfig,
 ) -> jax.Array:
-    """As `fan_out`, of records with headers, which say who needs them: `came [N]` from each slice, which each rank
-    wants at `starts [N, M]`; each rank gets `expected [R]` from each source.
+    """Does the work of `fan_out` for records with headers, which name the ranks that need them. `came [N]` records
+    arrived from each slice; each rank wants them at `starts [N, M]` and gets `expected [R]` from each source.
     """
     slices, fast = spec.axis_sizes
     here = lax.axis_index(spec.axis_name[0])
@@ -199,7 +199,7 @@ def fan_out_by_headers(
     if plan.packs_staging(spec):
         kept &= words[..., header.rows : header.rows + top_k] >= 0
     number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (slices, rows))
-    kept &= (number < came[:, None])[..., None]  # behind them lies whatever was there
+    kept &= (number < came[:, None])[..., None]  # behind them lie old values
     index = jnp.where(kept, experts // spec.local_experts - here * fast, -1)
     sent = jnp.any(index[..., None] == jnp.arange(fast, dtype=jnp.int32), axis=2)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)

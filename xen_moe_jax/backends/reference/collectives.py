@@ -13,7 +13,7 @@ from xen_moe_jax.backends.base import Exchange
 
 
 def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """As `jax.lax.all_to_all`."""
+    """Computes `jax.lax.all_to_all`."""
     return lax.all_to_all(
         x,
         exchange.axis_name,
@@ -25,7 +25,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
 
 
 def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
-    """As `jax.lax.ragged_all_to_all`. No offset makes it read or write past the end of `operand` or `output`."""
+    """Computes `jax.lax.ragged_all_to_all`. No offset makes it read or write past the end of `operand` or `output`."""
     input_offsets, send_sizes, output_offsets, recv_sizes = segments
     axis_name, groups = exchange.axis_name, exchange.groups
     ranks = send_sizes.shape[0]
