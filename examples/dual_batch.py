@@ -1,9 +1,9 @@
 """Two micro-batches, each one's communication under the other's matmuls: a decode step, and a training step.
 
-`xm.overlap(flight, work, *args)` runs `work` while a flight is under way. The dispatch of the first micro-batch flies
-under the attention of the second, its combine under the experts of the second, and so on, from layer to layer; the
-backward pass does the same by itself. The results are those of one micro-batch after the other, but for the rounding of
-matmuls that XLA cuts differently.
+`xm.overlap(flight, work, *args)` runs `work` while an asynchronous operation (a `Flight`) is pending. The dispatch of
+the first micro-batch flies under the attention of the second, its combine under the experts of the second, and so on,
+from layer to layer; the backward pass does the same by itself. The results are those of one micro-batch after the
+other, but for the rounding of matmuls that XLA cuts differently.
 
     python examples/dual_batch.py                     on CPU: small sizes, where nothing overlaps
     JAX_PLATFORMS=cuda python examples/dual_batch.py  on GPUs: DeepSeek-V3's hidden size, times
@@ -100,13 +100,13 @@ def in_turn(model: Model, xs: list[jax.Array]) -> list[jax.Array]:
 
 
 def overlapped(model: Model, xs: list[jax.Array]) -> list[jax.Array]:
-    """Every flight has the other micro-batch's matmuls under it, but for the first and the last."""
+    """Every operation but the first and the last is pending while the other micro-batch's matmuls run."""
     first, second = xs
     h1 = model.attention(first)
     flight = model.dispatch(h1)
     returning, h2 = None, second
     for layer in range(model.sizes.layers):
-        # dispatch of the first, under what the second does until its own dispatch
+        # dispatch of the first, while the second computes until its own dispatch
         if returning is not None:
             second = h2 + xm.combine_done(returning)
         flight, h2 = xm.overlap(flight, model.attention, second)

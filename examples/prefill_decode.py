@@ -150,7 +150,7 @@ def main(steps=12):
     pages = np.random.default_rng(0).permutation(POOL)[: -(-(len(prompt) + steps) // PAGE)]
     table = jnp.asarray(pages)
 
-    # What one process alone would say.
+    # Computes the answer of one process alone.
     @jax.jit
     def alone(tokens):
         cache = []

@@ -2,9 +2,9 @@
 goes on.
 
 The trainer holds its parameters in rows over all of its devices (FSDP); the server wants them split over heads and
-experts. The plan says who sends which slice to whom. The server counts arrivals, and takes a new generation between two
-of its steps; a reader that still uses the old one keeps it. One trainer is killed in the middle of a push: the
-server throws that generation away, and a new trainer goes on.
+experts. The plan names the sender and the receiver of each slice. The server counts arrivals, and takes a new
+generation between two of its steps; a reader that still uses the old one keeps it. One trainer is killed in the middle
+of a push: the server throws that generation away, and a new trainer goes on.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/push_weights.py
 """
@@ -87,7 +87,7 @@ def main(steps=4):
         for worker in workers:
             worker.kill()
             worker.wait()
-    # Looked at only now: every generation is still what it was when it was committed.
+    # The check comes only now: every generation still has the values that it had when it was committed.
     whole = [
         all(np.array_equal(np.asarray(got[name]), expected[step][name]) for name in SHAPES)
         for step, got in enumerate(generations)

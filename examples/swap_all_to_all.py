@@ -28,7 +28,7 @@ def moe_layer(all_to_all, x: jax.Array, expert: jax.Array, weight: jax.Array) ->
 
 
 def main() -> float:
-    """Returns the largest difference between the two, in outputs and gradients."""
+    """Returns the largest difference between the two programs, in outputs and gradients."""
     ranks = jax.device_count()
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 3)

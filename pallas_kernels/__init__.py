@@ -1,9 +1,9 @@
 """TPU kernels in Pallas: body and launcher per kernel, no policy. `hopper` has kernels for GPUs.
 
-| module | what |
+| module | contents |
 |---|---|
-| `record` | what one row looks like on the wire (in-kernel encode and decode) |
-| `peers` | which ranks a kernel spans; who signals whom and waits for whom, and in which order |
+| `record` | the layout of one row on the wire (in-kernel encode and decode) |
+| `peers` | the ranks that a kernel spans; which rank signals and awaits which peer, and in which order |
 | `send` | that order, run in a kernel: announce, await, send, drain, leave |
 | `gather` | rows named by a table, into a double buffer |
 | `launch` | the one call of `pallas_call`; block sizes, row groups |

@@ -32,7 +32,7 @@ class Runs(NamedTuple):
       place: int32 `[1]`, this rank's place in `ids`.
       input_offsets, sizes, output_offsets: int32 `[n]`, rows for each peer; `output_offsets` are rows of the peer's
         result.
-      expected: int32 `[n]`, rows that each source sends here: what it has in its `sizes`.
+      expected: int32 `[n]`, rows that each source sends here: the source's entry in its own `sizes`.
     """
 
     ids: jax.Array
@@ -45,7 +45,7 @@ class Runs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """`Runs`, then buffers and semaphores; the halves have some of them only."""
+    """`Runs`, then buffers and semaphores; start and done have only some of them."""
 
     sizes: Any
     x: Any

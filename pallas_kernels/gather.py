@@ -21,7 +21,7 @@ from xen_moe_jax.pallas_kernels.record import LANES, Record
 from xen_moe_jax.pallas_kernels.send import wait_rows
 
 AT_ONCE = 4
-"""DMAs that one turn of the loop starts: the turn itself costs as much as a DMA."""
+"""DMAs that one turn of the loop starts. A turn itself costs as much as a DMA."""
 
 
 def buffers(record: Record, rows: int) -> list[Any]:
@@ -44,7 +44,7 @@ def start_rows(
     zero_others: bool,
 ) -> None:
     """Starts one DMA per entry: `record(number(n))` -> record `n` of the buffer, for `n` below `count` where `number(n)
-    >= 0`. The other records become zero, or keep what they held.
+    >= 0`. All other records become zero with `zero_others`, or keep their values.
     """
     at_once = next(n for n in (AT_ONCE, 2, 1) if count % n == 0)
 

@@ -74,12 +74,13 @@ class _Static:
 
     @property
     def lines(self) -> int:
-        """Of a table: rows, entries, weights of each depth, number of the record; and how many there are of a depth."""
+        """Lines of a table: rows, entries, weights of each depth, number of the record; and the number of pairs of each
+        depth."""
         return -(-(self.counts + 1) // SUBLANES) * SUBLANES
 
 
 def records_at_once(tokens: int) -> int:
-    """Records whose headers are read by one DMA; so many rows of staging lie behind the last record."""
+    """Records whose headers are read by one DMA; staging has the same number of rows behind the last record."""
     return min(BLOCK, -(-tokens // LANES) * LANES)
 
 
@@ -185,7 +186,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
 
 
 def smem_bytes(tokens: int, top_k: int, window: int) -> int:
-    """SMEM of the windows, the table, and what is known of the sources is little besides."""
+    """SMEM of the windows and the table; the numbers of the sources take little besides."""
     static = _Static(Record(LANES, "int8"), top_k, records_at_once(tokens), window)
     return 4 * (tokens * top_k + NOBODYS + 2 * (window + NOBODYS) + static.lines * static.block)
 
@@ -260,7 +261,7 @@ def index_rows(
         jnp.zeros((1, 1, window + NOBODYS), jnp.int32),
         jnp.full((1, 1, entries), -1, jnp.int32),
     )
-    # a row is known to one core; the others have -1 and 0 there
+    # one core knows a row; every other core has -1 and 0 there
     source, weights = jnp.max(source, axis=0), jnp.bitwise_or.reduce(weights, axis=0)
     source, weights = (a[:, 0, :window].reshape(-1)[:size] for a in (source, weights))
     positions = positions[:, 0, : tokens * top_k].reshape(ranks, tokens, top_k)

@@ -1,6 +1,7 @@
-"""Every rank's tokens on every rank: headers of gathered records -> where each slot goes, and what `place` visits.
+"""Every rank's tokens on every rank: headers of gathered records -> the place of each slot, and the blocks that `place`
+visits.
 
-No rank told the others how many slots it has for whom: all of them read all headers and count. What moves: headers of
+No rank announced how many slots it has for each peer: all ranks read all headers and count. What moves: headers of
 all records by one strided DMA a source into VMEM. There slots are counted by expert, ordered within experts by a
 product with a triangular matrix, and give positions, as whole vectors. Only the slots that belong to this rank are
 looked at one by one: `order_pairs` brings them together, and they are written into windows of the results in SMEM.
@@ -25,8 +26,8 @@ from xen_moe_jax.pallas_kernels.place import TOKEN_BITS, Visits
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
 AT_ONCE, READ = 8, 4
-"""Slots that one turn of a loop writes, and how many of them are read before the first is written: numbers that are
-kept must fit the scalar registers.
+"""Slots that one turn of a loop writes, and the number of them that it reads before the first write: the numbers in
+between must fit the scalar registers.
 """
 FILLED = 2048
 """Entries of a window that one DMA fills; windows are multiples of it."""
@@ -37,8 +38,8 @@ class Slabs:
     """Layout of the rows of `routed.x`.
 
     Attributes:
-      experts: of this rank. block: rows of `routed.x` that `place` makes at a time.
-      rows: that there are. slab: rows of each expert (padded layout); 0: one group follows the other.
+      experts: local experts of this rank. block: rows of `routed.x` that `place` makes at a time.
+      rows: number of rows. slab: rows of each expert (padded layout); 0: one group follows the other.
       alignment: group sizes are multiples of it.
     """
 
@@ -49,7 +50,7 @@ class Slabs:
     alignment: int
 
     def places(self, slots: int) -> int:
-        """Rows of the blocks that are visited, at most, where so many slots come."""
+        """Most rows of the visited blocks when `slots` slots arrive."""
         blocks = -(-self.rows // self.block)
         if self.slab:
             shared = self.slab % self.block != 0  # an expert's rows may then begin inside a block
@@ -218,7 +219,7 @@ def _visit(refs: _Refs, static: _Static, starts: _Starts, blocks: jax.Array) -> 
 
 
 def _sort(refs: _Refs, static: _Static, source: Any, starts: _Starts) -> None:
-    """Positions of a source's slots, and the table of those that have a row here."""
+    """Positions of a source's slots, and the table of the slots that have a row on this rank."""
     slabs, top_k, block = static.slabs, static.top_k, static.block
     local = refs.local[source]
     expert = lax.broadcasted_iota(jnp.int32, (static.experts, block), 0)
@@ -345,7 +346,7 @@ def smem_bytes(record: Record, top_k: int, ranks: int, tokens: int, slabs: Slabs
 
 
 def vmem_bytes(record: Record, top_k: int, ranks: int, tokens: int, slabs: Slabs) -> int:
-    """VMEM of the headers of all records, and what is made of them."""
+    """VMEM of the headers of all records, and of the tables made from them."""
     static = _Static(record, top_k, ranks, tokens, slabs)
     registers = ranks * (LANES + 3 * 2 * -(-top_k // SUBLANES) * SUBLANES) * static.block
     return 4 * (registers + 4 * static.experts * LANES + SUBLANES * (static.lines * static.block + FILLED))

@@ -1,6 +1,6 @@
 """(source, token) pairs, ordered within blocks: those with most rows first, those that do not exist last.
 
-What moves: nothing but tables, block by block through VMEM. So that `reduce_slots` visits only pairs that exist, in
+What moves: tables alone, block by block through VMEM. So that `reduce_slots` visits only pairs that exist, in
 groups of nearly the same number of rows. The order is stable, and the rows of a pair stay in slot order.
 A table is permuted by a matrix product with a matrix of zeros and ones, byte by byte, which is exact: a TPU gathers
 scalars slowly.
@@ -106,7 +106,7 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
         to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
         behind = behind + jnp.sum(hot[b : b + 1], axis=1, keepdims=True)
 
-    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for what goes to place `j`
+    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for the pair of place `j`
     out = jnp.zeros(table.shape, jnp.int32)
     for byte in range(4):
         part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
@@ -119,7 +119,7 @@ class Ordered:
     """Pairs in the order in which `reduce_slots` visits them.
 
     Attributes:
-      columns: what the tables hold. tables: int32 `[blocks, 1, words]`.
+      columns: layout of the tables. tables: int32 `[blocks, 1, words]`.
       rows: the rows again, as columns, as `order_pairs` makes them: int32 `[blocks, group, block / group * slots]`.
       expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
     """
@@ -188,8 +188,8 @@ def order_pairs(
       group: pairs of a column (`reduce_slots.pairs_beside`); divides 128.
 
     Returns:
-      What the tables hold; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the
-      other, since lanes that nothing fills take memory too: int32 `[blocks, group, block / group * slots]`.
+      The layout of the tables; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the
+      other, since unused lanes take memory too: int32 `[blocks, group, block / group * slots]`.
     """
     count, slots = rows.shape
     block = min(BLOCK, -(-count // 128) * 128)

@@ -1,8 +1,8 @@
 """Tables of a combine of few tokens, from positions and routing in the layout that XLA keeps: slots by tokens.
 
 Where there are no more ranks than slots a token's partial record has a place of its own in staging: row `rank * T +
-token` of the token's rank. So nothing is exchanged, and nothing depends on other tokens. What moves: nothing but
-tables in VMEM, all of them in one step: blocks of pairs as `order_pairs` makes them, and what `reduce_ranks` follows.
+token` of the token's rank. So nothing is exchanged, and nothing depends on other tokens. What moves: tables in VMEM
+alone, all of them in one step: blocks of pairs as `order_pairs` makes them, and the table of `reduce_ranks`.
 """
 
 from __future__ import annotations

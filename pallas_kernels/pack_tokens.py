@@ -1,4 +1,4 @@
-"""Token rows -> records with their routing, token by token: what an all-gather sends to every rank.
+"""Token rows -> records with their routing, token by token, which an all-gather then sends to every rank.
 
 What moves: blocks of `x` through VMEM, which leave as blocks of records. Block rows come first, `[S, T, 128]`: a vector
 register is then one block row of eight records, and XLA gathers the array as it lies. The routing comes as XLA keeps

@@ -6,7 +6,7 @@ Steps: a block of `x` is pipelined into VMEM and encoded (packed or quantized) i
 one DMA per (token, destination). A record buffer is reused once the DMAs of two blocks ago have left it.
 Who waits: no rank writes before all of its peers have announced themselves, which is checked only after the first
 block is encoded. At the end each rank waits for the number of records that the routing says it receives (`send`).
-Local form (`axes=None`): the same, into a send buffer of this rank's own, for `exchange`.
+Local form (`axes=None`): the records go into a send buffer of this rank's own, for `exchange`.
 """
 
 from __future__ import annotations

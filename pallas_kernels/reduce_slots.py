@@ -74,7 +74,8 @@ class _Refs:
 
 
 TILE = 8
-"""Rows of a group that one turn of a loop asks for: a turn costs as much as a row, and their places are constants."""
+"""Rows of a group that one turn of a loop requests: a turn costs as much as a row, and the rows' places are
+constants."""
 GROUP, GATHERED = 0, 1
 """`state`: how many groups are done; from here on, rows that each buffer waits for."""
 
@@ -158,7 +159,8 @@ def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
 
 
 def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> None:
-    """`acc`: the float32 sums of a group of pairs. What is absent adds `+0.0`, which changes no sum: none is `-0.0`."""
+    """`acc`: the float32 sums of a group of pairs. An absent row adds `+0.0`, which changes no sum: no sum is
+    `-0.0`."""
     pairs = refs.acc.shape[0]
     table = refs.columns[0]
     slots, part = static.columns.slots, table.shape[0]
@@ -275,8 +277,8 @@ def _body(refs: _Refs, *, static: _Static) -> None:
 
 
 def _pair_words(y: jax.Array) -> jax.Array:
-    """What `y.bitcast(int32)` shows the kernel on a TPU, `[C / 2, hidden]`: interpret mode cannot bitcast a buffer in
-    HBM.
+    """Returns `y` as `y.bitcast(int32)` shows it to the kernel on a TPU, `[C / 2, hidden]`: interpret mode cannot
+    bitcast a buffer in HBM.
     """
     bits = lax.bitcast_convert_type(y, jnp.uint16).astype(jnp.uint32).reshape(-1, 2, y.shape[1])
     return lax.bitcast_convert_type(bits[:, 0] | (bits[:, 1] << 16), jnp.int32)
@@ -313,7 +315,7 @@ def reduce_slots(
     Args:
       y: `[C, hidden]`, float32, or bfloat16 with an even `C`.
       pairs: in any order, or ordered already.
-      weights: float32 `[C]`, what the rows are multiplied by, or None.
+      weights: float32 `[C]`, factors of the rows, or None.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
 

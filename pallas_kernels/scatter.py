@@ -63,7 +63,7 @@ class _Static:
     wide: tuple[bool, ...]
 
     def first_line(self, value: int) -> int:
-        """Line of a table, and of what is given, at which a value begins; the rows come before all."""
+        """Line of a table, and of the operands, at which a value begins; the rows come first."""
         return self.slots + sum(self.slots if wide else 1 for wide in self.wide[:value])
 
     @property
@@ -72,7 +72,7 @@ class _Static:
 
     @property
     def lines(self) -> int:
-        """Of a table: rows and values; and how many pairs have more than so many rows."""
+        """Lines of a table: rows and values; and for each number of rows the pairs that have more."""
         return -(-(self.counts + 1) // SUBLANES) * SUBLANES
 
 
@@ -122,7 +122,7 @@ def _write(refs: _Refs, static: _Static, slot: Any) -> None:
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
-    """One step more than blocks: each makes a table and writes what the table before says."""
+    """One step more than blocks: each step makes a table and writes the entries of the previous table."""
     core, part, turn = (pl.program_id(n) for n in range(3))
     turns = pl.num_programs(2) - 1
     first = part * static.window
@@ -179,10 +179,10 @@ def scatter(
 
     Args:
       index: int32 `[N, slots]`, place of each entry; outside `[0, size)` for none. No place is named twice.
-      values: int32 each, `[N, slots]`, or `[N]` where all slots of a pair have the same.
-      fill: what each result holds elsewhere.
+      values: int32 each, `[N, slots]`, or `[N]` where all slots of a pair have the same value.
+      fill: the value of each result elsewhere.
       limit: int32 `[]`, no place at or after it is named.
-      window: rows that are made at a time, a multiple of 128.
+      window: rows that the kernel makes at a time, a multiple of 128.
 
     Returns:
       int32 `[size]` each.
@@ -234,7 +234,7 @@ def scatter(
 
 
 def _merged(parts: jax.Array, fill: int) -> jax.Array:
-    """A place is written by one core; the others have `fill` there."""
+    """One core writes a place; every other core has `fill` there."""
     merged = parts[0]
     for part in parts[1:]:
         merged = jnp.where(part != fill, part, merged)

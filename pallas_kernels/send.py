@@ -1,9 +1,9 @@
 """Rows on their way to other ranks: announce, await, send, drain, once for every kernel that sends.
 
 What moves: rows or runs of rows of any buffer, by one DMA each, to the same-shaped place in a peer's `target`.
-Who waits: as `peers` says. At the end each rank waits for what the routing says it receives, one semaphore per source
-(modulo `RECV_SEMAPHORES`, so that they stay few; more than one, so that no counter overflows).
-Local form (`axes=None`): the same into a `target` of this rank's own, without barrier and arrivals.
+Who waits: as `peers` says. At the end each rank waits for the rows that it receives by the routing, one semaphore per
+source (modulo `RECV_SEMAPHORES`, so that they stay few; more than one, so that no counter overflows). Local form
+(`axes=None`): the rows go into a `target` of this rank's own, without barrier and arrivals.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Link:
     def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
         """At the last of the steps that send from two buffers in turn: all has left, all has come.
 
-        `sent` holds what each buffer sent last; `step` numbers the last step.
+        `sent` holds the last send of each buffer; `step` numbers the last step.
         """
         buffer = lax.rem(step, 2)
 

@@ -1,4 +1,4 @@
-"""Child processes that end with the process that started them, however that one ends."""
+"""Starts child processes that end with their parent process, even if the parent is killed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 PLACES = ("block_sparse_moe", "mlp")
-"""Where the block is inside a decoder layer."""
+"""Place of the block inside a decoder layer."""
 
 
 SIZES = {
@@ -53,7 +53,7 @@ SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-"""Of a generated model, as far as its config knows them."""
+"""Sizes of a generated model, as far as its config knows them."""
 
 
 def generate(model_type: str, folder: pathlib.Path) -> None:

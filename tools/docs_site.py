@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml): what the site holds beside the pages of docs/.
+"""Hooks of mkdocs (mkdocs.yml): they add files and pages to the site beside those of docs/.
 
 The pages are written to be read in the repository, so they link to files outside docs/. Such a file becomes part of the
 site: Markdown as a page, a folder as a list of its files, everything else as it is. The API pages are made of the
@@ -39,7 +39,7 @@ GROUPS = {
 LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")
 TUTORIAL = "docs/user/tutorial.ipynb"
 OUTSIDE = "repository/"
-"""Where files from outside docs/ stand in the site."""
+"""Folder of the site for files from outside docs/."""
 
 
 def repository_path(page: str, target: str) -> str:
@@ -49,7 +49,7 @@ def repository_path(page: str, target: str) -> str:
 
 
 def site_path(path: str) -> str:
-    """Where a file or folder of the repository stands in the site."""
+    """Returns the place in the site of a file or folder of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/").removesuffix(".ipynb") + (".md" if path.endswith(".ipynb") else "")
     return f"{OUTSIDE}{path}/index.md" if (ROOT / path).is_dir() else OUTSIDE + path

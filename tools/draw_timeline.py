@@ -1,4 +1,4 @@
-"""Draws what one GPU did, stream by stream, from profiles that `jax.profiler.trace` wrote.
+"""Draws the work of one GPU, stream by stream, from profiles that `jax.profiler.trace` wrote.
 
     python tools/draw_timeline.py PROFILE [PROFILE ...] --out docs/images/overlap.png [--device 0]
 
@@ -20,7 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-KINDS = {  # what the name of a kernel says it is, its colour; the first that matches
+KINDS = {  # pattern of a kernel's name, label, colour; the first match counts
     "dispatch": (r"xen_moe.*Dispatch", "#d1495b"),
     "combine": (r"xen_moe.*Combine", "#edae49"),
     "matmul": (r"gemm|cutlass|nvjet|cublas|_dot", "#30638e"),

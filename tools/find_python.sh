@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of a Python >= 3.12: $PYTHON, else one on PATH, else one that pyenv, uv or conda keeps. Explains what is
-# missing and exits 1 where there is none.
+# Prints the path of a Python >= 3.12: $PYTHON, else one on PATH, else one that pyenv, uv or conda keeps. Names the
+# missing parts and exits 1 where there is none.
 set -u
 
 is_new_enough() {

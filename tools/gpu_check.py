@@ -4,13 +4,13 @@
                               [--memory nccl]
     python tools/gpu_check.py OUTPUT_DIRECTORY --nodes       (several nodes: see tools/node_check.py)
 
-Every step is a process group with a time limit of its own, cut to what is left of the whole budget; at the limit the
-group is killed and the step counts as failed, with whatever it had shown. Correctness comes first, then timing, then
+Every step is a process group with a time limit of its own, cut to the rest of the whole budget; at the limit the group
+is killed and the step counts as failed, with the output that it had shown. Correctness comes first, then timing, then
 stress. OUTPUT_DIRECTORY gets `STEP.json` and one `logs.txt`; a short table is printed last. The exit status is the
 number of steps that failed or were left out.
 
 Needs jax with CUDA, pytest and hypothesis; the build needs nanobind, CMake and ninja, and is skipped when the modules
-are there already. Without a network, put wheels of what is missing in a directory and name it with --wheels.
+are there already. Without a network, put wheels of the missing packages in a directory and name it with --wheels.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ run() {  # run NAME SECONDS COMMAND...
   timeout -k 5 "$most" "$@" 2>&1 | tee "$OUT/$name.log" || rc=$?
   [ "$rc" = 0 ] || { echo "== $name: status $rc"; status=1; }
 }
-# Every scenario in a process of its own: one that loses the device does not take the others along.
+# Every scenario runs in a process of its own, so that losing the device in one scenario does not fail the next.
 for scenario in normal decode wrap late absent skip shapes order dead indices generations company concurrent graphs members few broken unmet; do
   run "native_$scenario" 60 "$BUILD/harness" --ranks "$((gpus > 1 ? 2 * gpus : 4))" --gpus "$gpus" --scenario $scenario --calls 10000 \
     --json "$OUT/native_$scenario.json"

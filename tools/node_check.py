@@ -7,7 +7,7 @@ One process for each GPU of each node runs it, numbered node by node; under Slur
 Elsewhere --coordinator HOST:PORT (of process 0; as many ports from there on as there are steps must be free),
 --num-processes, --process-id, --processes-per-node and --local-gpu say it. Every step is a start of its own with a time
 limit, after which its process is killed and the next step begins. Process 0 writes `nodes.json`; each process writes
-`nodes-PROCESS.txt`, what it printed. The exit status is the number of steps that failed in this process.
+its output to `nodes-PROCESS.txt`. The exit status is the number of steps that failed in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A notebook without Jupyter: runs the code cells of a file, keeps what they show, and turns it into a page.
+"""Runs a notebook without Jupyter: executes the code cells of a file, keeps their output, and makes a page of it.
 
     python tools/notebook.py docs/user/tutorial.ipynb            run it; exit status 1 when a cell fails
     python tools/notebook.py docs/user/tutorial.ipynb --write    run it and keep the output in the file
@@ -69,8 +69,7 @@ def lines(text: str) -> list[str]:
 def run(path: pathlib.Path) -> dict[str, Any]:
     """The notebook with the output of a fresh run.
 
-    Raises:
-      whatever a cell raises; the traceback names the cell.
+    Raises: the exception of a cell; the traceback names the cell.
     """
     content = read(path)
     namespace: dict[str, Any] = {"__name__": "__main__"}

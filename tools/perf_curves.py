@@ -74,7 +74,7 @@ def tables() -> str:
 
 
 def draw(path: str) -> None:
-    """Times over ranks, a panel for each batch, with what was published as points where it is a time."""
+    """Times over ranks, a panel for each batch; published results appear as points where they are times."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # run_tests.sh PYTHON MARKS [PYTEST_ARGUMENT ...]: the selected tests, those marked `optimized` in processes of their own.
-# XLA reads its flags once: where everything is compiled in a hurry, tests/support/quick_compiler.py halves the time.
-# So are the kernels on host threads: each of their programs keeps all cores busy, and tests of JAX beside one take twice
-# as long.
+# XLA reads its flags once: where all programs are compiled the quick way, tests/support/quick_compiler.py halves the
+# time. So are the kernels on host threads: each of their programs keeps all cores busy, and tests of JAX beside one
+# take twice as long.
 set -u
 python=$1 marks=$2
 shift 2

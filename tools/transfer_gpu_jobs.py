@@ -220,7 +220,7 @@ def by_ticks(model, params, prompt, send, transfers, dies_after):
                 confirmed[layer] = time.perf_counter() - begun
         time.sleep(1e-4)  # The callbacks need the interpreter, too.
         try:
-            watcher.wait(model.LAYERS, timeout=0)  # Raises what a tick has raised.
+            watcher.wait(model.LAYERS, timeout=0)  # Raises the exception of a tick.
         except xt.TransferTimeout:
             if time.perf_counter() - begun > 20:
                 raise RuntimeError(f"after 20 s: ticks {ticked}, confirmed {confirmed}, ended {ended}") from None
@@ -237,7 +237,7 @@ WORKERS = {
     "prefill": ({"prefill": ()}, ("prefill",) * 3),
     "ticks": ({"prefill-0": ("--dies-after", "3"), "prefill-1": ()}, ("prefill-0",) + ("prefill-1",) * 3),
 }
-"""By job: the processes that prefill, and whom the requests go to; the first one that is answered compiles."""
+"""By job: the prefill processes, and the process that gets the requests; the first request compiles."""
 
 
 def prefill_job(options):
@@ -263,7 +263,7 @@ def prefill_job(options):
         window = engine.window(avals)
         others = [start(options, engine.descriptor, "--name", name, *more) for name, more in workers.items()]
         try:
-            # What one process alone would say, while the others start.
+            # Computes the answers of one process alone, while the other processes start.
             layers = {}
             logits = prefill_by_layer(model, params, prompt, layers.__setitem__)
             cache = jnp.stack([layers[i] for i in range(model.LAYERS)])
@@ -290,7 +290,7 @@ def prefill_job(options):
                 figures["request to committed s"] = time.perf_counter() - begun
                 tokens = model.decode(params, got["kv"], table, got["logits"], PROMPT, STEPS)
                 say(f"request {request}: decoded")
-                # Of what was sent: another process's program need not give the same bits as this one's.
+                # Compares the sent arrays: another process's program need not give the same bits as this process's.
                 arrived = got["kv"][:, table[: cache.shape[1]]]
                 figures |= json.loads(engine.recv(peer, tag="done", timeout=30))
                 equal.append({"tokens": tokens == expected, "pages": hash_of(arrived) == figures.pop("hash")})

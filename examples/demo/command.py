@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def virtual_mesh() -> jax.sharding.Mesh:
-    """Eight CPU devices as dp=2 x ep=4, whatever accelerators the machine has."""
+    """Makes eight CPU devices as dp=2 x ep=4, even on a machine with accelerators."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", DEVICES)
     except RuntimeError:
-        pass  # JAX runs already: what it has is what counts, below
+        pass  # JAX runs already: the check below counts its devices
     devices = jax.devices("cpu")
     if len(devices) < DEVICES:
         raise RuntimeError(
@@ -163,7 +163,7 @@ def _run(options: argparse.Namespace, split: text.Split, mesh: jax.sharding.Mesh
 
 
 class _History:
-    """What the picture shows."""
+    """Caption of the picture."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the two evaluations agree; a NaN never does."""
+        """True if the two evaluations agree; a NaN never does."""
         losses_agree = abs(self.loss - self.dense_loss) <= LOGIT_TOLERANCE
         return self.max_difference <= LOGIT_TOLERANCE and self.compared >= LEAST_COMPARED and losses_agree
 

@@ -1,4 +1,4 @@
-"""What the demo prints: the progress bar and the expert load table."""
+"""Prints the demo's progress bar and the expert load table."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def _continue(
     model = nnx.merge(graph, state)
 
     def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        logits, _ = model(tokens)  # causal: what stands at i and after it has no effect on logits[i - 1]
+        logits, _ = model(tokens)  # causal: tokens at i and after it have no effect on logits[i - 1]
         at = jax.lax.dynamic_index_in_dim(logits, i - 1, axis=1, keepdims=False)
         drawn = jax.random.categorical(jax.random.fold_in(key, i), at / temperature)
         return jax.lax.dynamic_update_slice_in_dim(tokens, drawn[:, None].astype(tokens.dtype), i, axis=1)

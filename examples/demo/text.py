@@ -1,4 +1,4 @@
-"""The text as bytes: where it comes from, what is held out, and the batches."""
+"""The text as bytes: its source, the held-out part, and the batches."""
 
 from __future__ import annotations
 

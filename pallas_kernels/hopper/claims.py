@@ -1,12 +1,12 @@
-"""Which tiles a thread block computes: every so many of them, or whichever is next when it wants one.
+"""Assigns tiles to thread blocks: a fixed share of them, or the next unclaimed tile whenever a block is ready.
 
-With tiles dealt out at the start, a block that begins late, because another kernel holds its multiprocessor, has as
-many left as all others: the kernel ends late by that time. With `Tiles(claimed=True)` a counter in the GPU's memory
-numbers the tiles, and a block that begins late computes fewer. The loading warpgroup claims, and hands the number on
-through shared memory.
+With a fixed share, a block that begins late, because another kernel holds its multiprocessor, has as many tiles left as
+every other block, and the kernel ends late by that time. With `Tiles(claimed=True)` a counter in the GPU's memory
+numbers the tiles, and a block that begins late computes fewer. The loading warpgroup claims a tile and hands the number
+on through shared memory.
 
 The counter is the last entry of a table that the kernel reads, zero as XLA computes it. The last claim of a kernel
-sets it back to zero, so the table is what it was, and the next kernel that has the same one counts from zero too. A
+sets it back to zero. This restores the table, and the next kernel with the same table counts from zero too. A
 semaphore of Pallas' own (`pl.get_global`) would be four bytes that XLA copies from a constant for each kernel.
 """
 
@@ -47,7 +47,7 @@ def loads(tiles: Tiles, scratch: dict[str, Any], table: Any, grid: Sequence[Any]
     if not tiles.claimed:
         return _dealt(grid, tile)
     counter = table.at[pl.ds(table.shape[0] - 1, 1)]
-    # every block claims until it gets none: so many claims there are
+    # every block claims until it gets no tile, so that this is the number of claims
     last = _total(grid) + lax.axis_size("sm") - 1
 
     def claim(turn: Any) -> Any:
@@ -65,7 +65,7 @@ def loads(tiles: Tiles, scratch: dict[str, Any], table: Any, grid: Sequence[Any]
 
 
 def multiplies(tiles: Tiles, scratch: dict[str, Any], grid: Sequence[Any], tile: Tile) -> Any:
-    """As `loads`, in a multiplying warpgroup: the same tiles."""
+    """Runs `tile` on the same tiles as `loads`, in a multiplying warpgroup."""
     if not tiles.claimed:
         return _dealt(grid, tile)
 
@@ -112,8 +112,8 @@ def _while(grid: Sequence[Any], tile: Tile, claim: Callable[[Any], Any]) -> Any:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
 def _take(context: Any, counter: Any, place: Any, last: Any) -> None:
-    """Adds one to the counter, or sets it to zero if it is `last`, in one thread; what it was goes to `place`, for the
-    whole warpgroup."""
+    """Adds one to the counter, or sets it to zero if it is `last`, in one thread; writes the old value to `place`, for
+    the whole warpgroup."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import memref, scf

@@ -1,7 +1,7 @@
-"""What the Hopper kernels are made of: a ring of stages between a loading and two multiplying warpgroups, and stores.
+"""Parts of the Hopper kernels: a ring of stages between a loading and two multiplying warpgroups, and stores.
 
 The ring runs on from one output tile to the next, so that the loads of a tile begin under the stores of the last one.
-Which tiles a thread block computes is in `claims`.
+`claims` chooses the tiles of a thread block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SWIZZLE_BYTES = 128
 STORE_TILE = 64
 """Rows, and columns, of the pieces in which a warpgroup stores its accumulators."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
-"""Of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
+"""Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
 
 def _swizzled(rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ def store(pieces: Any, scratch: Any, wg: Any) -> None:
 
 
 def places(tiles: Tiles, columns: int) -> list[tuple[int, int]]:
-    """Where in a warpgroup's part of the tile, of `columns` columns, its pieces begin."""
+    """Places at which the pieces of a warpgroup's part of the tile begin, which has `columns` columns."""
     rows = range(0, tiles.warpgroup_m, STORE_TILE)
     return [(m, n) for m in rows for n in range(0, columns, STORE_TILE)]
 

@@ -1,7 +1,7 @@
 """Rows times the weights of their groups: the forward pass of a grouped matmul, and the gradient of its rows.
 
-One kernel, of which three things are made: a product; the sum of two, in one accumulator; and two projections of the
-same rows side by side, with what an expert does to them before they are stored.
+One kernel has three forms: a product; the sum of two products, in one accumulator; and two projections of the same rows
+side by side, with the expert's activation before they are stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the Hopper kernels cut their work."""
+"""Tiles: the division of a Hopper kernel's work."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jax.experimental import pallas as pl
 ROW_ALIGNMENT = 8
 """TMA boxes of swizzled tiles begin at rows that are multiples of this."""
 COMPUTE_WARPGROUPS = 2
-"""Of a thread block, beside the one that loads."""
+"""Multiplying warpgroups of a thread block, beside the loading one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts its work.
+    """The division of a kernel's work.
 
     Attributes:
       m, n, k: a thread block's output tile, and the depth of one stage.
-      stages: of the ring.
+      stages: number of stages of the ring.
       split: the dimension of the tile that the two warpgroups share out, "m" or "n".
       cluster: the dimension along which two blocks stand side by side, or None: "m" shares the right operand, "n" the
         left one.
-      delay: how many wgmma are under way when the next one begins.
-      claimed: thread blocks take the next tile when they want one (`claims`), instead of every so many from the start.
+      delay: number of wgmma that are pending when the next one begins.
+      claimed: thread blocks take the next tile when they are ready (`claims`), instead of a fixed share from the start.
     """
 
     m: int = 128

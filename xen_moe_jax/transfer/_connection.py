@@ -143,11 +143,12 @@ class Connection:
         self._gone_since: float | None = None
 
     def next_arrival(self) -> int:
-        """Returns the number of the next arrival that the peer is told of."""
+        """Returns the number of the next arrival to announce to the peer."""
         return next(self._arrival_numbers)
 
     def send(self, head: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a frame, or queues what the kernel does not take now. Does nothing for a peer that is lost."""
+        """Sends a frame, or queues the part that the operating system does not take now. Does nothing for a peer that
+        is lost."""
         if self.lost:
             return
         try:
@@ -159,7 +160,7 @@ class Connection:
             self.core.poller.wake()
 
     def flush(self) -> None:
-        """Sends what is queued, as far as the kernel takes it."""
+        """Sends queued bytes, as far as the operating system takes them."""
         if self.channel.has_outgoing:
             try:
                 self.channel.flush()

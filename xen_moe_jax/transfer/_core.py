@@ -1,4 +1,4 @@
-"""What all parts of an engine share: the lock, the wire, the pending operations, and the one way to wait."""
+"""State that all parts of an engine share: the lock, the wire, the pending operations, and the one way to wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from xen_moe_jax.transfer._wire import Wire
 BUSY_S = 50e-6
 """Pause between two attempts to make progress while an operation is pending and nothing moves."""
 SPIN_S, SPIN_IDLE_S = 2e-3, 300e-6
-"""How long a waiting caller drives the engine without a pause, while an operation is pending and while none is: handing
-work over to another thread takes longer than a small transfer does.
+"""Seconds that a waiting caller drives the engine without a pause, while an operation is pending and while none is:
+handing work over to another thread takes longer than a small transfer.
 """
 
 

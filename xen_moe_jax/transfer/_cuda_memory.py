@@ -43,7 +43,7 @@ class DeviceMemory:
                 "lower XLA_CLIENT_MEM_FRACTION (three quarters of the GPU by default)"
             )
         self.pointer = pointer
-        _device.zero(pointer, nbytes)  # After all work that reads what was here before.
+        _device.zero(pointer, nbytes)  # Runs after all work that reads the old contents of this memory.
 
     def array(self, shape: Sequence[int], dtype: np.dtype, device: Any) -> jax.Array:
         """Returns the memory as an array on the JAX device that it belongs to."""

@@ -355,7 +355,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._core.closed
 
     def close(self, timeout: float = 10.0) -> None:

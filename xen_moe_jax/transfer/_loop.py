@@ -1,4 +1,4 @@
-"""The engine's thread: accepts peers, reads their frames, sends what was queued, and drives the wire."""
+"""The engine's thread: accepts peers, reads their frames, sends queued frames, and drives the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_HANDSHAKES = 32
 """Handshakes at one time. Further clients stay in the listener's queue, for `HANDSHAKE_S` at most."""
 IDLE_S = 0.5
 SPUN_S = 1e-3
-"""How often the thread looks while a caller drives the engine."""
+"""Interval in which the thread looks while a caller drives the engine."""
 
 
 class Loop:
@@ -64,7 +64,7 @@ class Loop:
                 self._turn()
         except BaseException as failure:
             with core.lock:
-                core.failure = failure  # Callers that wait are told; without the thread they would wait for ever.
+                core.failure = failure  # Wakes callers that wait; without the thread they would wait for ever.
                 core.changed.notify_all()
             raise
 

@@ -118,7 +118,7 @@ class Block:
         on_host: bool = False,
     ):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # Half as long as what is written to it.
+        if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # JAX's array would hold half the bytes.
             raise TransferRefused(
                 f"an array of {self.dtype} would be one of {made} here: set jax_enable_x64, or send {made}"
             )

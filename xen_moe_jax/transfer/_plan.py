@@ -63,14 +63,14 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
     Args:
         src: pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings: the sender's, over all of its processes.
-        dst: what the receivers hold: a `Layout`, a list of layouts (one for each process of the serving side), or a
+        dst: the receivers' arrays: a `Layout`, a list of layouts (one for each process of the serving side), or a
             pytree with shardings for a single receiver.
         cast: {pattern of paths: dtype}, the first match counts; the sender casts before it sends, so that only the
             result travels. A pattern that matches no path is an error.
 
     Where several processes of the sender hold the same slice, the one that has least to send so far sends it.
 
-    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds what a receiver needs.
+    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs.
     """
     sources = {path: _holders(path, leaf) for path, leaf in leaves_by_path(src).items()}
     avals = leaves_by_path(src)

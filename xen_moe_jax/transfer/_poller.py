@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 COPY_S, COPY_BYTES_PER_S = 50e-6, 3e11
-"""How long a copy that needs no driving is expected to take: this many seconds, and its bytes at this rate."""
+"""Expected time of a copy that needs no driving: this many seconds, and its bytes at this rate."""
 
 
 class _Alarm:

@@ -19,7 +19,7 @@ SLICE = {"host": 16 << 20, "cuda": 1 << 30}
 of 128 MiB. Host memory is copied in the call; a GPU's is copied later, by the GPU.
 """
 PIECES = 1024
-"""The same limit for pieces."""
+"""Limit of the pieces, like that of the bytes."""
 POLLS = 8
 """Polls that find nothing new before a call of the loop returns: host memory has arrived by then."""
 POLLS_GPU = 256
@@ -28,7 +28,7 @@ SHORT_GPU = 2 << 20
 thread for a copy of some microseconds would take longer than the copy.
 """
 SHORT = 256 << 10
-"""Copies of up to so many bytes of host memory keep the GIL: they end sooner than another thread could take it."""
+"""Most bytes of a copy of host memory that keeps the GIL: it ends sooner than another thread could take the GIL."""
 
 _CALLS = (
     "ucp_put_nbx",
@@ -62,7 +62,7 @@ class LinkState(Protocol):
 
 
 class Endpoint(Protocol):
-    """What a posting needs to know of its link. `runs_alone`: copies that were handed over need no driving."""
+    """The part of a link that a posting uses. `runs_alone`: copies that were handed over need no driving."""
 
     @property
     def failed(self) -> str | None: ...
@@ -111,7 +111,7 @@ class NativePosting:
             self._loop.stop()
 
     def advance(self) -> bool:
-        """Hands over more runs and checks for completions. Returns whether nothing is in flight any more."""
+        """Hands over more runs and checks for completions. Returns True if nothing is in flight any more."""
         loop = self._loop
         if loop is None:
             return True
@@ -215,7 +215,7 @@ class Starter:
         return NativePosting(self._state, key, loop, nbytes)
 
     def prepare(self, key: Key, runs: Repeated) -> Prepared:
-        """Prepares repeated runs for one key, and notes with the runs what was prepared."""
+        """Prepares repeated runs for one key, and notes the preparation with the runs."""
         template = np.ascontiguousarray(runs.template, np.int64)
         polls, keeps_gil = self._polls(runs.memory, runs.nbytes), _is_short(runs.memory, runs.nbytes)
         loop = native().Prepared(self.link, key.handle, runs.memory == "cuda", template, polls)

@@ -1,4 +1,5 @@
-"""Reads what a peer has published: a lease, one transfer, and a check that the arrays were there all the time."""
+"""Reads arrays that a peer has published: a lease, one transfer, and a check that the arrays were there all the
+time."""
 
 from __future__ import annotations
 

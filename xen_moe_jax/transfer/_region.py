@@ -18,7 +18,7 @@ Record = tuple[str, tuple[int, ...], Any, list[Shard]]
 
 
 def array_records(tree, request: str) -> tuple[list[Record], list[object]]:
-    """Waits for the arrays of a tree; returns their records, and what must be kept alive while their memory is used.
+    """Waits for the arrays of a tree; returns their records, and the objects to keep alive while their memory is used.
 
     Raises `TransferRefused` for a leaf that is not an array, or whose dtype cannot be transferred.
     """
@@ -91,7 +91,7 @@ class Generation:
         self.lost: list[Connection] = []
 
     def lose(self, peer: Connection) -> None:
-        """Notes that a peer is lost. If it had permission to write, what it left is unknown."""
+        """Notes that a peer is lost. If it had permission to write, the contents of the memory are unknown."""
         if peer in self.writers:
             self.writers.discard(peer)
             self.lost.append(peer)

@@ -196,7 +196,7 @@ class RemoteArray:
     ) -> list[Runs]:
         """Returns the runs between local shards (of an array of this rectangle's shape) and the peer's `shards`.
 
-        With `pages`, the first dimension is the paged one. `templates` keeps what does not depend on the local
+        With `pages`, the first dimension is the paged one. `templates` keeps the parts that do not depend on the local
         addresses, for the next write of the same shape to the same place.
         """
         if templates is None:
@@ -213,7 +213,7 @@ class RemoteArray:
             found = known
         placed: dict[tuple[bytes, str, int], list[np.ndarray]] = {}
         for number, remote_key, memory, template in found:
-            gpu = number if memory == "cuda" else 0  # Each GPU copies what it has.
+            gpu = number if memory == "cuda" else 0  # Each GPU copies its own part.
             placed.setdefault((remote_key, memory, gpu), []).append(at_address(template, local[number].pointer))
         return [
             Runs(*where[:2], sum(int(piece[:, 2].sum()) for piece in runs), np.concatenate(runs))
@@ -281,7 +281,7 @@ def check_pages(pages, parts: list[tuple[str, Any, RemoteArray]], request: str) 
 
 @functools.lru_cache(maxsize=256)
 def _pages_fault(source_pages: bytes, destination_pages: bytes, rows: int | None, target_rows: int | None) -> str:
-    """Returns what is wrong with pages for a source and a target with these numbers of rows, or ""."""
+    """Returns the error in `pages` for a source and a target with these numbers of rows, or ""."""
     source, destination = (np.frombuffer(side, np.int64) for side in (source_pages, destination_pages))
     if len(source) != len(destination):
         return f"{len(source)} source pages for {len(destination)} destination pages"

@@ -1,4 +1,4 @@
-"""What an engine does with the frames of its peers. All of it runs under the engine's lock."""
+"""Serves the frames of an engine's peers. All of it runs under the engine's lock."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Service:
             frames, ended = peer.channel.receive()
             for head, payload in frames:
                 self._handle(peer, head, payload)
-        except Exception as cause:  # Whatever a peer sends, only the peer itself is lost.
+        except Exception as cause:  # A bad frame costs the engine the peer that sent it, and nothing else.
             peer.lose(f"its channel broke: {cause!r}")
             return
         if ended:

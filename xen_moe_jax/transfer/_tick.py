@@ -50,7 +50,8 @@ class Watcher:
     def on_tick(self, index: np.ndarray, data: Any, _: Any) -> None:
         try:
             if self._callback is not None:
-                # The runtime takes its buffers back when this returns; what the callback sends must outlive it.
+                # The runtime takes its buffers back when this returns; a buffer that the callback sends must outlive
+                # it.
                 with _device.context_kept():
                     self._callback(int(index), jax.tree.map(np.array, data))
         except BaseException as error:
@@ -63,7 +64,8 @@ class Watcher:
 
 
 def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
-    """Returns `y` as it is; when it has been computed, `watcher` is told, without waiting for the rest of the program.
+    """Returns `y` as it is; when it has been computed, `watcher` gets a call, without waiting for the rest of the
+    program.
 
     Args:
         y: pytree of arrays; use the result, or the tick alone remains.

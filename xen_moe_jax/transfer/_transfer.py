@@ -1,4 +1,4 @@
-"""A transfer: its jobs, the bytes that are in flight, and how it ended."""
+"""A transfer: its jobs, the bytes that are in flight, and its result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Job:
         return self.bytes_ended + sum(posting.bytes_posted for posting in self.postings)
 
     def advance(self) -> tuple[bool, bool]:
-        """Drives every posting. Returns (whether none is in flight any more, whether anything was done)."""
+        """Drives every posting. Returns two booleans: no bytes are in flight any more, and some work was done."""
         ended, moved = True, False
         for posting in self.postings:
             before = posting.bytes_posted
@@ -145,7 +145,7 @@ class Transfer:
                 core.pending = [operation for operation in core.pending if not operation.ended]
             if not core.pending:
                 core.poller.cancel_poll()
-            core.poller.poll()  # A caller that does nothing but this must read the peers' frames too.
+            core.poller.poll()  # A caller that calls only this must read the peers' frames too.
 
     def cancel(self, timeout: float | None = None) -> bool:
         """Returns when nothing more of the transfer can be written; True unless it had already ended successfully.
@@ -176,7 +176,7 @@ class Transfer:
         return f"{self.request}: {self.bytes_done} of {total} bytes"
 
     def start(self) -> Self:
-        """Takes the permissions, posts what is ready, and lets the engine go on with the rest."""
+        """Takes the permissions, posts the jobs that are ready, and leaves the remaining jobs to the engine."""
         core = self._core
         core.adopt_device()
         with core.lock:

@@ -128,7 +128,7 @@ class Window:
         Wait for the counters *before* you commit. With `last=True` no next generation is opened (and none allocated):
         the window is closed.
 
-        Raises `PeerLost` if a peer died that had permission to write and had not given it back: what it left is
+        Raises `PeerLost` if a peer died that had permission to write and had not given it back: the contents are
         unknown. Call `reset()` and have the generation written again. Raises `TransferTimeout` if a peer does not
         confirm in time: commit again to go on waiting, or reset.
         """
@@ -190,8 +190,8 @@ class Window:
         """Throws the open generation away and opens the next one in fresh memory; never waits for a peer.
 
         The old memory is kept until every peer that had permission to write into it has confirmed, or is known to have
-        ended, so that a late write cannot hit other data. What the generation's writes had added to counters is
-        subtracted.
+        ended, so that a late write cannot hit other data. It subtracts from counters what the generation's writes had
+        added.
         """
         core = self._core
         with core.lock:
@@ -231,7 +231,7 @@ class Window:
 
     @property
     def is_closing(self) -> bool:
-        """Whether a `commit` waits for the peers that had permission to write."""
+        """True while a `commit` waits for the peers that had permission to write."""
         return self._state == "closing"
 
     def is_open(self, generation: int) -> bool:
@@ -249,7 +249,8 @@ def push_number(window: str, generation: int) -> str:
 
 
 class Windows:
-    """What the peers of one engine can see of it: windows, published arrays, and counters. It answers their questions.
+    """The part of an engine that its peers can see: windows, published arrays, and counters. It answers their
+    questions.
 
     Attributes: `arrivals`, `retired` (generations that were thrown away, whose memory a peer may still address).
     Methods need the engine's lock, except `add`, `publish`, `publish_committed` and `counter`.
@@ -282,7 +283,7 @@ class Windows:
             self._names.update({n: (window, prefix) for n, prefix in names.items()})
 
     def publish(self, name: str, tree) -> Published:
-        """Shows arrays to peers, in place of what was published under the name before."""
+        """Shows arrays to peers, in place of the arrays published under the name before."""
         with about(f"publish {name!r}"):
             published = Published(self.core, name, tree, self._forget_published)
         with self.core.lock:
@@ -359,7 +360,7 @@ class Windows:
             self.on_look(peer, head)
 
     def on_look(self, peer: Connection, head: dict) -> None:
-        """A peer asks what a name stands for."""
+        """Answers a peer that asks for the arrays of a name."""
         name = head["name"]
         window, prefix = self._names.get(name, (None, ""))
         region: Region

@@ -26,8 +26,8 @@ class Posting(Protocol):
         """Waits until the posting has ended, or for `seconds`. `advance` then returns whether it has ended."""
 
     def advance(self) -> bool:
-        """Hands over more runs and checks for completions. Returns whether nothing is in flight any more; `error` says
-        whether all went well.
+        """Hands over more runs and checks for completions. Returns True if nothing is in flight any more; `error` tells
+        if a part failed.
         """
 
     def stop(self) -> None:
@@ -37,7 +37,7 @@ class Posting(Protocol):
 class Repeated:
     """Runs of a write that is started again and again. Their local addresses count from the source's first byte.
 
-    The link keeps what it has prepared for them here: `prepared`, and `lasting` if they can be started without the link
+    The link keeps its preparations for the runs here: `prepared`, and `lasting` if they can be started without the link
     until the link fails.
     """
 
