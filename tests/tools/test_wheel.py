@@ -52,7 +52,7 @@ def pip_install(python: str, *what: str, folder: pathlib.Path) -> None:
 
 def run_tests(python: str, *tests: str, folder: pathlib.Path, path: str = "") -> None:
     """Tests of the CUDA backend over the installed wheel, without a GPU and with nothing skipped."""
-    pip_install(python, "pytest", "hypothesis", "psutil", folder=folder)
+    pip_install(python, "pytest", "hypothesis", "psutil", "flatbuffers", folder=folder)
     for part in ("tests", "tools"):  # the tests' support bounds its processes by tools/children.py
         shutil.copytree(ROOT / part, folder / part)
     shutil.copy(ROOT / "pyproject.toml", folder)  # its pythonpath is this folder, where no checkout is
