@@ -31,7 +31,7 @@ def start_jax(options: argparse.Namespace) -> None:
 
 
 def force_graphs() -> None:
-    """CUDA graphs for every program, as a server has them; what the user has set stays."""
+    """CUDA graphs for every program, as a server has them; the user's own setting wins."""
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in GRAPH_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()

@@ -54,7 +54,7 @@ def head(content: dict[str, Any], path: pathlib.Path) -> list[str]:
 
 
 def reason(error: str) -> str:
-    """What failed, short enough for a cell and without what would break the table."""
+    """Returns the text of an error, short enough for a cell and without characters that would break the table."""
     text = " ".join(error.replace("|", "/").replace("<", "(").replace(">", ")").split())
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -68,7 +68,7 @@ def temporaries(row: dict[str, Any] | None) -> str:
 
 
 def layers(content: dict[str, Any]) -> list[str]:
-    """Of the modes `layer` and `model`: a line for each way, forward and with gradients side by side."""
+    """Table of the modes `layer` and `model`: a line for each way, forward and with gradients side by side."""
     work = content["workload"]
     rows: list[list[str]] = []
     failed: list[str] = []
@@ -93,7 +93,7 @@ def layers(content: dict[str, Any]) -> list[str]:
 
 
 def nnx_layers(content: dict[str, Any]) -> list[str]:
-    """Of `python -m benchmarks nnx-layer`."""
+    """Table of `python -m benchmarks nnx-layer`."""
     rows = []
     for name in dict.fromkeys(row["name"] for row in content["results"]):
         found = {row["operation"]: row for row in content["results"] if row["name"] == name}
@@ -106,7 +106,7 @@ def nnx_layers(content: dict[str, Any]) -> list[str]:
 
 
 def training(content: dict[str, Any]) -> list[str]:
-    """Of `python -m benchmarks train`."""
+    """Table of `python -m benchmarks train`."""
     mfu = "unknown" if content["mfu"] is None else f"{content['mfu']:.1%} of {content['peak_tflops']:.0f} TFLOP/s"
     memory = "-" if content["temporary_bytes"] is None else f"{content['temporary_bytes'] / 2**30:.1f}"
     rows = [
@@ -124,7 +124,8 @@ def training(content: dict[str, Any]) -> list[str]:
 
 
 def experts(content: dict[str, Any]) -> list[str]:
-    """Of `python -m benchmarks grouped-matmul`: TFLOP/s, and the two last in ms with their share of the peak."""
+    """Table of `python -m benchmarks grouped-matmul`: TFLOP/s; the last two columns in ms with their share of the
+    peak."""
     shape = content["shape"]
     rows, left_out = [], []
     for name, found in content["candidates"].items():
@@ -149,7 +150,7 @@ def experts(content: dict[str, Any]) -> list[str]:
 
 
 def least_layers(content: dict[str, Any]) -> list[str]:
-    """Of `python -m benchmarks layer-bound`: the pieces, and what the least layer comes to with each of them."""
+    """Table of `python -m benchmarks layer-bound`: the pieces, and the time of the least layer with each of them."""
 
     def us(piece: str, chunks: int, blocks: int | None, operation: str | None = None) -> str:
         wanted = {"piece": piece, "chunks": chunks, "blocks": blocks, "operation": operation}
@@ -189,7 +190,7 @@ def least_layers(content: dict[str, Any]) -> list[str]:
 
 
 def independent_layers(content: dict[str, Any]) -> list[str]:
-    """Of `python -m benchmarks layer-independent`: times, over the experts alone, and what energy each took."""
+    """Table of `python -m benchmarks layer-independent`: times, their ratios to the experts alone, and energies."""
     measured = {(r["what"], r["blocks"], r["matmul_blocks"], r["operation"]): r for r in content["rows"]}
     limit = max(content.get("power_limit_watts") or [0])
     rows = []

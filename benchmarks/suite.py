@@ -101,7 +101,7 @@ def main() -> int:
         print(f"== {name} ({time.monotonic() - began:.0f} s)", flush=True)
         try:
             documents[name] = modes.run(parsed, arguments)
-        except Exception as error:  # one failing command must not lose the figures of the others; the exit status tells
+        except Exception as error:  # one failure must not lose the figures of the next commands; the exit status tells
             traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"[:2000]
         else:

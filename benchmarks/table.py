@@ -1,7 +1,7 @@
 """Writes docs/lab/benchmark_tables.md, a page of generated tables, from the JSON files in benchmarks/results/.
 
 python -m benchmarks table            rewrite the page
-python -m benchmarks table --check    exit status 1 when the page is not what the files say
+python -m benchmarks table --check    exit status 1 when the page differs from the files
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def tpu_layers() -> str:
 
 
 def tpu_static(lines: Callable[[list[dict[str, Any]]], list[str]]) -> str:
-    """Of what the compiled TPU programs say."""
+    """Lines about the compiled TPU programs."""
     return "\n".join(lines(json.loads((RESULTS / "tpu_static.json").read_text())["results"]))
 
 
@@ -236,7 +236,7 @@ def tpu_left_out() -> str:
     return f"Not compiled for this file: {', '.join(missing)}." if missing else "Every program was compiled."
 
 
-HEADLINES = (  # document of the suite, operation, what a table says of it
+HEADLINES = (  # document of the suite, operation, its name in a table
     (
         "fp8 dispatch, bf16 combine",
         "dispatch",
@@ -265,7 +265,7 @@ def headlines() -> str:
 
 
 def overlap() -> str:
-    """Operations beside a chain of matmuls, by the thread blocks in flight."""
+    """Operations beside a chain of matmuls, by the thread blocks of the asynchronous operation."""
     lines = [
         "| | blocks in flight | whole, us | halves alone | matmuls | in turn | overlapped | over the longer |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -298,7 +298,7 @@ def decode_step() -> str:
 
 
 def most_possible(content: dict[str, Any]) -> str:
-    """How many times faster than the best of JAX a bf16 round trip could be that sends the same rows."""
+    """The limit of a bf16 round trip that sends the same rows, as a multiple of the speed of the best of JAX."""
     devices = content["machine"]["devices"]
     if devices != 4:  # of other numbers there is no floor in the suite's file
         return ""
@@ -324,7 +324,7 @@ def most_possible(content: dict[str, Any]) -> str:
 
 
 def jax_so_far() -> str:
-    """The goal, and what the link leaves of it."""
+    """The goal, and the limit that the link sets to it."""
     return "The goal is a round trip 2.5 times as fast as the best that JAX gives. " + most_possible(
         tuned_comparisons()[0]
     )

@@ -3,8 +3,8 @@
 The step is `--layers` MoE layers in one compiled program (normalise, dispatch, grouped matmuls of a SwiGLU expert,
 combine, residual), with weights of their own, CUDA graphs on. Every implementation has the same weights, routings and
 grouped matmuls, those of the Flax layers. Replays cycle through a pool of routings; each hashes its result on the
-device and compares it with the first result of that routing, which was compared with plain JAX. So one wrong bit in
-one replay of ten thousand shows, and nothing but a count leaves the device.
+device and compares it with the first result of that routing, which was compared with plain JAX. So one wrong bit in one
+replay of ten thousand shows, and only a count leaves the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCHES = (1, 32, 128)
 BLOCK = 100
 """Replays between two looks at the clock."""
 MOST_ERROR = 0.25
-"""Of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other
+"""Tolerance of a token's result, relative in the Euclidean norm: bfloat16 roundings of many layers, matmuls by other
 algorithms."""
 NOT_BY_DEFAULT = ("einsum",)
 """Peers that no decode step would use: parts of their names."""
@@ -106,7 +106,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
 
 
 def make_weights(work: Workload, mesh: jax.sharding.Mesh, layers: int, width: int) -> list[dict[str, jax.Array]]:
-    """Of each layer: `gate`, `up` `[R*L, H, F]`, `down` `[R*L, F, H]`, scaled so that the tokens keep their size."""
+    """Weights of each layer: `gate`, `up` `[R*L, H, F]`, `down` `[R*L, F, H]`, scaled so that the tokens keep their
+    size."""
     experts, hidden, dtype = work.ranks * work.local_experts, work.hidden, work.compute_dtype
     shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
 
@@ -122,7 +123,7 @@ def make_weights(work: Workload, mesh: jax.sharding.Mesh, layers: int, width: in
 
 
 def on_any_rows(config: MoEConfig, weights: dict[str, jax.Array]) -> Experts:
-    """The experts of the Flax layers on rows in whatever shape they arrive."""
+    """The experts of the Flax layers on rows of any shape."""
     grouped = built_in(config)
     count = weights["gate"].shape[0]
 
@@ -140,7 +141,7 @@ def on_any_rows(config: MoEConfig, weights: dict[str, jax.Array]) -> Experts:
 
 
 class State(NamedTuple):
-    """What a step hands to the next, in the same buffers: a graph then finds everything where it was.
+    """State that a step hands to the next, in the same buffers, so that a graph finds every buffer at its old address.
 
     Attributes:
       replay: int32 `[1]` of each rank, how many there were.
@@ -203,7 +204,7 @@ def one_layer(round_trip: RoundTrip, config: MoEConfig) -> Callable[..., jax.Arr
 
 
 def plain_results(problem: Problem, config: MoEConfig, weights: list[Any]) -> list[np.ndarray]:
-    """What plain JAX gives for every input of the pool, layer after layer."""
+    """Results of plain JAX for every input of the pool, layer after layer."""
     plain = dataclasses.replace(config.kernel, backend="reference", chunk_tokens=None)
     layer = one_layer(own_round_trip(problem.work, problem.caps, plain), config)
     run = on_ranks(layer, problem.mesh, (RANK_SPEC,) * 4)

@@ -5,11 +5,11 @@
 
 The shape is that of the layer benchmark: hidden 4096, expert width 1536, 64 experts over 4 ranks, 32768 rows a rank in
 random groups. Every candidate runs in a process of its own, because XLA reads its flags once and a kernel that fails
-may take the process with it. `--jobs` of them compile side by side and then measure in turns, one repeat each: how fast
-a GPU is depends on what it did just before. A time is that of N calls queued at once, divided by N. Before it is timed
-a candidate is checked against float32 products of some rows of every group, with NaN in the rows past the last group
-where `--capacity` leaves any. What cannot run here is in the file with its reason. Kernels that JAX cannot call are
-measured from PyTorch, one matmul at a time (`grouped_matmul_torch.py`).
+may take the process with it. `--jobs` of them compile side by side and then measure in turns, one repeat each: the
+speed of a GPU depends on its work just before. A time is that of N calls queued at once, divided by N. Before it is
+timed a candidate is checked against float32 products of some rows of every group, with NaN in the rows past the last
+group where `--capacity` leaves any. A candidate that cannot run on this machine is in the file with the reason. Kernels
+that JAX cannot call are measured from PyTorch, one matmul at a time (`grouped_matmul_torch.py`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report.setdefault("tilings", {}).update(result.get("tiling", {str(more): result}))
             else:
                 report["candidates"][name] = result
-            options.json.write_text(json.dumps(report, indent=1))  # what is known so far outlives a crash
+            options.json.write_text(json.dumps(report, indent=1))  # the results so far outlive a crash
             print(line(name, result), flush=True)
     return int(all("error" in result for result in report["candidates"].values()))
 
@@ -200,7 +200,7 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_torch(kernel: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The same of a kernel that is called from PyTorch: single matmuls."""
+    """Measures single matmuls of a kernel that is called from PyTorch."""
     import torch
 
     from benchmarks.layers import grouped_matmul_torch
@@ -318,12 +318,13 @@ def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
 
 
 def dense(rows: Any, weights: Any, sizes: Any) -> Any:
-    """All rows times the first group's weights: no grouped matmul, but what the GPU gives a dense one of this size."""
+    """Multiplies all rows by the first group's weights: no grouped matmul, but the GPU's speed for a dense one of this
+    size."""
     return rows @ weights[0]
 
 
 def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespace) -> Callable[..., Any]:
-    """The candidate that is fastest forward; those that do not compile are out."""
+    """The candidate that is fastest forward; candidates that do not compile are left out."""
     import jax
 
     rows, gate, _, sizes = operands(options)
@@ -402,7 +403,7 @@ def tokamax_tiles() -> dict[str, Callable[..., Any]]:
 
 
 def tilings() -> list[Any]:
-    """Of this library's kernels, to be timed one by one."""
+    """Programs of this library's kernels, to be timed one by one."""
     from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
     return [
@@ -477,7 +478,7 @@ def check(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
 
     rows, gate, _, sizes = operands(options)
     cotangent = jax.random.normal(jax.random.key(5), (options.capacity, options.width)).astype(rows.dtype)
-    # what comes back past the last group is unspecified too
+    # rows past the last group are unspecified in the result too
     cotangent = jnp.where(jnp.arange(options.capacity)[:, None] < options.rows, cotangent, 0)
 
     def both(rows: Any, gate: Any) -> Any:

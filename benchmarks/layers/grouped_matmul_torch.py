@@ -1,4 +1,4 @@
-"""Grouped matmuls that are called from PyTorch, for `grouped_matmul.py`: what a kernel could give that JAX cannot call.
+"""Grouped matmuls that are called from PyTorch, for `grouped_matmul.py`: the speed of kernels that JAX cannot call.
 
 Each of `KERNELS` makes three functions of one shape: rows by weights, rows by transposed weights, and the contraction
 of rows by rows that is the gradient of the weights; None where it has none. Weights lie as each kernel wants them; what
@@ -26,7 +26,7 @@ QUACK_TILES = ((128, 192, True), (128, 256, False), (256, 128, False), (256, 192
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Of rows `[M, A]` in groups, each writing a new array: `by_weights(rows, weights [L, A, B]) -> [M, B]`,
+    """Products of rows `[M, A]` in groups, each into a new array: `by_weights(rows, weights [L, A, B]) -> [M, B]`,
     `transposed(rows [M, B], weights [L, A, B]) -> [M, A]`, `contraction(rows [M, A], rows [M, B]) -> [L, A, B]`."""
 
     by_weights: Callable[[Any, Any], Any]
@@ -107,7 +107,8 @@ def quack(sizes: Any, lock: str) -> Matmuls:
 
 
 def fastest(configs: list[Any], run: Callable[[Any], Any], lock: str) -> Any:
-    """The one that takes the least time; those that do not compile are out, with their error on stderr."""
+    """The candidate that takes the least time; candidates that do not compile are left out, with their error on
+    stderr."""
     compiled, taken = [], {}
     for config in configs:
         try:

@@ -135,7 +135,7 @@ def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands
     """The executable, or why there is none."""
     try:
         return lowered(given, operation, layer, operands).compile()
-    except Exception as error:  # whatever XLA or a kernel cannot do here is a result
+    except Exception as error:  # a refusal of XLA or of a kernel is a result
         return f"{type(error).__name__}: {error}"[:300]
 
 

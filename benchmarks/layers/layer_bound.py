@@ -1,21 +1,21 @@
-"""The least that a layer can take here, from its pieces: experts, transfers, and what transfers cost the experts.
+"""The least time of a layer on this machine, from its pieces: experts, transfers, and their price for the experts.
 
     python -m benchmarks layer-bound --json benchmarks/results/least_layer_h200x4.json
 
 A layer whose transfers run under its matmuls sends a rank's tokens in `c` chunks: dispatch of the next one and combine
-of the last one are in flight on `s` thread blocks while the experts compute. A flight holds its multiprocessors, so
-matmuls that fill the GPU lose them as long as it lasts. With everything measured in one job,
+of the last one are pending on `s` thread blocks while the experts compute. A pending operation (a flight) holds its
+multiprocessors, so matmuls that fill the GPU lose them as long as it lasts. With everything measured in one job,
 
     least(c, s) = rest + passes * (dispatch(c) + combine(c))
                   + max(experts(c) + price * s * flights, flights)
     flights     = passes * (c - 1) * (dispatch in flight(c, s) + combine in flight(c, s))
-    price       = what the experts lose of their speed by one multiprocessor: 1 / SMs, or less if that was measured
+    price       = share of their speed that the experts lose with one multiprocessor: 1 / SMs, or a smaller measured one
 
 where `passes` is 1 forward and 2 with the backward pass; dispatch(c) and combine(c) are whole operations of one chunk
-(the first and the last, under which nothing can run), experts(c) is the experts of all chunks, and `rest` is what a
-layer takes beside its experts and transfers (the router). It is a lower bound: SMs are given back at once, matmuls lose
-nothing by smaller caches, and two flights never meet. `fused` is the limit of a kernel that multiplies rows as they
-arrive and sends them as they are done, with nothing in the open:
+(the first and the last, under which nothing can run), experts(c) is the experts of all chunks, and `rest` is the
+layer's time beside its experts and transfers (the router). It is a lower bound: SMs are given back at once, matmuls
+lose nothing by smaller caches, and two flights never meet. `fused` is the limit of a kernel that multiplies rows as
+they arrive and sends them as they are done, with nothing in the open:
 
     fused = rest + experts(1) + passes * min over s of (price * s * flights of one whole)
 
@@ -59,14 +59,14 @@ from xen_moe_jax.tuning.workload import Workload, round_up
 PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
-"""Of `flax/hopper.py`: those that take `num_sms`."""
+"""Functions of `flax/hopper.py` that take `num_sms`."""
 DEALT = "dealt"
-"""Of the layers that overlap, those whose matmuls do not claim their tiles."""
+"""Name of the overlapping layers whose matmuls do not claim their tiles."""
 COMPILING = 8
 """Programs at a time."""
 Pieces = list[dict[str, Any]]
 Measure = Callable[[], Pieces]
-"""What is left to do when all programs are compiled."""
+"""Measures after all programs are compiled."""
 
 
 def add_layer_options(add: Callable[..., Any]) -> None:
@@ -115,21 +115,22 @@ def least(passes: int, chunks: int, held: float, *, rest: float, experts: float,
     """`least(c, s)` of the module's first lines, microseconds.
 
     Args:
-      held: the share of the experts' speed that a flight takes: `price * s`.
-      experts: of all chunks.
+      held: the share of the experts' speed that a pending operation takes: `price * s`.
+      experts: time of the experts of all chunks.
       whole: dispatch and combine of one chunk, as whole operations.
-      flight: both of one chunk, in flight on `s` thread blocks.
+      flight: dispatch and combine of one chunk, asynchronous on `s` thread blocks.
     """
     flights = passes * (chunks - 1) * flight
     return rest + passes * whole + max(experts + held * flights, flights)
 
 
 def bounds(pieces: Pieces, sms: int) -> list[dict[str, Any]]:
-    """Of each operation: every `least(c, s)`, then `fused`, each with its ratio to the experts alone.
+    """Bounds of each operation: every `least(c, s)`, then `fused`, each with its ratio to the experts alone.
 
     Args:
-      pieces: rows with `piece` ("layer", "experts", "dispatch", "combine"), `chunks`, `blocks` (of a flight, None where
-        it is whole; of experts the SMs that they do without), `us`, and `operation` for layers and experts.
+      pieces: rows with `piece` ("layer", "experts", "dispatch", "combine"), `chunks`, `blocks` (thread blocks of an
+        asynchronous operation, None where it is whole; for experts the SMs that they lack), `us`, and `operation` for
+        layers and experts.
     """
 
     def of(piece: str, chunks: int, blocks: int | None = None, operation: str | None = None) -> float:
@@ -155,7 +156,7 @@ def bounds(pieces: Pieces, sms: int) -> list[dict[str, Any]]:
         head = {"operation": operation, "rest_us": rest, "experts_us": alone, "price": price}
         for chunks in counts:
             experts = of("experts", chunks, operation=operation)
-            for blocks in tried[:1] if chunks == 1 else tried:  # one chunk has no flights
+            for blocks in tried[:1] if chunks == 1 else tried:  # one chunk has no pending operations
                 us = least(
                     passes, chunks, price * blocks, rest=rest, experts=experts, whole=both(chunks),
                     flight=both(chunks, blocks),
@@ -173,8 +174,9 @@ def bounds(pieces: Pieces, sms: int) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def experts_on(num_sms: int | str | None) -> Iterator[None]:
-    """The Hopper kernels that are traced in here have so many thread blocks; None: one for each multiprocessor.
-    `DEALT`: that, and tiles are dealt out at the start beside flights too."""
+    """Gives the Hopper kernels traced in this context `num_sms` thread blocks; None: one for each multiprocessor.
+    `DEALT`: one for each multiprocessor, and each block has a fixed share of the tiles beside pending operations
+    too."""
     if num_sms is None:
         yield
         return
@@ -219,7 +221,7 @@ def experts_program(config: MoEConfig, operation: str) -> Callable[..., Any]:
 
 
 def experts_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, weights: Any) -> Measure:
-    """Of every number of chunks; and of one on fewer multiprocessors, for their price."""
+    """Experts of every number of chunks, and of one chunk on fewer multiprocessors, for the price of these."""
     sms = getattr(jax.devices()[0], "core_count", None)
     cases: list[tuple[int, int | None]] = [(chunks, None) for chunks in options.chunks]
     if given.problem.platform == "gpu" and sms:
@@ -252,7 +254,7 @@ def experts_to_measure(options: argparse.Namespace, given: layer_programs.LayerP
 
 
 def transfers_to_measure(options: argparse.Namespace, work: Workload) -> Measure:
-    """Dispatch and combine of one chunk, whole and as flights with nothing between their halves."""
+    """Dispatch and combine of one chunk, synchronous, and as start and done with nothing in between."""
     cases = [(operation, blocks) for operation in ("dispatch", "combine") for blocks in (None, *options.blocks)]
     compiled = {}
     for chunks in options.chunks:
@@ -277,9 +279,10 @@ def transfers_to_measure(options: argparse.Namespace, work: Workload) -> Measure
 
 
 def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, operands: Any) -> Measure:
-    """The layer as it is, and with chunks that overlap wherever the backend has halves; results are compared. A grouped
-    matmul is one thread block for each SM, and a block whose SM a flight holds begins late: it claims fewer tiles then.
-    For comparison, tiles are dealt out at the start, and the matmuls leave the flights' SMs alone."""
+    """The layer as it is, and with chunks that overlap wherever the backend has asynchronous operations; results are
+    compared. A grouped matmul has one thread block for each SM. A block whose SM a pending operation holds begins late
+    and claims fewer tiles. For comparison, blocks have fixed shares of the tiles, and matmuls leave the operations' SMs
+    free."""
     sms = getattr(jax.devices()[0], "core_count", None)
     cases: list[tuple[int, int | str | None]] = [(1, None)]
     for chunks in options.chunks:
@@ -315,7 +318,7 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
                 else:
                     row["max difference"] = layer.compare(given, "overlapped", result, expected[operation])
                 ready[key] = program, operands
-            except (RuntimeError, WrongResultError) as error:  # what a flight cannot do here is a result
+            except (RuntimeError, WrongResultError) as error:  # a refusal of an asynchronous operation is a result
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
         for key, us in in_turns(ready, options).items():
             rows[key] |= summary(us)
@@ -378,7 +381,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def joined(options: argparse.Namespace) -> dict[str, Any]:
-    """One document of those that `--join` names, which have measured different pieces of one layer."""
+    """Makes one document of the files that `--join` names, which have measured different pieces of one layer."""
     documents = [json.loads(path.read_text()) for path in options.join]
     pieces = [row for document in documents for row in document["pieces"]]
     document = documents[0] | {"pieces": pieces, "command": "; ".join(d["command"] for d in documents)}

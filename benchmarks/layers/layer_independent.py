@@ -1,12 +1,12 @@
-"""A layer whose transfers and matmuls do not wait for one another: what the best order of them could reach, measured.
+"""Measures a layer whose transfers and matmuls do not wait for one another: the limit of every order of these kernels.
 
     python -m benchmarks layer-independent --json benchmarks/results/independent_layer_h200x4.json
 
-The programs do all that a layer does but the router's gradients, with the sizes of a real routing. But the experts
+The programs do all work of a layer but the router's gradients, with the sizes of a real routing. But the experts
 multiply rows that an earlier dispatch has brought, and the combine sends rows that are there before the experts end. So
-every flight has matmuls beside it from its start: the dispatch the two projections, the combine the last matmul, and
-in the backward pass their transposes. No layer can do that, because rows must come before they are multiplied; no layer
-that is made of these kernels, in any order, is faster than the best of these programs.
+every asynchronous operation has matmuls beside it from its start: the dispatch has the two projections, the combine the
+last matmul, and in the backward pass each has their transposes. No layer can do that, because rows must come before
+they are multiplied; no layer that is made of these kernels, in any order, is faster than the best of these programs.
 
 With `--seconds` each program also runs that long without a pause, and the energy that the GPUs took is read from NVML:
 a GPU at the limit of its power cannot run a program in less than its energy over that limit.
@@ -47,11 +47,11 @@ from xen_moe_jax.flax._experts import activate
 from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC
 
 TOLERANCE = 0.01
-"""Of the largest element."""
+"""Tolerance relative to the largest element."""
 
 
 class Ready(NamedTuple):
-    """What an earlier dispatch has left on a rank."""
+    """Arrays that an earlier dispatch has left on a rank."""
 
     rows: jax.Array
     sizes: jax.Array
@@ -97,9 +97,9 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
     """`(weights, x, topk_idx, ready) -> results`, on one rank.
 
     Args:
-      blocks: of a flight; None is the library's choice.
-      what: "independent": matmuls and flights side by side; "in turn": the same, one after the other, with whole
-        operations; "experts" and "transfers": one of the two alone.
+      blocks: thread blocks of an asynchronous operation; None is the library's choice.
+      what: "independent": matmuls and transfers side by side; "in turn": matmuls and synchronous transfers one after
+        the other; "experts": matmuls alone; "transfers": transfers alone.
     """
     start, sms = dispatch_arguments(given, blocks), xm.KernelConfig(num_sms=blocks)
     matmuls, moves = what != "transfers", what != "experts"
@@ -109,7 +109,7 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
         results: list[Any] = []
 
         def stage(whole: Callable[[], Any], half: Callable[[], Any], done: Any, work: Any, *args: Any) -> Any:
-            """One transfer and what is multiplied beside it."""
+            """One transfer and the matmuls beside it."""
             if not matmuls or not moves or what == "in turn":
                 if moves:
                     results.append(whole())
@@ -165,7 +165,7 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
 
 
 def projected(given: Any, rows: jax.Array, sizes: jax.Array, weights: Any, factors: jax.Array) -> jax.Array:
-    """What goes into the experts' last matmul."""
+    """Rows that enter the experts' last matmul."""
     config = given.config
     if grouped_matmul.by_hopper(config.grouped_matmul, rows, weights["gate"]):
         return _experts.hopper.swiglu(rows, weights["gate"], weights["up"], sizes, factors)
@@ -178,7 +178,8 @@ def projected(given: Any, rows: jax.Array, sizes: jax.Array, weights: Any, facto
 
 
 class Energy:
-    """Of all GPUs that NVML shows, joules since some time; `limit` is their power limit in watts, all of them."""
+    """Energy of all GPUs that NVML shows, in joules since some time; `limit` is the sum of their power limits in
+    watts."""
 
     def __init__(self) -> None:
         self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -307,7 +308,7 @@ def compare(row: dict[str, Any], results: Any, expected: dict[str, Any], rows: i
 
 
 def measure_energy(options: argparse.Namespace, document: Any, rows: Any, runnable: Any) -> None:
-    """Of the parts, and of the fastest independent program of each operation."""
+    """Energies of the parts, and of the fastest independent program of each operation."""
     try:
         energy = Energy()
         document["power_limit_watts"] = energy.limits()

@@ -25,7 +25,7 @@ from xen_moe_jax.tuning.workload import Capacities, Workload, round_up, rows_per
 
 MODEL_LAYERS = 4
 PLAIN = "xen_moe_jax"
-"""What the results of the others are compared with."""
+"""Layer with which the results of every other layer are compared."""
 OWN: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "xen_moe_jax, 2 chunks": {"num_chunks": 2},
@@ -39,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
 """Fields of `MoEConfig` beside those of the problem."""
 PEERS = ("padded all_to_all", "all_gather + psum_scatter", "ragged_all_to_all k=64")
 MATMULS = "experts alone"
-"""The experts on as many rows in as many groups, with nothing moved: what a layer cannot be faster than."""
+"""The experts on the same number of rows and groups, with nothing moved: no layer can be faster."""
 
 Weights = dict[str, jax.Array]
 Layer = Callable[[Weights, jax.Array, jax.Array], jax.Array]
@@ -47,7 +47,8 @@ Layer = Callable[[Weights, jax.Array, jax.Array], jax.Array]
 
 
 class Operands(NamedTuple):
-    """Of a layer, on the mesh: weights by name (experts split over the ranks), `x [R*T, H]`, `topk_idx [R*T, K]`."""
+    """Operands of a layer, on the mesh: weights by name (experts split over the ranks), `x [R*T, H]`, `topk_idx [R*T,
+    K]`."""
 
     weights: Weights
     x: jax.Array
@@ -56,7 +57,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerProblem:
-    """What is run: the routing problem, the experts' width, and how many layers stand on each other."""
+    """The problem to run: routing, the experts' width, and the number of layers in sequence."""
 
     problem: Problem
     config: MoEConfig
@@ -83,7 +84,7 @@ def layer_config(work: Workload, width: int, grouped_matmul: str, kernel: Any) -
 
 
 def name_of_matmul(chosen: str) -> str:
-    """`--grouped-matmul`, and for "auto" what it means on this machine."""
+    """The name in `--grouped-matmul`, and for "auto" the choice on this machine."""
     return grouped_matmul.describe(jax.default_backend())["choice"] if chosen == "auto" else chosen
 
 
@@ -169,8 +170,8 @@ def matmuls_alone(config: MoEConfig, work: Workload, layers: int) -> Layer:
 
 
 def operands_for(name: str, given: LayerProblem, operands: Operands) -> Operands:
-    """Those of the way: the experts alone have a row for every slot instead of the tokens, since copying tokens into
-    rows, and adding up the rows' gradients, is not their work."""
+    """Operands of the way `name`: the experts alone have a row for every slot instead of the tokens, since copying
+    tokens into rows, and adding up the rows' gradients, is not their work."""
     if name != MATMULS or given.layers > 1:
         return operands
     copies = jax.shard_map(
@@ -207,7 +208,7 @@ def layers_of(given: LayerProblem, names: list[str] | None) -> dict[str, Layer]:
 
 
 def peer_capacities(given: LayerProblem) -> Capacities:
-    """Those of the problem, whose grouped rows are a multiple of 128, as matmul kernels like them."""
+    """Capacities of the problem, with grouped rows rounded up to a multiple of 128, which suits matmul kernels."""
     caps = given.problem.caps
     return dataclasses.replace(caps, grouped=round_up(caps.grouped, 128))
 
@@ -293,7 +294,8 @@ OPERATIONS: dict[str, Callable[[Layer], Callable[..., Any]]] = {
 
 
 def largest_difference(got: Any, expected: Any) -> float:
-    """Of two results, relative to the largest element of the second: tokens, or gradients by tokens and weights."""
+    """Difference of two results, relative to the largest element of the second: tokens, or gradients by tokens and
+    weights."""
     worst = 0.0
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         one, other = (jnp.asarray(a, jnp.float32) for a in (one, other))

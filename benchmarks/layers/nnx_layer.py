@@ -2,10 +2,10 @@
 
     python -m benchmarks nnx-layer --json benchmarks/results/nnx_layer_h200x2.json
 
-Router, balancing loss, dispatch, experts and combine are the layer's own; nothing but the fields of `MoEConfig` that a
-plan names differs from its defaults. Tokens are bfloat16; weights are float32, as the layer makes them. A time is that
-of `--inner` calls queued at once, divided by their number. Every plan's output is compared with that of the first,
-which drops nothing; one with a capacity says how many rows it dropped, and is not compared where it dropped any.
+Router, balancing loss, dispatch, experts and combine are the layer's own; only the fields of `MoEConfig` that a plan
+names differ from the defaults. Tokens are bfloat16; weights are float32, as the layer makes them. A time is that of
+`--inner` calls queued at once, divided by their number. Every plan's output is compared with that of the first, which
+drops nothing; one with a capacity says how many rows it dropped, and is not compared where it dropped any.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPERATIONS = ("forward", "forward+backward")
 COMPILING = 8
 """Programs at a time."""
 TOLERANCE = 0.03
-"""Of the largest element, in bfloat16."""
+"""Tolerance relative to the largest element, in bfloat16."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

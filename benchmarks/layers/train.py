@@ -84,7 +84,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
 
 
 def multiplied_weights(config: ModelConfig) -> int:
-    """Weights that one token is multiplied with: attention, dense layers, the router and top-k experts, the head."""
+    """Number of weights that multiply one token: attention, dense layers, the router and top-k experts, the head."""
     moe, hidden = config.moe, config.moe.hidden_size
     attention = 4 * hidden * hidden
     dense = 3 * hidden * config.dense_size
@@ -99,7 +99,7 @@ def step_flops(config: ModelConfig, tokens: int) -> int:
 
 
 def in_bfloat16(state: Any) -> Any:
-    """What the forward pass reads: everything but the routers, which compute in float32."""
+    """Parameters as the forward pass reads them: all are cast but the routers, which compute in float32."""
 
     def cast(path: Any, leaf: jax.Array) -> jax.Array:
         return leaf if "router" in jax.tree_util.keystr(path) else leaf.astype(jnp.bfloat16)

@@ -25,7 +25,7 @@ class OffRankRows:
     """Rows that leave (dispatch) or return to (combine) a rank in one call, mean over the routings, of the busiest
     rank.
 
-    The busiest rank has the largest of what it sends and what it receives: the link is full duplex.
+    The busiest rank has the largest maximum of rows sent and rows received: the link is full duplex.
     """
 
     deduplicated: float

@@ -1,4 +1,4 @@
-"""The arguments of the modes: which of them a mode takes, what is wrong with them, and what they stand for."""
+"""The arguments of the modes: groups that a mode can take, checks, and the objects that they stand for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows(add: Add) -> None:
 
 
 def devices(add: Add) -> None:
-    """Where JAX runs."""
+    """The platform that JAX runs on."""
     add("--platform", choices=("cpu", "gpu", "tpu"), help="default: JAX's own choice")
 
 
@@ -76,7 +76,7 @@ def several_thread_blocks(add: Add) -> None:
 
 
 def timing(add: Add) -> None:
-    """How long and how often."""
+    """Numbers of calls and repeats."""
     add("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     add("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
 
@@ -94,12 +94,12 @@ def checks(add: Add) -> None:
 
 
 def peers(add: Add) -> None:
-    """Which peers."""
+    """Names of the peers."""
     add("--peers", default="all", help="'all', 'none', or comma-separated names")
 
 
 def peer_operations(add: Add) -> None:
-    """Which operations of the peers."""
+    """Operations of the peers."""
     add("--peer-operations", help="comma-separated, of the peers (default round trip; jax-best all)")
 
 

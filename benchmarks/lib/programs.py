@@ -1,4 +1,5 @@
-"""Programs of peers in halves, and loops without an operation: what is timed beside the library's own programs."""
+"""Programs of peers' dispatch and combine, and loops without an operation, to be timed beside the library's own
+programs."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def peer_combine(work: Workload, peer: Peer, name: str, relative_cost: int = 1) 
 
 
 def empty_chain() -> Program:
-    """What is between the lone calls of `timing.chained_by_barriers`: the routing with a flag from what was before."""
+    """The work between the single calls of `timing.chained_by_barriers`: the routing with a flag from the previous
+    call."""
     return Program(
         "empty loop",
         "none",
@@ -67,7 +69,7 @@ def empty_chain() -> Program:
 
 
 def empty_loop() -> Program:
-    """What the loop of a lone dispatch costs by itself: picking a routing, chaining calls."""
+    """The loop of a single dispatch without the dispatch: it picks a routing and chains calls."""
 
     def step(operands, carry, topk_idx, topk_weights):
         topk_idx, topk_weights = jax.lax.optimization_barrier((topk_idx, topk_weights))

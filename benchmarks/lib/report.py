@@ -1,4 +1,4 @@
-"""What a run says: machine and versions, a table for people, JSON for programs, a plot."""
+"""Reports of a run: machine and versions, a table for people, JSON for programs, a plot."""
 
 from __future__ import annotations
 

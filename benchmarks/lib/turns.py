@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 TURN_SECONDS = 0.1
-"""Between two turns of a process, so that one which waits for the lock gets it."""
+"""Pause between two turns of a process, so that a process that waits for the lock gets it."""
 
 
 def queued(program: Callable[..., Any], operands: tuple[Any, ...], calls: int, repeats: int) -> list[float]:

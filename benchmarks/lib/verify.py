@@ -1,4 +1,4 @@
-"""Whether what is timed is right: against a float32 NumPy evaluation, and bitwise against the reference backend.
+"""Verifies timed programs: against a float32 NumPy evaluation, and bitwise against the reference backend.
 
 Nothing here trusts the program under test: the expected round trip is computed from the tokens and the routing alone.
 """
@@ -23,7 +23,8 @@ TOKENS_CHECKED = 256
 """Tokens of each addressable rank that the NumPy check looks at."""
 
 QUANTIZED_TOLERANCE = 2.0**-3
-"""Of the largest element: fp8 e4m3 keeps 3 bits after the leading one; two roundings there and back, plus the sums."""
+"""Tolerance relative to the largest element: fp8 e4m3 keeps 3 bits after the leading one; two roundings there and back,
+plus the sums."""
 
 
 def tolerance(work: Workload) -> float:
@@ -89,7 +90,8 @@ def check_round_trip(program: Program, problem: Problem, compiled: Any = None) -
 
 
 def check_timed_result(timed: Timed, problem: Problem) -> None:
-    """What the timed loop itself left behind: a chained round trip still holds its tokens, other results are finite.
+    """Checks the results of the timed loop itself: a chained round trip still holds its tokens, other results are
+    finite.
 
     The weights of a token sum to one and the experts are the identity, so `n` calls may only add `n` roundings.
     """

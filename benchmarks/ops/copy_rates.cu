@@ -1,5 +1,5 @@
-// What a multiprocessor copies in a second: rows from memory to one or several places, by bulk copies and through
-// registers, in this GPU's memory and to another one. What a dispatch in flight can reach on few thread blocks.
+// Measures the copy rate of a multiprocessor: rows from memory to one or several places, by bulk copies and through
+// registers, in this GPU's memory and to another one. This rate limits an asynchronous dispatch on few thread blocks.
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. benchmarks/ops/copy_rates.cu -o copy_rates
 //   ./copy_rates
 // Prints a line of JSON for each setting. GB/s are of one multiprocessor.

@@ -1,5 +1,5 @@
-"""Times the CUDA operations over numbers of thread blocks and their roles: what the defaults in
-xen_moe_jax/backends/cuda/schedule.py were chosen from.
+"""Times the CUDA operations over numbers of thread blocks and their roles: the source of the defaults in
+xen_moe_jax/backends/cuda/schedule.py.
 
     python -m benchmarks cuda-tuning --json FILE --seconds 150 [--only fp8-4096 ...]
 

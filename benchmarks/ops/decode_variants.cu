@@ -1,6 +1,6 @@
 // Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
-// graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the others, and cuts of
-// them. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
+// graph per GPU, random routing and rows, slowest GPU. Compares low-latency kernels, throughput kernels and schedules
+// of both. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
 //   target=-gencode=arch=compute_90a,code=sm_90a   (and -DXEN_MOE_PHASES)
 //   tools/build_kernels.sh build/dv $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/decode_variants.cu
 //   build/dv/*.o -o dv

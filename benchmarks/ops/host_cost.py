@@ -1,11 +1,11 @@
-"""What an operation costs the host: the time of its custom call in XLA's thunk executor, from a profile, per call.
+"""Measures the host's time for an operation: that of its custom call in XLA's thunk executor, from a profile, per call.
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m benchmarks host-cost --json host.json
 
 Without CUDA graphs every run of the program calls the handler of every operation. The rows are one token each, so that
-what is copied does not matter. `returns` is the time until JAX has taken the program, `ends` until it has run, both
-divided by the round trips in it. `events` are the host's events of the profile, by name: how many, and how long one
-lasted, median and mean, in microseconds. It needs nothing but the public API, and so runs on older versions too.
+copies do not matter. `returns` is the time until JAX has taken the program, `ends` until it has run, both divided by
+the round trips in it. `events` are the host's events of the profile, by name: how many, and how long one lasted, median
+and mean, in microseconds. It needs the public API alone, and so runs on older versions too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 // Times the dispatch and combine kernels alone, without JAX: one process, all GPUs, back-to-back launches, CUDA events.
-// To see what a part of a kernel costs, build it again with that part left out and give the build another NAME.
+// To see the cost of a part of a kernel, build it again with that part left out and give the build another NAME.
 //   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_variants.cu
 //   build/k/*.o -o variants
 //   ./variants NAME [quick|scan|flight]
 // quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules. flight:
-// 4096 tokens on few thread blocks, as operations in flight run.
+// 4096 tokens on few thread blocks, as asynchronous operations run.
 #include <cuda_runtime.h>
 
 #include <algorithm>

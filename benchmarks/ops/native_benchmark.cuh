@@ -1,4 +1,4 @@
-// What the native benchmarks share: checked CUDA calls, device memory, and rows that travel like real data.
+// Shared parts of the native benchmarks: checked CUDA calls, device memory, and rows that travel like real data.
 #pragma once
 
 #include <cuda_runtime.h>

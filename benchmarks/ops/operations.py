@@ -1,4 +1,4 @@
-"""What each mode measures."""
+"""Measurements of each mode."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
 
 
 def symmetric_bytes(work: Workload, config: xm.KernelConfig) -> dict[str, int]:
-    """What the library's operations of this workload need per rank, and the bound that it promises to stay under."""
+    """Bytes that the library's operations of this workload need per rank, and the bound that the library promises."""
     row = max(accounting.wire_row_bytes(work.hidden, wire) for wire in (work.dispatch_wire, work.return_wire))
     need = [
         xm.buffer_size_hint(

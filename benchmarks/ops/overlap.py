@@ -1,8 +1,9 @@
-"""`python -m benchmarks overlap`: an operation beside matmuls, whole and in halves with the matmuls between them.
+"""`python -m benchmarks overlap`: an operation beside matmuls, synchronous, and with the matmuls between start and
+done.
 
-Each of dispatch and combine, in loops of dependent calls: alone, in halves with nothing between, a chain of matmuls
-alone that takes about as long, both one after the other, and the chain between the halves. What overlap is worth is
-the last over the longer of the two; 1 would be free.
+It times dispatch and combine, in loops of dependent calls: the operation alone; start and done with nothing between; a
+chain of matmuls alone that takes about as long; operation and chain one after the other; and the chain between start
+and done. The figure is the last time over the longer one of operation and chain; at 1 the overlap is free.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from xen_moe_jax.tuning.problem import Problem
 from xen_moe_jax.tuning.programs import Program, never
 
 LOOP_US = 30_000.0
-"""A timed loop lasts about so long: starting a program counts for little."""
+"""Length of a timed loop: starting a program counts for little in it."""
 MOST_MATMULS = 64
 MOST_WEIGHTS = 4
 LEAST_ROWS = 1024
-"""Of the links for a training batch: a multiple of it."""
+"""The rows of a link are a multiple of this for a training batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _time(problem: Problem, chosen: list[Program], inner: int, repeats: int) -> 
 def measure(
     problem: Problem, operation: str, config: xm.KernelConfig, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each number of thread blocks of the halves; all are timed in turns."""
+    """One row for each number of thread blocks of the asynchronous operation; all are timed in turns."""
     work = problem.work
     shape = shape_of_chain(work.tokens, work.hidden)
     on_cpu = problem.platform == "cpu"
@@ -203,7 +204,7 @@ def _row(operation: str, num_sms: int | None, chain: Chain, timed: list[timing.T
 
 
 def check_halves(problem: Problem, config: xm.KernelConfig) -> None:
-    """A round trip in halves gives the bits of a whole one."""
+    """Checks that a round trip by start and done gives the bits of a synchronous one."""
     work = problem.work
     arguments = programs.dispatch_arguments(work, problem.caps, config)
     weighted: dict[str, Any] = {"weighted": work.layout != "ranked", "wire": work.combine_wire, "config": config}
@@ -223,7 +224,7 @@ def check_halves(problem: Problem, config: xm.KernelConfig) -> None:
 
 
 def run(problem: Problem, config: xm.KernelConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows for every operation that `options` ask for; a round trip has no halves of its own."""
+    """Rows for every operation that `options` ask for; a round trip has no start and done of its own."""
     check_halves(problem, config)
     rows = []
     for operation in command_options.operations(options):

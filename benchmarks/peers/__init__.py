@@ -1,1 +1,1 @@
-"""The same round trip by JAX's own collectives."""
+"""Peers: the library's round trip, written with JAX's own collectives."""

@@ -1,10 +1,10 @@
 """`python -m benchmarks jax-best`: the library beside JAX's own collectives, each tuned as well as XLA's flags allow.
 
 Every setting of `jax_settings` runs in a process of its own with a time limit, and writes its figures as they come, so
-that one that hangs or dies loses only what it had not measured, and is reported as that. In a process the round trip of
-every peer comes first, in the tokens' own dtype; the fastest of them, and what a user gets who does not tune, are then
-timed further: dispatch and combine alone, and the same with fp8 rows, as far as `--peer-operations` asks for them. A
-peer that a setting cannot run is listed with its error, and the others go on.
+that a process that hangs or dies loses only its missing figures, and is reported as such. In a process the round trip
+of every peer comes first, in the tokens' own dtype. The fastest peers, and those of a user who does not tune, are then
+timed further: dispatch and combine alone, and all operations with fp8 rows, as far as `--peer-operations` asks for
+them. A peer that a setting cannot run is listed with its error, and the next peers go on.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ TOKENS = (128, 4096)
 """The smaller size first: a setting that hangs with the larger one has a figure for the smaller."""
 FP8 = "float8_e4m3fn"
 FASTEST = 2
-"""Peers of the default setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`; of the others
-one."""
+"""Peers of the default setting that are timed beyond their round trip, beside those of `JAX_DEFAULT`; every other
+setting times one."""
 OPERATIONS = ("dispatch", "combine", "round trip")
 GOAL = 2.5
 """Times faster than the best of JAX that the round trip should be."""
 MOST_OF_AN_ERROR = 1000
 """Characters of an error that a file keeps."""
 FEW_TOKENS = 512
-"""Up to so many tokens the library's own programs use the padded layout, as a decode step does."""
+"""Most tokens for which the library's own programs use the padded layout, as a decode step does."""
 
 
 # ------------------------------------------------------------------------------- the parent: a process for each setting
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Runs the settings, writes what they gave after each, prints the comparison; 1 when our own figures lack."""
+    """Runs the settings, writes the figures after each, prints the comparison; returns 1 if the library's own figures
+    lack."""
     names = options.settings or list(SETTINGS)
     command = report.command_line(arguments)
     before = earlier(options.json)
@@ -85,8 +86,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def earlier(path: str | None) -> dict[str, Any]:
-    """Settings that a file of this command already holds, and those that it leaves out: a run adds to it what it
-    measures. They need not have been measured in one run, so each keeps its own command, time and versions."""
+    """Settings that a file of this command already holds, and settings that it leaves out: a run adds its figures to
+    the file. They need not have been measured in one run, so each keeps its own command, time and versions."""
     if not path or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text().strip():
         return {"settings": {}, "left_out": []}
     found = json.loads(pathlib.Path(path).read_text())
@@ -114,12 +115,12 @@ def run_in_processes(name: str, options: argparse.Namespace, limit: float) -> tu
 
 
 def log_of(part: pathlib.Path, number: int) -> pathlib.Path:
-    """What process `number` of the setting that writes `part` says."""
+    """The log of process `number` of the setting that writes `part`."""
     return part.with_name(f"{part.name}.log{number:03}")
 
 
 def logs(part: pathlib.Path) -> list[str]:
-    """Of all processes, in their order."""
+    """Logs of all processes, in their order."""
     return [path.read_text(errors="replace") for path in sorted(part.parent.glob(f"{part.name}.log*"))]
 
 
@@ -175,12 +176,12 @@ def wait_for(processes: list[subprocess.Popen], limit: float) -> str:
 
 
 RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
-"""Begins the line in which Python names an exception that nobody caught."""
+"""Begins the line in which Python names an uncaught exception."""
 
 
 def last_words(found: list[str]) -> str:
-    """Of each process: the exception that ended it, or else the last line that speaks of an error, and the last line.
-    Of several processes all are told, for those that lose a partner end too, with words that say nothing of why."""
+    """Returns for each process the exception that ended it, or else the last line that speaks of an error, and the last
+    line. All processes are listed: a process that loses its partner ends too, with words that do not name the cause."""
     said = []
     for number, log in enumerate(found):
         lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -198,7 +199,8 @@ def free_port() -> int:
 
 
 def visible_devices() -> int:
-    """Of this machine, counted by a process of its own: this one must leave the devices alone."""
+    """Number of devices of this machine, counted by a process of its own: the calling process must leave the devices
+    alone."""
     program = "import jax; print(jax.device_count())"
     return int(
         subprocess.run(bound([sys.executable, "-c", program]), capture_output=True, text=True, check=True).stdout
@@ -296,7 +298,7 @@ def measure(
             report.progress(f"{tokens} tokens, {dtype}: running {program.name}, {program.operation}")
             entry = start()
             error = {"max error": verify.check_round_trip(program, problem, check)} if check else {}
-        except Exception as problem_of_peer:  # XLA refuses in many ways what a setting rules out: told, not hidden
+        except Exception as problem_of_peer:  # XLA refuses in many ways; the table shows it
             refused(program, problem_of_peer)
             continue
         timed.append(entry)
@@ -315,7 +317,7 @@ def measure(
     return results
 
 
-# ----------------------------------------------------------------------------------------------- what it comes to
+# ----------------------------------------------------------------------------------------------- the comparison
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """One line of the table: ours, what JAX gives untuned, and the best that any setting gave. Microseconds."""
@@ -351,7 +353,7 @@ def compare(document: dict[str, Any]) -> list[Comparison]:
 
 
 def cells(line: Comparison) -> list[str]:
-    """Of one line of the table, for the terminal and for the documents alike."""
+    """Cells of one line of the table, for the terminal and for the documents alike."""
 
     def text(row: dict[str, Any] | None) -> str:
         return "-" if row is None else f"{row['us_median']:,.0f}"
@@ -383,7 +385,7 @@ COLUMNS = [
 
 
 def goal_line(document: dict[str, Any]) -> str:
-    """Whether every round trip meets `GOAL`; the ones that miss it are named with their ratio."""
+    """Says if every round trip meets `GOAL`, and names the ones that miss it with their ratio."""
     trips = [line for line in compare(document) if line.operation == "round trip" and line.ratio is not None]
     if not trips:
         return f"The goal of {GOAL} times the best of JAX on the round trip: not measured."
@@ -393,7 +395,7 @@ def goal_line(document: dict[str, Any]) -> str:
 
 
 def failures(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a setting could not run; files of before they were told have none."""
+    """Peers that a setting could not run; older files do not list them."""
     return entry.get("failed", [])
 
 

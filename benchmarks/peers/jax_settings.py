@@ -1,4 +1,4 @@
-"""What of XLA is tuned when JAX's own collectives are timed: flags, processes, and which peers each concerns.
+"""Settings of XLA for timing JAX's own collectives: flags, processes, and the peers that each one concerns.
 
 XLA reads its flags once, when it starts, so every setting is a process of its own (`jax_best`). The flags are XLA's own
 (`xla/xla.proto`); "unsupported" and "experimental" are part of their names.
@@ -15,7 +15,7 @@ ALL_TO_ALL = ("padded all_to_all",)
 GATHER = ("all_gather + psum_scatter", "all_gather + psum_scatter by token")
 RAGGED = tuple(f"ragged_all_to_all k={segments}" for segments in (1, 8, 32, 64, 128, 256))
 JAX_DEFAULT = ("padded all_to_all", "ragged_all_to_all k=1")
-"""Peers that, with no flag set, are what a user gets who does not tune: "JAX default" in the tables."""
+"""Peers that a user who does not tune gets, with no flag set: "JAX default" in the tables."""
 OURS = "ours"
 
 
@@ -44,8 +44,8 @@ NCCL_RAGGED = (
 SYMMETRIC_RAGGED = "--xla_gpu_ragged_all_to_all_mode=symmetric"
 GRAPHS = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 ALONE = "--xla_gpu_shard_autotuning=false"
-"""Of settings with a process for each device: these compile side by side, each in an order of its own, and would wait
-for one another where they share out the search for the fastest kernels."""
+"""Flag of settings with a process for each device: these processes compile side by side, each in its own order, and
+would wait for one another if they shared the search for the fastest kernels."""
 
 SETTINGS: dict[str, Setting] = {
     OURS: Setting(()),
@@ -56,7 +56,7 @@ SETTINGS: dict[str, Setting] = {
     "memcpy p2p": Setting(ALL_TO_ALL, "--xla_gpu_use_memcpy_local_p2p=true"),
     "user buffers": Setting((*ALL_TO_ALL, GATHER[1]), "--xla_gpu_enable_nccl_user_buffers=true"),
     "ragged by NCCL send/recv": Setting(RAGGED[:1], NCCL_RAGGED),
-    # what others report to end the hang of that path on jax 0.11: neither CUDA graphs nor NCCL's own virtual memory
+    # reported remedies for the hang of that path on jax 0.11: neither CUDA graphs nor NCCL's own virtual memory
     "ragged by NCCL send/recv, without CUDA graphs": Setting(
         RAGGED[:1], f"{NCCL_RAGGED} --xla_gpu_enable_command_buffer=", environment="NCCL_CUMEM_ENABLE=0"
     ),

@@ -53,7 +53,7 @@ def exchange(
 
 
 def sort_by_expert(work: Workload, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slots by expert int32 `[T*K]`, and everyone's counts int32 `[source, destination, local expert]`."""
+    """Slots by expert int32 `[T*K]`, and all ranks' counts int32 `[source, destination, local expert]`."""
     flat = topk_idx.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.bincount(flat, length=work.ranks * work.local_experts).astype(jnp.int32)

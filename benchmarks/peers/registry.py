@@ -1,4 +1,4 @@
-"""The same MoE round trip as JAX users write it today: what the library is compared with, in the same run.
+"""The MoE round trip as JAX users write it today: the peers that the library is compared with, in the same run.
 
 Every peer presents its rows to the experts grouped or batched by expert, brings them back and reduces them with the
 router's weights; none drops a row at the capacities that the benchmark gives. Quantized tokens travel with their
@@ -21,16 +21,16 @@ from xen_moe_jax.tuning.workload import Capacities, Workload
 ANYWHERE = ("cpu", "gpu", "tpu")
 NOT_CPU = ("gpu", "tpu")  # XLA has no ragged all-to-all for CPU
 SEGMENTS = (1, 8, 32, 64, 128, 256)
-"""Per peer, of `jax.lax.ragged_all_to_all`; 1 is how everybody calls it."""
+"""Segments for each peer of `jax.lax.ragged_all_to_all`; 1 is the usual call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Attributes:
     make: `(work, caps) -> Peer`.
-    platforms: that can run it.
+    platforms: the platforms that can run the peer.
     cost: calls in one timed loop are divided by this.
-    usual: part of `--peers all`; the others are variants that are asked for by name.
+    usual: part of `--peers all`; a variant that is not must be named.
     """
 
     make: Callable[[Workload, Capacities], Peer]

@@ -1,4 +1,5 @@
-"""Which term bounds an operation on a TPU: the wire, HBM, or the core that issues bundles; from 8 to 256 chips.
+"""Finds the term that bounds an operation on a TPU: the wire, HBM, or the core that issues bundles; from 8 to 256
+chips.
 
 The programs for the smallest and the largest number of devices are compiled. Between them kernels have the loops of the
 largest (a token has at most as many destinations as slots, here 8): only how often they turn differs. XLA's own
@@ -40,7 +41,7 @@ def rows(
         wire = topology.all_gather_us if everybody else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
         if few or everybody != ("xen_moe_pack_tokens" in program.kernels):
-            continue  # so many devices run another program than those that were compiled
+            continue  # this number of devices runs another program than the compiled one
         counted = tpu_bundles.counts(program, routing, case.layout == "padded")
         us = 1e6 / topology.clock_hz
         kernels = {name: c.total * us for name, c in counted.items()}
@@ -81,15 +82,15 @@ TARGETS = (
     ("v5p", "low-latency", 100),
     ("v5e", "low-latency", 150),
 )
-"""Microseconds that all kernels and tables of a dispatch and a combine may take on 8 devices; of 4096 tokens, what the
-wire needs."""
+"""Microseconds that all kernels and tables of a dispatch and a combine may take on 8 devices; for 4096 tokens this is
+the time of the wire."""
 
 
 def core_and_wire(results: list[dict[str, Any]], generation: str, case: str, devices: int) -> tuple[float, float]:
-    """What the core and what the wire needs for a dispatch and a combine together, in microseconds.
+    """Time of the core and time of the wire for a dispatch and a combine together, in microseconds.
 
     Raises:
-      ValueError: XLA's tables were not counted for so many devices.
+      ValueError: XLA's tables were not counted for this number of devices.
     """
     mine = [r["budget"] for r in results if (r["generation"], r["case"]) == (generation, case) and r.get("budget")]
     pair = [b for budget in mine for b in budget if b["devices"] == devices and b["xla_us"] is not None]
@@ -99,7 +100,7 @@ def core_and_wire(results: list[dict[str, Any]], generation: str, case: str, dev
 
 
 def by_target(results: list[dict[str, Any]]) -> list[str]:
-    """Lines of a Markdown table: kernels and tables of a dispatch and a combine together, beside what is aimed at."""
+    """Lines of a Markdown table: kernels and tables of a dispatch and a combine together, beside the target."""
     lines = [
         "| chip | devices | case | kernels and tables, us | wire, us | aimed at, us |",
         "|---|---|---|---:|---:|---|",

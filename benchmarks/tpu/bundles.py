@@ -1,8 +1,8 @@
 """Issue cycles of compiled TPU kernels, counted from libtpu's final VLIW bundles (`tpu_dump`).
 
-A bundle takes a cycle at least: the sum over loops of (bundles of the body x trips) is a floor of what the core needs,
+A bundle takes a cycle at least: the sum over loops of (bundles of the body x trips) is a floor of the core's time,
 stalls not included. Trips follow from the shapes and a routing. Both branches of a condition are counted, so that the
-sum is a little over the floor; what a condition does once in a kernel, to meet other ranks, is counted once.
+sum is a little over the floor. Work that a condition does once in a kernel, to meet other ranks, is counted once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.tpu.dump import Loop, request_dump, take_dump
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 NO_ESTIMATE = 2**62
 FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", "dma.done.wait"
-"""What a DMA is called, within the chip and to another one, and what waits for it."""
+"""Names of a DMA within the chip, of one to another chip, and of the wait for a DMA."""
 
 
 # -- trips ------------------------------------------------------------------------------------------------------------
@@ -27,11 +27,11 @@ FETCH, STORE, SEND, WAIT = "dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general", 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of a kernel: the largest one with `operation`, at least so often, inside the grid. Without an operation:
-    what no other part names.
+    """A loop of a kernel: the largest one inside the grid that has `operation` at least `at_least` times. Without an
+    operation: the loops that no other part names.
 
     Attributes:
-      trips: of all steps together.
+      trips: number of trips of all steps together.
       copies: where the loop shows in pieces, cut by conditions inside it, or the program has it several times: how
         often. All of its pieces are counted then, also the branches that are not taken.
       at_most: and at most so often. depth: of the loop; the grid is 1, None is any.
@@ -54,7 +54,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one kernel does on the busiest rank: steps of its grid, and loops inside them."""
+    """Work of one kernel on the busiest rank: steps of its grid, and loops inside them."""
 
     steps: float
     parts: tuple[Part, ...] = ()
@@ -87,7 +87,7 @@ def count(kernel: Loop, work: Work) -> Count:
     for part in work.parts:
         named = [other for other in work.parts if other.operation] if not part.operation else []
         chosen = [loop for loop in inner if part.names(loop) and not any(p.names(loop) for p in named)]
-        if not chosen and part.operation == FETCH:  # XLA put what is fetched into VMEM: rows come by loads and stores
+        if not chosen and part.operation == FETCH:  # XLA put the source into VMEM: rows come by loads and stores
             moved = [loop for loop in inner if loop.operations["vld"] and loop.operations["vst"]]
             chosen = [loop for loop in moved if loop.operations["vld"] == loop.operations["vst"]]
         if not chosen:
@@ -118,7 +118,7 @@ class Visited:
 
 
 def waits(rows: Any, most: int) -> Any:
-    """Turns of the loops that wait for so many DMAs, at most `most` at a time."""
+    """Turns of the loops that wait for `rows` DMAs, at most `most` at a time."""
     from xen_moe_jax.pallas_kernels import send
 
     turns, left = 0, rows
@@ -128,7 +128,7 @@ def waits(rows: Any, most: int) -> Any:
 
 
 def visited_pairs(depths: Any, group: int) -> Visited:
-    """What `order_pairs` and `reduce_slots` make of pairs with so many rows each, 0 for none. `depths [P]`."""
+    """Work of `order_pairs` and `reduce_slots` on pairs with `depths [P]` rows each, 0 for no pair."""
     import numpy as np
 
     from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots, send
@@ -152,11 +152,11 @@ def visited_pairs(depths: Any, group: int) -> Visited:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a random routing makes of one rank.
+    """The load of one rank under a random routing.
 
     Attributes:
       tokens, top_k, ranks, rows: sizes. sent: records that leave (this rank's own included). placed: rows that arrive.
-      pairs: what a combine visits. experts: rows of each local expert. sources: records from each rank.
+      pairs: the pairs that a combine visits. experts: rows of each local expert. sources: records from each rank.
     """
 
     tokens: int
@@ -179,7 +179,7 @@ class Routing:
 
 
 def mean_waits(rows: int, blocks: float, most: int) -> float:
-    """Turns of waiting for so many rows in so many blocks, each of which has another number, by some tens."""
+    """Turns of waiting for `rows` rows in `blocks` blocks, whose numbers of rows differ by some tens."""
     import numpy as np
 
     return float(waits(max(int(rows / blocks) - 32, 0) + np.arange(64), most).mean() * blocks)
@@ -336,7 +336,7 @@ def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]
 
 
 def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
-    """Uniform routing with distinct experts: what the busiest rank of it does."""
+    """Load of the busiest rank under uniform routing with distinct experts."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -357,7 +357,8 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group
 
 
 def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
-    """What a rank gets from uniform routing with distinct experts of a token; it sends as many records as it gets."""
+    """Mean load of a rank under uniform routing with distinct experts of a token; it sends as many records as it
+    gets."""
     import numpy as np
 
     rng = np.random.default_rng(seed)

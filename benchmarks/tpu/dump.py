@@ -1,4 +1,4 @@
-"""What libtpu writes of the kernels that it compiles: their final VLIW bundles, and the loops in them.
+"""Reads libtpu's dump of the kernels that it compiles: their final VLIW bundles, and the loops in them.
 
 libtpu writes one file for every kernel, a bundle a line. A loop begins at a bundle that is tagged `LB` and ends with a
 branch back to it, whose delay slots belong to it too. (The rows of `>` before a bundle say less: an empty bundle has
@@ -22,12 +22,14 @@ MEETING = re.compile(r"\bvwait\b")
 """Waits on a semaphore of another rank; a DMA is waited for by another operation."""
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
 SHARED = ("BarrierMegacore", "barrier-megacore")
-"""What a kernel has whose grid is divided between two cores: they meet when it begins (the second is v4's)."""
+"""Names in a kernel whose grid is divided between two cores: the cores meet when it begins (the second name is
+v4's)."""
 
 
 @dataclasses.dataclass
 class Loop:
-    """A loop's own bundles, what they do, and the loops inside it. `cores`: TensorCores that share a kernel's steps."""
+    """A loop's own bundles, their operations, and the loops inside it. `cores`: TensorCores that share a kernel's
+    steps."""
 
     depth: int
     bundles: int = 0
@@ -44,14 +46,14 @@ class Loop:
 def loops(text: str, delay: int | None = None) -> Loop:
     """The loops of a kernel; the grid is the first of them.
 
-    What a loop runs under a condition in order to meet other ranks, at the beginning and at the end of a kernel, is
-    counted once, outside of all loops.
+    Bundles that a loop runs under a condition in order to meet other ranks, at the beginning and at the end of a
+    kernel, are counted once, outside of all loops.
 
     Args:
       delay: `delay_slots` of the generation; None is those of this kernel.
 
     Raises:
-      ValueError: a loop has no branch back: the text is not what this was written for.
+      ValueError: a loop has no branch back: this parser does not know the format of the text.
     """
     lines = _bundles(text)
     bodies = [body for _, body in lines]

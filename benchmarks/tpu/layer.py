@@ -1,8 +1,9 @@
 """`python -m benchmarks.tpu.layer`: a whole MoE layer with its gradients, compiled for TPUs without one.
 
 Dispatch, grouped matmuls, combine, and the gradients of all of it, beside the same layer on
-`jax.lax.ragged_all_to_all` (`tpu_layer_programs`). What is counted is in `NOTICE`; nothing is measured. A compilation
-takes minutes: `--json` is written after each, and a program that the file already has is not compiled again.
+`jax.lax.ragged_all_to_all` (`tpu_layer_programs`). `NOTICE` lists the counted quantities; nothing is measured. A
+compilation takes minutes: `--json` is written after each, and a program that the file already has is not compiled
+again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IDENTITY = ("topology", "program", "matmul")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compiles what is missing, prints the table, writes JSON where asked."""
+    """Compiles the missing programs, prints the table, writes JSON where asked."""
     import tempfile
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,7 +118,7 @@ def leave_out(document: dict[str, Any], name: str, why: str) -> None:
 
 
 def left_out(document: dict[str, Any]) -> list[str]:
-    """What the document does not have, and why."""
+    """Programs that the document does not have, and the reasons."""
     tried = " ".join(entry["name"] for entry in document["left_out"])
     not_run = [t for t in TARGETS if t not in tried and not any(r["topology"] == t for r in document["results"])]
     lines = [f"Not compiled: {entry['name']}: {entry['why']}." for entry in document["left_out"]]
@@ -246,7 +247,7 @@ def cells(row: dict[str, Any], document: dict[str, Any]) -> list[str]:
 
 
 def table(document: dict[str, Any]) -> list[str]:
-    """As Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 4) + "---|"]
     return lines + ["| " + " | ".join(cells(row, document)) + " |" for row in document["results"]]
 

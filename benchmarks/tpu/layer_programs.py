@@ -32,7 +32,7 @@ from xen_moe_jax.tuning.workload import Workload, round_up
 OWN = "xen_moe_jax"
 PEER = "jax.lax.ragged_all_to_all"
 CAPACITY_FACTOR = 1.25
-"""Rows of both layers over the mean: what a job would allocate."""
+"""Rows of both layers over the mean, as a job would allocate them."""
 
 
 @jax.custom_vjp
@@ -82,7 +82,7 @@ def peer_layer(
 
         arrived = exchange(rows, rows_here, sizes)
         expert = jnp.tile(jnp.arange(local, dtype=jnp.int32), ranks)
-        # rows that nobody fills come last, with the last expert's
+        # unused rows come last, with the last expert's
         expert = jnp.repeat(expert, counts[:, me].reshape(-1), total_repeat_length=rows_here)
         filled = jnp.arange(rows_here) < counts[:, me].sum()
         by_local_expert = jnp.argsort(jnp.where(filled, expert, local))
@@ -153,7 +153,8 @@ def compile_layer(
 
 
 def for_other_devices(grouped_matmul: str) -> Any:
-    """tokamax chooses its kernels by the devices of this process, CPUs, unless it is told that others are meant."""
+    """tokamax chooses its kernels by the devices of this process, CPUs, unless it is told to choose for other
+    devices."""
     if grouped_matmul != "tokamax":
         return contextlib.nullcontext()
     from tokamax.config import cross_compile
@@ -170,8 +171,8 @@ def matmul_kernels(text: str) -> dict[str, int]:
 def memory(compiled: Any) -> dict[str, int]:
     """Bytes of one device.
 
-    `temp_bytes` is what XLA reports as temporary, in which gaps between buffers count twice; `allocated_bytes` is what
-    the buffers take, gaps once.
+    `temp_bytes` is XLA's figure for temporaries, in which gaps between buffers count twice; `allocated_bytes` is the
+    size of the buffers, with gaps counted once.
     """
     found = compiled.memory_analysis()
     given = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

@@ -1,4 +1,5 @@
-"""The programs that are compiled for a TPU without one: their sizes, what they move, and what their texts say."""
+"""The programs that are compiled for a TPU without one: their sizes, their traffic, and the counts read from their
+texts."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ class Counts:
     """Rows of the busiest rank in one random routing.
 
     Attributes:
-      off_rank: records that leave it or reach it, whichever are more; a token counts once per destination rank.
-      off_rank_duplicated: the same, once per slot: what a plain all-to-all of rows moves.
+      off_rank: the larger number of records that leave the rank and of records that reach it; a token counts once per
+        destination rank.
+      off_rank_duplicated: this number counted once per slot, as a plain all-to-all of rows moves them.
       records: records that it receives, its own included. rows: rows that it places, once per slot.
     """
 
@@ -85,8 +87,8 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     once.
     Combine: rows of y read (a bfloat16 row arrives with the row that shares its words), records written, records
       read, out.
-    Halves: the send buffer besides, written and read. A rank sends as many records as it receives, to within the
-      routing's noise.
+    Start and done: the send buffer besides, written and read. A rank sends as many records as it receives, to within
+      the routing's noise.
     """
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
@@ -125,7 +127,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
 
 
 def capacity_for(tokens: int, top_k: int) -> int:
-    """A quarter over the mean: what a job would allocate."""
+    """A quarter over the mean, as a job would allocate."""
     return tokens * top_k * 5 // 4
 
 
@@ -235,8 +237,8 @@ def kernels(text: str) -> list[str]:
 def collectives(text: str) -> dict[str, int]:
     """Bytes of the results of XLA's own collectives, by kind: metadata only, in our programs.
 
-    Start, steps and end of one asynchronous collective are in computations of their own: what has the same channel and
-    result in several computations is counted in one of them. Different collectives may share a channel.
+    Start, steps and end of one asynchronous collective are in computations of their own: a collective with the same
+    channel and result in several computations is counted in one of them. Different collectives may share a channel.
     """
     seen: dict[tuple[str, ...], collections.Counter[str]] = {}
     computation = ""

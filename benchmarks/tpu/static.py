@@ -1,7 +1,7 @@
-"""`python -m benchmarks tpu-static`: what the programs compiled for each TPU generation say, without a TPU.
+"""`python -m benchmarks tpu-static`: counts from the programs compiled for each TPU generation, without a TPU.
 
 Everything here is counted from a random routing, read from the compiled program, or divided by a figure from a public
-sheet. Nothing is measured: the times are lower bounds of what links and memory need, not latencies.
+sheet. Nothing is measured: the times are lower bounds of links and memory, not latencies.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ README_V5P = {
     "low_latency_us": {"dispatch": 142.0, "combine": 285.0},
 }
 OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
-"""The fused operations push row by row; the halves pack a send buffer and send one run of rows to each peer."""
+"""The fused operations push row by row; start and done pack a send buffer and send one run of rows to each peer."""
 HALVES_ON = ("v5e", "v5p")
 PEER_CASE = "throughput-bf16"
-"""What the peer is counted for: bfloat16 rows, as it sends them."""
+"""Case for which the peer is counted: bfloat16 rows, as it sends them."""
 
 
 def main(options: argparse.Namespace, line: list[str]) -> int:
@@ -89,7 +89,7 @@ def main(options: argparse.Namespace, line: list[str]) -> int:
             "results": [rows[key] for key in everything if key in rows],
         }
         if options.json:
-            report.write_json(options.json, document)  # after every program: a run that is stopped keeps what it has
+            report.write_json(options.json, document)  # after every program: a run that is stopped keeps its results
     print(table(document))
     if options.plot:
         tpu_budget.plot(options.plot, document["results"])

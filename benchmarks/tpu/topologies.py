@@ -18,13 +18,13 @@ GIGA = 1e9
 FLAT = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
 """Chips along each dimension of a two-dimensional torus; a dimension wraps around where it is 16 long."""
 CUBES = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8), 256: (4, 8, 8)}
-"""The same with three; all of them wrap around where each is a multiple of 4."""
+"""Chips along each dimension of a three-dimensional torus; all dimensions wrap around where each is a multiple of 4."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Attributes:
-    sides: chips along each dimension. wraps: whether the ends of each are joined.
+    sides: chips along each dimension. wraps: True where the ends of a dimension are joined.
     """
 
     sides: tuple[int, ...]
@@ -36,11 +36,11 @@ class Topology:
     """Attributes:
     name: generation. topology: 8 devices, as libtpu names it. options: further arguments of `get_topology_desc`.
     large: a large topology of the generation, or None.
-    ici_bytes_per_s: what one device can inject into ICI. hbm_bytes_per_s: HBM of one device. source: where they are
-      from.
-    link_bytes_per_s: of one ICI link, one way. clock_hz: of the TensorCore, from peak FLOP/s and the number and size of
-      the matrix units. flat: chips form a two-dimensional torus, not a three-dimensional one. devices_per_chip: JAX
-      devices.
+    ici_bytes_per_s: rate at which one device can inject into ICI. hbm_bytes_per_s: HBM of one device. source: source of
+      the figures.
+    link_bytes_per_s: rate of one ICI link, one way. clock_hz: clock of the TensorCore, from peak FLOP/s and the number
+      and size of the matrix units. flat: chips form a two-dimensional torus, not a three-dimensional one.
+      devices_per_chip: JAX devices.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Topology:
     devices_per_chip: int = 1
 
     def shape(self, devices: int) -> Shape:
-        """The torus that so many devices make."""
+        """The torus that `devices` devices make."""
         chips = devices // self.devices_per_chip
         sides = FLAT[chips] if self.flat else CUBES[chips]
         cubes = all(n % 4 == 0 for n in sides)
         return Shape(sides, tuple(n == 16 if self.flat else cubes for n in sides))
 
     def all_to_all_us(self, off_device_bytes: float, devices: int = 8) -> float:
-        """Time of an all-to-all in which every device sends `off_device_bytes` to the others in equal parts.
+        """Time of an all-to-all in which every device sends `off_device_bytes` to all other devices in equal parts.
 
-        Dimension by dimension: along a line of `n` chips the link in the middle carries `n / 4` of what a chip sends,
-        itself included; around a ring, where traffic goes the shorter way, `n / 8`. Dimensions overlap.
+        Dimension by dimension: along a line of `n` chips the link in the middle carries `n / 4` times the bytes that a
+        chip sends, itself included; around a ring, where traffic goes the shorter way, `n / 8`. Dimensions overlap.
         """
         shape = self.shape(devices)
         per_chip = off_device_bytes * devices / (devices - 1) * self.devices_per_chip
@@ -74,8 +74,8 @@ class Topology:
         return load * per_chip / self.link_bytes_per_s * 1e6
 
     def all_gather_us(self, off_device_bytes: float, devices: int = 8) -> float:
-        """Time in which every device gets `off_device_bytes` from the others, the same to all: what the links of a chip
-        in a corner take in (one in each dimension, two in a ring).
+        """Time in which every device gets `off_device_bytes` from all other devices, each of which sends the same bytes
+        to all. The links of a chip in a corner take them in (one link in each dimension, two in a ring).
         """
         shape = self.shape(devices)
         links = sum(2 if wraps else 1 for n, wraps in zip(shape.sides, shape.wraps, strict=True) if n > 1)

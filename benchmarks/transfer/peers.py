@@ -1,5 +1,5 @@
-"""What `python -m benchmarks transfer` measures beside this package: raw UCX, raw NIXL, DLSlime's TCP
-endpoint, JAX's own transfer, a plain copy.
+"""Peers of `python -m benchmarks transfer`: raw UCX, raw NIXL, DLSlime's TCP endpoint, JAX's own transfer, a plain
+copy.
 
 "Raw UCX" is a loop in C over the same library, worker, endpoint and key as the engine's: a put for each piece, a flush
 for each operation. "Raw NIXL" is NIXL's Python interface with requests that were prepared before the clock runs. The
@@ -105,9 +105,9 @@ def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
 class RawNixl:
     """NIXL's Python interface: a prepared request for each operation in flight, posted again and again.
 
-    On the CPU between the very memory that this package writes from and into: what a page costs the kernel differs from
-    memory to memory by more than the libraries do. On GPUs between memory of the driver's own on both sides, which
-    suits UCX inside it better than XLA's.
+    On the CPU it copies between the same memory that this package writes from and into: the operating system's cost of
+    a page differs from memory to memory by more than the libraries do. On GPUs between memory of the driver's own on
+    both sides, which suits UCX inside it better than XLA's.
     """
 
     def __init__(self, target: Any):

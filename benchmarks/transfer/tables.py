@@ -22,7 +22,7 @@ BLOCK = re.compile(r"<!-- table: (?P<file>\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def table(document: dict[str, Any]) -> str:
-    """One row for each size, batch and concurrency; microseconds (median) of everybody who was measured."""
+    """One row for each size, batch and concurrency; microseconds (median) of every measured peer."""
     machine, results = document["machine"], document["results"]
     peers = list(dict.fromkeys(row["peer"] for row in results))
     rows: dict[tuple, dict[str, dict]] = {}

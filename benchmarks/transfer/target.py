@@ -42,7 +42,7 @@ class Target:
         return {}
 
     def take(self, name: str, writes: int) -> dict:
-        """Waits for the writes, closes the window, and hashes what is in it."""
+        """Waits for the writes, closes the window, and hashes its contents."""
         with self.engine.counter(name, expect=writes) as counter:
             counter.wait(60)
         array = self.windows.pop(name).commit(60, last=True)

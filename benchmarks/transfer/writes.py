@@ -31,7 +31,7 @@ BATCHES, CONCURRENCIES = (1, 64), (1, 16)
 PAGES = tuple(KIB << shift for shift in range(7))  # 1 to 64 KiB
 PAGES_OF_A_WRITE = 256
 MOST_BYTES = 512 * MIB
-"""Of a batch at the target: larger cells are left out, and named."""
+"""Most bytes of a batch at the target: larger cells are left out, and named."""
 MOST_IN_FLIGHT = 2048 * MIB
 SECONDS = 0.4
 TURNS = 5
@@ -123,7 +123,7 @@ def cells(sizes: Sequence[int]) -> list[Cell]:
 
 
 Check = Callable[[], None]
-"""Raises where what has arrived is not what was sent."""
+"""Raises if the arrived bytes differ from the sent ones."""
 
 
 def engine_operations(
@@ -161,7 +161,7 @@ def engine_operations(
                 try:
                     nixl = nixl or transfer_peers.RawNixl(target)
                     operations[RAW_NIXL] = nixl.operation(name, piece, table[number])
-                except Exception as error:  # A peer that breaks does not take what is measured beside it.
+                except Exception as error:  # A peer that breaks must not lose the figures of the next peers.
                     not_measured[RAW_NIXL] = f"{type(error).__name__}: {error}"
 
             def check(name=name, piece=piece, place=place, pages=pages, host=host, even=even, cell=(kind, size, batch)):
@@ -247,7 +247,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             document["not_measured"][peer] = reason
 
     def keep() -> None:
-        """What was measured, should a peer not come back."""
+        """Writes the figures so far, in case the next peer hangs."""
         if options.json:
             report.write_json(options.json, document)
 
@@ -264,7 +264,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
                     seconds = time_in_turns({peer: timed}, cell[-1])[peer] if callable(timed) else timed
                     document["results"].append(row(peer, *cell, seconds))
                     report.progress(f"{peer}: {cell[1]:,} x {cell[2]} x {cell[3]}")
-            except Exception as error:  # A peer that breaks does not take what was measured with it.
+            except Exception as error:  # A peer that breaks must not lose the figures so far.
                 document["not_measured"][peer] = f"{type(error).__name__}: {error}"
             keep()
     finally:
