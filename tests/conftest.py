@@ -94,12 +94,13 @@ def memory():
 
 
 _frozen = None
-"""The module whose first test found what was there before it frozen."""
+"""The module whose first test has frozen the objects that were there before it."""
 
 
 def _spare_the_collector(module) -> None:
     """Python's collector went again and again over modules, tests and compiled programs, which stay: more than a tenth
-    of the suite's time. What is garbage when a module's tests begin is freed, and the rest is not looked at again.
+    of the suite's time. When a module's tests begin, garbage is freed, and the collector does not look at the remaining
+    objects again.
     """
     global _frozen
     if module is not _frozen:
@@ -124,7 +125,8 @@ def pytest_collection_finish(session):
 def pytest_runtest_setup(item):
     """Most of the suite's time was LLVM optimising programs that run once, on a few rows: here and in child processes.
 
-    The marker `optimized` is for tests of what the optimisations could break. Other platforms' programs are left alone.
+    The marker `optimized` is for tests of behaviour that the optimisations could break. Other platforms' programs are
+    left alone.
     """
     _spare_the_collector(item.module)
     few = _few_optimizations and not any(map(item.get_closest_marker, ("optimized", "tpu_aot", "gpu_aot")))

@@ -1,4 +1,4 @@
-"""`Buffer`, `buffer_size_hint` and the start/done halves, where no symmetric memory exists."""
+"""`Buffer`, `buffer_size_hint`, start and done, where no symmetric memory exists."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How the operations are declared to JAX: primitives, lowerings, varying axes, meshes, export, caches."""
+"""The operations' declarations to JAX: primitives, lowerings, varying axes, meshes, export, caches."""
 
 import collections
 import re
@@ -358,7 +358,7 @@ def test_config_never_changes_the_result(mesh4):
 
 
 def test_environment_is_not_read_at_trace_time(mesh4, monkeypatch):
-    """Two traces of one program are the same text whatever the environment says."""
+    """Two traces of one program are the same text, independent of the environment's variables."""
     first = jax.jit(on(mesh4, layer)).lower(*shapes(mesh4)).as_text()
     for name in ("XEN_MOE_BACKEND", "XEN_MOE_MODE", "XEN_MOE_NUM_SMS", "XEN_MOE_CHANNEL", "XEN_MOE_CUDA"):
         monkeypatch.setenv(name, "7")

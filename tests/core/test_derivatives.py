@@ -1,6 +1,6 @@
 """Derivatives beyond reverse mode: the primitives' own rules under every transformation, and remat by name.
 
-The reference is a dense MoE that knows nothing of ranks. `test_gradients.py` has first reverse-mode derivatives.
+The reference is a dense MoE without ranks. `test_gradients.py` has first reverse-mode derivatives.
 """
 
 import collections
@@ -241,7 +241,8 @@ def test_a_policy_by_name_saves_the_dispatch(mesh4, policy, halves):
 
 
 def test_one_redispatch_serves_rows_and_weights(mesh4):
-    """The cotangent of a weighted combine travels once, whatever is differentiated; unused gradients cost nothing."""
+    """The cotangent of a weighted combine travels once for gradients of rows, of weights or of both; unused gradients
+    cost nothing."""
     x, idx, weights = place(mesh4, *model()[:3])
 
     def counted(*wanted):
@@ -301,7 +302,7 @@ def test_a_flight_is_finished_once(mesh4):
 
 @pytest.mark.parametrize("half", ["dispatch", "combine"])
 def test_a_loop_cannot_pass_on_the_flight_that_it_finished(mesh4, half):
-    """Every turn would finish it again; one that hands a new flight to the next turn is right."""
+    """Every turn would finish the same flight again; a loop that hands a new flight to the next turn is right."""
     x, idx, weights = place(mesh4, *model()[:3])
 
     def loop(renewed):

@@ -2,7 +2,7 @@
 
 Neither jax's wheel nor its source distribution on PyPI holds jax's own tests of these collectives (they are in its
 repository only), so every case is held against `jax.lax` itself, or against a loop where `jax.lax` has no answer on
-this platform. What does not agree with `jax.lax` is listed in docs/user/migrating.md.
+this platform. docs/user/migrating.md lists the cases that differ from `jax.lax`.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """The cases of jax's own tests of both collectives, with the drop-ins.
 
 jax's tests are in its repository only, so each of them that calls `all_to_all` or `ragged_all_to_all` is done again
-here with data of the same kind. `IN_JAX` lists them all; what agrees is a test below, and what differs is in
-`DIFFERENT` with the reason, which docs/user/migrating.md repeats. Where jax runs on the CPU its own answer is what is
-compared with; of `ragged_all_to_all`, which it does not run there, the oracle's.
+here with data of the same kind. `IN_JAX` lists them all; a case that agrees is a test below, and a case that differs is
+in `DIFFERENT` with the reason, which docs/user/migrating.md repeats. Where jax runs on the CPU, the expected value is
+its own answer; for `ragged_all_to_all`, which it does not run there, the oracle's.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Bad input: one mistake for each row of the table in docs/user/errors.md, which says what must come of it."""
+"""Bad input: one mistake for each row of the table in docs/user/errors.md, which gives the expected error."""
 
 import dataclasses
 import re
@@ -284,7 +284,7 @@ def test_right_arguments_raise_nothing(mesh4):
         lowered(body, mesh4, "ep", *arrays)
 
 
-# -- what is no mistake ------------------------------------------------------------------------------------------------
+# -- inputs that are no mistakes ---------------------------------------------------------------------------------------
 def test_inputs_that_are_not_mistakes(mesh4):
     """Hidden size 0, capacity 0, slots out of range, integer widths, NumPy arrays, weights of another float type."""
     x = np.ones((RANKS * T, H), np.float32)

@@ -1,4 +1,4 @@
-"""Gradients: against a dense MoE that knows nothing of ranks, closed forms, and through JAX's transformations."""
+"""Gradients: against a dense MoE without ranks, closed forms, and through JAX's transformations."""
 
 import functools
 

@@ -1,7 +1,8 @@
-"""Operations in two halves on any machine: derivatives, remat, `xm.overlap`, and what a GPU's program says.
+"""Asynchronous operations on any machine: derivatives, remat, `xm.overlap`, and the order in a GPU's program.
 
-Flights that land in their results are those of the CUDA backend. The plain one can be told to make such flights too,
-each start a whole operation: what is tested here is everything but the overlap.
+The starts of the CUDA backend return the result buffers themselves, still pending (`Backend.start_returns_results`). A
+test can switch the reference backend to this too, where each start is a whole operation: these tests cover everything
+but the overlap.
 """
 
 import itertools
@@ -20,8 +21,8 @@ from tests.support.checks import assert_bits
 from xen_moe_jax.backends import load, reference
 from xen_moe_jax.backends.base import BackendUnavailable
 
-# Two programs are compared bit for bit, experts included. With few optimisations, how XLA rounds a tanh depends on
-# what it is fused with.
+# Two programs are compared bit for bit, experts included. With few optimisations, XLA's rounding of a tanh depends on
+# the operations that it is fused with.
 pytestmark = pytest.mark.optimized
 
 CONFIG = xm.KernelConfig(backend="reference")

@@ -1,4 +1,5 @@
-"""`KernelConfig.ranks_per_node` without GPUs: what it does to results, what is refused, and who refuses it."""
+"""`KernelConfig.ranks_per_node` without GPUs: its effect on results, the values refused, and the layer that refuses
+them."""
 
 import functools
 

@@ -18,7 +18,7 @@ from tests.support.checks import assert_bits
 
 RANKS, T, H = 4, 5, 16
 
-# layout, experts, slots, capacity, alignment, wire: each is compiled once, whatever is drawn
+# layout, experts, slots, capacity, alignment, wire: each is compiled once for all drawn routings
 SHAPES = (
     ("grouped", 8, 3, None, 1, None),
     ("grouped", 7, 2, 9, 4, None),

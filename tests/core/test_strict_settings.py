@@ -1,7 +1,7 @@
 """The settings that careful users switch on: rank promotion is an error, and so is an implicit dtype promotion.
 
-Every operation in every layout, wire and direction is traced and lowered under them. What a tracing does not show,
-results, is tested elsewhere.
+Every operation in every layout, wire and direction is traced and lowered under them. Other tests check the results,
+which tracing does not show.
 """
 
 import itertools

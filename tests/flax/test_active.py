@@ -1,4 +1,4 @@
-"""Layers whose ranks come and go: against a dense evaluation in which the experts of ranks that are out give zero."""
+"""Layers whose ranks come and go: against a dense evaluation in which the experts of inactive ranks give zero."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What keeps the experts evenly loaded: closed forms, and that it works."""
+"""Losses and the bias that keep the experts evenly loaded: closed forms, and their effect."""
 
 import dataclasses
 
@@ -157,7 +157,7 @@ def literal_loss(config, logits, topk_idx, mask, sequence):
 @pytest.mark.parametrize("loss", ["aux", "sequence", "z"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_losses_of_collapsed_tokens_are_those_of_float64(score, loss):
-    """Logits from around -100 to around 10, one logit far above the others: each loss and its gradient."""
+    """Logits from around -100 to around 10, one logit far above the rest: each loss and its gradient."""
     config = dataclasses.replace(
         CONFIG,
         score=score,

@@ -29,7 +29,7 @@ from tests.support.layers import (
 from xen_moe_jax.flax import _chunks
 
 SPLIT = xm.KernelConfig(backend="pallas")
-"""A backend with halves: its programs can be traced here, and are not run."""
+"""A backend with asynchronous operations: its programs can be traced here, and are not run."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def gradient_program(config, policy=None):
 
 
 def every_equation(jaxpr):
-    """Of a jaxpr and of all that are called in it, as often as they are called; in a loop, as often as it turns."""
+    """Equations of a jaxpr and of all jaxprs that it calls, once for each call; in a loop, once for each turn."""
     for equation in jaxpr.eqns:
         yield equation
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -130,7 +130,7 @@ def test_a_policy_of_your_own_repeats_no_dispatch():
     for config in (CONFIG, dataclasses.replace(CONFIG, layout="padded"), dataclasses.replace(CONFIG, num_chunks=2)):
         assert count(gradient_program(config, policy=names), "xen_moe_dispatch") == config.num_chunks
         assert count(gradient_program(config, policy=nothing), "xen_moe_dispatch") == 2 * config.num_chunks
-    # chunks whose flights overlap: their rows are named behind the barrier too
+    # chunks whose operations overlap: their rows are named behind the barrier too
     config = dataclasses.replace(CONFIG, num_chunks=2, kernel=SPLIT)
     assert count(gradient_program(config, policy=names), "xen_moe_dispatch_start") == 2
     assert count(gradient_program(config, policy=nothing), "xen_moe_dispatch_start") == 4
@@ -144,7 +144,7 @@ def test_worst_case_rows_shrink_by_the_chunks():
 
 
 def test_memory_of_the_compiled_program_shrinks():
-    """What XLA says it needs besides arguments and results, forward and with the backward pass."""
+    """Compares XLA's figures of the memory besides arguments and results, forward and with the backward pass."""
 
     def temporary_bytes(gradient, **changes):
         # wide tokens and narrow experts: the rows, not the CPU's masks for `ragged_dot`, decide
@@ -159,7 +159,8 @@ def test_memory_of_the_compiled_program_shrinks():
             call = jax.grad(loss, argnums=(0, 1)) if gradient else loss
             return jax.jit(call).lower(state, x).compile().memory_analysis().temp_size_in_bytes
 
-    # Of the one piece, what the tokens and the exchange itself take stays: less than half at these sizes.
+    # Chunks do not shrink the memory of the tokens and of the exchange itself: less than half of one piece's at these
+    # sizes.
     forward = [temporary_bytes(False, num_chunks=c) for c in (1, 4)]
     backward = [temporary_bytes(True), temporary_bytes(True, num_chunks=4, remat="all")]
     assert forward[1] < 0.6 * forward[0]
@@ -168,7 +169,8 @@ def test_memory_of_the_compiled_program_shrinks():
 
 @pytest.mark.parametrize("remat", ["experts", "all"])
 def test_gradients_of_the_weights_are_one_sum(remat):
-    """Where the weights outweigh the rows by far: one sum and what one chunk adds to it, not one for each chunk."""
+    """Where the weights are far larger than the rows, there is one sum and the addend of one chunk, not one addend for
+    each chunk."""
     config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, num_chunks=8, remat=remat)
     graph, state = nnx.split(layer(config))
 
@@ -182,7 +184,7 @@ def test_gradients_of_the_weights_are_one_sum(remat):
 
 
 def test_halves_are_tied_to_the_experts():
-    """Where a backend has halves: start, experts, done in this order, written into the program by barriers."""
+    """With asynchronous operations, barriers write the order into the program: start, experts, done."""
     config = dataclasses.replace(CONFIG, num_chunks=3, kernel=SPLIT)
     graph, state = nnx.split(layer(config))
     with jax.set_mesh(make_mesh((4,), ("ep",))):
@@ -216,7 +218,7 @@ def _equations(jaxpr):
 
 
 def _dependencies(jaxpr):
-    """For each equation in `_equations` order, the numbers of those that must run before it."""
+    """For each equation in `_equations` order, the numbers of the equations that must run before it."""
     made, before = {}, []
 
     def walk(jaxpr):
@@ -242,7 +244,7 @@ def _dependencies(jaxpr):
 
 
 def test_chunks_take_turns_where_flights_do_not_overlap(monkeypatch):
-    """As on GPUs: whole operations, and each chunk's dispatch after the combine of the one before."""
+    """As on GPUs, operations are synchronous, and each chunk's dispatch follows the combine of the previous chunk."""
     monkeypatch.setattr(_chunks, "OVERLAPPING", ())
     config = dataclasses.replace(CONFIG, num_chunks=4, kernel=SPLIT)  # unlike any traced before
     graph, state = nnx.split(layer(config))

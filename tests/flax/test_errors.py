@@ -83,7 +83,7 @@ CALLABLE_ERRORS = {
 @pytest.mark.parametrize("name", CALLABLE_ERRORS)
 @pytest.mark.parametrize("replicated", [False, True])
 def test_experts_of_your_own_that_return_no_rows(name, replicated):
-    """Where tokens are replicated, rows that are missing would be zeros in the output, and nothing would say so."""
+    """If tokens are replicated, missing rows would silently become zeros in the output."""
     experts, error, message = CALLABLE_ERRORS[name]
     where = {"token_axes": ()} if replicated else {}
     moe = layer(dataclasses.replace(CONFIG, experts=experts, capacity=None if replicated else 8, **where))

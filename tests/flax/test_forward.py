@@ -1,4 +1,4 @@
-"""The layer against a dense evaluation, wherever it runs: one device, meshes of all kinds, someone else's shard_map."""
+"""The layer against a dense evaluation, on one device, on meshes of all kinds, and inside the caller's shard_map."""
 
 import dataclasses
 import re
@@ -170,7 +170,7 @@ def test_left_out_tokens(layout):
     moe = layer(config)
     x = tokens(8, 4)
     mask = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.6, (8, 4)))
-    x = np.where(mask[..., None], x, np.nan)  # what they hold must not matter
+    x = np.where(mask[..., None], x, np.nan)  # the values of masked tokens must not matter
     y, metrics = run(moe, x, make_mesh((2, 4), ("dp", "ep")), mask=jnp.asarray(mask))
     np.testing.assert_allclose(y[mask], dense_moe(config, weights_of(moe), x[mask]), **CLOSE)
     np.testing.assert_array_equal(y[~mask], 0.0)

@@ -39,7 +39,7 @@ def dense_groups(rows, weights, group_sizes):
     used = own[:, None] < len(group_sizes)
     every = jnp.einsum("ca,lab->lcb", jnp.where(used, rows, 0), weights)
     picked = every[jnp.minimum(own, len(group_sizes) - 1), jnp.arange(rows.shape[0])]
-    return jnp.where(used, picked, jnp.nan)  # unspecified, and nobody may look
+    return jnp.where(used, picked, jnp.nan)  # unspecified: no caller may read these rows
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_doctor_shows_the_choice(monkeypatch, has, platform, choice):
 
 
 def test_the_benchmark_checks_and_times(tmp_path):
-    """Tiny, on whatever runs here: what runs has times and small errors, what does not has its reason."""
+    """Tiny sizes, on this machine: a candidate that runs has times and small errors, any other has its reason."""
     out = tmp_path / "out.json"
     sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
     only = ["--only", "padded einsum", "transformer_engine"]

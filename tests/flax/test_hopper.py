@@ -148,7 +148,7 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
 
 
 def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch):
-    """In the work of an `overlap` with flights under way, and nowhere else; no flight under way, no claims."""
+    """Tiles are claimed in the work of an `overlap` with pending operations, and nowhere else."""
     rows, weights, cotangent, sizes = operands()
     seen = []
 

@@ -62,7 +62,7 @@ def test_one_device_linen_and_the_default_dtype(tmp_path):
 
 @pytest.mark.parametrize("axes", [("ep",), ("node", "gpu")])
 def test_any_mesh(axes, tmp_path):
-    """Every device holds what it should, read from the file by itself."""
+    """Every device holds its own part, which it has read from the file itself."""
     layer, _ = hugging_face.gpt_oss(tmp_path, mxfp4=True)
     whole = load_hugging_face(tmp_path, layer, dtype=jnp.float32).weights
     mesh = make_mesh((4,) if len(axes) == 1 else (2, 2), axes)

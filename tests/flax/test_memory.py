@@ -1,4 +1,4 @@
-"""The memory table: its bytes are those of the traced layer, and the page quotes what the command prints."""
+"""The memory table: its bytes are those of the traced layer, and the page quotes the command's output."""
 
 import dataclasses
 

@@ -111,7 +111,7 @@ def test_inside_the_callers_shard_map_with_a_tensor_axis():
     moe, x = biased(layer(config)), tokens(8)
     graph, state = nnx.split(moe)
     specs = jax.tree.map(lambda _: jax.P(), state)
-    specs["gate"] = specs["gate"].replace(jax.P("ep", None, "tp"))  # the others come whole
+    specs["gate"] = specs["gate"].replace(jax.P("ep", None, "tp"))  # all other leaves come whole
     call = jax.shard_map(
         lambda state, x: nnx.merge(graph, state)(x)[0], mesh=mesh, in_specs=(specs, jax.P("ep")), out_specs=jax.P("ep")
     )

@@ -73,7 +73,7 @@ def test_replicated_tokens_on_hopper():
 
 
 def test_no_rows_of_experts_are_kept():
-    """Of what the backward pass keeps, nothing has the experts' outputs: fewer arrays `[rows, hidden]`."""
+    """The backward pass keeps no array of the experts' outputs: there are fewer arrays `[rows, hidden]`."""
     from xen_moe_jax.flax import memory
 
     def kept(where):

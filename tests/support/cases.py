@@ -49,7 +49,7 @@ def one_token(rng, shape, experts):
 
 
 def idle_ranks(rng, shape, experts):
-    """Even ranks use none of their tokens; the others use a prefix, and only the upper half of the experts."""
+    """Even ranks use none of their tokens; odd ranks use a prefix of them, and only the upper half of the experts."""
     idx = uniform(rng, shape, experts)
     idx[idx < experts // 2] = -1
     idx[::2] = -1

@@ -200,7 +200,8 @@ class Conformance:
         assert_bits(redispatched, oracle.redispatch(second.x, e1), "reuse by redispatch", where=e1.specified)
 
     def test_start_and_done_equal_the_whole(self):
-        """The halves with other work between them, two flights in the air at once."""
+        """Start and done with other work in between, and two operations pending at once, give the synchronous
+        results."""
         problem = self.problem(Case("halves"), "uniform")
         names, config = problem.axis_name, self.config
         other = np.random.default_rng(5).standard_normal((self.num_ranks, 64, 64)).astype(np.float32)
@@ -345,7 +346,7 @@ class Conformance:
 # -- machinery -------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Problem:
-    """Operands of one case on all ranks, the program that runs it, and what the oracle expects."""
+    """Operands of one case on all ranks, the program that runs it, and the oracle's results."""
 
     case: Case
     config: xm.KernelConfig
@@ -450,7 +451,8 @@ def check_routed(routed: xm.Routed, expected: oracle.Dispatched, capacity: int |
 
 
 def in_pieces(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes):
-    """The same exchange with every segment cut into three, one of them empty: arrays of `[R, 3 * R]`."""
+    """Returns the operands of the same exchange with every segment cut into three, one of them empty: arrays of `[R, 3
+    * R]`."""
 
     def cut(offsets, sizes):
         bounds = np.stack([0 * sizes, sizes // 2, sizes // 2, sizes], axis=-1)

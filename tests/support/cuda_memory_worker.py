@@ -102,15 +102,15 @@ class Rank:
         return [{k: w[k] for k in ("channel", "staging_bytes", "generation")} for w in self.memory.workspaces()]
 
     def meet(self, name: str) -> None:
-        """Waits for the others to come by, whatever this test does to the library."""
+        """Waits until all processes have called this, independent of the library under test."""
         self.store.set(f"meet/{name}/{self.process}", b"1")
         for p in range(self.count):
             assert self.store.get(f"meet/{name}/{p}", 60.0) is not None, f"process {p} did not come to {name}"
 
 
 def load_programs(rank: Rank) -> dict:
-    """As processes that lowered nothing: each loads a small program and then a large one, and process 1 the other way
-    round. The job and the memory between processes start when the first of them is loaded."""
+    """Acts as processes that lowered nothing: each loads a small program and then a large one, and process 1 the other
+    way round. The job and the memory between processes start when the first of them is loaded."""
     memory, calls = rank.memory, []
     memory.clear()
 
@@ -138,8 +138,8 @@ def grow(rank: Rank) -> dict:
 
 
 def grow_each_on_its_own_gpu_zero(rank: Rank) -> dict:
-    """What processes that see one GPU each say of a mesh: their own is GPU 0, and of the others they know no better
-    than the number in the job."""
+    """Processes that see one GPU each describe a mesh: their own GPU is number 0, and every other GPU has its number in
+    the job."""
     per = rank.memory.devices_per_process
     keys = [p * per + (0 if p == rank.process else p) for p in range(rank.count)]
     workspace = rank.memory.workspace(keys, rank.count, 0)
@@ -147,7 +147,7 @@ def grow_each_on_its_own_gpu_zero(rank: Rank) -> dict:
 
 
 def different_needs(rank: Rank) -> dict:
-    """All get what the neediest asks for."""
+    """All processes get the largest size that one of them asks for."""
     workspace = rank.workspace()
     needs = tuple(n * (1 + rank.process) for n in SMALL)
     return {"errors": [rank.serve(workspace, needs)], "listed": rank.listed()}
@@ -183,7 +183,8 @@ def one_cannot_begin(rank: Rank) -> dict:
 
 
 def one_stays_away(rank: Rank) -> dict:
-    """Process 1 does something else while the others grow; later it comes, and then they all do."""
+    """Process 1 does something else while the other processes grow their memory; later it joins, and all of them
+    grow."""
     workspace = rank.workspace()
     first = ""
     if rank.process != 1:
@@ -195,7 +196,7 @@ def one_stays_away(rank: Rank) -> dict:
 
 
 def one_dies(rank: Rank) -> dict:
-    """Process 1 is killed by the test while the others wait for it."""
+    """The test kills process 1 while the other processes wait for it."""
     workspace = rank.workspace()
     first = rank.serve(workspace, SMALL)
     rank.meet("up")
@@ -212,7 +213,7 @@ def one_dies(rank: Rank) -> dict:
 
 
 def one_is_left_out(rank: Rank) -> dict:
-    """Process 1 is killed by the test; the others say that their programs know who takes part, and go on."""
+    """The test kills process 1; the programs of the other processes take `active`, and these processes go on."""
     workspace = rank.workspace()
     first = rank.serve(workspace, SMALL)
     rank.memory.leave_out_the_dead(workspace)
@@ -279,7 +280,7 @@ def two_threads(rank: Rank) -> dict:
 
 
 def buffers(rank: Rank) -> dict:
-    """Open, close, open: what one process still holds is not waited for longer than the limit."""
+    """Open, close, open: no process waits beyond the limit for memory that another one still holds."""
     workspace = rank.workspace()
     workspace.reserve(1 << 16, WAIT_S)
     first = rank.serve(workspace, SMALL)

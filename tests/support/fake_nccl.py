@@ -30,7 +30,7 @@ class Knobs:
         self._library.fake_nccl_get.restype = self._library.fake_nccl_owns.restype = ctypes.c_long
 
     def owns(self, address: int) -> bool:
-        """Whether this process has allocated the block, as opposed to mapped it."""
+        """True if this process has allocated the block, as opposed to mapped it."""
         return bool(self._library.fake_nccl_owns(ctypes.c_void_p(address)))
 
     def put(self, window: int, process: int, offset: int, word: int) -> None:

@@ -43,7 +43,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""What XLA wants to know of a GPU, as a `GpuTargetConfigProto`: NVIDIA's figures of an H100 SXM."""
+"""Properties of a GPU that XLA asks for, as a `GpuTargetConfigProto`: NVIDIA's figures of an H100 SXM."""
 
 
 def mesh(ranks: int, axis: str) -> jax.sharding.Mesh:

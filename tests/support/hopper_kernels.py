@@ -1,4 +1,4 @@
-"""The grouped matmul's kernels for Hopper GPUs as functions of shapes: what is lowered and compiled without a GPU."""
+"""The grouped matmul's kernels for Hopper GPUs as functions of shapes, to be lowered and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 GROUPS, HIDDEN, WIDTH, ROWS = 8, 1024, 512, 4096
 SMS = 132
-"""Of an H100: asked for on a GPU, which is not here."""
+"""SMs of an H100, which a program asks the GPU for, and there is none here."""
 
 
 def swiglu(tiles: Tiles, rows: Any, up: Any, group_sizes: Any, **_: Any) -> Any:
@@ -38,12 +38,12 @@ KERNELS: tuple[Callable[..., Any], ...] = swiglu, up_projection, gradient_of_row
 
 
 def operands(sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of every kernel, by the names of its parameters."""
+    """Operands of every kernel, by the names of its parameters."""
     shapes = {"rows": (ROWS, HIDDEN), "wide": (ROWS, WIDTH), "up": (GROUPS, HIDDEN, WIDTH)}
     given = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for name, s in shapes.items()}
     return given | {"group_sizes": jax.ShapeDtypeStruct((GROUPS,), jnp.int32, sharding=sharding)}
 
 
 def program(kernel: Callable[..., Any], tiles: Tiles) -> Any:
-    """Of the operands: a new one each time, which no cache of JAX's knows."""
+    """A program of the operands: a new function each time, which no cache of JAX's knows."""
     return jax.jit(lambda operands: kernel(tiles, **operands))

@@ -1,6 +1,6 @@
-"""Is what is installed whole? `python installed_package.py [--cuda]`, by the interpreter that has it, elsewhere.
+"""Checks that the installed package is whole: `python installed_package.py [--cuda]`, by its interpreter, elsewhere.
 
-It needs nothing but the package's own requirements. It checks that what is imported is the installed package, that the
+It needs the package's own requirements alone. It checks that the imported package is the installed one, that the
 TPU kernels and py.typed came along, that an operation runs, that the doctor finds no fault, and with --cuda, that the
 CUDA modules are there and load on a machine without a GPU and a driver.
 """

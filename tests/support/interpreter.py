@@ -29,8 +29,8 @@ def quick() -> Iterator[None]:
     """Within it, the interpreter gets the operands of its callbacks at once.
 
     It calls back into Python for every load, store, DMA and semaphore, tens of thousands of times in a program. JAX
-    puts each operand on a device first, from where the interpreter fetches it: four fifths of a callback's time. What
-    the interpreter does then, its clocks and its checks are as they were.
+    puts each operand on a device first, from where the interpreter fetches it: four fifths of a callback's time. The
+    interpreter's own work, its clocks and its checks do not change.
     """
     assert callback.api is api, "entered twice, or jax._src.callback no longer has its own name for jax._src.api"
     callback.api = _Api()

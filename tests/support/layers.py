@@ -1,4 +1,4 @@
-"""What the Flax tests share: a small config, a layer's weights as a dictionary, meshes."""
+"""Code that the Flax tests share: a small config, a layer's weights as a dictionary, meshes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Finds `_memory_test`, which `make memory-test` builds into build/memory, and runs what is served there."""
+"""Finds `_memory_test`, which `make memory-test` builds into build/memory, and runs its handlers."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ FOLDER = ROOT / "build" / "memory"
 RANKS = 2
 SMALL, LARGE = (1024, 8192, 512), (4096, 65536, 2048)
 HOME = 2 * (16384 + 16384)
-"""More than what a workspace of two ranks holds besides staging and scratch: mailboxes, controls, error records."""
+"""More bytes than a workspace of two ranks holds besides staging and scratch: mailboxes, controls, error records."""
 
 
 def find() -> pathlib.Path | None:

@@ -1,4 +1,4 @@
-"""One process of several: joins the others, runs fixed programs on the mesh of all their devices, saves its shards.
+"""One process of several: it joins the job, runs fixed programs on the mesh of all devices, and saves its shards.
 
 Started by `tests/backends/reference/test_multiprocess.py`, which runs the same programs in one process, compares bytes:
 `python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz NUMBERS`, devices set by
@@ -64,7 +64,7 @@ def capacity(layout: str) -> int | None:
 
 
 def exchange_sizes(sizes, axis_name):
-    """send_sizes, output_offsets, recv_sizes: source `s` writes at row `3 * s` of everyone."""
+    """send_sizes, output_offsets, recv_sizes: source `s` writes at row `3 * s` of every rank."""
     received = xm.all_to_all(sizes, axis_name, 0, 0, tiled=True)
     offsets = jnp.full(sizes.shape, 3 * jax.lax.axis_index(axis_name), jnp.int32)
     return sizes, offsets, received

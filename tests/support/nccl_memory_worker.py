@@ -19,7 +19,7 @@ from xen_moe_jax.backends.cuda import liveness, processes
 
 
 class FolderClient:
-    """What `jax.distributed`'s client does, in a folder."""
+    """Stands in for the client of `jax.distributed`, with a folder as the store."""
 
     def __init__(self, folder: str) -> None:
         self.store = cuda_memory_worker.FolderStore(folder)
@@ -107,7 +107,8 @@ def grow(rank: Rank) -> dict:
 
 
 def wait_for_the_dead(rank: Rank, workspace: Any, needs: tuple) -> tuple[str, float]:
-    """Process 1 stays inside NCCL until the test kills it: what growth says in the others, and after which time."""
+    """Process 1 stays inside NCCL until the test kills it. Returns the error of growth in the other processes, and its
+    time."""
     if rank.process == 1:
         rank.nccl.set("stall", 1)
     print("ready", flush=True)
@@ -116,7 +117,8 @@ def wait_for_the_dead(rank: Rank, workspace: Any, needs: tuple) -> tuple[str, fl
 
 
 def one_dies(rank: Rank) -> dict:
-    """Process 1 is killed by the test while the others wait for it inside NCCL, which does not notice in process 2."""
+    """The test kills process 1 while the other processes wait for it inside NCCL, which does not notice in process
+    2."""
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL)]
     rank.nccl.set("deaf", int(rank.process == 2))
@@ -144,7 +146,8 @@ def one_dies(rank: Rank) -> dict:
 
 
 def one_is_silent(rank: Rank) -> dict:
-    """Process 1 gets stuck inside NCCL; nobody dies. What there was goes on serving, and nothing is added to it."""
+    """Process 1 gets stuck inside NCCL, and no process dies. The old memory still serves, and nothing is added to
+    it."""
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL)]
     rank.meet("up")
@@ -178,7 +181,7 @@ def join_devices(rank: Rank, asked: int = 0, seconds: float = WAIT_S) -> str | t
 
 
 def devices(rank: Rank) -> dict:
-    """Device communicators beside windows; requests that differ; what is left after that."""
+    """Device communicators beside windows; requests that differ; the memory that is left after that."""
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL)]
     asked = HEAD.pack(HEAD.size + 8, MAGIC, 23203) + bytes(8)
@@ -201,7 +204,7 @@ def devices(rank: Rank) -> dict:
 
 
 def one_dies_connecting(rank: Rank) -> dict:
-    """Process 1 is killed by the test while the others wait for its device communicator; process 2 is not told."""
+    """The test kills process 1 while the other processes wait for its device communicator; process 2 gets no notice."""
     rank.nccl.set("deaf", int(rank.process == 2))
     rank.meet("up")
     if rank.process == 1:
@@ -230,7 +233,7 @@ def put_and_look(rank: Rank, workspace, name: str, per_node: int = 2) -> bool:
 
 
 def nodes(rank: Rank) -> dict:
-    """Two nodes of two: growth, growth that one cannot make, puts in each memory, resets."""
+    """Two nodes of two: growth, growth that one process cannot make, puts in each memory, resets."""
     rank.nccl.set("node_ranks", 2)
     workspace = rank.workspace(0, 2)
     rank.meet("start")
@@ -255,7 +258,7 @@ def nodes(rank: Rank) -> dict:
         reset.append([failed, rank.memory.failure(), table["base"], table["expected"]])
     errors.append(rank.serve(workspace, LARGE))
     seen.append(put_and_look(rank, workspace, "after resets"))
-    # Cut in another way by one process: the others wait for it in vain.
+    # One process divides the ranks in another way: the other processes wait for it in vain.
     other = rank.serve(rank.workspace(1, 1 if rank.process == 0 else 2), SMALL, 3.0)
     rank.meet("cut")
     late = ""
@@ -278,8 +281,8 @@ def nodes(rank: Rank) -> dict:
 
 
 def flights_between_nodes(rank: Rank) -> dict:
-    """Two nodes of two: memory, windows and a connection for operations in flight, beside those of the others; both
-    begin again when one fails."""
+    """Two nodes of two: memory, windows and a connection for asynchronous operations, beside those of synchronous ones;
+    both begin again when one fails."""
     rank.nccl.set("node_ranks", 2)
     both = {"in flight": rank.workspace(0, 2, flights=True), "others": rank.workspace(0, 2)}
     errors = [rank.serve(workspace, SMALL) for workspace in both.values()]
@@ -303,7 +306,7 @@ def flights_between_nodes(rank: Rank) -> dict:
 
 
 def node_dies(rank: Rank) -> dict:
-    """Process 1 is killed by the test while the others wait for it inside NCCL, for the connection of a group of two
+    """The test kills process 1 while the other processes wait for it inside NCCL, for the connection of a group of two
     nodes."""
     rank.nccl.set("node_ranks", 2)
     workspace = rank.workspace(0, 2)
@@ -313,8 +316,8 @@ def node_dies(rank: Rank) -> dict:
 
 
 def node_goes_on(rank: Rank) -> dict:
-    """Process 1 is killed by the test; the others say that their programs know who takes part, and begin again without
-    it, each with what its network still owes to the rest alone."""
+    """The test kills process 1. The programs of the other processes take `active`; these processes begin again without
+    it, and each network owes signals to the remaining ranks alone."""
     rank.nccl.set("node_ranks", 2)
     workspace = rank.workspace(0, 2)
     first = rank.serve(workspace, SMALL)
@@ -335,7 +338,7 @@ def node_goes_on(rank: Rank) -> dict:
 
 def many_nodes(rank: Rank) -> dict:
     """Three nodes of six, whose tables are those of many ranks: puts in two memories; process 1, which is the last rank
-    but one, is killed, and the others begin again without it."""
+    but one, is killed, and the other processes begin again without it."""
     rank.nccl.set("node_ranks", 6)
     workspace = rank.workspace(0, 6)
     errors = [rank.serve(workspace, SMALL)]

@@ -61,7 +61,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, dtype=F32) -> np.ndarray:
 
 
 def through_wire(x: np.ndarray, wire: str | None, scale_format: str, dtype) -> np.ndarray:
-    """What arrives, in `dtype`, when `x` travels: rounded to `dtype`, or quantized and dequantized."""
+    """Returns `x` as it arrives, in `dtype`: rounded to `dtype`, or quantized and dequantized."""
     if wire is None:
         return x.astype(dtype)
     return dequantize(*quantize(x, wire, scale_format), dtype)
@@ -228,7 +228,8 @@ def dispatch(
 
 
 def leave_out(idx: np.ndarray, active: np.ndarray, num_experts: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """What still moves of sanitised `idx [R, T, K]`, and how many rows each source keeps back."""
+    """Returns sanitised `idx [R, T, K]` without the slots that `active` leaves out, and the rows that each source keeps
+    back."""
     num_ranks = idx.shape[0]
     local = -(-num_experts // num_ranks)
     kept, withheld = idx.copy(), np.zeros(num_ranks, np.int32)
@@ -320,7 +321,7 @@ def _gather_rows(tokens: np.ndarray, positions: np.ndarray, capacity: int) -> np
 
 
 def redispatch(x: np.ndarray, routed: Dispatched) -> np.ndarray:
-    """The same routing, a new payload `x [R, T, H2]`."""
+    """Sends a new payload `x [R, T, H2]` along the same routing."""
     capacity = routed.specified[0].size
     return _gather_rows(x, routed.positions, capacity).reshape(*routed.specified.shape, x.shape[-1])
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels' contract in plain JAX: what is past the last group is not read, and comes out as NaN."""
+"""The Hopper kernels' contract in plain JAX: rows past the last group are not read, and their results are NaN."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_all(commands: list[list[str]], *, seconds: float, env: dict[str, str] | None = None) -> list[Finished]:
-    """Runs `commands` side by side; when one fails, the others get five more seconds, and none outlives `seconds`."""
+    """Runs `commands` side by side; when one fails, the remaining ones get five more seconds, and none outlives
+    `seconds`."""
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         began = time.monotonic()

@@ -4,7 +4,8 @@ import os
 
 FLAGS = "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 """Loops straight to LLVM's language, without MLIR between: a third of the compiling time of jax 0.11. The jaxlib of
-jax 0.12 no longer has the short way and passes over its name. One thread for each program saves what they share out.
+jax 0.12 no longer has the short way and passes over its name. One thread for each program saves the cost of sharing
+work out among threads.
 """
 
 

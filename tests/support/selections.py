@@ -1,4 +1,5 @@
-"""Which tests are C++ alone, and so have a target of their own: where they lie says it, and conftest.py marks them.
+"""Selects the tests that are C++ alone, which have a target of their own: their folder decides, and conftest.py marks
+them.
 
 Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`.
 """
@@ -12,6 +13,6 @@ MARKS = {"kernels": KERNELS, "memory": MEMORY}
 
 
 def marks(nodeid: str) -> list[str]:
-    """Of `MARKS`, those of a test; its path may begin with tests/ or be written from there."""
+    """The entries of `MARKS` for a test; its path may begin with tests/ or be relative to tests/."""
     path = nodeid.split("::")[0].removeprefix("tests/")
     return [mark for mark, places in MARKS.items() if path.startswith(places)]

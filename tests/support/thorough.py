@@ -1,10 +1,10 @@
-"""Which tests `make test` leaves to `make test-thorough`, which CI runs as well: the ones that take longest and have a
-quicker member of the same family beside them, or are a whole program or suite in themselves.
+"""Tests that `make test` leaves to `make test-thorough`, which CI runs as well. They take longest and have a quicker
+member of the same family beside them, or are a whole program or suite in themselves.
 
 An entry is `file::function`, or `file::function[id]` for one of its cases. conftest.py gives them the marker
 `thorough`, and stops where an entry names a test that is not there. Seconds were measured on one core of a Xeon. CI
-runs what is here, too: the rest of a matrix whose every kind runs in CI is `slow` instead, by the table below or where
-the test stands.
+runs the tests of this table too: the rest of a matrix whose every kind runs in CI is `slow` instead, by the table below
+or where the test stands.
 """
 
 THOROUGH = (
@@ -83,7 +83,7 @@ THOROUGH = (
     "core/test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-1-all]",
     # derivatives of the other layouts
     "backends/reference/test_modes.py::test_global_modes_do_not_change_the_result[disable_jit]",
-    # further cases of the conformance table on the reference backend, and of ranks that are out: 2 to 4 s each
+    # further cases of the conformance table on the reference backend, and of inactive ranks: 2 to 4 s each
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[ranked-f32/uniform]",
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[grouped-capacity-exact/zipf]",
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[grouped-capacity-one/uniform]",
@@ -190,7 +190,7 @@ THOROUGH = (
     "core/test_gradients.py::test_dropped_rows_have_no_gradient[ranked]",
     "core/test_gradients.py::test_closed_form_identity_experts[ranked]",
     "benchmarks/test_benchmark.py::test_round_trip_of_other_layouts[ranked]",
-    # the second and third of what has a first: 2 to 37 s each on a slow core
+    # second and third members of families: 2 to 37 s each on a slow core
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[grouped-many-experts/zipf]",
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[ranked-scaled-fp8-ue8m0/uniform]",
     "backends/reference/test_conformance.py::TestReference::test_dispatch_and_combine[grouped-two-axes-uneven-one-below/uniform]",
@@ -312,7 +312,7 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "backends/reference/test_conformance.py::TestReferenceOneRank::test_non_finite_values_travel_unharmed[None]",
     "backends/reference/test_conformance.py::TestReferenceOneRank::test_gradients_are_the_transposed_operation[ranked]",
     "backends/reference/test_conformance.py::TestReferenceOneRank::test_gradients_are_the_transposed_operation[padded]",
-    # reference backend: ranks that are out, modes, derivatives, halves
+    # reference backend: inactive ranks, modes, derivatives, start and done
     "backends/reference/test_active.py::test_every_subset_of_four_ranks[grouped-short]",
     "backends/reference/test_active.py::test_every_subset_of_four_ranks[ranked-short]",
     "backends/reference/test_active.py::test_gradients_are_those_of_a_routing_without_these_ranks[ranked-whole]",
@@ -390,7 +390,7 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
 
 
 def is_in(table: tuple[str, ...], node_id: str) -> bool:
-    """Whether a test, by pytest's name for it, is in the table."""
+    """True if a test, by pytest's name for it, is in the table."""
     name = node_id.removeprefix("tests/")
     return name in table or name.split("[", 1)[0] in table
 

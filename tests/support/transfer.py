@@ -1,4 +1,4 @@
-"""Whether `xen_moe_jax.transfer` can run here: it needs UCX, and its compiled part."""
+"""Checks if `xen_moe_jax.transfer` can run on this machine: it needs UCX, and its compiled part."""
 
 import importlib.util
 import pathlib
