@@ -43,7 +43,7 @@ def top_k(
     """
     logits = _check(logits, "top_k", "logits")
     k = _check_int(k, "k", "top_k", logits.shape[1], "E")
-    choice = _biased(router_scores(logits, _check_score(score, "top_k")), logits, bias, "top_k")
+    choice = _choice(logits, _check_score(score, "top_k"), bias, "top_k", whole=True)
     topk_idx = _best(choice, k)
     return topk_idx, chosen_weights(logits, topk_idx, score=score, normalize=normalize, scale=scale)
 
@@ -58,11 +58,12 @@ def group_limited_top_k(
     normalize: bool = True,
     scale: float = 1.0,
     score: str | None = None,
+    group_best: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
     """The `k` best experts among the `topk_groups` best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A group's score is the sum of its two best (biased) expert scores. With one group per node this bounds the nodes
-    that a token reaches.
+    A group's score is the sum of its `group_best` best (biased) expert scores. With one group per node this bounds the
+    nodes that a token reaches.
 
     Args:
       scores: float `[T, E]`, non-negative (for instance `jax.nn.sigmoid(logits)`), or logits with `score`; `E` divides
@@ -70,11 +71,13 @@ def group_limited_top_k(
       k: experts per token; at most `topk_groups * E / num_groups`.
       num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
       bias: float `[E]`, added for the choice only (auxiliary-loss-free balancing). An expert whose bias is -inf (a
-        pruned expert) is never chosen; a group with one expert left has that expert's score.
+        pruned expert) is never chosen; a group with fewer than `group_best` experts left has the sum of theirs.
       normalize: divide the chosen scores by their sum. scale: multiplies the weights.
       score: None where `scores` are scores; "softmax" or "sigmoid" where they are logits. With logits, weights and
         gradients are right where scores leave the range of their dtype: float16 scores below 1.5e-5 have a gradient
         beyond float16.
+      group_best: experts that a group's score is made of: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, section
+        2.2.2). Groups with fewer experts are scored by all of them.
 
     Returns:
       `topk_idx int32 [T, k]`, best first; `topk_weights float32 [T, k]`. Where fewer than `k` experts of the chosen
@@ -88,19 +91,22 @@ def group_limited_top_k(
     if num_experts % num_groups:
         raise ValueError(f"{caller}: num_groups={num_groups}: must divide the {num_experts} experts")
     topk_groups = _check_int(topk_groups, "topk_groups", caller, num_groups, "num_groups")
+    group_best = _check_int(group_best, "group_best", caller, num_experts, "E")
     per_group = num_experts // num_groups
     if k > topk_groups * per_group:
         raise ValueError(
             f"{caller}: k={k}: {topk_groups} groups of {per_group} experts have only {topk_groups * per_group}"
         )
-    choice = given if score is None else router_scores(given, _check_score(score, caller))
-    choice = _biased(choice, given, bias, caller)
+    if score is None:
+        choice = _biased(given, given, bias, caller)
+    else:
+        choice = _choice(given, _check_score(score, caller), bias, caller, whole=topk_groups == num_groups)
     if topk_groups < num_groups:
         grouped = choice.reshape(-1, num_groups, per_group)
-        best_two, _ = jax.lax.top_k(grouped, min(2, per_group))
-        # The second of a group with one expert left counts as a score of 0; a group with none left is never chosen.
-        best_two = jnp.where((best_two == -jnp.inf) & (best_two[..., :1] > -jnp.inf), 0.0, best_two)
-        _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), topk_groups)
+        best, _ = jax.lax.top_k(grouped, min(group_best, per_group))
+        # Experts that a group lacks count as a score of 0; a group with none left is never chosen.
+        best = jnp.where((best == -jnp.inf) & (best[..., :1] > -jnp.inf), 0.0, best)
+        _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), topk_groups)
         allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None], axis=1)
         choice = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
     topk_idx = _best(choice, k)
@@ -116,6 +122,7 @@ def chosen_weights(
     score: str = "softmax",
     normalize: bool | None = None,
     scale: float = 1.0,
+    min_sum: float = 0.0,
 ) -> jax.Array:
     """Router weights of experts that are chosen already: by `top_k`, by a hash, or by a rollout that is replayed.
 
@@ -127,6 +134,8 @@ def chosen_weights(
       logits: float `[T, E]`.
       topk_idx: integer `[T, K]` of any dtype that can name every expert; an entry outside `[0, E)` is an unused slot.
       score, normalize, scale: as in `top_k`.
+      min_sum: normalized softmax weights are divided by `max(sum, min_sum)` (ERNIE 4.5: 1e-12, which matters where a
+        bias chooses experts whose scores are next to nothing).
 
     Returns:
       float32 `[T, K]`; 0 for unused slots.
@@ -142,7 +151,38 @@ def chosen_weights(
     chosen, used = _take(logits, topk_idx)
     if score == "sigmoid":
         return _shares(jax.nn.log_sigmoid(chosen), used, math.log(FLOOR)) * scale
-    return _shares(chosen, used, None) * scale
+    shares = _shares(chosen, used, None)
+    return (_not_above(shares, logits, topk_idx, min_sum) if min_sum else shares) * scale
+
+
+def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.01) -> jax.Array:
+    """Router weights of SparseMixer-v2 at inference (GRIN MoE, arXiv:2409.12136; Phi-3.5-MoE).
+
+    The weight of a slot is the expert's softmax among the experts that the slots before it left over and whose logit is
+    near the best one left: `(best - l) / max(|l|, best) <= 2 * eps`. A weight may be 1 for every slot, and 0 for an
+    expert that is not near. Gradients are those of this formula, not of the estimator that trained the model.
+
+    Args:
+      logits: float `[T, E]`.
+      topk_idx: integer `[T, K]`, in the order of choice, best first; an entry outside `[0, E)` is an unused slot.
+      eps: half of the relative distance that counts as near ("router_jitter_noise" in Phi-3.5-MoE's config).
+
+    Returns:
+      float32 `[T, K]`; 0 for unused slots.
+    """
+    caller = "sparsemixer_weights"
+    logits = _check(logits, caller, "logits")
+    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
+    _validate.names_every_expert(topk_idx, logits.shape[1], caller)
+    topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
+    left, weights = logits, []
+    for slot in range(topk_idx.shape[1]):
+        chosen = topk_idx[:, slot : slot + 1]
+        best = jnp.max(left, axis=-1, keepdims=True)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * eps
+        weights.append(_take(softmax(jnp.where(far, -jnp.inf, left)), chosen)[0])
+        left = jnp.where(chosen == jnp.arange(logits.shape[1]), -jnp.inf, left)
+    return jnp.concatenate(weights, axis=-1)
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:
@@ -184,6 +224,15 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
     return scores, scores * (moved - jnp.sum(scores * moved, axis=-1, keepdims=True))
 
 
+def _choice(logits: jax.Array, score: str, bias: jax.Array | None, caller: str, whole: bool) -> jax.Array:
+    """Returns what experts are ordered by: scores plus `bias`. Where neither a bias nor groups (`whole`: no groups)
+    make more of scores than their order, it is the logits, whose order is the same where scores are rounded to 0 or 1.
+    """
+    if bias is None and whole:
+        return jax.lax.stop_gradient(logits)
+    return _biased(router_scores(logits, score), logits, bias, caller)
+
+
 def _biased(scores: jax.Array, given: jax.Array, bias: jax.Array | None, caller: str) -> jax.Array:
     """Scores for the choice, -inf for experts that cannot be chosen; `given` are the caller's scores, -inf for these
     experts."""
@@ -221,6 +270,15 @@ def _shares(log_scores: jax.Array, used: jax.Array, log_floor: float | None) -> 
     if log_floor is not None:
         return _over_sum(parts, jnp.exp(log_floor - top))
     return _over_sum(parts, jnp.where(jnp.any(used, axis=-1, keepdims=True), 0.0, 1.0))
+
+
+def _not_above(shares: jax.Array, logits: jax.Array, topk_idx: jax.Array, min_sum: float) -> jax.Array:
+    """`shares`, or `softmax(logits) / min_sum` of the chosen where their softmax adds up to less than `min_sum`."""
+    some = jnp.any(logits != -jnp.inf, axis=-1, keepdims=True)
+    logs, used = _take(jax.nn.log_softmax(jnp.where(some, logits, 0.0), axis=-1), topk_idx)
+    total = jax.nn.logsumexp(jnp.where(used, jax.lax.stop_gradient(logs), -jnp.inf), axis=-1, keepdims=True)
+    small = jnp.where(used, jnp.exp(jnp.minimum(logs - math.log(min_sum), 0.0)), 0.0)
+    return jnp.where(total > math.log(min_sum), shares, small)
 
 
 @jax.custom_jvp

@@ -47,12 +47,30 @@ def assert_equals_dense(config, moe, x, target, got):
     assert_same_gradients(got[2], expected | {"x": x_gradient})
 
 
+LLAMA4 = dataclasses.replace(
+    PLAIN, apply_weights_to="input", score="sigmoid", normalize_weights=False, num_shared_experts=1
+)
+QWEN2 = dataclasses.replace(
+    PLAIN, normalize_weights=False, shared_intermediate_size=36, shared_expert_gate=True, layout="padded"
+)
+PHIMOE = dataclasses.replace(
+    CONFIG, score="sparsemixer", sparsemixer_eps=0.3, normalize_weights=False, aux_loss_weight=0.0
+)
+DEEPSEEK_V2 = dataclasses.replace(
+    PLAIN, num_groups=4, topk_groups=2, group_best=1, normalize_weights=False, weight_scale=16.0
+)
 VARIANTS = {
     "geglu": dataclasses.replace(SHARED, activation="geglu"),
     "gelu with biases": dataclasses.replace(PLAIN, activation="gelu", expert_bias=True),
     "relu2": dataclasses.replace(SHARED, activation="relu2"),
     "gpt-oss, padded": dataclasses.replace(GPT_OSS, layout="padded"),
     "gpt-oss, uneven and aligned": dataclasses.replace(GPT_OSS, num_experts=7, alignment=8),
+    "Llama 4": LLAMA4,
+    "Llama 4, padded, biases": dataclasses.replace(LLAMA4, layout="padded", expert_bias=True),
+    "Qwen2": QWEN2,
+    "PhiMoE": PHIMOE,
+    "DeepSeek-V2": DEEPSEEK_V2,
+    "ERNIE": dataclasses.replace(PLAIN, min_score_sum=0.4),  # of softmax scores: it matters for some tokens
 }
 
 
@@ -76,9 +94,14 @@ def test_parameters_follow_the_activation():
     "config, kind",
     [
         (dataclasses.replace(GPT_OSS, num_shared_experts=1, tensor_axis="tp"), "Auto"),
-        (dataclasses.replace(GPT_OSS, num_shared_experts=1, tensor_axis="tp", layout="padded"), "Explicit"),
+        (
+            dataclasses.replace(
+                GPT_OSS, num_shared_experts=1, shared_expert_gate=True, tensor_axis="tp", layout="padded"
+            ),
+            "Explicit",
+        ),
     ],
-    ids=["grouped", "padded, explicit"],
+    ids=["grouped", "padded, explicit, gate"],
 )
 def test_expert_width_over_a_tensor_axis(config, kind):
     """Three mesh axes: data, experts, features inside an expert."""
@@ -142,8 +165,10 @@ def test_features_that_the_tensor_axis_does_not_divide():
     [
         dataclasses.replace(GPT_OSS, token_axes=("dp",)),
         dataclasses.replace(GPT_OSS, token_axes=("dp",), layout="padded", num_experts=7, num_shared_experts=1),
+        dataclasses.replace(GPT_OSS, token_axes=("dp",), apply_weights_to="input"),
+        dataclasses.replace(GPT_OSS, token_axes=("dp",), apply_weights_to="input", layout="padded"),
     ],
-    ids=["grouped", "padded, uneven, shared"],
+    ids=["grouped", "padded, uneven, shared", "grouped, weighted input", "padded, weighted input"],
 )
 def test_tokens_replicated_over_the_expert_axis(config):
     mesh = make_mesh((2, 4), ("dp", "ep"))

@@ -29,28 +29,50 @@ def expert(config, x, w):
 def router_weights(config, weights, x):
     """Float32 `[N, E]`: each token's weight for each expert, zero for those not chosen; and the scores."""
     logits = jnp.matmul(x.astype(jnp.float32), weights["router"], precision="highest") + weights.get("logits_bias", 0)
+    if config.score == "sparsemixer":
+        return sparsemixer(config, logits)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else 1 / (1 + jnp.exp(-logits))
     choice = scores + weights.get("router_bias", 0.0)
     if config.num_groups > 1:
         groups = choice.reshape(len(x), config.num_groups, -1)
-        strength = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
+        strength = jnp.sort(groups, axis=-1)[..., -config.group_best :].sum(-1)
         kept = strength >= jnp.sort(strength, axis=-1)[:, -config.topk_groups][:, None]
         choice = jnp.where(kept[..., None], groups, -jnp.inf).reshape(choice.shape)
     chosen = choice >= jnp.sort(choice, axis=-1)[:, -config.top_k][:, None]
     picked = jnp.where(chosen, scores, 0.0)
     if config.normalize_weights:
-        picked = picked / picked.sum(-1, keepdims=True)
+        picked = picked / jnp.maximum(picked.sum(-1, keepdims=True), config.min_score_sum)
     return config.weight_scale * picked, scores, chosen
+
+
+def sparsemixer(config, logits):
+    """As `router_weights`; every expert but the chosen ones before it competes, unless it is too far from the best."""
+    experts = jnp.arange(logits.shape[1])
+    left, share = logits, jnp.zeros_like(logits)
+    for _ in range(config.top_k):
+        best = left.max(-1, keepdims=True)
+        near = jnp.where(
+            (best - logits) / jnp.maximum(jnp.abs(logits), best) <= 2 * config.sparsemixer_eps, left, -1e30
+        )
+        chosen = experts == jnp.argmax(left, axis=-1)[:, None]
+        share = jnp.where(chosen, jax.nn.softmax(near), share)
+        left = jnp.where(chosen, -1e30, left)
+    return config.weight_scale * share, jax.nn.softmax(logits), left == -1e30
 
 
 def dense_experts(config, weights, x, share):
     """`x [N, H]`, `share [N, E]` -> `[N, H]`."""
     routed = {name: w for name, w in weights.items() if name.removesuffix("_bias") in ("gate", "up", "down")}
-    every = jax.vmap(lambda w: expert(config, x, w))(routed)  # [E, N, H]
-    y = jnp.einsum("ne,enh->nh", share, every, precision="highest")
-    if config.num_shared_experts:
+    if config.apply_weights_to == "input":
+        every = jax.vmap(lambda w, s: expert(config, s[:, None] * x, w))(routed, share.T)  # [E, N, H]
+        share = share != 0
+    else:
+        every = jax.vmap(lambda w: expert(config, x, w))(routed)
+    y = jnp.einsum("ne,enh->nh", share.astype(every.dtype), every, precision="highest")
+    if "shared_down" in weights:
         shared = {name.removeprefix("shared_"): w for name, w in weights.items() if name.startswith("shared_")}
-        y = y + expert(config, x, shared)
+        gate = 1 / (1 + jnp.exp(-x @ shared["router"])) if config.shared_expert_gate else 1
+        y = y + gate * expert(config, x, shared)
     return y
 
 

@@ -57,7 +57,7 @@ def through_experts(
 
     Args:
       experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
-        `apply_weights_to="activation"`.
+        `apply_weights_to` is "activation" or "input".
       weights: its third argument; derivatives go to it.
       tokens: of this rank, all of them.
       active: as in `xm.dispatch`.
@@ -146,7 +146,7 @@ def _whole(
 
 def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
     """The combine whose gradient costs least behind these experts."""
-    own = config.experts is None and config.layout == "grouped" and config.apply_weights_to == "activation"
+    own = config.experts is None and config.layout == "grouped" and config.apply_weights_to != "rows"
     return _unweighted if own and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["up"]) else _add_up
 
 
@@ -224,7 +224,7 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
 def _for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
     """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
     sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
-    return routed.x, sizes, *([routed.weights] if config.apply_weights_to == "activation" else [])
+    return routed.x, sizes, *([] if config.apply_weights_to == "rows" else [routed.weights])
 
 
 def _back(config: MoEConfig) -> dict[str, Any]:

@@ -10,28 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax import routing
 from xen_moe_jax._types import experts_of_rows
 from xen_moe_jax.flax import grouped_matmul, hopper
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._logits import router_logits
 
 Weights = dict[str, Any]
 Experts = Callable[..., jax.Array]
 """`(rows, group_sizes, weights) -> rows`: see `MoEConfig.experts`. The layer's own take `row_weights` too, float32, one
-for each row: factors of the activation, in front of the last matmul (`MoEConfig.apply_weights_to`)."""
+for each row, where `MoEConfig.apply_weights_to` is "activation" (factors in front of the last matmul) or "input"."""
 
 
 def built_in(config: MoEConfig) -> Experts:
     """Returns the layer's own experts, or `MoEConfig.experts` with a check of the rows that it returns."""
-    if config.experts is not None:
-        return functools.partial(_experts_of_the_caller, config.experts)
+    own = functools.partial(grouped_experts if config.layout == "grouped" else padded_experts, config)
+    experts = own if config.experts is None else functools.partial(_experts_of_the_caller, config.experts)
+    if config.apply_weights_to != "input":
+        return experts
 
-    def experts(
-        rows: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+    def on_weighted_rows(
+        rows: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array
     ) -> jax.Array:
-        apply = grouped_experts if config.layout == "grouped" else padded_experts
-        return apply(config, rows, group_sizes, weights, row_weights)
+        return experts(_weighted(rows, row_weights), group_sizes, weights)
 
-    return experts
+    return on_weighted_rows
 
 
 def _experts_of_the_caller(
@@ -156,10 +159,19 @@ def padded_experts(
     return project(_weighted(_activated(config, x, project), row_weights), "down", row_weights)
 
 
-def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights) -> jax.Array:
-    """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias."""
+def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
+    """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias.
+
+    Args:
+      share: float32 `[T]`, a factor of each token's output: `shared_share`. None is 1.
+    """
 
     def project(rows: jax.Array, name: str) -> jax.Array:
         return rows @ weights[f"shared_{name}"]
 
-    return project(_activated(config, x, project), "down")
+    return _weighted(project(_activated(config, x, project), "down"), share)
+
+
+def shared_share(x: jax.Array, shared_router: jax.Array) -> jax.Array:
+    """Returns the sigmoid of one logit for each token, float32 `[T]`; `shared_router` is float32 `[H, 1]`."""
+    return routing.router_scores(router_logits(x, shared_router), "sigmoid")[:, 0]

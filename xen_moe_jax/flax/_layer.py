@@ -12,7 +12,7 @@ from xen_moe_jax._mesh import vary_over
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._experts import built_in, shared_expert
+from xen_moe_jax.flax._experts import built_in, shared_expert, shared_share
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
 from xen_moe_jax.flax._replicated import through_own_experts
 from xen_moe_jax.flax._router import route
@@ -70,8 +70,10 @@ def moe_on_rank(
         if name not in ROUTER_PARAMETERS
     }
     tokens = Chunk(x.astype(dtype), routing.topk_idx, routing.topk_weights)
+    share = shared_share(x, weights["shared_router"]) if config.shared_expert_gate else None
     if config.tensor_axis:
         parts, tokens = _one_part_each(config, parts, tokens)
+        share = None if share is None else vary_over([share], (config.tensor_axis,))[0]
     shared = {name: parts.pop(name) for name in list(parts) if name.startswith("shared_")}
 
     if config.replicated_tokens:
@@ -81,8 +83,8 @@ def moe_on_rank(
     else:
         out, dropped = through_experts(config, built_in(config), parts, tokens, active)
     out = out.astype(dtype)  # experts=... may have returned another one
-    if config.num_shared_experts:
-        out = out + shared_expert(config, tokens.x, shared)
+    if config.shared_features:
+        out = out + shared_expert(config, tokens.x, shared, share)
     if config.tensor_axis:
         out = jax.lax.psum(out.astype(jnp.float32), config.tensor_axis).astype(dtype)
     metrics = measure(config, routing, mask, _same_over_tensor(config, dropped), sequences, metric_axes)

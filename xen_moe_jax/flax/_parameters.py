@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from xen_moe_jax.flax._config import MoEConfig
 
-ROUTER_PARAMETERS = ("router", "logits_bias")
+ROUTER_PARAMETERS = ("router", "logits_bias", "shared_router")
 """Parameters that stay in float32 and on every rank."""
 ROUTER_BIAS = "router_bias"
 """float32 `[E]`, moved by `updated_bias` instead of by a gradient; exists with balancing="bias"."""
@@ -52,10 +52,13 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
         ranks = math.prod(mesh.shape[axis] for axis in config.expert_axes)
         expert = expert if config.num_experts % ranks == 0 else None
     names = {"expert": expert, "hidden": hidden, "intermediate": inner, None: None}
-    sizes = {"expert": config.num_experts, "hidden": config.hidden_size, "intermediate": config.intermediate_size}
+    sizes = {"expert": config.num_experts, "hidden": config.hidden_size}
+    wide = config.shared_features
 
-    def parameter(initializer: Callable[..., jax.Array], *dims: str, copies: int = 1) -> Parameter:
-        shape = tuple(sizes[dim] * (copies if dim == "intermediate" else 1) for dim in dims)
+    def parameter(
+        initializer: Callable[..., jax.Array], *dims: str, inner: int = config.intermediate_size
+    ) -> Parameter:
+        shape = tuple((sizes | {"intermediate": inner})[dim] for dim in dims)
         return Parameter(shape, config.param_dtype, initializer, tuple(names[dim] for dim in dims), dims)
 
     def router(initializer: Callable[..., jax.Array], *shape: int) -> Parameter:
@@ -67,19 +70,19 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
         table["router"] = router(_matrix_init, config.hidden_size, config.num_experts)
     if config.logits_bias:
         table["logits_bias"] = router(_zeros, config.num_experts)
+    if config.shared_expert_gate:
+        table["shared_router"] = router(_matrix_init, config.hidden_size, 1)
     for name in ("gate", "up") if config.gated else ("up",):
         table[name] = parameter(_experts_init, "expert", "hidden", "intermediate")
         if config.expert_bias:
             table[f"{name}_bias"] = parameter(_zeros, "expert", "intermediate")
-        if config.num_shared_experts:
-            table[f"shared_{name}"] = parameter(
-                _matrix_init, "hidden", "intermediate", copies=config.num_shared_experts
-            )
+        if wide:
+            table[f"shared_{name}"] = parameter(_matrix_init, "hidden", "intermediate", inner=wide)
     table["down"] = parameter(_experts_init, "expert", "intermediate", "hidden")
     if config.expert_bias:
         table["down_bias"] = parameter(_zeros, "expert", "hidden")
-    if config.num_shared_experts:
-        table["shared_down"] = parameter(_matrix_init, "intermediate", "hidden", copies=config.num_shared_experts)
+    if wide:
+        table["shared_down"] = parameter(_matrix_init, "intermediate", "hidden", inner=wide)
     return table
 
 

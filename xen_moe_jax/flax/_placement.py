@@ -66,11 +66,12 @@ def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
                 f"MoEConfig.{field}={getattr(config, field)!r}: the mesh has axes {tuple(mesh.axis_names)}, without "
                 f"{missing}; add the axis to the mesh (size 1 will do) or name another"
             )
-    if config.tensor_axis and config.intermediate_size % mesh.shape[config.tensor_axis]:
-        raise ValueError(
-            f"MoEConfig.intermediate_size={config.intermediate_size}: the {mesh.shape[config.tensor_axis]} ranks of "
-            f"tensor_axis={config.tensor_axis!r} must divide it"
-        )
+    for field in ("intermediate_size", "shared_intermediate_size"):
+        if config.tensor_axis and (getattr(config, field) or 0) % mesh.shape[config.tensor_axis]:
+            raise ValueError(
+                f"MoEConfig.{field}={getattr(config, field)}: the {mesh.shape[config.tensor_axis]} ranks of "
+                f"tensor_axis={config.tensor_axis!r} must divide it"
+            )
     return mesh
 
 

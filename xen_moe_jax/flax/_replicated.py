@@ -22,7 +22,8 @@ def through_own_experts(config: MoEConfig, experts: Callable[..., jax.Array], we
     """This rank's part of the output, float32 `[T, H]`; the sum over the ranks of `axis_name` is the whole.
 
     Args:
-      experts: `(rows, group_sizes, weights) -> rows`.
+      experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
+        `apply_weights_to="input"`.
       weights: its third argument.
       tokens: the same on every rank of the expert axes.
     """
@@ -49,17 +50,30 @@ def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any,
     # Rows past the last group are no token's. Their results and gradients are unspecified: no token may get them, and
     # not even a weight of zero may meet them.
     token_of_row = jnp.full(rows, num_tokens, jnp.int32).at[position].set(token, mode="drop")
-    y = experts(own.x.at[token_of_row].get(mode="fill", fill_value=0), counts, weights)
+    x = own.x.at[token_of_row].get(mode="fill", fill_value=0)
+    if config.apply_weights_to == "input":
+        of_row = jnp.zeros(rows, jnp.float32).at[position].set(own.topk_weights, mode="drop")
+        y = experts(x, counts, weights, of_row)
+        return jnp.sum(y.at[position].get(mode="fill", fill_value=0).astype(jnp.float32), axis=1)
+    y = experts(x, counts, weights)
     slots = y.at[position].get(mode="fill", fill_value=0).astype(jnp.float32)
     return jnp.sum(slots * own.topk_weights[..., None], axis=1)
 
 
 def _padded(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, own: Chunk, num_local: int) -> Any:
     """Every local expert computes every token, and the weights choose: with few tokens the time is the weights'."""
-    num_tokens = own.topk_idx.shape[0]
-    every = jnp.broadcast_to(own.x[None], (num_local, *own.x.shape))
-    sizes = vary_over([jnp.full((num_local,), num_tokens, jnp.int32)], config.expert_axes)[0]
-    y = experts(every, sizes, weights)
+    num_tokens, top_k = own.topk_idx.shape
     chosen = jax.nn.one_hot(own.topk_idx, num_local, dtype=jnp.float32)  # -1: a row of zeros
+    each = (
+        top_k if config.apply_weights_to == "input" else 1
+    )  # a token's slots have other inputs, and rows of their own
+    x = jnp.repeat(own.x, each, axis=0)
+    every = jnp.broadcast_to(x[None], (num_local, *x.shape))
+    sizes = vary_over([jnp.full((num_local,), num_tokens * each, jnp.int32)], config.expert_axes)[0]
+    if config.apply_weights_to == "input":
+        y = experts(every, sizes, weights, jnp.broadcast_to(own.topk_weights.reshape(-1), every.shape[:2]))
+        slots = y.reshape(num_local, num_tokens, top_k, -1).astype(jnp.float32)
+        return jnp.einsum("ltkm,tkl->tm", slots, chosen, precision=jax.lax.Precision.HIGHEST)
+    y = experts(every, sizes, weights)
     share = jnp.einsum("tkl,tk->lt", chosen, own.topk_weights)
     return jnp.einsum("ltm,lt->tm", y.astype(jnp.float32), share, precision=jax.lax.Precision.HIGHEST)

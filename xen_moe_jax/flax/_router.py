@@ -58,7 +58,7 @@ def route(
         logits = router_logits(x, weights["router"])
         if config.logits_bias:
             logits = logits + weights["logits_bias"][None, :]
-        scores = routing.router_scores(logits, config.score)
+        scores = routing.router_scores(logits, softmax_or_sigmoid(config))
     if topk_idx is not None:
         topk_idx = _as_given(config, topk_idx)
     elif config.choice == "hash":
@@ -72,7 +72,8 @@ def route(
             num_groups=config.num_groups,
             topk_groups=config.topk_groups,
             bias=weights.get(ROUTER_BIAS),
-            score=config.score,
+            score=softmax_or_sigmoid(config),
+            group_best=config.group_best,
         )
     topk_idx = checkpoint_name(topk_idx, TOPK_IDX)
     topk_weights = _weights(config, logits, topk_idx)
@@ -90,14 +91,27 @@ def _as_given(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
 
 def _weights(config: MoEConfig, logits: jax.Array | None, topk_idx: jax.Array) -> jax.Array:
     """Returns the float32 `[T, K]` router weights of the experts `topk_idx`; zero for unused slots (-1)."""
+    if config.score == "sparsemixer":
+        assert logits is not None
+        return routing.sparsemixer_weights(logits, topk_idx, config.sparsemixer_eps) * config.weight_scale
     if logits is not None:
         return routing.chosen_weights(
-            logits, topk_idx, score=config.score, normalize=config.normalize_weights, scale=config.weight_scale
+            logits,
+            topk_idx,
+            score=config.score,
+            normalize=config.normalize_weights,
+            scale=config.weight_scale,
+            min_sum=config.min_score_sum,
         )
     weights = (topk_idx >= 0).astype(jnp.float32)
     if config.normalize_weights:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
     return weights * config.weight_scale
+
+
+def softmax_or_sigmoid(config: MoEConfig) -> str:
+    """Returns the score by which experts are chosen and balanced; "sparsemixer" weighs those of a softmax."""
+    return "softmax" if config.score == "sparsemixer" else config.score
 
 
 def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:

@@ -50,6 +50,11 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
         return (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name)
 
     @property
+    def shared_features(self) -> int:
+        """Features inside the shared expert; 0 without one."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.intermediate_size
+
+    @property
     def layer_axes(self) -> tuple[str, ...]:
         """Mesh axes that the layer cannot do without: the experts' and the tensor axis."""
         return self.expert_axes + ((self.tensor_axis,) if self.tensor_axis else ())

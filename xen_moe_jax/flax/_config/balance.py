@@ -37,5 +37,8 @@ def check_balance(config: Any) -> None:
         require(config.balancing == "none", "balancing", config.balancing, "choice='hash' has no balance; use 'none'")
         weight = config.sequence_loss_weight
         require(weight == 0, "sequence_loss_weight", weight, "choice='hash' cannot be steered; leave it 0")
+    if config.score == "sparsemixer":
+        remedy = "sparsemixer chooses by the logits alone; use 'aux_loss' or 'none'"
+        require(config.balancing != "bias", "balancing", config.balancing, remedy)
     if config.score == "uniform":
         require(config.z_loss_weight == 0, "z_loss_weight", config.z_loss_weight, "score='uniform' has no logits")

@@ -31,6 +31,9 @@ class ExpertFields:
       intermediate_size: features `F` inside one expert.
       num_experts: global number of experts `E`.
       num_shared_experts: experts that every token uses, computed locally as one of `num_shared_experts * F`.
+      shared_intermediate_size: features inside the shared expert, in place of `num_shared_experts`.
+      shared_expert_gate: the shared expert's output is multiplied by the sigmoid of one more logit of the token, whose
+        weights are the parameter `shared_router` (Qwen2-MoE).
       activation: the function inside an expert. With `gate`, `up`, `down`: "swiglu" (arXiv:2002.05202), "geglu", or
         "clipped_swiglu" (gpt-oss: `g * sigmoid(activation_alpha * g) * (u + 1)` with `g` clipped above and `u` on both
         sides at `activation_limit`). With `up` and `down` alone: "gelu" or "relu2" (arXiv:2109.08668).
@@ -38,7 +41,8 @@ class ExpertFields:
       expert_bias: experts have `gate_bias`, `up_bias`, `down_bias`.
       apply_weights_to: where a router weight meets its row: "rows", the expert's output, in float32 while combine adds
         up; or "activation", in front of the expert's last matmul, rounded to `dtype` with it: the backward pass then
-        neither keeps nor reads the experts' outputs. Both are the same layer up to rounding.
+        neither keeps nor reads the experts' outputs. Both are the same layer up to rounding. "input" is another layer
+        (Llama 4): the weight multiplies the token that goes into the expert, in float32, rounded once.
       experts: in place of the built-in experts: `experts(rows, group_sizes, weights) -> rows`, with this rank's
         `weights` by name. Grouped: `rows [C, H]`, int32 `group_sizes [L]`; padded: `rows [L, M, H]` of which expert `l`
         uses the first `group_sizes[l]`. Rows outside the groups are unspecified, and the layer ignores their results.
@@ -52,6 +56,8 @@ class ExpertFields:
     intermediate_size: int
     num_experts: int
     num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
     activation: str = "swiglu"
     activation_limit: float = 7.0
     activation_alpha: float = 1.702
@@ -68,17 +74,25 @@ def check_experts(config: Any) -> None:
     require_positive_ints(config, "hidden_size", "intermediate_size", "num_experts")
     shared = config.num_shared_experts
     require(is_int(shared) and shared >= 0, "num_shared_experts", shared, "must be an int >= 0")
+    wide = config.shared_intermediate_size
+    remedy = "must be None or a positive int"
+    require(wide is None or (is_int(wide) and wide > 0), "shared_intermediate_size", wide, remedy)
+    require(wide is None or not shared, "num_shared_experts", shared, f"shared_intermediate_size={wide} says it; use 0")
+    require_booleans(config, "shared_expert_gate")
+    gate = config.shared_expert_gate
+    remedy = "needs a shared expert: num_shared_experts or shared_intermediate_size"
+    require(not gate or shared > 0 or wide is not None, "shared_expert_gate", gate, remedy)
     require_choices(config, "activation", ACTIVATIONS)
     require_positive_numbers(config, "activation_limit", "activation_alpha")
     require_booleans(config, "expert_bias")
-    require_choices(config, "apply_weights_to", ("rows", "activation"))
+    require_choices(config, "apply_weights_to", ("rows", "activation", "input"))
     if config.experts is not None and not callable(config.experts):
         raise TypeError(f"MoEConfig.experts={config.experts!r}: must be a callable (rows, group_sizes, weights)")
     require(
-        config.apply_weights_to == "rows" or config.experts is None,
+        config.apply_weights_to != "activation" or config.experts is None,
         "apply_weights_to",
         config.apply_weights_to,
-        "experts=... of your own get no router weights; leave it 'rows'",
+        "experts=... of your own get no router weights; use 'rows' or 'input'",
     )
     if not callable(config.grouped_matmul):
         require(

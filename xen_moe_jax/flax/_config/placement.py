@@ -60,9 +60,9 @@ def check_placement(config: Any) -> None:
             "must be None or a tuple of three: names for (expert, hidden, intermediate)",
         )
     require(
-        config.apply_weights_to == "rows" or not config.replicated_tokens,
+        config.apply_weights_to != "activation" or not config.replicated_tokens,
         "apply_weights_to",
         config.apply_weights_to,
         f"with token_axes={config.token_axes}, without an axis of the experts, tokens are weighted as they are added "
-        "up; leave it 'rows'",
+        "up; use 'rows' or 'input'",
     )
