@@ -1,4 +1,4 @@
-// Operations in flight: started by one FFI call, finished by another. See docs/design/cuda.md, "In two halves".
+// Operations in flight: started by one FFI call, finished by another. See docs/design/cuda.md, "Start and done".
 //
 // A start is a whole operation on a stream of the library's own, in symmetric memory of its own; its results are
 // buffers of XLA's that only the done half gives to anybody else. So the address of the first result is the flight's

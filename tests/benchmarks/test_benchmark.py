@@ -1,4 +1,4 @@
-"""The benchmark command: what it counts, that it notices wrong programs, and that every mode runs end to end."""
+"""The benchmark command: its counts, wrong programs that it must notice, and every mode end to end."""
 
 import dataclasses
 import functools
@@ -169,7 +169,8 @@ def test_round_trip_of_other_layouts(layout):
 
 
 def test_a_wrong_round_trip_is_noticed(problem):
-    """Swapped experts, lost weights, a lost row, a NaN: each is an error. One program is told which of them to do."""
+    """Swapped experts, lost weights, a lost row, a NaN: each is an error. One program takes the mistake as an
+    argument."""
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
     experts = functools.partial(programs.scaling_experts, local_experts=SMALL.local_experts)
 
@@ -231,7 +232,8 @@ def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
 
 
 def test_calls_chained_by_barriers_all_run(problem):
-    """As loops on GPUs are made: eleven calls, four in a turn, each turn beginning with the first routing."""
+    """The loop has the form of loops on GPUs: eleven calls, four in a turn, each turn beginning with the first
+    routing."""
     counting = counting_program()
 
     def loop(x, idx_pool, weights_pool):

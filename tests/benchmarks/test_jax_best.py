@@ -1,4 +1,5 @@
-"""JAX's own collectives, tuned: every peer is right in both halves; every setting ends, is told, and is compared."""
+"""JAX's own collectives, tuned: every peer dispatches and combines right; every setting ends, is reported, and is
+compared."""
 
 import functools
 import json
@@ -43,7 +44,7 @@ TESTED = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), TESTED)
-def test_both_halves_of_every_peer(name, dtype, monkeypatch):
+def test_dispatch_and_combine_of_every_peer(name, dtype, monkeypatch):
     """The round trip against NumPy; dispatch and combine alone run, chained, and leave finite values."""
     problem = drawn(dtype)
     monkeypatch.setattr(peers, "PEERS", peers.PEERS | RAGGED)

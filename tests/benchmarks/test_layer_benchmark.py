@@ -180,7 +180,7 @@ def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
 
 
 def test_layers_without_dependencies_are_measured(tmp_path):
-    """The command end to end: flights beside matmuls give what the parts in turn give."""
+    """The command end to end: transfers beside matmuls give the results of both parts in turn."""
     out = tmp_path / "independent.json"
     sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 3 --blocks 2"
     done = run(
@@ -219,7 +219,7 @@ def test_the_least_layer_by_its_pieces():
             pieces += [{**at, "blocks": None, "us": whole}, {**at, "blocks": 10, "us": flight}]
     rows = {(r["operation"], r.get("chunks")): r for r in layer_bound.bounds(pieces, sms=100)}
     assert rows["forward", 1]["us"] == pytest.approx(1550), "the layer as it was measured"
-    # 50 of the rest, 260 in the open, 1100 of matmuls, and 8 % of 420 in flight
+    # 50 of the rest, 260 in the open, 1100 of matmuls, and 8 % of 420 pending
     assert rows["forward", 2]["us"] == pytest.approx(50 + 260 + 1100 + 0.08 * 420)
     assert rows["forward+backward", 2]["us"] == pytest.approx(50 + 520 + 3100 + 0.08 * 840)
     assert rows["forward", None]["us"] == pytest.approx(1050 + 0.08 * 800)
@@ -231,14 +231,14 @@ def test_the_least_layer_by_its_pieces():
     assert "| 2 chunks, flights on 10 blocks | forward | 1 |" in text
 
 
-def test_flights_longer_than_the_matmuls_are_the_limit():
+def test_transfers_longer_than_the_matmuls_are_the_limit():
     given = {"rest": 0.0, "experts": 100.0, "whole": 0.0}
     assert layer_bound.least(1, 2, 0.5, flight=80.0, **given) == 140.0
     assert layer_bound.least(1, 4, 0.5, flight=80.0, **given) == 240.0
 
 
 def test_the_pieces_of_a_layer_are_measured(tmp_path):
-    """The command end to end; what is short here is long on a GPU and the other way round."""
+    """The command end to end; the lengths of the pieces differ from those on a GPU."""
     out = tmp_path / "least.json"
     sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 4 --chunks 1 2 --blocks 2"
     done = run(

@@ -82,7 +82,7 @@ def test_a_wire_names_its_dtype_however_it_is_given():
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_the_halves_have_the_signature_of_the_whole(operation):
+def test_start_and_done_have_the_signature_of_the_operation(operation):
     whole, start = (inspect.signature(getattr(xm, name)) for name in (operation, f"{operation}_start"))
     assert list(whole.parameters.values()) == list(start.parameters.values())
     assert start.return_annotation == "Flight"

@@ -59,7 +59,7 @@ def test_flights_pass_through_jit_boundaries_of_scan(mesh4):
     assert (out[0] == 2).all() and (out[1] == 2 * 3).all()
 
 
-def test_halves_are_differentiable(mesh4):
+def test_start_and_done_are_differentiable(mesh4):
     x = jnp.ones((32, 128))
     idx = jnp.arange(32)[:, None] % 8
 

@@ -211,12 +211,12 @@ POLICIES = {  # policy -> dispatches in forward and backward pass together
 }
 
 
-@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("start_done", [False, True], ids=["whole", "start-done"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_by_name_saves_the_dispatch(mesh4, policy, halves):
+def test_a_policy_by_name_saves_the_dispatch(mesh4, policy, start_done):
     policy, dispatches = POLICIES[policy]
     x, idx, weights, w_in, w_out = model()
-    if halves:
+    if start_done:
 
         def layer(x, idx, weights, w_in, w_out):
             flight = xm.dispatch_start(x, idx, weights, num_experts=EXPERTS, axis_name="ep")

@@ -77,7 +77,7 @@ def test_other_dtypes_without_weights(mesh4, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_are_out(mesh4, layout):
+def test_inactive_ranks(mesh4, layout):
     def body(x, idx, weights):
         active = jnp.arange(RANKS) != idx[0, 0]
         return layer(x, idx, weights, layout=layout, active=active)
@@ -104,7 +104,7 @@ def test_second_derivatives_and_forward_mode(mesh4):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_halves(mesh4, layout):
+def test_start_and_done(mesh4, layout):
     def body(x, idx, weights):
         flight = xm.dispatch_start(x, idx, weights, num_experts=E, axis_name="ep", layout=layout)
         routed = xm.dispatch_done(flight)

@@ -97,7 +97,7 @@ def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the tutorial needs xen-moe-jax[plot]")
 def test_the_tutorial_runs_and_holds_the_output_of_a_run(tmp_path, environment):
-    """Every cell in a process of its own, as a reader runs them; what the file shows is what the run printed."""
+    """Every cell runs in a process of its own, as a reader runs them; the file shows the output of this run."""
     program = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
@@ -157,7 +157,7 @@ def test_api_page_describes_every_public_name():
 
 @pytest.mark.parametrize("module", ["", ".routing", ".flax", ".autotune", ".cuda", ".transfer"])
 def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monkeypatch):
-    """The site leaves out what has none, without a word."""
+    """The site silently leaves out a name without one."""
     pytest.importorskip("mkdocs", reason="needs mkdocs, as make setup installs it")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import docs_site

@@ -179,7 +179,7 @@ def test_a_short_run_is_checked_but_not_judged_by_its_loss(tmp_path):
     ],
 )
 def test_verdicts(monkeypatch, tmp_path, capsys, steps, loss, equal, status):
-    """The whole command with its training and its models replaced: what it says of their results, and its status."""
+    """The whole command with its training and its models replaced: its verdict on their results, and its status."""
     comparison = Comparison(1e-6 if equal else 1.0, 0.97, loss, loss)
     fake = types.SimpleNamespace(num_parameters=1, exact_graph=None, state=None)
     monkeypatch.setattr("examples.demo.training.Trainer", lambda *a: fake)

@@ -105,7 +105,7 @@ def count(program, primitive):
     return sum(equation.primitive.name == primitive for equation in program)
 
 
-@pytest.mark.parametrize("kernel", [xm.KernelConfig(), SPLIT], ids=["whole", "halves"])
+@pytest.mark.parametrize("kernel", [xm.KernelConfig(), SPLIT], ids=["whole", "start-done"])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_how_often_the_backward_pass_dispatches(num_chunks, kernel):
     """Whole where there is one chunk, or one at a time; started where chunks overlap."""
@@ -113,10 +113,10 @@ def test_how_often_the_backward_pass_dispatches(num_chunks, kernel):
     programs = {
         remat: gradient_program(dataclasses.replace(config, remat=remat)) for remat in ("none", "experts", "all")
     }
-    halves = {remat: count(program, "xen_moe_dispatch_start") for remat, program in programs.items()}
+    starts = {remat: count(program, "xen_moe_dispatch_start") for remat, program in programs.items()}
     started = num_chunks if num_chunks > 1 and kernel == SPLIT else 0
-    assert halves == {"none": started, "experts": started, "all": 0}
-    dispatches = {remat: halves[remat] + count(program, "xen_moe_dispatch") for remat, program in programs.items()}
+    assert starts == {"none": started, "experts": started, "all": 0}
+    dispatches = {remat: starts[remat] + count(program, "xen_moe_dispatch") for remat, program in programs.items()}
     assert dispatches == {"none": num_chunks, "experts": num_chunks, "all": 2 * num_chunks}
     matmuls = {remat: count(program, "ragged_dot_general") for remat, program in programs.items()}
     # forward, and two a matmul backward; then all of them again but the one whose result only the output needs
@@ -183,7 +183,7 @@ def test_gradients_of_the_weights_are_one_sum(remat):
     assert 0 < compiled.memory_analysis().temp_size_in_bytes < 3.5 * experts
 
 
-def test_halves_are_tied_to_the_experts():
+def test_start_and_done_are_tied_to_the_experts():
     """With asynchronous operations, barriers write the order into the program: start, experts, done."""
     config = dataclasses.replace(CONFIG, num_chunks=3, kernel=SPLIT)
     graph, state = nnx.split(layer(config))
@@ -243,7 +243,7 @@ def _dependencies(jaxpr):
     return before
 
 
-def test_chunks_take_turns_where_flights_do_not_overlap(monkeypatch):
+def test_chunks_take_turns_where_operations_do_not_overlap(monkeypatch):
     """As on GPUs, operations are synchronous, and each chunk's dispatch follows the combine of the previous chunk."""
     monkeypatch.setattr(_chunks, "OVERLAPPING", ())
     config = dataclasses.replace(CONFIG, num_chunks=4, kernel=SPLIT)  # unlike any traced before

@@ -147,7 +147,7 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
     assert [a.shape for a in exported.out_avals] == [rows.shape, weights.shape]
 
 
-def test_tiles_are_claimed_beside_flights_and_in_their_backward_pass(monkeypatch):
+def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(monkeypatch):
     """Tiles are claimed in the work of an `overlap` with pending operations, and nowhere else."""
     rows, weights, cotangent, sizes = operands()
     seen = []

@@ -1,9 +1,9 @@
-"""Test bodies that run on any backend, any mesh, in one process or many: two backends compared bit for bit on the
+"""Test bodies that run on any backend and mesh, in one process or many, and compare two backends bit for bit on the
 devices.
 
 The conformance class compares with the oracle from one process. These bodies compare a kernel backend with the
-reference backend inside one compiled program instead, so that nothing but a count of differing elements leaves the
-devices: large shapes, meshes with further axes, permuted devices and several processes all run the same code.
+reference backend inside one compiled program instead, so that only a count of differing elements leaves the devices:
+large shapes, meshes with further axes, permuted devices and several processes all run the same code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Stops and kills processes at random: the others wait for a stopped rank, and each of them names a killed one.
+"""Stops and kills processes at random: the remaining ranks wait for a stopped rank, and each of them names a killed
+one.
 
 Each job is a process per GPU that repeats a checked step. Ranks are stopped for random times, a few times each job;
 then one is killed. Every survivor must then end by itself within ten seconds, with an error that names that rank, and
@@ -158,9 +159,7 @@ def one_job(
         dead = rng.randrange(1, count) if kill else None
         began = time.time()
         if dead is None:
-            for rank in (
-                running
-            ):  # the first rank that stops leaves the others without it: they end with an error and do not hang
+            for rank in running:  # the ranks that remain after the first stop end with an error and do not hang
                 rank.stop()
         else:
             running[dead].signal(signal.SIGKILL)
@@ -203,8 +202,8 @@ def run(
     per_node: int | None = None,
     report: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Jobs, `together` at a time, until there were so many kills and stalls, or `seconds` have passed. `report` gets
-    what there was so far after every job."""
+    """Runs jobs, `together` at a time, until there were `kills` and `stalls`, or `seconds` have passed. `report` gets
+    the tally after every job."""
     tally, began = Tally(), time.monotonic()
     each = -(-stalls // max(1, kills))
     random_numbers = random.Random(seed)
@@ -255,7 +254,7 @@ def main() -> int:
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
     limits = options.ranks, options.kills, options.stalls, options.seconds
 
-    def report(tally: Tally) -> None:  # after every job: who is stopped half way has something to show
+    def report(tally: Tally) -> None:  # after every job, so that a run that is stopped half way leaves its results
         summary = dataclasses.asdict(tally) | {"ranks": options.ranks, "gpus": gpus, "together": options.together}
         if options.json:
             pathlib.Path(options.json).write_text(json.dumps(summary, indent=1) + "\n")

@@ -81,8 +81,8 @@ def main() -> None:
         result["failure"] = str(error)
     result["at"] = time.time()
     print(json.dumps(result), flush=True)
-    # jax.distributed ends every process that loses process 0, so none leaves before the others have spoken: chaos.py
-    # ends them all. At exit jax.distributed would wait for the dead.
+    # jax.distributed ends every process that loses process 0, so no process leaves before all of them have printed:
+    # chaos.py ends them all. At exit jax.distributed would wait for the dead.
     time.sleep(60.0)
     os._exit(0)
 

@@ -58,7 +58,7 @@ def axes_of(config: MoEConfig, devices: int) -> tuple[tuple[int, ...], tuple[str
 
 
 def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
-    """A layer with values in its biases, tokens, and what the output is multiplied with."""
+    """Returns a layer with values in its biases, tokens, and the factors of the output."""
     rng = np.random.default_rng(3)
     x, target = (jnp.asarray(rng.standard_normal((TOKENS, HIDDEN), np.float32), jnp.bfloat16) for _ in range(2))
     with jax.set_mesh(mesh):  # where the ranks do not divide the experts, it says how the weights lie

@@ -76,7 +76,8 @@ def start() -> jax.Array:
 
 
 def spoil(count: int) -> None:
-    """Fills the memory that `count` results will get, if the allocator gives out what was freed last, with NaNs."""
+    """Fills the memory that `count` results will get with NaNs, if the allocator gives out the blocks that were freed
+    last."""
     arrays = [jnp.full((CAPACITY, WIDTH), jnp.nan, jnp.bfloat16) for _ in range(count)]
     jax.block_until_ready(arrays)
 
@@ -86,7 +87,7 @@ def used(outs: list[jax.Array]) -> list[np.ndarray]:
 
 
 def difference(got: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
-    """How many elements, and the first of them: row, column, what it is, what it must be."""
+    """Counts the different elements and describes the first: row, column, its value, the expected value."""
     at = np.argwhere(got != expected)
     first = [[int(row), int(column), hex(got[row, column]), hex(expected[row, column])] for row, column in at[:8]]
     return {"elements": len(at), "first": first}

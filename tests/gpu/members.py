@@ -22,7 +22,7 @@ def subsets(num_ranks: int) -> list[np.ndarray]:
 
 
 def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.Array | None, idx: jax.Array) -> dict:
-    """Every result, and what is specified of it. With `active` None, `idx` is masked already."""
+    """Returns every result with the mask of its specified rows. With `active` None, `idx` is masked already."""
     case = setup.case
     x, weights, seed = operands
     wire, _ = case.wire_parts
@@ -36,15 +36,15 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
         "active": active,
     }
 
-    def layer(x, weights, halves=False):
-        if halves:
+    def layer(x, weights, start_done=False):
+        if start_done:
             routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, wire=case.wire, **options))
         else:
             routed = xm.dispatch(x, idx, weights, wire=case.wire, **options)
         keep = defined_rows(case.layout, routed)
         y = draw_outputs((*keep.shape, x.shape[1]), x.dtype, seed) * jnp.where(keep[..., None], routed.x, 0)
         combining = {"weighted": case.layout != "ranked", "wire": case.wire, "config": config}
-        if halves:
+        if start_done:
             out = xm.combine_done(xm.combine_start(y, routed.handle, **combining))
         else:
             out = xm.combine(y, routed.handle, **combining)
@@ -52,21 +52,24 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
 
     out, backward, (routed, keep) = jax.vjp(layer, x, weights, has_aux=True)
     dx, dweights = backward(x)
-    in_halves, backward, (landed, _) = jax.vjp(lambda *a: layer(*a, halves=True), x, weights, has_aux=True)
-    dx_halves, dweights_halves = backward(x)
+    by_start_done, backward, (landed, _) = jax.vjp(lambda *a: layer(*a, start_done=True), x, weights, has_aux=True)
+    dx_start_done, dweights_start_done = backward(x)
     results: dict[str, Any] = {
         "out": (out, None),
-        "out in halves": (in_halves, None),
-        "rows in halves": (landed.x, keep),
+        "out by start and done": (by_start_done, None),
+        "rows by start and done": (landed.x, keep),
         "rows": (routed.x, keep),
         "positions": (routed.handle.positions, None),
         "recv_counts": (routed.handle.recv_counts, None),
         "redispatch": (xm.redispatch(x, routed.handle, config=config), keep),
     }
-    if wire is None:  # through a wire the gradients differ in what the wire does, not in who takes part
+    if wire is None:  # a wire changes gradients, independent of `active`
         results |= {"gradient of x": (dx, None), "gradient of weights": (dweights, None)}
-        results |= {"dx in halves": (dx_halves, None), "dweights in halves": (dweights_halves, None)}
-    # the routing of all, and a rank that is out only when the rows come back
+        results |= {
+            "dx by start and done": (dx_start_done, None),
+            "dweights by start and done": (dweights_start_done, None),
+        }
+    # a dispatch among all ranks, and a combine with an inactive rank
     every = xm.dispatch(x, idx, weights, wire=case.wire, **{**options, "active": None})
     rows = jnp.where(defined_rows(case.layout, every)[..., None], every.x, 0)
     if active is not None:

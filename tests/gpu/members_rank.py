@@ -31,7 +31,7 @@ def main() -> None:
     if options.ranks_per_node:
         enter = options.process_id, options.ranks_per_node, options.network, virtual_nodes.FAULTS, options.gpus
         virtual_nodes.enter(*enter)
-    jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
+    jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends every process after a death
     local = [options.process_id % (options.gpus or options.num_processes)]
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import xen_moe_jax as xm
-from tests.gpu import flights, members, programs, random_calls, virtual_nodes
+from tests.gpu import async_programs, members, programs, random_calls, virtual_nodes
 from tests.gpu.bodies import Setup
 from tests.support.cases import Case
 from xen_moe_jax import cuda
@@ -57,7 +57,7 @@ def count_bytes(mesh: Mesh, config: xm.KernelConfig, network: str, process: int)
         time.sleep(1.0)
         before = np.array([virtual_nodes.sent(network, process, p) for p in order])
         out = jax.block_until_ready(program(*operands))
-        time.sleep(1.0)  # what has arrived has left; what this rank has put last may be counted a moment later
+        time.sleep(1.0)  # bytes that have arrived have left; the last puts of this rank may be counted a moment later
         return out, np.array([virtual_nodes.sent(network, process, p) for p in order]) - before
 
     def send(x, idx, weights):
@@ -104,16 +104,17 @@ def random_operations(
     return dataclasses.asdict(result), [f"random: {result}"] if result.wrong or few else []
 
 
-def in_halves(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
-    """Programs in halves, three times, against the same ones whole, bit for bit; and whether anything flew."""
+def by_start_and_done(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
+    """Runs programs by start and done three times against synchronous ones, bit for bit; also fails if nothing was
+    pending."""
     config = dataclasses.replace(config, channel=7)
-    bodies = {**flights.BODIES, "gradients": flights.gradients("grouped", "names")}
-    args = flights.arguments(mesh)
+    bodies = {**async_programs.BODIES, "gradients": async_programs.gradients("grouped", "names")}
+    args = async_programs.arguments(mesh)
     failed = []
     for name, body in bodies.items():
         whole, split = (
             programs.over(mesh, lambda *a, body=body, way=way: body(way, config, *a), len(args))
-            for way in (flights.WHOLE, flights.SPLIT)
+            for way in (async_programs.WHOLE, async_programs.SPLIT)
         )
         wanted = [own(v) for v in jax.tree.leaves(whole(*args))]
         before = _flown()
@@ -121,9 +122,9 @@ def in_halves(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
         for _ in range(3):
             got = [own(v) for v in jax.tree.leaves(split(*args))]
             wrong += sum(not np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
-        print(f"in halves, {name}: {f'{wrong} different' if wrong else 'same'}", flush=True)
-        failed += [f"in halves, {name}: {wrong} different"] if wrong else []
-        failed += [f"in halves, {name}: nothing flew"] if _flown() == before else []
+        print(f"by start and done, {name}: {f'{wrong} different' if wrong else 'same'}", flush=True)
+        failed += [f"by start and done, {name}: {wrong} different"] if wrong else []
+        failed += [f"by start and done, {name}: nothing was pending"] if _flown() == before else []
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Small programs for tests of what happens when something goes wrong, and what a failed result must look like.
+"""Small programs for tests of failures, and checks of failed results.
 
 They run on any backend: without a failure, the reference backend gives the same results on CPU.
 """
@@ -57,7 +57,7 @@ def dispatch(
 
 
 def round_trip(config: xm.KernelConfig, sizes: Sizes = SIZES, **options: Any) -> Callable:
-    """Identity experts: what comes back is `x` times the sum of a token's weights, here `x`."""
+    """A round trip with identity experts: the result is `x` times the sum of a token's weights, here `x`."""
 
     def body(x, idx, weights):
         routed = dispatch(x, idx, weights, config, sizes, **options)

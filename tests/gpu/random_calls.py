@@ -2,7 +2,7 @@
 
 A loop on the device draws, for each step, an operation and its data (the same on every rank) and a delay (of each rank
 alone), runs it, and compares the hash of all its results with the one that the reference backend gave for that
-operation and those data. Nothing but the number of wrong steps and the first of them leaves the device.
+operation and those data. Only the number of wrong steps and the first of them leave the device.
 
     python tests/gpu/random_calls.py --calls 1000000 --seconds 400
 """
@@ -54,7 +54,7 @@ def hash_of(tree: Any, keep: Any = None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`run(config, x, idx, weights)` makes `operations` operations and gives the hash of what they returned."""
+    """`run(config, x, idx, weights)` makes `operations` operations and gives the hash of their results."""
 
     name: str
     operations: int
@@ -110,7 +110,8 @@ def _exchange(config, x, idx, weights):
 
 def _ragged(config, x, idx, weights):
     ranks = jax.lax.axis_size("ep")
-    # every rank sends `1 + (sum of its first experts) % each` rows to each other, at the start of that one's segment
+    # every rank sends `1 + (sum of its first experts) % each` rows to each other, at the start of the receiver's
+    # segment
     each = TOKENS // ranks
     size = 1 + jnp.sum(jnp.maximum(idx[:, 0], 0)) % each
     sizes = jnp.full(ranks, size, jnp.int32)

@@ -3,8 +3,8 @@ PASSED.
 
 rank_program.py --coordinator HOST:PORT --num-processes N --process-id I --backend cuda --cases grouped,padded
 
-With --ranks-per-node the processes are virtual nodes of one host (virtual_nodes.py), or, without --network, on those
-that there are.
+With --ranks-per-node the processes are virtual nodes of one host (virtual_nodes.py), or, without --network, on the real
+nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--random-calls", type=int, default=0, help="operations in jitted loops (random_calls.py)")
     parser.add_argument("--mode", default="auto", choices=("auto", "throughput", "low_latency"), help="of the config")
     parser.add_argument("--num-sms", type=int, help="of the config: fewer where ranks run at once on one GPU")
-    parser.add_argument("--halves", action="store_true", help="programs in halves (flights.py)")
+    parser.add_argument("--start-done", action="store_true", help="programs by start and done (async_programs.py)")
     parser.add_argument("--subsets", help="names of cases that every subset of the ranks runs, by `active`")
     parser.add_argument("--random-seconds", type=float, default=float("inf"), help="after which they may be fewer")
     parser.add_argument("--time", action="store_true", help="a round trip of 4,096 and of 128 tokens")
@@ -143,8 +143,8 @@ def main() -> int:
         limits = options.random_calls, options.random_seconds
         seen["random"], wrong = node_programs.random_operations(mesh, config, against, *limits)
         failed += wrong
-    if options.halves:
-        failed += node_programs.in_halves(mesh, config)
+    if options.start_done:
+        failed += node_programs.by_start_and_done(mesh, config)
     if options.subsets:
         names = options.subsets.split(",")
         failed += node_programs.every_subset(mesh, config, against, [c for c in CASES if c.name in names])

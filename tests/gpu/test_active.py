@@ -39,9 +39,9 @@ def test_every_subset_of_four_ranks(gpu_mesh, case):
 
 @pytest.mark.gpu1
 def test_a_server_goes_on_without_a_killed_process():
-    """docs/user/failures.md, "Going on without a rank": one program, lowered once. The others know who died within ten
-    seconds, reset, and serve on, right and without a wait; `members_rank.py` is what each of them runs. Four processes,
-    in turns where there are fewer GPUs."""
+    """docs/user/failures.md, "Going on without a rank": one program, lowered once. The surviving processes learn within
+    ten seconds which one died, reset, and serve on, right and without a wait; each of them runs `members_rank.py`. Four
+    processes, in turns where there are fewer GPUs."""
     go_on_without_a_killed_process()
 
 

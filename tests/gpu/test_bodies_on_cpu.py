@@ -33,7 +33,7 @@ def cpu_mesh(sizes, names, order=None) -> Mesh:
 
 
 def once(function):
-    """`function` for callers that ask for the same again: they get what the first one got."""
+    """Caches `function`: callers with the same arguments get the first caller's result."""
     results = []
 
     def run(*args):

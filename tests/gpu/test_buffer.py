@@ -1,4 +1,4 @@
-"""`xm.Buffer` on GPUs: it serves, refuses what does not fit, frees, and a program survives its closing."""
+"""`xm.Buffer` on GPUs: it serves, refuses operations that do not fit, frees, and a program survives its closing."""
 
 import jax
 import jax.numpy as jnp

@@ -30,7 +30,7 @@ PATIENT = xm.KernelConfig(backend="cuda", timeout_s=120.0)
 
 @pytest.fixture
 def mesh(gpu_mesh):
-    """Over two GPUs; afterwards everything is usable again, whatever the test has broken."""
+    """A mesh over two GPUs; afterwards everything is usable again, whichever part the test has broken."""
     mesh = gpu_mesh((2,), ("ep",))
     yield mesh
     cuda.reset()
@@ -232,8 +232,8 @@ def test_gradients_of_a_failed_step_are_poisoned(mesh):
     """The backward pass runs operations too: none of them may look good, on any rank, and a loss is NaN.
 
     `x` goes through a round trip before the operation that rank 1 leaves out. So its gradient there, too, comes out of
-    operations of the backward pass; without that it would be zero, and rightly: what a rank leaves out does not depend
-    on its `x`.
+    operations of the backward pass; without that it would be zero, and rightly: an operation that a rank leaves out
+    does not depend on its `x`.
     """
 
     def body(x, idx, weights):
@@ -274,7 +274,8 @@ def test_a_late_rank_is_waited_for(mesh):
 
 
 def test_the_root_is_named_not_the_second(widest_mesh):
-    """Rank `last` is missing; the others miss each other too, one operation later. All must blame `last`."""
+    """Rank `last` is missing; all other ranks miss each other too, one operation later. Every rank must blame
+    `last`."""
     last = widest_mesh.size - 1
 
     def body(x, idx, weights):
@@ -288,12 +289,12 @@ def test_the_root_is_named_not_the_second(widest_mesh):
     failure(rf"rank {last} \(GPU {last}\) did not start it")
 
 
-# -- what is different on the ranks ------------------------------------------------------------------------------------
+# -- operations that differ between the ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", ["tokens", "hidden", "dtype", "layout", "order"])
 def test_ranks_that_run_different_operations_are_told_apart_at_once(mesh, other):
-    """Each says at once what it runs; both are named, with shapes."""
+    """Each rank announces its operation at once; the error names both operations, with shapes."""
 
     def operation(which):
         def run(x, idx, weights):
@@ -347,7 +348,7 @@ def test_two_calls_of_the_same_shapes_in_two_orders_are_told_apart(mesh):
     failure("different operations under this number", "two calls of the same shapes", "KernelConfig.channel")
 
 
-# -- what a handle or an array may not do ------------------------------------------------------------------------------
+# -- handles and arrays that are refused -------------------------------------------------------------------------------
 
 
 def bad_handles():

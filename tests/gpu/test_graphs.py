@@ -46,9 +46,7 @@ def test_stress_under_graphs():
 
 @pytest.mark.gpu2
 def test_a_loop_of_round_trips_under_graphs():
-    """Calls of the same graph in a loop, each fed by the one before; the benchmark checks what the loop leaves
-    behind.
-    """
+    """Calls of the same graph in a loop, each fed by the one before; the benchmark checks the loop's results."""
     sizes = "--ranks 2 --tokens 256 --hidden 1024 --inner 50 --repeats 3"
     run("-m", "benchmarks", "ops", "--backend", "cuda", "--peers", "none", *sizes.split())
 
@@ -66,8 +64,8 @@ def counted(channel: int, what: str) -> int:
 class InAGraph:
     """Around the first calls of a program: proof that every operation was captured into a CUDA graph on every rank.
 
-    XLA forms command buffers out of thunks, so the compiled text does not show them. Our handlers see a stream that is
-    capturing; what is captured does not run, so results that change from call to call come from the graph.
+    XLA forms command buffers out of thunks, so the compiled text does not show them. The library's handlers see a
+    stream that is capturing; captured work does not run, so results that change from call to call come from the graph.
     """
 
     def __init__(self, channel: int, ranks: int, operations: int = 2) -> None:

@@ -192,7 +192,7 @@ def test_many_short_tiles_have_the_bits_of_few_long_ones(tiling):
     def run(rows, weights, tiles):
         return rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles)[:used]
 
-    for factor in range(1, 13):  # other numbers each time, and these tiles first: what an earlier call left would show
+    for factor in range(1, 13):  # other numbers each time, and these tiles first: an old result would show
         got, expected = (np.asarray(run(rows * factor, weights, t)) for t in (TILINGS[tiling], Tiles()))
         np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 

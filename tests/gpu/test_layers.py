@@ -28,7 +28,7 @@ def test_equals_the_dense_layer(mesh, name):
 
 
 @pytest.mark.parametrize("name", layers.OVERLAPPING)
-def test_chunks_whose_flights_overlap(mesh, name, monkeypatch):
+def test_chunks_whose_operations_overlap(mesh, name, monkeypatch):
     """Matmuls inside `xm.overlap` claim their tiles, as those of a user's own overlap do."""
     config, plans, genuine = layers.OVERLAPPING[name], [], hopper.plan
 
@@ -38,7 +38,7 @@ def test_chunks_whose_flights_overlap(mesh, name, monkeypatch):
 
     monkeypatch.setattr(_chunks, "OVERLAPPING", ("cuda",))
     monkeypatch.setattr(hopper, "plan", plan)
-    kept: list = []  # while the program lives, so does the memory of its flights, with their count
+    kept: list = []  # the memory of a program's asynchronous operations, with their count, lives as long as the program
     layers.assert_close(config, mesh(config), kept)
     assert sum(w["launches"] for w in cuda.workspaces() if w["flights"]) > 0
     assert not hopper.on_hopper() or any(found.forward.claimed for found in plans)

@@ -58,9 +58,9 @@ def test_every_case(network, ranks, per_node, mode):
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_in_halves(network, ranks, per_node, mode):
-    """Several flights open at once, in scans and under gradients: bit for bit as whole operations."""
-    run(network, ranks, per_node, "--cases", "none", "--halves", "--mode", mode)
+def test_start_and_done(network, ranks, per_node, mode):
+    """Several operations are pending at once, in scans and under gradients: bit for bit as synchronous operations."""
+    run(network, ranks, per_node, "--cases", "none", "--start-done", "--mode", mode)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)

@@ -169,7 +169,7 @@ FEW = (
 @pytest.mark.parametrize("tokens", [1, 33, 128, 512])
 @pytest.mark.parametrize("case", FEW, ids=[case.name for case in FEW])
 def test_few_tokens(gpu_mesh, ranks, per_node, tokens, case):
-    """One chunk, one that is nearly empty, several, and as many as there may be."""
+    """One chunk, a nearly empty one, several, and the largest number of chunks."""
     setup = Setup(case, gpu_mesh((ranks,), ("ep",)), ("ep",), tokens, 7168)
     config = cuda_config(per_node, mode="low_latency")
     bodies.assert_same(setup, "uniform", config, against=reference(per_node), gradients=False)
@@ -198,7 +198,7 @@ def test_random_calls(gpu_mesh, ranks, per_node, mode):
     assert result.operations >= 4000 and not result.wrong, result
 
 
-# -- ranks that are out ------------------------------------------------------------------------------------------------
+# -- inactive ranks ----------------------------------------------------------------------------------------------------
 
 ABSENT = (*(BY_NAME[n] for n in ("grouped", "ranked", "padded", "grouped-fp8")),)
 
@@ -249,12 +249,12 @@ def test_a_buffer_serves_nodes(gpu_mesh, ranks, per_node):
         assert listed["staging_bytes"] <= buffer.size_bytes + 1024
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def healed():
-    """Everything is usable again afterwards, whatever the test has broken."""
+    """Makes everything usable again after the test, whichever part it has broken."""
     yield
     cuda.reset()
 

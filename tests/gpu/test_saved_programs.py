@@ -1,4 +1,5 @@
-"""Programs that one process compiled or exported and another one runs: handlers and memory are there without a trace.
+"""Programs that one process compiled or exported and another one runs: the latter has handlers and memory without
+tracing.
 
 Every run is a process of its own (saved_program.py), on two GPUs: of one process, or of one process each.
 """
@@ -21,7 +22,7 @@ PROCESSES = (1, 2)
 
 
 def run(count, action, folder, *arguments):
-    """Runs `count` processes to their end; returns what they printed."""
+    """Runs `count` processes to their end; returns their output."""
     joined = ["--num-processes", str(count), "--coordinator", f"127.0.0.1:{free_port()}"] if count > 1 else []
     program = [sys.executable, "-m", "tests.gpu.saved_program", action, str(folder), *arguments, *joined]
     commands = [[*program, "--process-id", str(i)] for i in range(count)]
@@ -49,7 +50,7 @@ def generation(output: str) -> int:
 
 @pytest.mark.parametrize("sizes", ["small,large", "large,small"])
 def test_a_process_that_traced_nothing_runs_both(saved, sizes):
-    """The second program is loaded when the first has run: into larger memory, or into what is there."""
+    """The second program is loaded when the first has run: into larger memory, or into the old memory."""
     kind, count, folder = saved
     for output in run(count, "load", folder, "--kind", kind, "--sizes", sizes):
         assert "PASSED" in output

@@ -1,5 +1,5 @@
-"""Processes of one host as if they were on several: NCCL is told where nodes end, and between them it puts over the
-network of tests/native/processes/tcp_rma.h, which behaves as badly as a network may and counts what goes through.
+"""Processes of one host act as if they were on several: settings tell NCCL where nodes end, and between nodes NCCL puts
+over the network of tests/native/processes/tcp_rma.h, which behaves as badly as a network may and counts its puts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xen_moe_jax.backends.cuda import nccl
 
 ROOT = pathlib.Path(__file__).parents[2]
 LOOPBACK = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
-"""NCCL's way between what it takes for hosts."""
+"""NCCL's settings for the way between virtual hosts."""
 FAULTS = "seed=1,reorder=1,duplicate=1,delay_us=200"
 
 
@@ -49,7 +49,7 @@ def enter(process: int, per_node: int, network: str | None, faults: str = "", gp
 
 
 def share_within_nodes() -> None:
-    """Lets ranks of one node share a GPU, which NCCL 2.30 and later allow when they are told to. JAX's own NCCL may be
+    """Lets ranks of one node share a GPU, which NCCL 2.30 and later allow by this setting. JAX's own NCCL may be
     older and refuse: loaded before it, the library's serves both. Before CUDA and NCCL start.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"

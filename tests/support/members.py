@@ -48,10 +48,10 @@ class Members:
         num_tokens: int,
         hidden: int,
         exact_weighted: bool = True,
-        halves: bool = True,
+        start_done: bool = True,
     ) -> None:
         self.case, self.config, self.exact_weighted, self.traces = case, config, exact_weighted, 0
-        self.halves = halves
+        self.start_done = start_done
         self.sizes, self.names = ((2, 2), ("node", "gpu")) if case.axes == 2 else ((4,), ("ep",))
         self.mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(self.sizes), self.names)
         self.experts = case.experts(4)
@@ -84,12 +84,12 @@ class Members:
         }
         if self.case.layout != "ranked":
             results["weighted"] = xm.combine(y, routed.handle, weighted=True, **combining)
-        if self.halves:
+        if self.start_done:
             flight = xm.dispatch_start(x, idx, weights, active=active, **options)
             landed = xm.dispatch_done(flight)
-            results["halves"] = landed
+            results["start and done"] = landed
             flight = xm.combine_start(y, landed.handle, weighted=False, **combining)
-            results["combine in halves"] = xm.combine_done(flight)
+            results["combine by start and done"] = xm.combine_done(flight)
         return jax.tree.map(lambda a: a[None], results)
 
     def _expected(self, active: np.ndarray | None) -> oracle.Dispatched:
@@ -115,7 +115,7 @@ class Members:
         expected, without = self._expected(active), oracle.without(self.every, active)
         wire, scale_format = self.case.wire_parts
         combining = {"wire": wire, "scale_format": scale_format, "axis_sizes": self.sizes}
-        for name in ("routed", "halves") if self.halves else ("routed",):
+        for name in ("routed", "start and done") if self.start_done else ("routed",):
             check_routed(results[name], expected, self.case.capacity, self.case)
             assert_bits(results[name].handle.active, np.broadcast_to(active, (4, 4)), "handle.active")
         x = self.x
@@ -124,8 +124,8 @@ class Members:
         assert_bits(results["redispatch without"], oracle.redispatch(x, without), "redispatch without", where=where)
         combined = oracle.combine(self.y, expected, weighted=False, **combining)
         assert_bits(results["combine"], combined, "combine")
-        if self.halves:
-            assert_bits(results["combine in halves"], combined, "combine in halves")
+        if self.start_done:
+            assert_bits(results["combine by start and done"], combined, "combine by start and done")
         assert_bits(
             results["combine without"], oracle.combine(self.y, without, weighted=False, **combining), "combine without"
         )

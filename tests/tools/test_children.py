@@ -1,4 +1,4 @@
-"""`tools.children`: a child ends with its parent, whatever ends that."""
+"""`tools.children`: a child ends with its parent, even if the parent is killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The doctor and the command line: they report what is there, and never fall over what is not."""
+"""The doctor and the command line: they report the parts that are there, and survive the absence of any part."""
 
 import json
 import os

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ROOT
 
-# An editable installation puts a finder first that leads to the checkout, whatever the path says: it is taken out.
+# An editable installation puts a finder first that leads to the checkout, regardless of the path: it is taken out.
 LINTER = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]

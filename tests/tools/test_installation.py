@@ -1,4 +1,5 @@
-"""An installation where there is no GPU: quick, it says what it leaves out, and its programs say nothing of TPUs."""
+"""An installation where there is no GPU: it is quick, names the parts that it leaves out, and its programs do not
+mention TPUs."""
 
 import importlib.util
 import os

@@ -45,7 +45,7 @@ def test_the_targets_that_name_places_name_all_of_them():
         assert f" tests/{place.rstrip('/')} " in recipe("kernel-test")
     for places in selections.MARKS.values():
         assert all((ROOT / "tests" / place).exists() for place in places)
-    # what the other targets run is told by marks alone
+    # marks alone select the tests of the other targets
     for target in ("test", "test-thorough", "test-slow"):
         assert " tests/" not in recipe(target) and "--ignore" not in recipe(target)
 

@@ -27,16 +27,16 @@ def run(*command: str, folder: pathlib.Path) -> str:
 
 NO_WHEEL = "XEN_MOE_WHEEL names no wheel; CI's packaging step builds one and does"
 CUDA = bool(os.environ.get("XEN_MOE_WHEEL_CUDA"))
-HALVES_FOR_CUDA = (
-    "test_halves_are_two_calls_on_a_gpu",
+ASYNC_FOR_CUDA = (
+    "test_start_and_done_are_two_calls_on_a_gpu",
     "test_everything_under_way_is_aliased_through_and_operands_stay_alive",
-    "test_work_stands_between_the_halves",
+    "test_work_stands_between_start_and_done",
 )
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The interpreter of an environment that holds the wheel and what it requires."""
+    """The interpreter of an environment that holds the wheel and its requirements."""
     if not WHEEL:
         pytest.skip(NO_WHEEL)
     folder = tmp_path_factory.mktemp("wheel")
@@ -75,7 +75,7 @@ def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
 @pytest.mark.skipif(not CUDA, reason="the wheel need not have the CUDA modules")
 def test_the_python_half_of_the_cuda_backend_over_the_built_module(python, tmp_path):
     """Lowering, limits and plans."""
-    lowered = [f"tests/core/test_halves.py::{name}" for name in HALVES_FOR_CUDA]
+    lowered = [f"tests/core/test_async.py::{name}" for name in ASYNC_FOR_CUDA]
     run_tests(python, "tests/backends/cuda/test_policy.py", *lowered, folder=tmp_path)
 
 

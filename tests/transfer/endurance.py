@@ -1,11 +1,11 @@
-"""The long runs of the adversary and of the kills, as a program that writes down what it saw.
+"""The long runs of the adversary and of the kills, as a program that writes its figures to a file.
 
     JAX_PLATFORMS=cpu python -m tests.transfer.endurance --json benchmarks/results/transfer_endurance.json
 
-The functions are those of `test_adversary.py` and `test_kills.py`: what is torn, counted twice or
-changed after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to
-standard output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other-device 1` has the
-other processes' arrays on the second GPU.
+The functions are those of `test_adversary.py` and `test_kills.py`: an array that is torn, counted twice or changed
+after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to standard
+output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other-device 1` has the other
+processes' arrays on the second GPU.
 """
 
 import argparse

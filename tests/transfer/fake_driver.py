@@ -24,7 +24,7 @@ from xen_moe_jax.transfer import _cuda_memory, _device, _memory, _posting, _ucp
 SHAPE, FLOAT8 = (16, 8), jnp.float8_e4m3fn
 WIDE = (512, 4096)
 PATIENCE = 3
-"""So often an event is asked for before the copies in front of it have run."""
+"""Number of queries of an event before the copies in front of it have run."""
 allocated = {}
 """Pointer to (file, bytes)."""
 mapped = {}
@@ -61,7 +61,8 @@ def open_exported(handle):
 
 
 class Driver:
-    """One stream. `error` is what the next copy returns; `hidden` bytes of an allocation are not said to be there."""
+    """One stream. `error` is the next copy's return value; the driver does not report `hidden` bytes of an
+    allocation."""
 
     def __init__(self):
         self.waiting, self.events, self.copies, self.opened = [], {}, 0, 0

@@ -30,7 +30,7 @@ def copies_of(peer):
 
 
 def mapped():
-    """How many pieces of another process's file are mapped here; a sender has none of its own."""
+    """Number of pieces of another process's file that are mapped here; a sender has none of its own."""
     return pathlib.Path("/proc/self/maps").read_text().count("memfd:xen_moe_jax.transfer")
 
 
@@ -69,7 +69,8 @@ def receiver(by):
             "read": True,
             "outside": True,
         }
-        # In an open generation both arrays; at last the one that has been written: what was committed is not mapped.
+        # In an open generation both arrays are mapped; at last only the written one, since a committed array is not
+        # mapped.
         expected["mapped"] = [2, 2, 1] if by == "mapped" else [0, 0, 0]
         assert report == expected, report
         engine.send(peer, b"die").wait(30)
@@ -98,7 +99,7 @@ def sender(descriptor, by):
         report = {"copies": copies_of(peer) is not None, "mapped": pieces}
         report["read"] = bool((engine.read(peer["published"]) == content(9, PAGES)).all())
         assert engine.recv(peer, timeout=30) == b"flood"
-        while peer["long"].generation != 3:  # By then what was written to is not mapped any more.
+        while peer["long"].generation != 3:  # By then the written array is not mapped any more.
             time.sleep(0.001)
         expected = np.zeros(PAGES, np.uint8)
         expected[order] = content(1, PAGES)[:600]
@@ -141,7 +142,7 @@ def outside(peer, target, source):
 
 
 def marks():
-    """A process is taken only for what it is."""
+    """The marks identify a process, and another process with its number is not mistaken for it."""
     mark, place = _process.mark()
     own = _process.open_marked(os.getpid(), mark, place)
     assert own is not None
@@ -157,7 +158,7 @@ def marks():
 
 
 def children():
-    """What a child has of its parent's memory is not the child's to give back."""
+    """A child does not give back memory that it has from its parent."""
     memory = _shared_memory.SharedMemory(1 << 20)
     ctypes.memset(memory.pointer, 7, 1 << 20)
     child = os.fork()

@@ -14,7 +14,7 @@ LIMIT_S = 60
 
 
 class Other:
-    """`call` runs a function of `transfer_sides` there, with its engine; `start` and `result` are the halves of it."""
+    """`call` runs a function of `transfer_sides` there, with its engine; `start` and `result` do this in two steps."""
 
     def __init__(self, name, **options):
         self.connection, there = CONTEXT.Pipe()

@@ -1,4 +1,5 @@
-"""Thousands of writes through an adversary: what is committed is whole, every time, and every arrival counts once."""
+"""Thousands of writes through an adversary: a committed generation is whole, every time, and every arrival counts
+once."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""`python -m benchmarks transfer`: its table, its JSON, and the check of what has arrived."""
+"""`python -m benchmarks transfer`: its table, its JSON, and the check of arrived bytes."""
 
 import json
 import os

@@ -12,7 +12,7 @@ from tests.transfer import transfer_sides
 def kill_senders(engine, others, numbers, seed, last=False, **options):
     """Kills one sender after another, as many as there are numbers. Returns (generations that were committed,
     generations that were thrown away). With `last` the senders give their permission back with the last write of a
-    generation: one whose counter was met is never thrown away.
+    generation: a generation whose counter was met is never thrown away.
     """
     rng = random.Random(seed)
     window = transfer_sides.leaves_window(engine)

@@ -29,7 +29,7 @@ def box_pairs(draw):
 
 
 def carried_out(runs, source, destination, itemsize):
-    """What the runs make of the destination."""
+    """Returns the destination after the runs."""
     result = bytearray(destination.tobytes())
     for source_offset, destination_offset, nbytes in runs.tolist():
         assert nbytes > 0 and source_offset + nbytes <= source.nbytes and destination_offset + nbytes <= len(result)

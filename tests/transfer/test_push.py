@@ -158,7 +158,7 @@ def test_tick_returns_its_value_and_ticks_in_loops():
 
 
 def test_a_tick_without_a_cpu_device_is_an_error_when_the_program_is_made(monkeypatch):
-    """As with JAX_PLATFORMS=cuda: in the middle of its run, the error would leave the other devices waiting."""
+    """JAX_PLATFORMS=cuda gives this case: an error in the middle of a run would leave the other devices waiting."""
 
     def local_devices(backend=None):
         raise RuntimeError(f"Unknown backend: {backend!r} requested")

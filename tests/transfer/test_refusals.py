@@ -13,7 +13,7 @@ from tests.transfer.transfer_sides import slow_source
 
 
 class TestWhatErrorsSay:
-    """Peer and request are attributes of every error; what cannot be meant is refused where it is said."""
+    """Peer and request are attributes of every error; a request that makes no sense is refused by the call itself."""
 
     @pytest.fixture
     def sides(self, engine):
@@ -39,7 +39,7 @@ class TestWhatErrorsSay:
     def test_of_a_transfer(self, sides, name, known):
         engine, sender, peer, _ = sides
         target = peer["kv"]
-        if known:  # The short way of a write that was planned before refuses the same.
+        if known:  # The short way of a write that was planned before refuses it too.
             sender.write(jnp.ones((4, 2)), target, pages=([0], [1])).wait(5)
             sender.write(jnp.ones((4, 2)), target).wait(5)
         with pytest.raises(xt.TransferRefused) as found:
@@ -225,7 +225,7 @@ class TestPush:
 
 
 class TestWithoutSixtyFourBits:
-    """An array of int64 would be made as one of int32, half as long as what a peer writes."""
+    """An array of int64 would be made as one of int32, with half the bytes that a peer writes."""
 
     @pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
     def test_such_a_window_is_refused(self, engine, dtype):

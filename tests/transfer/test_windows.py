@@ -1,4 +1,4 @@
-"""Generations: what is committed never changes, what is stale never lands, what died never looks whole."""
+"""Generations: a committed one never changes, a stale write never arrives, an unfinished one never looks whole."""
 
 import time
 

@@ -325,7 +325,7 @@ def row(generation, index, width):
 
 
 def adversarial_writer(state, descriptor, seed, limit):
-    """Fills every generation that it sees with `row`s, whatever goes wrong, until it is told to stop; (writes,
+    """Fills every generation that it sees with `row`s, despite errors, until it gets the order to stop; (writes,
     failures, losses).
     """
     from tests.transfer.adversary import disturb

@@ -79,7 +79,7 @@ def test_with_few_ranks_memory_bounds_and_not_the_link():
 
 
 def simulated():
-    """(tokens, case of slow_link_h100x2.json, its median, what the puts alone take beyond the link)."""
+    """(tokens, case of slow_link_h100x2.json, its median, the time of the puts alone beyond the link)."""
     path = RESULTS / "slow_link_h100x2.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = []
@@ -103,7 +103,7 @@ def test_the_figures_of_the_simulated_link_are_there():
 
 @pytest.mark.parametrize(("tokens", "case", "median", "own"), simulated())
 def test_predictions_hold_to_six_percent_of_a_simulated_link(tokens, case, median, own):
-    """Two nodes of one GPU: 50 GB/s between them, and what the simulation itself takes."""
+    """Two nodes of one GPU: 50 GB/s between them, and the time of the simulation itself."""
     operation, dtype, nodes = re.fullmatch(r"(\w+) (\w+), (\d) nodes a token", case).groups()
     prediction = xm.perf_model(
         operation,

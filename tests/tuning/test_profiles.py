@@ -1,4 +1,5 @@
-"""Tuned configs: measured, kept in a profile, looked up when a program is lowered; what does not fit is refused."""
+"""Tuned configs: measured, kept in a profile, looked up when a program is lowered; a profile that does not fit is
+refused."""
 
 import contextlib
 import dataclasses

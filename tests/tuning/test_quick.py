@@ -1,4 +1,4 @@
-"""`xen-moe-jax benchmark`: rows as they are known, what is right, and what is said of virtual devices."""
+"""`xen-moe-jax benchmark`: its rows as they come, the check of results, and the note on virtual devices."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Programs of the CUDA backend, compiled ahead of time for H100s by XLA's GPU compiler: in which order they run what,
-and what they copy. No GPU is needed, but the library's CUDA module and the plugin of `jax[cuda13]`. CI runs it over the
-wheel (test_wheel.py).
+"""Programs of the CUDA backend, compiled ahead of time for H100s by XLA's GPU compiler: the order of their calls, and
+their copies. No GPU is needed, but the library's CUDA module and the plugin of `jax[cuda13]`. CI runs it over the wheel
+(test_wheel.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from tests.gpu import flights
+from tests.gpu import async_programs
 from tests.support import gpu_topology, processes
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.base import BackendUnavailable
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu_aot
 RANKS = 4
 CONFIG = xm.KernelConfig(backend="cuda")
 NAMES = jax.checkpoint_policies.save_only_these_names("xen_moe_rows", "xen_moe_handle")
-LITTLE = 4 * flights.TOKENS * flights.TOP_K
+LITTLE = 4 * async_programs.TOKENS * async_programs.TOP_K
 """Bytes: of a rank's routing. Nothing larger is ever copied."""
 
 
@@ -51,12 +51,12 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def program(mesh):
-    """`(body, way, config) -> str`: one of `flights`' bodies as it was scheduled."""
+    """`(body, way, config) -> str`: the schedule of one of the bodies of `async_programs`."""
     here = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS])
     sharding = NamedSharding(mesh, P("ep"))
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in flights.arguments(here)]
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in async_programs.arguments(here)]
 
-    def compiled(body, way=flights.SPLIT, config=CONFIG):
+    def compiled(body, way=async_programs.SPLIT, config=CONFIG):
         on_rank = lambda *args: body(way, config, *args)  # noqa: E731
         mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
         text = jax.jit(mapped).lower(*given).compile().as_text()
@@ -67,18 +67,18 @@ def program(mesh):
 
 
 def computations(text):
-    """Those with calls of this library: the program, or the body of its loop."""
+    """Computations with calls of this library: the program, or the body of its loop."""
     return [part for part in text.split("\n\n") if 'custom_call_target="xen_moe_' in part]
 
 
 def schedules(text):
-    """Of each such computation: these calls and the matmuls, in their order."""
+    """For each such computation: these calls and the matmuls, in their order."""
     ours, matmul = r'custom_call_target="xen_moe_(\w+)"', r'%gemm_fusion\S* = .* fusion\(|"__cublas\$|(?<= )dot\('
     return [[call or "matmul" for call in re.findall(f"{ours}|{matmul}", part)] for part in computations(text)]
 
 
-def between_halves(order):
-    """What stands between each start and the next done."""
+def between_start_and_done(order):
+    """Returns the calls between each start and the next done."""
     ends = [order.index("done", at) for at, name in enumerate(order) if name.endswith("_start")]
     starts = [at for at, name in enumerate(order) if name.endswith("_start")]
     return [order[start + 1 : end] for start, end in zip(starts, ends, strict=True)]
@@ -89,7 +89,7 @@ def training(remat):
 
     def body(way, config, x, idx, weights, a, w):
         def loss(x, weights, a, w):
-            out, after = flights.one_layer(way, config, x, idx, weights, a, w)
+            out, after = async_programs.one_layer(way, config, x, idx, weights, a, w)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(after))
 
         again = {"none": loss, "all": jax.checkpoint(loss), "names": jax.checkpoint(loss, policy=NAMES)}[remat]
@@ -98,41 +98,41 @@ def training(remat):
     return body
 
 
-def test_a_matmul_runs_between_the_halves(program):
+def test_a_matmul_runs_between_start_and_done(program):
     layer = ["dispatch_start", "matmul", "done", "combine_start", "matmul", "done"]
-    assert schedules(program(flights.one_layer)) == [layer]
-    assert schedules(program(flights.layers_in_a_scan)) == [layer]  # the body of the loop
+    assert schedules(program(async_programs.one_layer)) == [layer]
+    assert schedules(program(async_programs.layers_in_a_scan)) == [layer]  # the body of the loop
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_halves_between_nodes_are_as_far_apart(program, mode):
+def test_start_and_done_between_nodes_are_as_far_apart(program, mode):
     nodes = xm.KernelConfig(backend="cuda", ranks_per_node=2, mode=mode)
-    assert schedules(program(flights.one_layer, config=nodes)) == schedules(program(flights.one_layer))
+    assert schedules(program(async_programs.one_layer, config=nodes)) == schedules(program(async_programs.one_layer))
 
 
 def test_whole_operations_run_where_nothing_is_to_overlap(program):
-    (order,) = schedules(program(flights.one_layer, flights.WHOLE))
+    (order,) = schedules(program(async_programs.one_layer, async_programs.WHOLE))
     assert sorted(order) == ["combine", "dispatch", "matmul", "matmul"]
 
 
-def test_one_matmul_runs_between_the_halves_of_two_batches(program):
-    (order,) = schedules(program(flights.two_batches))
+def test_one_matmul_runs_between_start_and_done_of_two_batches(program):
+    (order,) = schedules(program(async_programs.two_batches))
     two = ["matmul", "done", "done"]
-    halves = ["dispatch_start", "dispatch_start", *two, "combine_start", "combine_start", *two]
-    assert [name for name in order if name not in ("dispatch", "combine")] == halves
+    starts_and_dones = ["dispatch_start", "dispatch_start", *two, "combine_start", "combine_start", *two]
+    assert [name for name in order if name not in ("dispatch", "combine")] == starts_and_dones
 
 
 @pytest.mark.parametrize(("remat", "flights_in_all"), [("none", 4), ("all", 6), ("names", 5)])
-def test_every_flight_of_the_backward_pass_has_a_matmul_to_itself(program, remat, flights_in_all):
+def test_every_async_operation_of_the_backward_pass_has_a_matmul_to_itself(program, remat, flights_in_all):
     """With remat the layer flies again, but for a dispatch whose names are saved."""
     (order,) = schedules(program(training(remat)))
-    gaps = between_halves(order)
+    gaps = between_start_and_done(order)
     assert len(gaps) == flights_in_all and all("matmul" in gap for gap in gaps), order
 
 
-@pytest.mark.parametrize("body", [*flights.BODIES.values(), training("none")], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [*async_programs.BODIES.values(), training("none")], ids=lambda f: f.__name__)
 def test_nothing_is_copied(program, body):
-    """Halves alias what is under way through their calls, and operands stay where they are."""
+    """Start and done alias the pending arrays through their calls, and operands stay where they are."""
     (part,) = computations(program(body))
     copies = re.findall(r"%(\S+) = (?:f|s|u|bf)(\d+)\[([\d,]*)\]\S* copy(?:-start)?\(", part)
     bits = {name: int(width) * math.prod(map(int, filter(None, shape.split(",")))) for name, width, shape in copies}
@@ -156,11 +156,11 @@ print(jax.jit(program.call).lower(*given).compile().as_text())
 """
 
 
-def exported(devices, body=flights.one_layer):
+def exported(devices, body=async_programs.one_layer):
     here = jax.make_mesh((RANKS,), ("ep",), devices=devices)
     sharding = NamedSharding(here, P("ep"))
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in flights.arguments(here)]
-    on_rank = lambda *args: body(flights.WHOLE, CONFIG, *args)  # noqa: E731
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in async_programs.arguments(here)]
+    on_rank = lambda *args: body(async_programs.WHOLE, CONFIG, *args)  # noqa: E731
     mapped = jax.jit(jax.shard_map(on_rank, mesh=here, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
     names = ("dispatch", "combine", "dispatch_start", "combine_start", "done")
     checks = [jax.export.DisabledSafetyCheck.custom_call(f"xen_moe_{name}") for name in names]
@@ -186,7 +186,7 @@ def test_an_exported_program_compiles_in_a_process_that_lowered_nothing(mesh, tm
 def test_programs_for_elsewhere_name_devices_by_their_place(mesh, program):
     """By id where XLA places the program by ids, by place in the mesh where `jax.export` knows no ids."""
     places = [-1 - i for i in range(RANKS)]
-    given = (exported(jax.devices()[:RANKS][::-1]).mlir_module(), program(flights.one_layer))
+    given = (exported(jax.devices()[:RANKS][::-1]).mlir_module(), program(async_programs.one_layer))
     for text in given:
         lists = re.findall(r"devices = (?:dense<|array<i64: )\[?([-\d, ]+)", text)
         assert lists and all([int(key) for key in keys.split(",")] == places for keys in lists), text[:2000]

@@ -247,8 +247,9 @@ def test_kernels_across_nodes_run_where_ranks_per_node_says_so(sizes, axes, per_
             assert attributes["low_latency"] == (mode != "throughput" and not two_axes)
 
 
-def test_gradients_and_halves_stay_between_nodes():
-    """Of rows and weights by the same kernels, no exchange beside them; a start is the whole operation."""
+def test_gradients_and_async_operations_stay_between_nodes():
+    """Gradients of rows and weights run by the same kernels, with no exchange beside them; a start is the whole
+    operation."""
     config = nodes_of(2)
 
     def loss(x, weights, idx):
@@ -311,7 +312,7 @@ def test_few_tokens_go_straight_between_nodes_where_little_more_crosses():
 
 
 def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch):
-    """Few tokens, and ranks that are out: over NCCL as by pointer."""
+    """Few tokens, and inactive ranks: over NCCL as by pointer."""
     from xen_moe_jax.backends.cuda import call
 
     monkeypatch.setattr(jax, "process_count", lambda: 4)
@@ -331,7 +332,7 @@ def test_what_does_not_cross_between_nodes_is_refused():
 @pytest.mark.parametrize(("ranks", "per_node"), [(32, 8), (72, 8), (256, 8), (18, 3)])
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_many_ranks_go_between_nodes(ranks, per_node, mode):
-    """Also with ranks that are out, and few tokens from rank to rank as far as low-latency kernels go within a node."""
+    """Also with inactive ranks, and few tokens from rank to rank as far as low-latency kernels go within a node."""
     from xen_moe_jax.backends.cuda import call
 
     config, few = nodes_of(per_node, mode=mode), spec(32, ranks)
@@ -366,7 +367,8 @@ def test_what_is_too_many_between_nodes_is_refused_with_a_remedy():
 
 @pytest.mark.parametrize("ranks", [4, 16, 32, 72])
 def test_memory_between_nodes_stays_within_the_bound(ranks):
-    """What one node takes that keeps its rows whole, and a chunk of every token for every node, there and back."""
+    """The bound is the memory of one node that keeps its rows whole, and a chunk of every token for every node, there
+    and back."""
     for tokens in (1, 128, 4096):
         sizes = {"num_tokens": tokens, "hidden": 7168, "num_ranks": ranks, "backend": "cuda"}
         one = xm.buffer_size_hint(**sizes)

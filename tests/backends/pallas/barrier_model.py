@@ -1,7 +1,7 @@
-"""Every interleaving of kernels that signal, wait and send as `pallas_kernels.peers` says.
+"""Explores every interleaving of kernels that signal, wait and send by the rules of `pallas_kernels.peers`.
 
 A rank runs its kernels one after the other. A step of a rank, or with `delayed` the arrival of one signal or row, is
-one transition; all reachable states are visited. What is wrong is named:
+one transition; all reachable states are visited. Faults have names:
   early send      a row is sent to a rank that is not inside the kernel
   borrowed        a wait is satisfied by signals of another kernel
   stray           a credit or row arrives at a rank that is not inside the kernel
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
 
 def explore(kernels: list[Kernel], ranks: int, *, delayed: bool) -> tuple[set[str], int]:
-    """What can go wrong, and how many states there are."""
+    """Returns the faults that are reachable, and the number of states."""
     numbers = range(len(kernels))
     barriers = sorted({k.barrier for k in kernels})
     semaphores = [*((peers.BARRIER, b) for b in barriers), (peers.CREDITS, 0), *((ROWS, k) for k in numbers)]
@@ -123,7 +123,7 @@ def explore(kernels: list[Kernel], ranks: int, *, delayed: bool) -> tuple[set[st
 
 
 def _awaits(kernels: list[Kernel], started: int, at: int) -> bool:
-    """Whether rows of kernel `started` may still arrive at a rank that is in kernel `at`."""
+    """True if rows of kernel `started` may still arrive at a rank that is in kernel `at`."""
     return any(k.starts == started for k in kernels[at:])
 
 

@@ -27,7 +27,7 @@ NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError sa
 
 @pytest.fixture(autouse=True)
 def kernels_are_clean(capfd):
-    """Interpret mode only prints what it finds: a race, or a semaphore that is not back at zero when a kernel ends."""
+    """Interpret mode only prints its findings: a race, or a semaphore that is not back at zero when a kernel ends."""
     pltpu.reset_tpu_interpret_mode_state()
     with interpreter.quick():
         yield
@@ -74,7 +74,7 @@ class TestGathered(Pallas):
 
 
 class TestTwoCores(Pallas):
-    """As on v4 and v5p: cores share the steps of the kernels that stay at home."""
+    """Two cores, as v4 and v5p have them: cores share the steps of kernels that send nothing to other ranks."""
 
     config = config("on_wait", channel=2)
 
@@ -84,7 +84,7 @@ class TestTwoCores(Pallas):
 
 
 class TestWithoutHeaders(Pallas):
-    """As where a rank's slots do not fit SMEM: routing is gathered."""
+    """A rank's slots do not fit SMEM: routing is gathered."""
 
     config = config("eager", channel=3)
 
@@ -94,20 +94,25 @@ class TestWithoutHeaders(Pallas):
 
 
 class TestGatheredOnTwoCores(TestTwoCores):
-    """Both cores pack, and place what the other one packed."""
+    """Both cores pack, and each places records that the other core has packed."""
 
     num_tokens = 20  # a block of tokens for each core
     config = dataclasses.replace(config("on_wait", channel=4), mode="auto")
 
 
 @pytest.mark.parametrize("name", ["grouped", "ranked", "padded-int8", "ranked-two-axes", "grouped-align8-uneven"])
-def test_ranks_that_are_out(name):
+def test_inactive_ranks(name):
     """A slice of the subsets: all, none, one, two, three of four ranks.
 
-    Halves are the whole in interpret mode, and programs take long to compile: one case has them.
+    In interpret mode a start is the whole operation, and programs take long to compile: one case has start and done.
     """
     case = members.Members(
-        members.BY_NAME[name], config("on_wait"), num_tokens=3, hidden=256, exact_weighted=False, halves="two" in name
+        members.BY_NAME[name],
+        config("on_wait"),
+        num_tokens=3,
+        hidden=256,
+        exact_weighted=False,
+        start_done="two" in name,
     )
     for active in members.subsets(4)[::4]:
         case.check(active)
@@ -170,7 +175,7 @@ def exchanged_at_once(x, runs, *, rows, axes, launch):
     return exchange.Started(x, out, *flags)
 
 
-class TestHalves(Pallas):
+class TestStartAndDone(Pallas):
     """Every dispatch and combine as start and done: packing, tables, headers and placing as on a TPU, the exchange in
     one kernel. On two axes nothing is different from a TPU.
     """
@@ -178,7 +183,7 @@ class TestHalves(Pallas):
     config = config("eager", channel=1)  # not a config of the classes above: programs are cached by it
 
     @pytest.fixture(autouse=True)
-    def in_halves(self, monkeypatch):
+    def by_start_and_done(self, monkeypatch):
         supports_async = pallas.BACKEND.supports_async
 
         def as_on_a_tpu(spec, config):

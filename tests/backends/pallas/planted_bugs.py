@@ -1,7 +1,7 @@
 """Deliberate bugs in the kernels, each caught by a means that the other tests rely on.
 
 Run as a program: `python planted_bugs.py NAME MODE`. It plants the bug, runs one dispatch and one combine in
-interpret mode and prints what was noticed: `RACE DETECTED` and `non-zero count` (printed by the interpreter), `WRONG`
+interpret mode and prints the findings: `RACE DETECTED` and `non-zero count` (printed by the interpreter), `WRONG`
 (results), `RuntimeError`. A bug may also hang: `test_planted_bugs.py` runs this under a time limit and counts
 that as noticed.
 """
@@ -72,7 +72,7 @@ def no_exit_credits() -> None:
 
 
 def no_announcement() -> None:
-    """A rank never says that its buffers are ready: the others wait for ever."""
+    """A rank never announces that its buffers are ready: its peers wait for ever."""
     send.Link.announce = lambda *args: None
 
 

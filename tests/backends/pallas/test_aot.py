@@ -1,4 +1,5 @@
-"""The kernels compiled ahead of time for real chips by libtpu, and what the compiled programs say. No TPU is needed."""
+"""The kernels compiled ahead of time for real chips by libtpu, and checks of the compiled programs' texts. No TPU is
+needed."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_full_size_program(generation, case):
         most = predicted_staging(case, "dispatch")
     assert "ragged-all-to-all" not in moved and sum(moved.values()) <= most, moved
     assert_no_large_scalar_operation(text, case)
-    # what a decode gathered is copied once on v4, into its CMEM
+    # the tokens that a decode gathered are copied once on v4, into its CMEM
     too_large = [c for c in copies(text) if c[0] >= tokens_bytes and "copy(%all_gather" not in c[1]]
     assert not too_large, too_large
 
@@ -156,7 +157,7 @@ def test_quantized_tokens_travel_as_they_are(generation, dtype):
     assert set(tpu_programs.kernels(text)) == {"xen_moe_push", "xen_moe_index_rows", "xen_moe_place"}
 
 
-def halves_program(generation, gradient=False, tokens=256, hidden=2048, rows=512, **mesh_options):
+def start_done_program(generation, gradient=False, tokens=256, hidden=2048, rows=512, **mesh_options):
     mesh = tpu_topologies.mesh(generation, **mesh_options)
     axes = mesh.axis_names
     config = xm.KernelConfig(backend="pallas")
@@ -194,8 +195,8 @@ def halves_program(generation, gradient=False, tokens=256, hidden=2048, rows=512
 
 
 def schedule(text: str, half: str) -> list[str]:
-    """What a scheduled program does, in its order: the caller's matmuls, and what `half` has as its group where it
-    matches a line.
+    """The steps of a scheduled program, in its order: the caller's matmuls, and the group of `half` in each line that
+    matches.
     """
     assert "is_scheduled=true" in text
     entry = text[text.index("ENTRY") :]
@@ -215,7 +216,7 @@ def schedule(text: str, half: str) -> list[str]:
 
 @pytest.mark.parametrize("generation", ["v5e", slow("v5p"), slow("v6e")])
 def test_a_matmul_is_scheduled_between_start_and_done(generation):
-    order = schedule(halves_program(generation), r"\s*%xen_moe_(start|done)\S* = .*tpu_custom_call")
+    order = schedule(start_done_program(generation), r"\s*%xen_moe_(start|done)\S* = .*tpu_custom_call")
     assert order == ["start", "matmul", "done", "start", "matmul", "done"], order
 
 
@@ -226,7 +227,7 @@ def test_a_matmul_is_scheduled_while_records_cross_slices(generation, tokens, hi
     """XLA makes a send and a receive of the exchange over DCN, of a record for every token and slice. Where its model
     says that a small receive takes no time, it begins one late.
     """
-    text = halves_program(
+    text = start_done_program(
         generation, axes=("dcn", "ici"), shape=(2, 8), num_slices=2, tokens=tokens, hidden=hidden, rows=max(512, tokens)
     )
     block_rows = f"(?:{hidden // 256}|{hidden // 256 + 1})"  # a dispatch has one more for its header
@@ -242,8 +243,8 @@ def test_a_matmul_is_scheduled_while_records_cross_slices(generation, tokens, hi
             assert between == ["recv", "matmul", "send-done"], order
 
 
-def test_gradients_of_the_halves_compile():
-    kernels = tpu_programs.kernels(halves_program("v5e", gradient=True))
+def test_gradients_of_start_and_done_compile():
+    kernels = tpu_programs.kernels(start_done_program("v5e", gradient=True))
     assert {"xen_moe_start", "xen_moe_done", "xen_moe_push", "xen_moe_reduce_slots"} <= set(kernels)
 
 
@@ -300,7 +301,7 @@ def test_large_topology(generation, experts, where):
 
 
 @pytest.mark.parametrize("where", [SIXTY_FOUR, slow({"large": True})], ids=["v5e-64", "v5e-256"])
-def test_halves_on_a_large_topology(where):
+def test_start_and_done_on_a_large_topology(where):
     """Their routing rides in the records, too: chips exchange counts."""
     text = tpu_programs.compile_own("v5e", LARGE, "both halves", DEEPSEEK, **where).as_text()
     local = {"xen_moe_pack", "xen_moe_reduce_slots_local"}
@@ -320,7 +321,7 @@ def assert_only_counts_travel(text: str, case: Case, ranks: int) -> None:
 @pytest.mark.parametrize(("generation", "tokens"), [("v5e", 8192), ("v5p", 4096)])
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_large_topology_at_real_token_counts(generation, tokens, operation):
-    """What the kernels keep in SMEM does not grow with the ranks."""
+    """The kernels' use of SMEM does not grow with the ranks."""
     case = Case("large", tokens, "grouped", "float8_e4m3fn", None)
     text = tpu_programs.compile_own(generation, case, operation, DEEPSEEK, large=True).as_text()
     assert set(tpu_programs.kernels(text)) <= set(FUSED)
@@ -402,7 +403,7 @@ def test_the_highest_channel_compiles():
 
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
-def test_ranks_that_are_out_compile_without_scalar_work(layout):
+def test_inactive_ranks_compile_without_scalar_work(layout):
     """`active` is an argument of the compiled program: the same kernels, and no gather an entry at a time."""
     mesh = tpu_topologies.mesh("v5e")
     axes, tokens, hidden = mesh.axis_names, 64, 512

@@ -1,4 +1,4 @@
-"""Who may write into whom, and when: all interleavings of the protocol, and that the kernels follow it."""
+"""When a rank may write into a peer: all interleavings of the protocol, and checks that the kernels follow it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_protocol_is_right():
     assert wrong(sequences(peers.KERNEL)) == set()
 
 
-def test_halves_are_right():
+def test_start_and_done_are_right():
     kernels = [Kernel(peers.START, ALL[2], 0), Kernel(peers.KERNEL, ALL[2], 0), Kernel(peers.DONE, ALL[2], 0, starts=0)]
     assert explore(kernels, 2, delayed=True)[0] == set()
     assert explore([kernels[0], kernels[2]._replace(starts=0)], 2, delayed=True)[0] == set()
@@ -83,7 +83,7 @@ def test_credits_that_nobody_waits_for_are_found():
     assert {"stray", "not at rest"} & wrong(sequences(steps))
 
 
-# -- the kernels do what the model checks ------------------------------------------------------------------------------
+# -- the kernels follow the model --------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -181,7 +181,7 @@ def test_forward_follows_the_protocol(monkeypatch):
     assert tuple(recorder.steps) == peers.KERNEL
 
 
-def test_halves_follow_the_protocol(monkeypatch):
+def test_start_and_done_follow_the_protocol(monkeypatch):
     recorder = Recorder(monkeypatch)
     axes, launch = peers.Axes(("ep",), (2,)), Launch(1)
 

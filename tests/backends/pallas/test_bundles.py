@@ -42,8 +42,8 @@ DUMP = """\
   0x15   :  {}
   0x16 PF:  { %18 = sst [smem:x] }
 """
-"""As libtpu writes it: a bundle behind each branch runs before it is taken. Bundles 0xc to 0xf, which wait for other
-ranks, run in one step of many."""
+"""Text of a kernel as libtpu writes it: a bundle behind each branch runs before the branch is taken. Bundles 0xc to
+0xf, which wait for other ranks, run in one step of many."""
 
 
 def test_loops_of_a_dump():
@@ -145,7 +145,7 @@ def test_all_to_all_bandwidth_of_a_torus(generation, gb_per_s):
 
 @pytest.mark.parametrize(
     ("generation", "devices", "gb_per_s"),
-    # a ring of 16 carries twice what a chip sends, one of 8 and a line of 4 as much, one of 4 half of it
+    # a ring of 16 carries twice the bytes that a chip sends, a ring of 8 and a line of 4 once, a ring of 4 half of them
     [("v5e", 16, 46.9), ("v5e", 256, 24.9), ("v5p", 64, 196.9), ("v5p", 256, 99.6), ("tpu7x", 128, 99.2)],
 )
 def test_all_to_all_bandwidth_of_larger_tori(generation, devices, gb_per_s):
@@ -185,7 +185,7 @@ BUDGETS = {  # bundles of a step and of a turn of each loop; a few percent over 
     },
 }
 MOST_US = {"throughput": 2400.0, "low-latency": 72.0}
-"""Of all kernels and XLA's tables of a dispatch and a combine, on v5p; 2400 us are what the wire needs."""
+"""Most microseconds of all kernels and XLA's tables of a dispatch and a combine, on v5p; the wire needs 2400 us."""
 MOST_XLA = {"throughput": 410_000, "low-latency": 2200}
 """Cycles of XLA's tables, by its own estimate: a decode's are left with the check of expert numbers."""
 LARGEST_SCALAR_OPERATION = 4096
@@ -253,5 +253,5 @@ def test_kernels_stay_within_their_budgets(case, tmp_path):
 @pytest.mark.parametrize("case", BUDGETS)
 @pytest.mark.parametrize("generation", [name for name in tpu_topologies.TOPOLOGIES if name != "v5p"])
 def test_kernels_of_other_generations_are_those_of_the_file(generation, case, tmp_path):
-    """What `tpu_static.json` holds is their budget."""
+    """The figures of `tpu_static.json` are their budget."""
     assert_the_file_is_of_these_kernels(loops_of(compiled_operations(generation, case, tmp_path)), generation, case)

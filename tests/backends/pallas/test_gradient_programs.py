@@ -1,5 +1,5 @@
-"""Gradients compiled ahead of time by libtpu: what the compiled programs of many chips exchange, and what they leave to
-XLA.
+"""Gradients compiled ahead of time by libtpu: the exchanges of the compiled programs of many chips, and the parts left
+to XLA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ON_ONE_AXIS = {
 
 
 def gradient_program(generation: str, tokens: int, hidden: int, layout: str, **mesh_options) -> str:
-    """Of a dispatch and a weighted combine (ranked: weights applied between them), by rows and by router weights."""
+    """The gradient of a dispatch and a weighted combine (ranked: weights applied between them), by rows and by router
+    weights."""
     mesh = tpu_topologies.mesh(generation, **mesh_options)
     axes = mesh.axis_names
     options = {"num_experts": EXPERTS, "axis_name": axes if len(axes) > 1 else axes[0], "layout": layout}

@@ -1,4 +1,4 @@
-"""What gradients on TPU exchange beside rows, on CPU: numbers of slots in runs, and flags as bits."""
+"""Exchanges of gradients on TPU beside rows, tested on CPU: numbers of slots in runs, and flags as bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE, TWO = (("ep", 4),), (("dcn", 2), ("ici", 2))
     ("axes", "layout", "tokens", "experts", "capacity", "alignment"),
     [
         (ONE, "grouped", 40, 10, None, 8),
-        (ONE, "grouped", 40, 3, 50, 1),  # a rank without experts, and rows dropped on the others
+        (ONE, "grouped", 40, 3, 50, 1),  # a rank without experts, and rows dropped on all other ranks
         (TWO, "grouped", 17, 8, 60, 1),
         (TWO, "padded", 9, 6, None, 1),
         (ONE, "padded", 5, 40, None, 1),  # more experts than slots: one number of each a round

@@ -1,7 +1,7 @@
 """The project's conformance suite against the TPU kernels in interpret mode, each part in a process with a time limit.
 
-CI runs a part of the table in each DMA mode, through the halves, and on eight ranks; `slow` runs all of it on four, and
-what else there is of the others.
+CI runs a part of the table in each DMA mode, by start and done, and on eight ranks; `slow` runs all of it on four
+ranks, and the rest of the other variants.
 """
 
 import os
@@ -25,7 +25,7 @@ SHORT = {  # class -> pytest -k expression; between them every kernel, every lay
     "TestTwoCores": "padded/zipf",
     "TestWithoutHeaders": "padded-fp8",
     "TestGatheredOnTwoCores": "padded/uniform",
-    "TestHalves": "align8-capacity-one-below or grouped-two-axes/uniform",
+    "TestStartAndDone": "align8-capacity-one-below or grouped-two-axes/uniform",
 }
 
 
@@ -44,7 +44,7 @@ def test_conformance_in_interpret_mode(mode):
     run_suite(f"{mode} and ({SHORT[mode]})", 900)
 
 
-OUT = [  # a program of so many operations takes most of a minute
+OUT = [  # a program of this number of operations takes most of a minute
     "ranked-two-axes",
     pytest.param("padded-int8", marks=pytest.mark.slow),
     pytest.param("grouped-align8-uneven", marks=pytest.mark.slow),
@@ -54,8 +54,8 @@ OUT = [  # a program of so many operations takes most of a minute
 
 
 @pytest.mark.parametrize("case", OUT)
-def test_ranks_that_are_out(case):
-    run_suite(f"test_ranks_that_are_out and [{case}]", 900)
+def test_inactive_ranks(case):
+    run_suite(f"test_inactive_ranks and [{case}]", 900)
 
 
 def test_more_rows_than_one_wait_covers():

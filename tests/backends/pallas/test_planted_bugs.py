@@ -1,4 +1,4 @@
-"""Bugs planted on purpose are noticed: what the other tests rely on does work."""
+"""Bugs planted on purpose are noticed: the means that all other tests rely on work."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ HANG_SECONDS = 60
 
 SECONDS = 300
 
-NOTICED = (  # bug, DMA mode, what must be noticed
+NOTICED = (  # bug, DMA mode, the expected finding
     ("no_wait_for_arrivals", "eager", "RACE DETECTED"),
     ("no_wait_for_sends", "eager", "non-zero count"),
     ("buffer_reused_early", "on_wait", "RACE DETECTED"),
@@ -49,7 +49,7 @@ def run(bug: str, mode: str, seconds: float) -> str:
 
 
 def said(bug: str, mode: str, sign: str) -> str:
-    """What the program prints up to `sign`, or until it ends: rows of garbage may keep it from ending."""
+    """Output of the program up to `sign`, or until its end: rows of garbage may keep it from ending."""
     started = subprocess.Popen(
         bound(command(bug, mode)),
         cwd=ROOT,

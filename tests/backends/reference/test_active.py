@@ -17,7 +17,7 @@ T, H, K, E = 5, 16, 3, 8
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_subset_of_four_ranks(case):
-    """One trace serves all sixteen; the sum of what is dropped is what is missing."""
+    """One trace serves all sixteen subsets; the number of dropped rows is the number of missing ones."""
     members = Members(case, CONFIG, num_tokens=4, hidden=128)
     for active in subsets(4):
         members.check(active)
@@ -38,10 +38,10 @@ def operands() -> tuple[np.ndarray, ...]:
     )
 
 
-def layer(x, idx, weights, active=None, *, layout="grouped", halves=False):
-    """Two rows of a group are told apart: experts square."""
+def layer(x, idx, weights, active=None, *, layout="grouped", start_done=False):
+    """The experts square, so that the result tells two rows of a group apart."""
     options = {"num_experts": E, "axis_name": "ep", "layout": layout, "active": active}
-    if halves:
+    if start_done:
         routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, **options))
     else:
         routed = xm.dispatch(x, idx, weights, **options)
@@ -52,24 +52,25 @@ def layer(x, idx, weights, active=None, *, layout="grouped", halves=False):
 
 
 def masked(idx: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """What `active` means, written out."""
+    """The meaning of `active`, written out."""
     source = np.repeat(np.arange(4), T)[:, None]
     return np.where(active[idx // (E // 4)] & active[source], idx, -1)
 
 
 @pytest.mark.parametrize(
-    ("layout", "halves"),
+    ("layout", "start_done"),
     [
         pytest.param("grouped", False, id="grouped-whole"),
         pytest.param("ranked", False, id="ranked-whole"),
         pytest.param("padded", False, id="padded-whole"),
-        pytest.param("grouped", True, id="grouped-halves"),
-        pytest.param("ranked", True, id="ranked-halves", marks=pytest.mark.slow),
-        pytest.param("padded", True, id="padded-halves", marks=pytest.mark.slow),
+        pytest.param("grouped", True, id="grouped-start-done"),
+        pytest.param("ranked", True, id="ranked-start-done", marks=pytest.mark.slow),
+        pytest.param("padded", True, id="padded-start-done", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_are_those_of_a_routing_without_these_ranks(mesh, layout, halves):
-    """Of tokens and of router weights, first and second order, under remat and scan; nothing is traced again."""
+def test_gradients_are_those_of_a_routing_without_these_ranks(mesh, layout, start_done):
+    """Gradients of tokens and of router weights, first and second order, under remat and scan; nothing is traced
+    again."""
     traces = 0
 
     def loss(x, weights, idx, active):
@@ -78,7 +79,9 @@ def test_gradients_are_those_of_a_routing_without_these_ranks(mesh, layout, halv
 
         def body(x, idx, weights, active):
             def step(x, _):
-                return jax.checkpoint(lambda x: layer(x, idx, weights, active, layout=layout, halves=halves))(x), None
+                return jax.checkpoint(lambda x: layer(x, idx, weights, active, layout=layout, start_done=start_done))(
+                    x
+                ), None
 
             out, _ = jax.lax.scan(step, x, length=2)
             return jax.lax.psum(jnp.sum(jnp.sin(out)), "ep")
@@ -144,7 +147,7 @@ def test_vmap_is_refused_as_without_a_mask(mesh):
 
 
 def test_a_loop_over_masks_is_one_dispatch(mesh):
-    """What vmap refuses, `lax.map` does."""
+    """`lax.map` works where vmap is refused."""
 
     def body(x, idx, weights):
         return jax.lax.map(lambda m: layer(x, idx, weights, m), jnp.array(subsets(4)))[:, None]

@@ -32,7 +32,7 @@ def test_any_mantissas():
 
 
 def test_no_division_of_floats_is_left():
-    """XLA divides approximately on GPU; what is lowered for it must not ask it to."""
+    """XLA divides approximately on GPU; a lowered program must not contain such a division."""
     for scale_format in _quantize.SCALE_FORMATS:
         wire = _quantize.Wire("float8_e4m3fn", scale_format)
         text = jax.jit(lambda x, w=wire: _quantize.quantize_arrays(x, w)).lower(jnp.ones((2, 256))).as_text()

@@ -1,4 +1,4 @@
-"""Start and done of an operation as two FFI calls: see "In two halves" in docs/design/cuda.md.
+"""Start and done of an operation as two FFI calls: see "Start and done" in docs/design/cuda.md.
 
 A start runs the whole operation on a stream of the library's own and on few SMs (with few tokens between nodes, on none
 while rows travel), and returns at once. Its results are pending, and only the done may read them. The done passes them

@@ -1,4 +1,4 @@
-"""Start and done halves on GPUs: the bits of whole operations, several pending at once, gradients, and failures."""
+"""Start and done on GPUs: the bits of synchronous operations, several pending at once, gradients, and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax as xm
-from tests.gpu import flights
+from tests.gpu import async_programs
 from tests.gpu.programs import assert_poisoned, dispatch, operands, over, round_trip, skipped_on, zeros_like_results
 from tests.support import conformance
 from xen_moe_jax import cuda
@@ -21,16 +21,16 @@ CONFIG = xm.KernelConfig(backend="cuda", timeout_s=20.0)
 HASTY = dataclasses.replace(CONFIG, timeout_s=3.0)
 
 
-class Halves(conformance.Conformance):
+class StartAndDone(conformance.Conformance):
     config = dataclasses.replace(CONFIG, channel=1)  # programs are cached by it: not one of whole operations
 
     @pytest.fixture(autouse=True)
-    def in_halves(self, monkeypatch):
+    def by_start_and_done(self, monkeypatch):
         monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
         monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))
         before = launched(1)
         yield
-        assert launched(1) >= before  # the memory of flights is theirs alone
+        assert launched(1) >= before  # asynchronous operations have memory of their own
 
 
 def launched(channel: int) -> int:
@@ -38,25 +38,25 @@ def launched(channel: int) -> int:
 
 
 @pytest.mark.gpu1
-class TestOneRank(Halves):
+class TestOneRank(StartAndDone):
     num_ranks = 1
     two_axis_sizes = None
 
 
 @pytest.mark.gpu2
-class TestTwoRanks(Halves):
+class TestTwoRanks(StartAndDone):
     num_ranks = 2
     two_axis_sizes = None
 
 
 @pytest.mark.gpu4
-class TestFourRanks(Halves):
+class TestFourRanks(StartAndDone):
     num_ranks = 4
     two_axis_sizes = (2, 2)
 
 
 def mesh_of(*sizes):
-    """A fixture: a mesh of so many ranks."""
+    """Returns a fixture: a mesh of each of these numbers of ranks."""
 
     @pytest.fixture(params=[pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in sizes])
     def mesh(request, gpu_mesh):
@@ -69,13 +69,13 @@ def mesh_of(*sizes):
 
 mesh = mesh_of(1, 2, 4)
 several = mesh_of(2, 4)
-"""For tests in which one rank does what the others do not."""
+"""Meshes for tests in which one rank behaves differently from the rest."""
 
 
 def assert_same(mesh, body, *args, **options):
-    """`body(halves, ...)` gives the same bits in halves and whole."""
-    whole = over(mesh, lambda *a: body(flights.WHOLE, CONFIG, *a), len(args), **options)(*args)
-    program = over(mesh, lambda *a: body(flights.SPLIT, CONFIG, *a), len(args), **options)
+    """`body(way, ...)` gives the same bits by start and done as synchronously."""
+    whole = over(mesh, lambda *a: body(async_programs.WHOLE, CONFIG, *a), len(args), **options)(*args)
+    program = over(mesh, lambda *a: body(async_programs.SPLIT, CONFIG, *a), len(args), **options)
     for _ in range(3):
         before = launched(0)
         split = program(*args)
@@ -84,19 +84,23 @@ def assert_same(mesh, body, *args, **options):
         assert launched(0) > before
 
 
-@pytest.mark.parametrize("name", flights.BODIES)
+@pytest.mark.parametrize("name", async_programs.BODIES)
 def test_the_same_bits(mesh, name):
-    assert_same(mesh, flights.BODIES[name], *flights.arguments(mesh))
+    assert_same(mesh, async_programs.BODIES[name], *async_programs.arguments(mesh))
 
 
 @pytest.mark.parametrize("layout", ["grouped", "ranked", "padded"])
 @pytest.mark.parametrize("remat", ["none", "all", "names"])
 def test_gradients(mesh, layout, remat):
-    assert_same(mesh, flights.gradients(layout, remat), *flights.arguments(mesh))
+    assert_same(mesh, async_programs.gradients(layout, remat), *async_programs.arguments(mesh))
 
 
 def test_gradients_travel_by_their_own_wire(mesh):
-    assert_same(mesh, flights.gradients("grouped", "none", gradient_wire="float8_e4m3fn"), *flights.arguments(mesh))
+    assert_same(
+        mesh,
+        async_programs.gradients("grouped", "none", gradient_wire="float8_e4m3fn"),
+        *async_programs.arguments(mesh),
+    )
 
 
 def test_a_flight_that_xla_moves_is_an_error_or_right(mesh):
@@ -122,7 +126,7 @@ def test_a_flight_that_xla_moves_is_an_error_or_right(mesh):
         np.testing.assert_array_equal(out, np.asarray(x))
 
 
-def both_halves(x, idx, weights):
+def dispatch_and_combine(x, idx, weights):
     routed = xm.dispatch_done(xm.dispatch_start(x, idx, weights, num_experts=16, axis_name="ep", config=HASTY))
     return routed.x, routed.handle.positions, routed.num_tokens_per_expert, routed.handle
 
@@ -132,7 +136,7 @@ def test_a_rank_that_does_not_start_is_named(several):
 
     def body(x, idx, weights):
         def operation():
-            return both_halves(x, idx, weights)
+            return dispatch_and_combine(x, idx, weights)
 
         return skipped_on(1, operation, zeros_like_results(operation))[:3]
 
@@ -169,9 +173,10 @@ def test_another_operation_under_the_number_is_named(several):
         xm.check()
 
 
-def test_flights_grow_their_own_memory(mesh):
-    """A larger flight compiled while a smaller one's memory is in use; the smaller one then runs in the larger."""
-    small, large = operands(mesh), flights.arguments(mesh)[:3]
+def test_async_operations_grow_their_own_memory(mesh):
+    """A larger operation is compiled while a smaller one's memory is in use; the smaller one then runs in the larger
+    memory."""
+    small, large = operands(mesh), async_programs.arguments(mesh)[:3]
     config = dataclasses.replace(CONFIG, channel=5)
 
     def body(x, idx, weights):

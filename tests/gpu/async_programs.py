@@ -1,4 +1,4 @@
-"""Programs with start and done halves, and the same programs with whole operations, which tests compare bit for bit.
+"""Programs by start and done, and the same programs with synchronous operations, which tests compare bit for bit.
 
 They run on any backend.
 """
@@ -22,7 +22,7 @@ EXPERTS, TOP_K, TOKENS, HIDDEN = 16, 4, 96, 512
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """In halves with work between them, or whole with the work behind."""
+    """Runs an operation by start and done with work in between, or synchronously with the work behind it."""
 
     split: bool
 
@@ -91,9 +91,10 @@ def layers_in_a_scan(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: A
 
 
 def two_batches(way: Way, config: Any, x: Any, idx: Any, weights: Any, a: Any, w: Any) -> Any:
-    """Flights of both open at once, whole operations between them, finished in another order than started."""
-    halves = [(v[: TOKENS // 2], v[TOKENS // 2 :]) for v in (x, idx, weights)]
-    first, second = zip(*halves, strict=True)
+    """Two operations are pending at once, with synchronous ones in between, and finish in another order than they
+    started."""
+    parts = [(v[: TOKENS // 2], v[TOKENS // 2 :]) for v in (x, idx, weights)]
+    first, second = zip(*parts, strict=True)
     routing = _routing(config)
     if not way.split:
         routed = [xm.dispatch(*args, **routing) for args in (first, second)]

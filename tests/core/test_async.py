@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from tests.gpu import flights
+from tests.gpu import async_programs
 from tests.gpu.programs import over
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import load, reference
@@ -44,16 +44,18 @@ def equations(program, *args):
 
 
 def assert_same(mesh, body):
-    args = flights.arguments(mesh)
-    whole, split = (over(mesh, lambda *a, way=way: body(way, CONFIG, *a), 5) for way in (flights.WHOLE, flights.SPLIT))
+    args = async_programs.arguments(mesh)
+    whole, split = (
+        over(mesh, lambda *a, way=way: body(way, CONFIG, *a), 5) for way in (async_programs.WHOLE, async_programs.SPLIT)
+    )
     assert "dispatch_start" in equations(split, *args)
     for got, wanted in zip(jax.tree.leaves(split(*args)), jax.tree.leaves(whole(*args)), strict=True):
         assert_bits(got, np.asarray(wanted), "result")
 
 
-@pytest.mark.parametrize("name", flights.BODIES)
+@pytest.mark.parametrize("name", async_programs.BODIES)
 def test_the_same_bits(mesh, lands, name):
-    assert_same(mesh, flights.BODIES[name])
+    assert_same(mesh, async_programs.BODIES[name])
 
 
 def slow(*values):
@@ -69,18 +71,18 @@ def slow(*values):
     ],
 )
 def test_gradients(mesh, lands, layout, remat):
-    assert_same(mesh, flights.gradients(layout, remat))
+    assert_same(mesh, async_programs.gradients(layout, remat))
 
 
 def test_gradients_travel_by_their_own_wire(mesh, lands):
-    assert_same(mesh, flights.gradients("grouped", "none", gradient_wire="float8_e4m3fn"))
+    assert_same(mesh, async_programs.gradients("grouped", "none", gradient_wire="float8_e4m3fn"))
 
 
 def test_the_backward_pass_flies_too(mesh, lands):
     """Every start has its done, and the transpose of the work stands between them, ordered like the forward pass."""
-    args = flights.arguments(mesh)
-    body = flights.gradients("grouped", "none")
-    program = over(mesh, lambda *a: body(flights.SPLIT, CONFIG, *a), 5)
+    args = async_programs.arguments(mesh)
+    body = async_programs.gradients("grouped", "none")
+    program = over(mesh, lambda *a: body(async_programs.SPLIT, CONFIG, *a), 5)
     found = equations(program, *args)
     backward = found[found.index("redispatch_start") :]
     one_flight = ["order", "order"]
@@ -98,11 +100,11 @@ def test_the_backward_pass_flies_too(mesh, lands):
 
 def test_what_remat_saves_does_not_start_again(mesh, lands):
     """A pending operation without a done half is an error: values that only order it belong to the done half."""
-    args = flights.arguments(mesh)
+    args = async_programs.arguments(mesh)
     starts = {}
     for remat in ("all", "names"):
-        body = flights.gradients("grouped", remat)
-        found = equations(over(mesh, lambda *a, body=body: body(flights.SPLIT, CONFIG, *a), 5), *args)
+        body = async_programs.gradients("grouped", remat)
+        found = equations(over(mesh, lambda *a, body=body: body(async_programs.SPLIT, CONFIG, *a), 5), *args)
         assert found.count("dispatch_start") == found.count("dispatch_done")
         assert found.count("combine_start") == found.count("combine_done")
         starts[remat] = found.count("dispatch_start")
@@ -113,7 +115,7 @@ def test_second_derivatives(mesh, lands):
     def along_and_back(way):
         def body(x, idx, weights, a, w):
             def loss(x, weights):
-                return jnp.sum(jnp.sin(flights.one_layer(way, CONFIG, x, idx, weights, a, w)[0]))
+                return jnp.sum(jnp.sin(async_programs.one_layer(way, CONFIG, x, idx, weights, a, w)[0]))
 
             slope = jax.grad(loss, (0, 1))
             along = jax.jvp(slope, (x, weights), (jnp.cos(x), jnp.sin(weights)))[1]
@@ -122,14 +124,14 @@ def test_second_derivatives(mesh, lands):
 
         return over(mesh, body, 5)
 
-    args = flights.arguments(mesh)
-    results = [jax.tree.leaves(along_and_back(way)(*args)) for way in (flights.WHOLE, flights.SPLIT)]
+    args = async_programs.arguments(mesh)
+    results = [jax.tree.leaves(along_and_back(way)(*args)) for way in (async_programs.WHOLE, async_programs.SPLIT)]
     for wanted, got in zip(*results, strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_a_dispatch_of_one_byte_values_has_no_gradient(mesh, lands):
-    x, idx, weights, *_ = flights.arguments(mesh)
+    x, idx, weights, *_ = async_programs.arguments(mesh)
 
     def body(x, idx, weights):
         def f(scale):
@@ -149,7 +151,7 @@ def test_a_dispatch_of_one_byte_values_has_no_gradient(mesh, lands):
 
 
 def traced(mesh, body):
-    return jax.eval_shape(over(mesh, body, 5), *flights.arguments(mesh))
+    return jax.eval_shape(over(mesh, body, 5), *async_programs.arguments(mesh))
 
 
 def start(x, idx, weights):
@@ -179,7 +181,7 @@ def test_overlap_leaves_what_is_no_array_as_it_is(mesh, lands):
         assert count == 2 and type(count) is int  # static, as where nothing is ordered
         return xm.dispatch_done(flight).x, a
 
-    assert traced(mesh, body)[1].shape[-1] == 2 * flights.arguments(mesh)[3].shape[-1]
+    assert traced(mesh, body)[1].shape[-1] == 2 * async_programs.arguments(mesh)[3].shape[-1]
 
 
 @pytest.mark.parametrize("again", ["the flight that was given", "overlapped twice"])
@@ -202,7 +204,7 @@ def test_overlap_may_be_repeated_and_takes_pytrees(mesh, lands):
         pair, a = xm.overlap(pair, jnp.sin, a["a"])
         return [xm.dispatch_done(f).x for f in (pair["one"], *pair["two"])], a
 
-    args = flights.arguments(mesh)
+    args = async_programs.arguments(mesh)
     (one, two), _ = over(mesh, body, 5)(*args)
     assert_bits(np.asarray(two), 2 * np.asarray(one), "rows")
 
@@ -218,10 +220,11 @@ def cuda_text():
         pytest.skip(f"the CUDA module is not built: {reason}")
     mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2])
     config = xm.KernelConfig(backend="cuda", channel=2)
-    body = flights.gradients("grouped", "none")
-    both = lambda *a: (flights.one_layer(flights.SPLIT, config, *a), body(flights.SPLIT, config, *a))  # noqa: E731
+    body = async_programs.gradients("grouped", "none")
+    way = async_programs.SPLIT
+    both = lambda *a: (async_programs.one_layer(way, config, *a), body(way, config, *a))  # noqa: E731
     mapped = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
-    return mapped.trace(*flights.arguments(mesh)).lower(lowering_platforms=("cuda",)).as_text()
+    return mapped.trace(*async_programs.arguments(mesh)).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text):
@@ -229,7 +232,7 @@ def calls(text):
     return [(m.group(1), m.group(0)) for m in re.finditer(r"[^\n]*custom_call @xen_moe_(\w+)\([^\n]*", text)]
 
 
-def test_halves_are_two_calls_on_a_gpu(cuda_text):
+def test_start_and_done_are_two_calls_on_a_gpu(cuda_text):
     names = [name for name, _ in calls(cuda_text) if name != "exchange"]
     assert names[:4] == ["dispatch_start", "done", "combine_start", "done"]
     assert names.count("done") == sum(name.endswith("_start") for name in names) >= 4
@@ -256,7 +259,7 @@ def test_everything_under_way_is_aliased_through_and_operands_stay_alive(cuda_te
             assert len(operands) >= results + len(given)
 
 
-def test_work_stands_between_the_halves(cuda_text):
+def test_work_stands_between_start_and_done(cuda_text):
     """By data: a barrier that the start's results and the matmul's operand pass, and one behind the matmul."""
     lines = [line for line in cuda_text.splitlines() if re.search(r"@xen_moe_|optimization_barrier|dot_general", line)]
     kinds = [
