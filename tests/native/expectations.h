@@ -1,4 +1,4 @@
-// What the scenarios are written with: problems for all ranks, and what is expected of them.
+// Parts of the scenarios: problems for all ranks, and checks of the results.
 #pragma once
 
 #include <chrono>
@@ -112,7 +112,7 @@ inline void ExpectRight(World& world, const std::string& what) {
   world.ClearWrong();
 }
 
-// What `rank` shows: whom it waits for.
+// The ranks that `rank` waits for, as it shows them.
 inline uint64_t Shown(const RankState& rank) {
   uint64_t word = 0;
   NATIVE_CHECK(cudaSetDevice(rank.device));

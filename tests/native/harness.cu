@@ -1,4 +1,4 @@
-// Runs the kernels with several ranks in one process, without JAX: what goes well, and what goes wrong.
+// Runs the kernels with several ranks in one process, without JAX: right calls and failures.
 //   harness --ranks R --gpus N --scenario NAME|all --calls N --seed S --patience F --json FILE
 // One line per scenario. Exit status 0: all passed; 1: some failed; 3: one did not end (the watchdog ended the
 // process).

@@ -23,7 +23,7 @@ std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const
 
 }  // namespace
 
-// Ranks that are out: those that run the program all the same, and those that run nothing.
+// Inactive ranks: some run the program all the same, and some run nothing.
 std::string Members(const Options& o) {
   const uint32_t all = (1u << o.ranks) - 1, absent = 1u << (o.ranks - 1);
   World world(o.ranks, o.gpus);
@@ -43,7 +43,7 @@ std::string Members(const Options& o) {
   for (int r = 0; r < o.ranks; ++r) world.Publish(r, generation);
   const int64_t calls = std::max<int64_t>(40, o.calls / 20);
   const double start = Now();
-  RunRandom(world, pool, o, calls, true);  // all ranks call; who is out runs ahead
+  RunRandom(world, pool, o, calls, true);  // all ranks call; an inactive rank runs ahead
   ExpectNoFailure(world);
   ExpectRight(world, "calls with changing members");
   const double each = (Now() - start) * 1e6 / static_cast<double>(calls);
@@ -54,7 +54,7 @@ std::string Members(const Options& o) {
   RunRandom(world, whole, o, 60, true);
   ExpectNoFailure(world);
   ExpectRight(world, "calls of all after reset");
-  // Its process ends: nobody who leaves it out minds, and who needs it knows at once.
+  // Its process ends: operations that leave it out go on, and operations that need it fail at once.
   for (const RankState& state : world.states) {
     NATIVE_CHECK(cudaSetDevice(state.device));
     NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
@@ -71,7 +71,7 @@ std::string Members(const Options& o) {
   Expect(dead.cause == Cause::kDead && dead.rank == o.ranks - 1, FailureText(world.FailureOf(0)));
   Expect(world.FailureOf(o.ranks - 1) == 0, "the dead rank was written to");
   Expect(Now() - needed < o.patience, Text("it took %.2f s", Now() - needed));
-  // Ranks that disagree about the members: those that one of them leaves out wait for it in vain, and are told.
+  // Ranks disagree about the members: ranks that one of them leaves out wait for it in vain, and get the failure.
   std::string seen;
   for (const uint32_t mine : {all & ~2u, 1u, all}) {
     world.Reset();
@@ -100,8 +100,8 @@ std::string Members(const Options& o) {
       static_cast<long long>(calls), each, seen.c_str());
 }
 
-// One rank stays away from the first operation after a reset, in which all of them meet. The others show that they wait
-// for it, and for nobody else, however many blocks wait; then they name it. Then all come.
+// One rank stays away from the first operation after a reset, in which all ranks meet. All other ranks show that they
+// wait for it alone, however many blocks wait; then they name it. Then all ranks come.
 std::string Unmet(const Options& o) {
   World world(o.ranks, o.gpus);
   std::mt19937 rng(o.seed);
@@ -138,8 +138,8 @@ std::string Unmet(const Options& o) {
               samples);
 }
 
-// A rank is left out while it is still busy with the operation before: blocks of it that start late, and rows that
-// nobody waits for because they are dropped, must not reach what the others run without it.
+// A rank is left out while it is still busy with the previous operation: blocks of it that start late, and rows that no
+// rank waits for because they are dropped, must not reach the operations that the other ranks run without it.
 std::string Leaver(const Options& o) {
   if (o.ranks < 3 || o.gpus < o.ranks) return "not run: it takes three ranks and a GPU for each";
   const int slow = 1;
@@ -168,7 +168,7 @@ std::string Leaver(const Options& o) {
                                  without.capacity = o.ranks * without.tokens * p.top_k;
     const auto after = world.AddAll(without, 20 * o.patience);
     world.Start(Largest({before, after}));
-    if (drops) {  // what has ended somewhere is not written there any more
+    if (drops) {  // a rank does not write to a rank where the operation has ended
       std::vector<Bytes> staged(o.ranks);
       world.Each([&](int rank) {
         const RankState& state = world.states[rank];

@@ -1,5 +1,5 @@
-// What the operations must give, computed on the host in the plainest way. Needs no GPU and shares no code with the
-// kernels but the names of params.h. The rules are those of docs/design/internals.md.
+// Expected results of the operations, computed on the host in the plainest way. Needs no GPU and shares no code with
+// the kernels but the names of params.h. The rules are those of docs/design/internals.md.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ Bytes ToBytes(const std::vector<T>& values) {
   return out;
 }
 
-// An output of one rank: what it must hold, and where that is specified (mask 0xFF).
+// An output of one rank: the expected bytes, and the places where they are specified (mask 0xFF).
 struct Output {
   Bytes expected, mask;
   uint8_t poison = 0xFF;
@@ -72,7 +72,7 @@ inline float FromBf16(uint16_t bits) {
   std::memcpy(&out, &wide, 4);
   return out;
 }
-inline uint16_t ToBf16(float value) {  // to nearest even; no NaN comes by here
+inline uint16_t ToBf16(float value) {  // to nearest even; the value is never NaN
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   bits += 0x7FFF + (bits >> 16 & 1);
@@ -100,7 +100,7 @@ inline float Rounded(float value, Element element) {
   return element == Element::kBf16 ? FromBf16(ToBf16(value)) : value;
 }
 
-// A dispatch leaves out what does not move; redispatch and combine are given the handle of a dispatch among all ranks.
+// A dispatch leaves out slots that do not move; redispatch and combine take the handle of a dispatch among all ranks.
 struct RoutingCase {
   std::vector<std::vector<int>> topk_idx;        // [rank][T, K]
   std::vector<std::vector<float>> topk_weights;  // [rank][T, K]
@@ -315,7 +315,7 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
 }
 
 // `hidden` bytes are a unit; `capacity` units an output. all_to_all: tokens units to each rank. Inputs: operand, then,
-// ragged, input_offsets, send_sizes, output_offsets. What nobody writes keeps the fill byte (world.h).
+// ragged, input_offsets, send_sizes, output_offsets. Bytes that no rank writes keep the fill byte (world.h).
 inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& rng, uint8_t fill) {
   const size_t unit = p.hidden;
   const int R = p.ranks;

@@ -1,5 +1,5 @@
-// What can be tested without a GPU: the words of cuda_kernels/core/workspace.h, the places of
-// cuda_kernels/core/plan.cc, and the reference that the harness compares with.
+// Tests without a GPU: the words of cuda_kernels/core/workspace.h, the places of cuda_kernels/core/plan.cc, and the
+// reference that the harness compares with.
 #include "tests/native/reference.h"
 
 #include <cstdio>
@@ -93,7 +93,7 @@ static void Plans() {
            m.scale_offset >= static_cast<uint64_t>(p.hidden) * p.element_bytes());
     EXPECT(Unfit(c) == nullptr);
     EXPECT(m.row_flags + 4 * pairs * p.parts <= LineBorder(m.flag_bytes));
-    // Lines: behind any operation's flags, and inside; the same in a half that is larger than what is needed.
+    // Lines lie behind any operation's flags, and inside; also in a half that is larger than necessary.
     for (Operation operation : {Operation::kDispatch, Operation::kCombine}) {
       const Staging l = PlanLowLatency(r, operation, p.element, p.scaled);
       const uint64_t lines = l.row_lines + pairs * l.row_rounds * kRoundLines;
@@ -123,8 +123,8 @@ static void Plans() {
   }
 }
 
-// Rings of groups of many ranks: what they hold, that no memory grows with ranks times tokens but routing and flags,
-// and that what suffices for one operation does for a smaller one.
+// Rings of groups of many ranks: their contents; only routing and flags grow with ranks times tokens; memory that
+// suffices for one operation suffices for a smaller one.
 static void Rings() {
   const RingLimits limits;
   auto plan = [&](int ranks, int tokens, int hidden, WireType wire, CombineParams* c) {
@@ -197,7 +197,7 @@ static void Rings() {
   EXPECT(bytes(72, WireType::kNative) < 600'000'000 && bytes(16, WireType::kNative) > 1'800'000'000);
 }
 
-// The reference against what must hold whatever the routing.
+// The reference against properties that hold for every routing.
 static void References() {
   std::mt19937 rng(9);
   for (int i = 0; i < 400; ++i) {

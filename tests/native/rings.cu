@@ -7,7 +7,7 @@ namespace {
 
 // Rounds of two tokens; the last round of `kTokens` has one. Eleven rounds through rings of four.
 constexpr int kRing = 2 * kRingRounds, kTokens = 21;
-// So many ranks run less than others: in a few seconds, and so many that the emulator is slow.
+// These numbers of ranks run fewer cases: 17, in a few seconds, and more than 40, for which the emulator is slow.
 bool Quick(int ranks) { return ranks == 17 || ranks > 40; }
 
 Problem RingProblem(const Options& o, std::mt19937& rng, Operation operation, Layout layout) {
@@ -78,8 +78,8 @@ void RunAll(World& world, const Pools& pool, int times, const char* what) {
   }
 }
 
-// The last rank does not come to `ranks`: all others name it, and what it owed. Those that wait for its rows show that,
-// though they also wait for credits of one another. Then everything goes on.
+// The last rank does not come to `ranks`: all other ranks name it, and the rows that it owed. Ranks that wait for its
+// rows show this, though they also wait for credits of one another. Then everything goes on.
 void WithoutTheLast(World& world, const Options& o, const std::vector<Prepared*>& ranks, Step owed) {
   const int last = world.ranks() - 1;
   world.Each([&](int rank) {
@@ -103,16 +103,16 @@ std::string Rings(const Options& o) {
   std::mt19937 rng(o.seed);
   const std::vector<Problem> problems = RingProblems(o, rng);
   Problem whole = RingProblem(o, rng, Operation::kCombine, Layout::kGrouped);
-  whole.ring_tokens = 0;  // between the others: each has the half that one in rounds leaves
+  whole.ring_tokens = 0;  // between operations in rounds: each uses the half of the memory that these leave
   const Problem dispatch = RingProblem(o, rng, Operation::kDispatch, Layout::kGrouped);
   const Problem combine = RingProblem(o, rng, Operation::kCombine, Layout::kGrouped);
-  // Every third rank is out, and the last one; those calls all ranks make.
+  // Every third rank is inactive, and the last one; all ranks make these calls.
   std::vector<Problem> some = {dispatch, combine};
   for (Problem& p : some) {
     for (int r = 0; r < o.ranks; r += 3) p.members.reset(r);
     p.members.reset(o.ranks - 1);
   }
-  // The last rank has no experts: of a combine the others await nothing of it but its credits.
+  // The last rank has no experts: in a combine the other ranks await only its credits.
   Problem credits = combine;
   credits.experts = o.ranks - 1;
   const Pools pool = PoolOf(world, o, problems, 20), without = PoolOf(world, o, some, 20);

@@ -58,7 +58,7 @@ Problem SmallBatch(const Options& o, std::mt19937& rng) {
   return p;
 }
 
-// Rows and batches as a decoding server has them: many lines in flight at once.
+// Rows and batches as a decoding server has them: many lines travel at once.
 std::string Decode(const Options& o) {
   World world(o.ranks, o.gpus);
   std::mt19937 rng(o.seed);
@@ -213,7 +213,7 @@ std::string Late(const Options& o) {
   return "12 operations, one rank 150 ms late each time";
 }
 
-// A rank never comes. The others queue up to 500 operations, which end within two time-outs.
+// A rank never comes. The other ranks queue up to 500 operations, which end within two time-outs.
 std::string Absent(const Options& o) {
   const int queued = static_cast<int>(std::min<int64_t>(500, o.calls));
   World world(o.ranks, o.gpus);
@@ -231,7 +231,7 @@ std::string Absent(const Options& o) {
   const double seconds = Now() - start;
   ExpectRight(world, "results that are not poisoned");
   Expect(seconds < (2 * 0.5 + 0.5) * o.patience, Text("%d operations took %.2f s", queued, seconds));
-  // It comes after all: its results are poisoned at once, and it says the same.
+  // The rank comes after all: its results are poisoned at once, and it names the same rank.
   world.Each([&](int rank) {
     if (rank == absent) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
   });
@@ -300,7 +300,7 @@ std::string Shapes(const Options& o) {
     Expect(Now() - start < o.patience, Text("took %.2f s", Now() - start));
     const Failure f = ExpectFailure(world, Cause::kMismatch);
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
-    const bool units = p.operation == Operation::kExchange;  // of an exchange the operand's units are told
+    const bool units = p.operation == Operation::kExchange;  // an exchange reports the operand's units
     auto told = [&](const Problem& q) {
       return static_cast<uint32_t>(!units ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
     };
@@ -313,8 +313,8 @@ std::string Shapes(const Options& o) {
   return Text("%d kinds of operation", seen);
 }
 
-// Two calls of the same shapes, which the last rank starts the other way round. Without Descriptor::site nobody could
-// tell, and each would get the other's rows.
+// Two calls of the same shapes, which the last rank starts the other way round. Without Descriptor::site no rank could
+// notice, and each would get the rows of the other call.
 std::string Order(const Options& o) {
   for (int kind = 0; kind < 4; ++kind) {
     World world(o.ranks, o.gpus);
@@ -361,7 +361,7 @@ std::string Order(const Options& o) {
 }
 
 // The host of one rank learns that a process is dead, and tells its own mailbox alone. `torn`: kernels of the dead
-// process still ran while its stores to the others were lost, so that it seems to have gone on without them.
+// process still ran while its stores to the other ranks were lost, so that it seems to have gone on without them.
 static double DeadOnce(const Options& o, bool torn) {
   World world(o.ranks, o.gpus);
   const auto pool = Pool(world, o, 12, 0);  // no time-out at all
@@ -556,7 +556,7 @@ std::string Concurrent(const Options& o) {
   return Text("%d rounds ordered, %d refused with an error", ordered, refused);
 }
 
-// A kernel that leaves only a few multiprocessors: an operation of more blocks than that ends all the same.
+// A kernel that leaves only a few multiprocessors: an operation with more blocks than these ends all the same.
 std::string Company(const Options& o) {
   const int ranks = std::max(1, std::min(o.ranks, o.gpus));
   World world(ranks, ranks);
@@ -632,7 +632,7 @@ std::string Graphs(const Options& o) {
   const double seconds = Now() - start;
   ExpectNoFailure(world);
   ExpectRight(world, "replays");
-  // A rank stops replaying: the others' replays fail, named; after reset the same graphs go on.
+  // A rank stops replaying: the replays of all other ranks fail and name it; after reset the same graphs go on.
   std::vector<cudaGraphExec_t> good = graphs;
   capture(true);
   replay(3, o.ranks - 1);

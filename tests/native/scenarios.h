@@ -1,5 +1,4 @@
-// What can happen to a group, one function each. A scenario throws what went wrong; else it returns a line that says
-// what it saw.
+// Scenarios of a group, one function each. A scenario throws its error; else it returns a line about its findings.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,7 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
-// Ranks that are out: members.cu.
+// Inactive ranks: members.cu.
 std::string Members(const Options& options);
 std::string Leaver(const Options& options);
 std::string Unmet(const Options& options);

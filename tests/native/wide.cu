@@ -5,8 +5,8 @@
 namespace native {
 namespace {
 
-// One of each operation, layout and kind of row, as small as they go: what may differ from a group of few ranks is who
-// is stored to, waited for and added, and in which order.
+// One of each operation, layout and kind of row, as small as possible: only the ranks that are stored to, awaited and
+// added, and their order, may differ from a group of few ranks.
 std::vector<Problem> SmallProblems(const Options& o) {
   std::mt19937 rng(o.seed);
   const int R = o.ranks;
@@ -87,8 +87,8 @@ std::string Wide(const Options& o) {
   World world(o.ranks, o.gpus);
   const std::vector<Problem> problems = SmallProblems(o);
   const auto pool = PoolOf(world, o, problems, 20);
-  // Every third rank is out, and the last one; those calls all ranks make. A problem for the last rank alone, which
-  // never comes to it.
+  // Every third rank is inactive, and the last one; all ranks make these calls. One problem is for the last rank alone,
+  // which never comes to it.
   std::vector<Problem> some = {problems[0], problems[1], problems.front()}, other = {problems[0]};
   some[2].operation = Operation::kCombine;
   for (Problem& p : some) {

@@ -1,4 +1,4 @@
-// What a quantized wire makes of a row, computed in the plainest way: docs/design/internals.md, "Quantize".
+// Expected rows behind a quantized wire, computed in the plainest way: docs/design/internals.md, "Quantize".
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A group of ranks in one process, without JAX: what the host does for the kernels, in its smallest form. Ranks may
+// A group of ranks in one process, without JAX: the host's work for the kernels, in its smallest form. Ranks may
 // share a GPU, as long as all their blocks are resident together.
 #pragma once
 
@@ -43,7 +43,7 @@ class Prepared {
   void LaunchAndVerify(cudaStream_t stream, bool poisoned = false) const { Launch(stream), Verify(stream, poisoned); }
   // The result must be right or that of a failed operation, all of it.
   void VerifyEither(cudaStream_t stream) const;
-  // What lies between the results, and has to stay as it was whatever they hold.
+  // Checks the bytes between the results, which must not change, independent of the results.
   void VerifyBorders(cudaStream_t stream) const;
   const xen_moe::Needs& needs() const { return call().needs; }
   uint32_t signature() const { return call().signature; }
@@ -80,7 +80,7 @@ class World {
   void Start(const xen_moe::Needs& needs);
   // As the host's reset(): asks the kernels to leave, waits, clears, and goes on with a later epoch.
   void Reset();
-  // Runs `body(rank)` in a thread per rank, on its GPU. Throws what a body threw.
+  // Runs `body(rank)` in a thread per rank, on its GPU. Throws the exception of a body.
   template <class Body>
   void Each(Body body);
   // Fills all flags with the numbers of `count` operations that are still to come, behind the next two: as words that
@@ -89,8 +89,8 @@ class World {
   void Synchronize();
   uint64_t Wrong();  // sum of `wrong`
   void ClearWrong();
-  Bytes Staged(int rank);  // what lies in its staging area
-  // What each rank is doing, for the report of a scenario that went wrong.
+  Bytes Staged(int rank);  // contents of its staging area
+  // The present step of each rank, for the report of a scenario that failed.
   std::string Picture();
   uint64_t FailureOf(int rank) const { return *reinterpret_cast<volatile uint64_t*>(&states[rank].error->failure); }
   Prepared* Add(const Problem& problem, const RankCase& c, int rank, uint32_t call_id, double timeout_s);

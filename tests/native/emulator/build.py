@@ -106,7 +106,7 @@ def build(
     program: str = "harness",
     units: str = "",
 ) -> pathlib.Path:
-    """Compiles what is out of date. Returns the program.
+    """Compiles the units that are older than their sources. Returns the program.
 
     Args:
       faults: file to (text, replacement), to see that the tests find the fault. Only the units that include these files

@@ -15,7 +15,7 @@ from tests.native.emulator import build
 
 
 def built(program: str) -> pathlib.Path:
-    """`program` of build.py, or a skip that says what is missing."""
+    """Returns `program` of build.py, or skips the test and names the missing part."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     if sys.platform != "linux":
         pytest.skip("the emulator needs Linux")
@@ -40,6 +40,6 @@ def with_fault(
 
 
 def emulate(command: Sequence[Any], *, seconds: float, multiprocessors: int = 64) -> subprocess.CompletedProcess[str]:
-    """Runs one of them on GPUs of so many multiprocessors."""
+    """Runs one of the programs on GPUs with `multiprocessors` multiprocessors."""
     environment = {**os.environ, "EMULATOR_SMS": str(multiprocessors)}
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=seconds)

@@ -1,8 +1,8 @@
-// Runs thread blocks on host threads: README.md says what is modelled.
+// Runs thread blocks on host threads: README.md describes the model.
 //
 // A block runs on one host thread; each of its threads has a stack, and gives way when it polls memory or waits at a
-// barrier. A GPU has so many multiprocessors, each of which holds one block; blocks wait for a free one in the order in
-// which their kernels reached the GPU. A stream is a host thread that does one thing after the other.
+// barrier. A GPU has a given number of multiprocessors, each of which holds one block; blocks wait for a free one in
+// the order in which their kernels reached the GPU. A stream is a host thread that runs its work in order.
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -81,7 +81,7 @@ struct Line {
   int parts = 0;  // stored, or taken
 };
 struct Lines {
-  uint64_t begun[8] = {}, first = 0;  // parts that each lane has come by for; the number of lines.front()
+  uint64_t begun[8] = {}, first = 0;  // parts that each lane has passed; the number of lines.front()
   std::deque<Line> lines;
 };
 using LinesAt = std::map<std::pair<int, uintptr_t>, Lines>;  // (eight lanes, address)
@@ -179,7 +179,7 @@ void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void(
   block = &b;
   gridDim = grid, blockDim = threads;
   blockIdx = {index, 0, 0};
-  std::memset(shared_window, 0xA5, 4096);  // what nobody has written is anything
+  std::memset(shared_window, 0xA5, 4096);  // unwritten memory holds arbitrary values
   int idle = 0;
   while (b.alive) {
     bool went_on = false, sleeps_only = true;
@@ -232,7 +232,7 @@ Gpu& GpuOf(int device) {
   return gpus[device];
 }
 
-// Host threads that run blocks; as many as there are blocks at a time.
+// Host threads that run blocks, one for each block that runs at a time.
 struct Workers {
   std::mutex mutex;
   std::condition_variable changed;
@@ -398,7 +398,8 @@ const uint64_t* Exchange(unsigned mask, uint64_t value) {
   return values;
 }
 
-// Asynchronous copies are made when they are waited for, not before: who forgets to wait reads what was there.
+// Asynchronous copies are made when a thread waits for them, not before: a thread that forgets to wait reads old
+// values.
 void CopyLater(void* to, const void* from, size_t bytes, size_t taken) {
   Fiber& fiber = block->fibers[block->current];
   if (fiber.copies.empty()) fiber.copies.emplace_back();
@@ -520,8 +521,8 @@ void CopyWords(void* to, const void* from, size_t bytes) {
   }
 }
 
-// Dynamic shared memory that kernels have asked for, by GPU. CUDA wants it beyond 48 KiB together with what is static,
-// which is less here than on a GPU (fewer threads); so here it is wanted always.
+// Dynamic shared memory that kernels have asked for, by GPU. CUDA requires the request beyond 48 KiB together with
+// static memory, which is smaller here than on a GPU (fewer threads); so the emulator always requires it.
 std::mutex granted_mutex;
 std::map<std::pair<int, const void*>, size_t> granted;
 

@@ -120,7 +120,8 @@ def test_a_fault_in_the_rings_is_seen(harness, fault):
 
 
 def test_a_wait_for_rows_that_is_hidden_is_seen(harness):
-    """A rank shows whose credit it waits for though it waits for rows too: who gives up could name the wrong one."""
+    """A rank shows the peer whose credit it waits for, though it waits for rows too: a rank that gives up could name
+    the wrong peer."""
     faults = {"cuda_kernels/core/failure.cuh": ("(!YieldsToRows(step) || !ShowsRows(run))", "true")}
     done = rings(with_fault(harness, "hides-rows", faults, units="ranks256_ring."), 18, 3)
     assert done.returncode == 1 and "not for 17 in step 2" in done.stdout, done.stdout + done.stderr
@@ -176,7 +177,7 @@ def test_a_fault_in_a_kernel_is_seen(harness, fault):
 
 
 def test_a_rank_that_shows_the_wrong_one_is_seen(harness):
-    """Blocks that wait beside the one that meets the others: `Announcements::AwaitOwn` of operation.cuh."""
+    """Blocks wait beside the block that meets the other ranks: `Announcements::AwaitOwn` of operation.cuh."""
     faults = {"cuda_kernels/core/operation.cuh": ("  announcements.AwaitOwn();\n", "")}
     program = with_fault(harness, "not-own", faults, units="ranks16.exchange.")
     command = [program, "--ranks", 3, "--gpus", 3, "--scenario", "unmet", "--calls", 0, "--patience", PATIENCE]

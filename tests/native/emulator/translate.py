@@ -11,8 +11,8 @@ import re
 THREADS = 96
 """Threads of a block, where the kernels have 512: three warps are enough to tell their roles apart."""
 POLLS = 4
-"""How often a wait polls before it looks whether it may go on, where the kernels poll 64 or 256 times. A rank says that
-it waits when it looks: each poll is a turn of a host thread, and on a busy machine so many took half a second."""
+"""Polls of a wait before it looks for a failure, where the kernels poll 64 or 256 times. A rank shows that it waits
+when it looks. Each poll is a turn of a host thread, and on a busy machine 256 of them took half a second."""
 
 TYPES = {
     "u8": "uint8_t",
@@ -36,7 +36,7 @@ class Untranslated(Exception):
 
 
 def _end(text: str, at: int, opening: str, closing: str) -> int:
-    """Behind the bracket that closes the one at `at`. Brackets in strings are skipped."""
+    """Returns the place behind the bracket that closes the one at `at`. Brackets in strings are skipped."""
     depth, i = 0, at
     while i < len(text):
         if text[i] == '"':

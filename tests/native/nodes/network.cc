@@ -98,7 +98,7 @@ void Network::Put(int context, uint32_t generation, int source, int target, uint
       if (random_() % 2) m.pieces.front().overtaken = true;
       m.pieces.back().overtaken = true;
     }
-    if (m.overtaken_until) {  // it is under way: the source may be written again
+    if (m.overtaken_until) {  // it is on its way: the source may be written again
       m.kept.assign(m.from, m.from + bytes);
       m.from = m.kept.data();
     } else {
@@ -223,7 +223,7 @@ bool Network::DeliverOne(uint64_t now) {
     size_t piece;  // pieces.size(): the signal, or the failure word
   };
   std::vector<Event> events;
-  std::set<std::pair<int, int>> busy;  // pairs that have something earlier under way
+  std::set<std::pair<int, int>> busy;  // pairs that have an earlier message on its way
   for (auto m = messages_.begin(); m != messages_.end(); ++m) {
     if (Lost(*m)) continue;
     const bool first = busy.insert({m->source, m->target}).second;
@@ -273,7 +273,8 @@ bool Network::DeliverOne(uint64_t now) {
   return true;
 }
 
-// Everything that may be signalled there now, at once: whoever compares a counter for equality misses its value.
+// Signals everything that may be signalled there now, at once: a kernel that compares a counter for equality misses its
+// value.
 void Network::Signal(int target, int signal, uint64_t now) {
   std::vector<Message*> ready;
   for (Message& m : messages_) {

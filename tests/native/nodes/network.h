@@ -1,11 +1,11 @@
 // A network between the nodes of a test, as bad as one may be: the slow half of cuda_kernels/node/transport.cuh over
 // host threads. Test code.
 //
-// A put goes into a queue for its pair of ranks, and one thread delivers. What the contract does not promise does not
-// happen: by `Faults`, with a seed, payloads arrive late, in any order and in pieces; signals arrive in bursts, but
-// never before what they speak for; a completion is reported twice; bytes wait for their turn on the wire. The source
-// of a put is read when it is delivered and not before, so that a kernel that writes it too early sends something else.
-// Every byte is counted.
+// A put goes into a queue for its pair of ranks, and one thread delivers. Events that the contract does not promise do
+// not happen: by `Faults`, with a seed, payloads arrive late, in any order and in pieces; signals arrive in bursts, but
+// never before the payloads that they announce; a completion is reported twice; bytes wait for their turn on the wire.
+// The source of a put is read when it is delivered and not before, so that a kernel that writes it too early sends
+// something else. Every byte is counted.
 #pragma once
 
 #include <condition_variable>
@@ -43,7 +43,7 @@ class Network {
   ~Network();
   Network(const Network&) = delete;
   // Memory that puts of this generation (its low byte) go from and to, the word that Fail claims, and those that Notify
-  // writes, by rank. Nothing may be under way.
+  // writes, by rank. No message may be on its way.
   void Register(uint32_t generation, int rank, char* memory, uint64_t bytes);
   void RegisterFailure(int rank, uint64_t* word);
   void RegisterTold(int rank, uint64_t* words);
@@ -57,24 +57,24 @@ class Network {
   void Fail(int source, int target, uint64_t word);
   void Notify(int source, int target, int about, uint64_t word);
 
-  // What a test does to it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the rank any
-  // more, and nothing that it has put completes.
+  // A test's means to disturb it. Hold(true): nothing arrives until Hold(false). Kill: nothing comes from or to the
+  // rank any more, and none of its puts completes.
   void Hold(bool held);
-  // While it is held: the next piece, signal or completion arrives now, whatever its delay, in an order that the seed
-  // alone decides. False: nothing is left.
+  // While it is held: the next piece, signal or completion arrives now, regardless of its delay, in an order that the
+  // seed alone decides. False: nothing is left.
   bool Step();
   void Kill(int rank);
   // Of what `source` puts to `target` the first arrives so much later, and nothing behind it. Fail and Notify do.
   void Starve(int source, int target, int milliseconds);
   // Puts to `rank` arrive, and are read, so much later.
   void Delay(int rank, int milliseconds);
-  // What goes to higher ranks in an operation with an odd number arrives, or its last part does, after all that the
-  // next operation sends there, or that much later. For operations that are equal in pairs; the number is that of the
-  // chunks' headers (rail_plan.h).
+  // A payload to a higher rank in an operation with an odd number arrives, or its last part does, after all payloads
+  // that the next operation sends there, or `milliseconds` later. For operations that are equal in pairs; the number is
+  // that of the chunks' headers (rail_plan.h).
   void Overtake(int most_milliseconds);
   // Until everything has been delivered, reported and signalled, but for what concerns a killed rank.
   void Drain();
-  // All counters to zero, as after a reset. Nothing may be under way.
+  // Sets all counters to zero, as after a reset. No message may be on its way then.
   void ClearCounters();
   Traffic Between(int source, int target) const;
   void ClearTraffic();

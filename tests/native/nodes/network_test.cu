@@ -19,8 +19,8 @@ using namespace xen_moe::XEN_MOE_VARIANT;
 namespace {
 
 constexpr uint64_t kSlot = 256, kSlots = 64;
-// What has to be seen of the six calls is seen by chance, less often on a busy machine: so often it is tried, with
-// another seed, and twice as late each time up to this delay.
+// The six calls show the expected effects by chance, less often on a busy machine: the test tries this number of times,
+// with another seed, and twice the delay each time up to this one.
 constexpr uint32_t kAttempts = 20;
 constexpr int kMostDelayUs = 20000;
 
@@ -45,7 +45,7 @@ struct Hosts {
   }
 };
 
-// The first three go step by step: what is seen between two arrivals depends on the seed and on nothing else.
+// The first three go step by step: the state between two arrivals depends on the seed alone.
 
 // A signal speaks for its own put and for all earlier ones of its context: of those none may be missing.
 void Signals(const Faults& faults) {
@@ -86,7 +86,7 @@ void Reorders(const Faults& faults) {
   }
   Expect(overtaken > 0, "every put arrived before those behind it");
 }
-// The source is read when the put is delivered. Whoever has waited for all completions may write it again.
+// The source is read when the put is delivered. A rank that has waited for all completions may write it again.
 void Completions(const Faults& faults) {
   for (int round = 0; round < 40; ++round) {
     Faults own = faults;
@@ -143,8 +143,8 @@ void Kills(const Faults& faults) {
          "something went to or came from a dead rank");
   Expect(hosts.network.Pending(0, 0) == 2 && hosts.network.Pending(0, 1) < 0, "a put to a dead rank is done");
 }
-// Of what is put from one rank to another the first comes late and the rest never; words of Notify come, and so does
-// what others put.
+// Of one rank's puts to another the first arrives late and the rest never; words of Notify arrive, and so do the puts
+// of all other ranks.
 void Starves(const Faults& faults) {
   Hosts hosts(3, 1, faults);
   std::vector<uint64_t> told(3);
@@ -174,7 +174,7 @@ struct CallsParams {
   char* memory;
   int ranks, rank, ranks_per_node, rounds;
   uint64_t timeout_ns;
-  uint32_t fails;  // a rank that tells the others of a failure and does nothing else; ~0: none
+  uint32_t fails;  // a rank that only announces a failure to all others; ~0: none
   uint32_t* wrong;
 };
 
@@ -232,7 +232,7 @@ __global__ void CallsKernel(const CallsParams p) {
     if (!transport.Flush()) return give_up();
     for (int half = 0; half < 2; ++half) reinterpret_cast<int*>(p.memory + own(half))[lane] = -1;
     __syncwarp();
-    // Nobody sends the next round before all have looked at this one.
+    // No rank sends the next round before all ranks have looked at this one.
     if (!transport.Barrier(far, 32 + 16 * warp, round + 1)) return give_up();
   }
 }
@@ -289,8 +289,8 @@ void SixCalls(const Faults& faults) {
     Expect(bytes == wanted, Text("%d bytes went instead of %d", static_cast<int>(bytes), static_cast<int>(wanted)));
   }
 }
-// Waits end, and name who did not come; so does a flush. Rank 1 takes what comes from rank 3 to its node, and its limit
-// ends first: the others are told.
+// Waits end, and name the missing rank; so does a flush. Rank 1 receives the puts of rank 3 for its node, and its limit
+// ends first: the other ranks get the failure.
 void Limits(const Faults& faults) {
   {
     Calls calls(4, 2, faults);
@@ -315,7 +315,7 @@ void Limits(const Faults& faults) {
 // A failure word reaches the other nodes and ends the waits there, though no time-out does.
 void Tells(const Faults& faults) {
   Calls calls(4, 2, faults);
-  calls.Run(2, 4, {0, 0, 0, 0}, 1, 0);  // rank 1 is not there, rank 0 fails; the others wait without a limit
+  calls.Run(2, 4, {0, 0, 0, 0}, 1, 0);  // rank 1 is absent, rank 0 fails; all other ranks wait without a limit
   for (int r = 2; r < 4; ++r) {
     const Failure f = calls.Failed(r);
     Expect(f.cause == Cause::kIndex && f.rank == 0, Text("rank %d: ", r) + FailureText(PackFailure(f)));

@@ -54,8 +54,8 @@ struct NodeOperation {
   }
 };
 
-// `in_flight`: as an operation in flight is launched. One of few tokens goes in parts then, which the other ranks do
-// not notice.
+// `in_flight`: launches it as an asynchronous operation. An operation of few tokens then runs in parts, which the other
+// ranks do not notice.
 template <class Link>
 int LaunchOne(NodeOperation o, const Link& link, cudaStream_t stream, bool in_flight) {
   const Problem& p = o.prepared->problem;
@@ -111,8 +111,8 @@ inline Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i, bool 
     return p;
   }
 }
-// What rank `s` has to send rank `t` in an operation: every token once for each other node (few tokens: for each rank
-// there) that it has experts on, with what is stated beside it (docs/design/nodes_kernels.md). `topk`: [R][T, K].
+// The bytes that rank `s` has to send rank `t` in an operation: every token once for each other node (few tokens: for
+// each rank there) on which it has experts, with the words beside it (docs/design/nodes_kernels.md). `topk`: [R][T, K].
 inline uint64_t BytesBetween(const Problem& p, bool direct, const std::vector<std::vector<int>>& topk, int s, int t) {
   const int per_node = p.per_node(), chunk_tokens = p.chunk_tokens;
   if (direct ? s / per_node == t / per_node || !p.moves(s, t) : s == t || s % per_node != t % per_node) return 0;

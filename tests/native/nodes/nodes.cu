@@ -19,7 +19,7 @@
 namespace native {
 namespace {
 
-// A world whose ranks have no pointers to those of other nodes, but for what the link is given.
+// A world whose ranks have no pointers to ranks of other nodes; only the link has them.
 class NodeWorld {
  public:
   explicit NodeWorld(const NodeOptions& options) : world(options.ranks, options.gpus), options_(options) {
@@ -76,7 +76,7 @@ class NodeWorld {
     for (const RankState& state : world.states) world.Publish(state.rank, generation);
     Part();
   }
-  // As the host's reset(): what has come from other nodes is forgotten too.
+  // Does the host's reset(), which also forgets arrivals from other nodes.
   void Reset() {
     Synchronize();
     world.Reset();
@@ -89,14 +89,15 @@ class NodeWorld {
 #endif
     Part();
   }
-  // Until nothing runs, and nothing is under way.
+  // Waits until nothing runs, and no message is on its way.
   void Synchronize() {
     world.Synchronize();
 #ifndef __CUDACC__
     network->Drain();
 #endif
   }
-  // Every second one in flight, and on other ranks the others, unless `all_in_flight` says.
+  // Launches every second operation asynchronously, and on every other rank the remaining ones; with `all_in_flight`
+  // all of them.
   void Launch(const NodeOperation& o, int rank, bool poisoned = false) {
     const cudaStream_t stream = world.states[rank].stream[0];
     const bool in_flight = all_in_flight.value_or((rank + launched_[rank]++) % 2);
@@ -166,7 +167,7 @@ class NodeWorld {
   std::vector<char*> own_;
   std::vector<uint64_t*> expected_, counters_;
   std::vector<PeerTable*> tables_;
-  std::vector<PeerTable> known_;  // what is in them
+  std::vector<PeerTable> known_;  // contents of the tables
 };
 
 using Ranks = std::bitset<kMaxRanks>;
@@ -178,7 +179,7 @@ Ranks SomeOf(std::mt19937& rng, const NodeOptions& o) {
   return out & AllOf(o);
 }
 
-// `masks`: the ranks that take part, of one after the other; none: all, and nobody is told.
+// `masks`: the active ranks of each operation in turn; none: all ranks, and no mask is passed.
 std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOptions& o, int count, double timeout_s,
                                                  const std::vector<Ranks>& masks = {}) {
   std::mt19937 rng(o.seed + static_cast<uint32_t>(masks.size()));
@@ -194,7 +195,7 @@ std::vector<std::vector<NodeOperation>> NodePool(NodeWorld& nodes, const NodeOpt
 }
 
 #ifndef __CUDACC__
-// What one operation put on the slow link is what had to go there, and nothing else.
+// Checks that one operation put the necessary bytes on the slow link, and no others.
 void ExpectTraffic(NodeWorld& nodes, const NodeOptions& o, const std::vector<NodeOperation>& operation) {
   std::vector<std::vector<int>> topk;
   for (const NodeOperation& one : operation) topk.push_back(one.Experts());
@@ -342,7 +343,7 @@ std::string Graph(const NodeOptions& o) {
   return Text("a graph of %zu operations, 4 times", pool.size());
 }
 
-// Ranks that are out: those that run the program all the same, and one that runs nothing, comes back, and dies.
+// Inactive ranks: some run the program all the same, and one runs nothing, comes back, and dies.
 std::string Members(const NodeOptions& o) {
   const Ranks all = AllOf(o), absent = Only(o.ranks - 1);
   NodeWorld nodes(o);
@@ -387,7 +388,7 @@ std::string Members(const NodeOptions& o) {
               static_cast<long long>(calls));
 }
 
-// More memory between operations, more often than there are tables, and a reset in between, whose old signals nobody
+// More memory between operations, more often than there are tables, and a reset in between, whose old signals no rank
 // takes for new ones.
 std::string Growth(const NodeOptions& o) {
   NodeWorld nodes(o);

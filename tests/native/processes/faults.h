@@ -1,4 +1,4 @@
-// What the network of tcp_rma.h does to puts, and how fast it is: XEN_MOE_RMA.
+// Faults and speed of the network of tcp_rma.h: XEN_MOE_RMA.
 #pragma once
 
 #include <chrono>
@@ -49,7 +49,7 @@ struct Faults {
   }
 };
 
-// Lets so many bytes a second through, of the whole process: what the host was late with comes at once.
+// Limits the bytes a second of the whole process: bytes for which the host was late pass at once.
 class Throttle {
  public:
   void Pass(size_t bytes, double per_s) {

@@ -24,7 +24,7 @@ class MemoryMeeting : public Meeting {
   std::vector<uint64_t> Meet(uint64_t number, double seconds) override {
     Shared& s = *shared_;
     const uint32_t now = s.round;
-    uint64_t* const numbers = s.numbers[now & 1];  // nobody writes the next round's before all have read these
+    uint64_t* const numbers = s.numbers[now & 1];  // no rank writes the next round's numbers before all have read these
     numbers[rank_] = number;
     if (s.arrived.fetch_add(1) + 1 == static_cast<uint32_t>(ranks_)) {
       s.arrived = 0;
@@ -48,7 +48,7 @@ class MemoryMeeting : public Meeting {
   const int rank_, ranks_;
 };
 
-// Rank 0 is connected with all others, hears them, and tells them what it heard.
+// Rank 0 is connected with all other ranks, receives their numbers, and sends all of them to every rank.
 class TcpMeeting : public Meeting {
  public:
   TcpMeeting(const std::string& address, int rank, int ranks, double seconds) : rank_(rank), ranks_(ranks) {

@@ -15,13 +15,13 @@ class Meeting {
   virtual ~Meeting() = default;
   // Until all are here: each one's number. Throws after `seconds`, or when a process has failed.
   virtual std::vector<uint64_t> Meet(uint64_t number, double seconds) = 0;
-  // What this process is doing now, for whoever finds that it does not answer.
+  // Publishes the present step of this process, for a process that finds it silent.
   virtual void Say(const char*) {}
   // `bytes` bytes of rank 0, a multiple of 8, to all.
   void Broadcast(char* bytes, size_t count, double seconds);
 };
 
-// What the children of one process share. All zero at first.
+// Memory that the children of one process share. All zero at first.
 struct Shared {
   static constexpr int kMost = 16;
   struct Report {
@@ -30,7 +30,7 @@ struct Shared {
     char text[1024];
   };
   std::atomic<uint32_t> arrived, round;
-  std::atomic<int> ended;  // a process has failed, or all may go: nobody waits any more
+  std::atomic<int> ended;  // a process has failed, or all may go: no process waits any more
   uint64_t numbers[2][kMost];
   Report reports[kMost];
 };

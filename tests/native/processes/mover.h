@@ -41,7 +41,7 @@ class Mover {
     if (m.kind != kHostMemory) return copier_->Run(channel_, Channel::kWrite, m.mapped, at, bytes);
     std::memcpy(m.base + at, own_.data(), bytes);
   }
-  // Nobody else may add to memory of this group meanwhile. GPU memory: what is there is read, and a word written.
+  // No other thread may add to memory of this group meanwhile. GPU memory: the old word is read, and the sum written.
   void Add(const Memory& m, uint64_t at, uint64_t value) {
     if (m.kind != kHostMemory) return copier_->Run(channel_, Channel::kAdd, m.mapped, at, 8, value);
     __atomic_fetch_add(reinterpret_cast<uint64_t*>(m.base + at), value, __ATOMIC_RELEASE);

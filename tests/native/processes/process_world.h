@@ -21,7 +21,7 @@ struct ProcessOptions : NodeOptions {
   double limit_s = 60;  // of a scenario
 };
 
-// The rank's part of an operation, and what is known of the others'.
+// The rank's part of an operation, and the known parts of the other ranks.
 struct ProcessOperation {
   NodeOperation operation;
   std::vector<std::vector<int>> experts;  // [R][T, K]

@@ -90,7 +90,7 @@ std::string Start(const ProcessOptions& o, ProcessWorld& world) {
   return world.started() + Text("; a put and its signal after %.0f us", result[2] * 1e-3);
 }
 
-// Every kind of operation in every layout and others at random, each twice; what goes over the network, to the byte.
+// Runs every kind of operation in every layout and others at random, each twice; checks the bytes on the network.
 std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   uint64_t bytes = 0;
   int few = 0;
@@ -189,7 +189,7 @@ void StartWell(ProcessWorld& world, const ProcessOperation& one) {
   world.Meet();
 }
 
-// How many ranks of other nodes this one has been told of, for whom they wait.
+// Number of ranks of other nodes whose awaited rank this process knows.
 uint64_t HeardOfRanks(const ProcessWorld& world, const ProcessOptions& o) {
   uint64_t told[kMaxRanks], heard = 0;
   NATIVE_CHECK(cudaMemcpy(told, world.state.mailbox->told, sizeof(told), cudaMemcpyDeviceToHost));
@@ -211,13 +211,13 @@ std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   Expect(took < 2 * 0.4 * o.patience + 5, Text("20 operations took %.2f s", took));
   uint64_t heard = 0;
   for (const uint64_t of_rank : world.Meet(HeardOfRanks(world, o))) heard += of_rank;
-  // Of two ranks one is left, who has nobody to tell.
+  // Of two ranks one is left, which has no rank to tell.
   Expect(heard > 0 || o.ranks == 2, "nobody was told for whom others wait");
   return Text("the last rank named by all others after %.2f s; ranks of which another node heard that they waited: %d",
               took, static_cast<int>(heard));
 }
 
-// The last node runs another operation: only what the chunks say can show it.
+// The last node runs another operation: only the chunks' headers can show it.
 std::string Mismatch(const ProcessOptions& o, ProcessWorld& world) {
   std::mt19937 rng(o.seed);
   const Problem p = NodeProblem(rng, o, 0);
@@ -340,7 +340,7 @@ const ProcessScenario kScenarios[] = {{"start", Start},
                                       {"killed", Killed, true},
                                       {"throttled", Throttled}};
 
-// One rank's part. Whether it passed, and what it has to say.
+// Runs one rank's part. Returns true if it passed, and its report.
 bool RunRank(const ProcessScenario& scenario, const ProcessOptions& o, Meeting* meeting, std::string* text) {
   try {
     auto* const world = new ProcessWorld(o, meeting);  // stays: others may use its memory until the process ends
@@ -367,7 +367,7 @@ void Print(const char* scenario, bool passed, double took, const std::string& te
   std::snprintf(report.text, sizeof(report.text), "%s", text.c_str());
   report.finished = 1;
   if (!report.passed) shared->ended = 1;
-  while (!shared->ended) usleep(1000);  // the others may still read this rank's memory
+  while (!shared->ended) usleep(1000);  // other ranks may still read this rank's memory
   _exit(report.passed ? 0 : 1);
 }
 
@@ -391,7 +391,7 @@ bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
     for (int r = 0; r < o.ranks; ++r) {
       if (!gone[r] && waitpid(processes[r], &status[r], WNOHANG) == processes[r]) {
         gone[r] = true;
-        if (!shared->reports[r].finished && !victim(r)) shared->ended = 1;  // nobody waits for it
+        if (!shared->reports[r].finished && !victim(r)) shared->ended = 1;  // no rank waits for it
       }
       all &= gone[r] || shared->reports[r].finished == 1;
     }
@@ -422,7 +422,7 @@ bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
   return failed.empty();
 }
 
-// This rank alone: the others were started beside it, here or on other hosts.
+// Runs this rank alone: the other ranks were started beside it, here or on other hosts.
 [[noreturn]] void RunOne(const ProcessScenario& scenario, const ProcessOptions& o) {
   const double start = Now();
   std::string text;
@@ -430,7 +430,7 @@ bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
   try {
     const std::unique_ptr<Meeting> meeting = MeetOverTcp(o.address, o.rank, o.ranks, o.limit_s);
     passed = RunRank(scenario, o, meeting.get(), &text);
-    if (passed && !scenario.kills) meeting->Meet(0, o.limit_s);  // the others may still read this rank's memory
+    if (passed && !scenario.kills) meeting->Meet(0, o.limit_s);  // other ranks may still read this rank's memory
   } catch (const std::exception& e) {
     passed = false;
     text = e.what();

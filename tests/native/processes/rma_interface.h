@@ -15,7 +15,7 @@ constexpr int kSuccess = 0, kCudaError = 1, kSystemError = 2, kInternalError = 3
 constexpr int kHostMemory = 1, kDeviceMemory = 2;
 // Device puts go through a queue to a thread of NCCL, which calls the plugin.
 constexpr int kProxied = 2;
-// What a signal does.
+// Effects of a signal.
 constexpr uint32_t kIncrement = 1;
 constexpr int kHandleBytes = 128;
 constexpr int kLogWarning = 2, kLogInfo = 3;

@@ -48,7 +48,7 @@ void Say(int level, const std::string& text) {
   }
 }
 
-// What the whole process has sent, and who no longer does.
+// Bytes that the whole process has sent, and the ranks that no longer send.
 struct Counted {
   std::atomic<uint64_t> bytes{0}, puts{0}, signals{0};
 };
@@ -107,7 +107,7 @@ class Group {
     }
     changed_.notify_all();
     for (Peer& p : peers_) {
-      if (p.sender.joinable()) p.sender.join();  // what was put goes out
+      if (p.sender.joinable()) p.sender.join();  // pending puts go out
       for (int fd : {p.out, p.in}) {
         if (fd >= 0) shutdown(fd, SHUT_RDWR);
       }
@@ -168,7 +168,7 @@ class Group {
     return kSuccess;
   }
   int Unregister(Memory* memory) {
-    std::lock_guard<std::mutex> lock(mutex_);  // the caller knows that nobody puts there any more
+    std::lock_guard<std::mutex> lock(mutex_);  // the caller knows that no rank puts there any more
     const bool known = memory_.erase(memory->id) == 1;
     try {
       if (memory->mapped != 0) copier_->Unmap(memory->mapped);
@@ -308,7 +308,7 @@ class Group {
       Frame frame{kMagic, put->target.id, put->to + p.begin, bytes, 0, 0};
       mover.Read(put->source, put->from + p.begin, bytes);
       throttle.Pass(bytes, faults_.bytes_per_s);
-      if (!p.again) traffic.bytes += bytes;  // before anybody can see them
+      if (!p.again) traffic.bytes += bytes;  // before any rank can see them
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true) ||
           !Transfer(peers_[target].out, mover.Buffer(put->source), bytes, true)) {
         return false;
@@ -320,7 +320,7 @@ class Group {
       }
     } else if (put->signal) {
       Frame frame{kMagic, put->signals.id, put->signal_at, 0, put->value, 1};
-      ++traffic.signals;  // before anybody can see it
+      ++traffic.signals;  // before any rank can see it
       if (!Transfer(peers_[target].out, &frame, sizeof(frame), true)) return false;
       put->signal = false;
       if (!put->pieces.empty()) put->not_before = Clock::now() + std::chrono::milliseconds(10);  // kBrokenSignals
@@ -341,7 +341,7 @@ class Group {
       if (frame.magic != kMagic) throw std::runtime_error("rank " + std::to_string(source) + " sent no frame");
       Memory memory;
       {
-        std::unique_lock<std::mutex> lock(mutex_);  // what is put may be registered here a moment later
+        std::unique_lock<std::mutex> lock(mutex_);  // the target may be registered here a moment later
         changed_.wait(lock, [&] { return closing_ || memory_.count(frame.memory); });
         if (!memory_.count(frame.memory)) return;
         memory = memory_[frame.memory];
@@ -480,7 +480,7 @@ int PutSignal(void* context, int number, uint64_t from, void* source, size_t byt
   return static_cast<Context*>(context)->group->Submit(rank, std::move(put), request);
 }
 int Flush(void*, int, void*, uint32_t, void** request) {
-  *request = nullptr;  // what has arrived is visible
+  *request = nullptr;  // arrived bytes are visible
   return kSuccess;
 }
 int Test(void*, void* request, int* done) {

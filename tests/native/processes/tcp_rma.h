@@ -1,7 +1,7 @@
 // A network for NCCL on hosts that have none, as bad as one may be: tcp_rma.cc carries the puts of NCCL's device
 // interface over TCP between the processes of a host. Test code.
 //
-// What the contract of a put does not promise does not happen. XEN_MOE_RMA, a list such as
+// Events that the contract of a put does not promise do not happen. XEN_MOE_RMA, a list such as
 // "seed=3,reorder=1,duplicate=1,delay_us=200,bytes_per_s=1e9", asks for:
 //   reorder      payloads in any order and in pieces; a signal never before what it speaks for: its own put, or with a
 //                strong one all earlier puts of its context to that rank
@@ -21,7 +21,7 @@ struct RmaTraffic {
 };
 
 extern "C" {
-// What has left `rank` of this process for `target`: payload, once, however often it arrives.
+// Bytes that have left `rank` of this process for `target`: payload, once, however often it arrives.
 __attribute__((visibility("default"))) void xen_moe_rma_traffic(int rank, int target, RmaTraffic* out);
 // From now on nothing leaves `rank` of this process, nothing reaches it, and nothing that it puts completes.
 __attribute__((visibility("default"))) void xen_moe_rma_kill(int rank);

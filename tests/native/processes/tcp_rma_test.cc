@@ -71,7 +71,7 @@ class Array {
   T& operator[](size_t i) const { return first_[i]; }
 
  private:
-  static constexpr size_t kOffset = 256;  // what is registered need not begin where the allocation does
+  static constexpr size_t kOffset = 256;  // the registered memory need not begin where the allocation does
   size_t count_, mapped_ = 0;
   rma::Address at_ = 0;
   rma::Handle handle_ = 0;
@@ -232,7 +232,7 @@ Early SignalRounds(const std::string& faults, bool strong, int rounds) {
   return early;
 }
 const char* const kBad = "reorder=1,duplicate=1,delay_us=300";
-// For what has to be seen: so late that a busy machine looks in time.
+// Delay for effects that the test must see: long enough for a busy machine to look in time.
 const char* const kLate = "reorder=1,duplicate=1,delay_us=20000";
 
 void StrongSignals() {
@@ -251,7 +251,7 @@ void BrokenSignals() {
   Expect(SignalRounds(std::string(kLate) + ",broken=4", true, 25).own > 0, "the broken rule was not seen");
 }
 
-// Counters grow by what is added, from several ranks at once.
+// Counters grow by the addends of several ranks at once.
 void Added() {
   World world(3, kBad, 4096, 3);
   std::vector<std::thread> threads;
@@ -271,7 +271,7 @@ void Added() {
          "counters that are too high");
 }
 
-// So many bytes a second, out of all ranks of this process.
+// A limit of bytes a second, for all ranks of this process.
 void Throttled() {
   constexpr double kRate = 40e6;
   constexpr uint64_t kSize = 4 << 20;
@@ -285,7 +285,7 @@ void Throttled() {
   Expect(took >= 0.99 * least && took < 3 * least + 2, std::to_string(took) + " s instead of " + std::to_string(least));
 }
 
-// Memory that a rank registers later than the others: what was put there meanwhile arrives.
+// A rank registers memory later than the other ranks: puts made to it meanwhile arrive.
 void Late() {
   World world(2, "", 4096, 1);
   Rank &source = world.ranks[0], &target = world.ranks[1];
@@ -298,7 +298,7 @@ void Late() {
   Expect(target.Await(0, 1) && target.bytes[4095] == 7, "what was put early did not arrive");
 }
 
-// Puts outside the memory, to nobody, of device memory without a driver; words that mean nothing.
+// Puts outside the memory, to no rank, of device memory without a driver; invalid words.
 void Errors() {
   World world(2, "", 4096, 1);
   Rank& r = world.ranks[0];
@@ -326,7 +326,7 @@ void Errors() {
   Expect(plugin.last_error(r.context, &failed) == kSuccess && !failed, "a refused put is no failure of the network");
 }
 
-// A rank that has died: what is put to it does not complete, and the others go on.
+// A rank has died: puts to it do not complete, and the other ranks go on.
 void Killed() {
   World world(3, "", 4096, 1);
   void* const before = world.ranks[0].PutSignal(2, 0, 16, 0, 0, true);
@@ -375,8 +375,8 @@ void Unregistered() {
   }
 }
 
-// Where processes meet, with threads in their place: everybody gets all numbers of a round, nobody those of another,
-// and nobody waits for one that never comes.
+// The meeting of processes, with threads in their place: every rank gets all numbers of a round and none of another,
+// and no rank waits for a rank that never comes.
 void Meetings(const std::function<std::unique_ptr<native::Meeting>(int rank, int ranks)>& make) {
   constexpr int kRanks = 4, kRounds = 300;
   std::vector<std::thread> threads;
@@ -414,7 +414,7 @@ void MeetingInMemory() {
   Meetings([&](int rank, int ranks) { return native::MeetInMemory(shared.get(), rank, ranks); });
 }
 void MeetingOverTcp() {
-  // Below the ports that the system gives to whoever asks for any.
+  // Below the ports that the system gives to programs that ask for any port.
   const std::string address = "127.0.0.1:" + std::to_string(20000 + getpid() % 12000);
   Meetings([&](int rank, int ranks) { return native::MeetOverTcp(address, rank, ranks, 20); });
 }

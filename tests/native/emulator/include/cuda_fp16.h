@@ -7,8 +7,8 @@
 
 namespace emulator {
 
-// Magnitude bits of `value` in a binary format of so many bits, rounded to nearest even; overflow runs into the
-// exponent above. Not for infinity and NaN.
+// Magnitude bits of `value` in a binary format of the given numbers of bits, rounded to nearest even; overflow runs
+// into the exponent above. Not for infinity and NaN.
 inline uint32_t RoundedBits(float value, int mantissa_bits, int bias) {
   const float magnitude = std::fabs(value);
   if (magnitude == 0.0f) return 0;

@@ -1,4 +1,4 @@
-// CUDA C++ as the kernels use it, for the emulator: README.md. What is missing here does not compile there.
+// CUDA C++ as the kernels use it, for the emulator: README.md. A kernel that uses any other part does not compile.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,7 @@ char* SharedWindow();
 void Barrier(int id, int threads);
 int Count(int predicate);
 int Vote(int predicate, bool all);
-// Gives `value` to the lanes of `mask`, and returns what they gave: [32].
+// Gives `value` to the lanes of `mask`, and returns the values of all lanes: [32].
 const uint64_t* Exchange(unsigned mask, uint64_t value);
 void Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const void* kernel,
             std::function<void()> body);
