@@ -178,7 +178,7 @@ def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Laun
 
 
 def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Launch) -> jax.Array:
-    """Second half: waits for what left and for what arrives; the received rows."""
+    """Done: waits for the sends and the arrivals; returns the received rows."""
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     _, out = launch.call(
         functools.partial(_done_body, count=sizes.shape[0]),

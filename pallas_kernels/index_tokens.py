@@ -5,7 +5,7 @@ No rank announced how many slots it has for each peer: all ranks read all header
 all records by one strided DMA a source into VMEM. There slots are counted by expert, ordered within experts by a
 product with a triangular matrix, and give positions, as whole vectors. Only the slots that belong to this rank are
 looked at one by one: `order_pairs` brings them together, and they are written into windows of the results in SMEM.
-Rows are listed by the blocks that `place` visits: those of a padded slab that are used, close together.
+Rows are listed by the blocks that `place` visits: the used blocks of a padded slab, close together.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _read(refs: _Refs, static: _Static, source: Any) -> None:
-    """The headers of a source: its slots' local experts, `-1` for those of other ranks, and their weights; counts."""
+    """The headers of a source: its slots' local experts, `-1` for experts of other ranks, and their weights; counts."""
     top_k, header = static.top_k, Header(static.top_k)
     upright = jnp.transpose(refs.headers[source])
     lane = lax.broadcasted_iota(jnp.int32, (top_k, static.block), 1)
@@ -362,7 +362,7 @@ def index_tokens(
       first_expert: int32 `[1]`, this rank's first expert.
 
     Returns:
-      what `place` visits; weights float32 `[rows]`, 0 where there is no row; positions int32 `[R, K, T]`, row of each
+      the visits of `place`; weights float32 `[rows]`, 0 where there is no row; positions int32 `[R, K, T]`, row of each
       slot, `-1` for slots that belong elsewhere, `-2` for those that are dropped; slots of each source for each of
       this rank's experts, int32 `[R, L]`.
     """

@@ -18,7 +18,7 @@ class Launch:
     block: rows or tokens per grid step.
     vmem_limit_bytes: VMEM that the compiler may use; None is its default.
     collective_id: number of the barrier semaphore of kernels that reach other ranks.
-    interpret: False, or what `pallas_call(interpret=)` takes.
+    interpret: False, or the argument of `pallas_call(interpret=)`.
     cores: TensorCores that share a device (v4 and v5p: two); kernels that reach other ranks use one.
     """
 
@@ -54,7 +54,7 @@ class Launch:
           pending: DMAs outlive the kernel: it is ordered by its operands and results, and otherwise left alone.
         """
         many = isinstance(out_shape, list)
-        # what DMAs write, a peer's too, must lie in HBM; what leaves through the pipeline may be where XLA likes
+        # an output that DMAs write, a peer's too, must lie in HBM; XLA may place an output of the pipeline anywhere
         kind = pltpu.HBM if by_dma else jax.ShapeDtypeStruct
         shapes = [
             kind(s[0], jnp.dtype(s[1])) if isinstance(s, tuple) else s for s in (out_shape if many else [out_shape])

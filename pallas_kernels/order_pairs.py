@@ -1,4 +1,4 @@
-"""(source, token) pairs, ordered within blocks: those with most rows first, those that do not exist last.
+"""(source, token) pairs, ordered within blocks: pairs with most rows first, missing pairs last.
 
 What moves: tables alone, block by block through VMEM. So that `reduce_slots` visits only pairs that exist, in
 groups of nearly the same number of rows. The order is stable, and the rows of a pair stay in slot order.
@@ -28,7 +28,7 @@ SUBLANES = 8
 class Columns:
     """Entries of a table of `block` pairs with `slots` rows each: row `n` of it begins at word `n * block`.
 
-    Rows 0 to `slots - 1`: rows of `y` in slot order, those in use first, then `-1`. Then peer (`-1` for no pair),
+    Rows 0 to `slots - 1`: rows of `y` in slot order, used rows first, then `-1`. Then peer (`-1` for no pair),
     address, how many rows the pair has, and facts: number `s` is how many pairs have more than `s` rows, number
     `slots` how many pairs there are.
     """

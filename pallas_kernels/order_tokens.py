@@ -128,7 +128,7 @@ def order_tokens(
       group: pairs of a column (`reduce_slots.pairs_beside`).
 
     Returns:
-      what `reduce_slots` and `reduce_ranks` follow, and int32 `[128]`, zeros unknown to the compiler.
+      the tables of `reduce_slots` and `reduce_ranks`, and int32 `[128]`, zeros unknown to the compiler.
     """
     ranks, slots, tokens = positions.shape
     wide = -(-tokens // LANES) * LANES

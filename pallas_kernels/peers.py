@@ -6,7 +6,7 @@ something else. `ANNOUNCE` tells every peer "I am in"; `AWAIT` waits until every
 A barrier semaphore is one counter shared by all peers, so a fast rank's announcement for the *next* operation could be
 taken for a slow rank's announcement for this one. Exit credits prevent that: no rank passes `LEAVE` before every peer
 has passed `AWAIT`. They arrive while rows travel, so that no rank waits for them in practice. Between kernels over
-different groups of ranks credits prove nothing: those must have different barrier semaphores.
+different groups of ranks credits prove nothing: such kernels must have different barrier semaphores.
 
 `send.Link` runs these phases in a kernel; tests/backends/pallas/barrier_model.py checks every interleaving of the same
 phases.

@@ -25,7 +25,7 @@ class Record:
     Attributes:
       hidden: elements of a row, a multiple of 128.
       dtype: dtype name of the values that travel.
-      scaled: whether one float32 scale per 128 elements travels with them.
+      scaled: True if one float32 scale per 128 elements travels with them.
       header: words of routing that travel with them, in the last lanes of the last block row: beside the scales where
         there is room, else in a block row of their own.
     """

@@ -185,7 +185,8 @@ def reduce_ranks(
 
     Args:
       staged: int32 `[N, *record.shape]`.
-      source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none; or tables that say so.
+      source: int32 `[T, D]`, record of each summand in the order of addition, `-1` for none; or tables of these
+        numbers.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantize: with `as_records`, how the sum is quantized.
       tokens: `T`, where `source` is tables.

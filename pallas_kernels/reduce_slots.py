@@ -104,7 +104,7 @@ def _known(refs: _Refs, static: _Static, block: Any, row: int, n: Any) -> Any:
 
 
 def _start(refs: _Refs, static: _Static, block: Any, group: Any, slot: Any) -> None:
-    """Starts the DMAs of a group's rows. Pairs are ordered: those that have a row `s` are the first `n` of them."""
+    """Starts the DMAs of a group's rows. Pairs are ordered: the pairs that have a row `s` are the first `n`."""
     pairs = refs.acc.shape[0]
     first = group * pairs
     rows = refs.y.bitcast(jnp.int32) if refs.y.dtype == jnp.bfloat16 else refs.y

@@ -1,6 +1,6 @@
 """Values to the rows that (source, token) pairs name: `out[index[s, n]] = value[s, n]`, in SMEM.
 
-What moves: the pairs' rows and values, block by block through VMEM. Most pairs name none, or few: those that do are
+What moves: the pairs' rows and values, block by block through VMEM. Most pairs name no place, or few: pairs that do are
 brought together there, most rows first (`order_pairs.ordered`), go to SMEM as a table while the next block is ordered,
 and are written one by one into windows of the results, which fit SMEM. So only rows that exist cost scalar work. Every
 window looks at all pairs: results are few windows large. Where a device has two cores, each takes one half of the
@@ -53,7 +53,8 @@ def _refs(count: int, **named: Any) -> _Refs:
 @dataclasses.dataclass(frozen=True)
 class _Static:
     """Attributes:
-    slots, block, blocks, window: sizes. wide: of each result, whether its values are those of slots, not of pairs.
+    slots, block, blocks, window: sizes. wide: for each result True if it has a value for each slot, False if for each
+      pair.
     """
 
     slots: int

@@ -50,7 +50,7 @@ def positions_of(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Arr
 
 
 def withheld(topk_idx: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """int32 `[]`: rows of this rank's tokens that stay at home; `kept` is what `entries` left of `topk_idx`."""
+    """int32 `[]`: rows of this rank's tokens that are not sent; `kept` is `topk_idx` after `entries`."""
     if spec.layout == "ranked":
         pairs = [_layout.ranks_hit(idx, spec.num_ranks, spec.local_experts) for idx in (topk_idx, kept)]
         return jnp.sum(pairs[0] & ~pairs[1], dtype=jnp.int32)

@@ -51,7 +51,7 @@ def dispatch(
       alignment: grouped: each group's rows are rounded up to a multiple of this; the padding rows are zero.
       wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantizes on
         the wire and dequantizes on arrival. Gradients go straight through.
-      gradient_wire: what gradients travel as, named as in `wire`; None is their own dtype.
+      gradient_wire: wire format of gradients, named as in `wire`; None is their own dtype.
       active: bool `[R]`, the same on every rank: True for ranks that take part. It is an array like any other, so that
         it changes from call to call without a new program. Nothing goes to an inactive rank and nothing comes from it.
         The results of its tokens are zero; rows that other ranks would have sent to it are left out and counted in
@@ -139,7 +139,7 @@ def combine(
         reduced over its local experts and it must be False.
       wire: as in `dispatch`; the default sends partial sums in `y.dtype`.
       gradient_wire: as in `dispatch`.
-      active: as in `dispatch`; the default is what the dispatch was given.
+      active: as in `dispatch`; the default is the dispatch's own `active`.
       config: tuning; never changes the result, but for the order of sums that `ranks_per_node` on a single axis says.
 
     Returns:
@@ -171,7 +171,7 @@ def redispatch(
       x: `[T, H2]` float32, bfloat16 or float16; `H2` need not be the first payload's.
       handle: `routed.handle` of an earlier `dispatch`.
       wire, gradient_wire, config: as in `dispatch`.
-      active: as in `dispatch`; the default is what the dispatch was given. Rows of an inactive rank are zero.
+      active: as in `dispatch`; the default is the dispatch's own `active`. Rows of an inactive rank are zero.
 
     Returns:
       rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`.
@@ -186,7 +186,7 @@ def redispatch(
 def get_dispatch_layout(
     topk_idx: jax.Array, *, num_experts: int, num_ranks: int, ranks_per_node: int | None = None
 ) -> DispatchLayout:
-    """Counts what a dispatch of `topk_idx` would send. Runs anywhere: nothing is communicated.
+    """Counts the tokens that a dispatch of `topk_idx` would send. Runs anywhere: nothing is communicated.
 
     Args:
       topk_idx: integer `[T, K]`.

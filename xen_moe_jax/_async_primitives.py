@@ -54,7 +54,7 @@ def _start_returns_results(params: dict[str, Any]) -> bool:
     return backend is not None and backend.start_returns_results
 
 
-# -- what runs ---------------------------------------------------------------------------------------------------------
+# -- implementations ---------------------------------------------------------------------------------------------------
 
 
 def _hold_shapes(spec: Spec) -> list[ShapeDtype]:

@@ -73,7 +73,8 @@ def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis
 
 
 def _key_data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The numbers of an array of PRNG keys, behind its own dimensions, and what makes keys of them again."""
+    """Returns the numbers of an array of PRNG keys, behind its own dimensions, and the function that makes keys of them
+    again."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x, lambda out: out
     implementation = jax.random.key_impl(x)
@@ -102,8 +103,9 @@ def ragged_all_to_all(
       operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing
         arrives.
       input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank
-        `p`'s output; `recv_sizes[s]` is what source `s` sends here. `[n * R]` for `n` segments for each peer, those of
-        a peer side by side: they are `n` exchanges one after the other, so one segment for each peer is the fastest.
+        `p`'s output; `recv_sizes[s]` counts the rows that source `s` sends here. `[n * R]` for `n` segments for each
+        peer, those of a peer side by side: they are `n` exchanges one after the other, so one segment for each peer is
+        the fastest.
       axis_name, axis_index_groups: as in `jax.lax.ragged_all_to_all`.
       config: tuning; never changes the result.
 

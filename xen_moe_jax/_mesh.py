@@ -45,7 +45,8 @@ def axis_size(name: str) -> int:
 
 
 def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
-    """Ranks that talk to each other: those of the axes, or of one of the groups that they are cut into."""
+    """Number of ranks that communicate with each other: all ranks of the axes, or of one group of
+    `axis_index_groups`."""
     return math.prod(axis_sizes) if axis_index_groups is None else len(axis_index_groups[0])
 
 
@@ -103,12 +104,13 @@ def lowering_for(mesh: Any, site: int, exported: bool = False) -> Iterator[None]
 
 
 def lowering_exported() -> bool:
-    """Returns whether the program is being lowered by `jax.export`: the mesh's devices are not those that run it."""
+    """Returns True if `jax.export` is lowering the program: other devices than the mesh's will run it."""
     return _lowering_exported.get()
 
 
 def lowering_site() -> int:
-    """Tells the operation that is being lowered from others of its shapes: uint32, the same in every process."""
+    """Distinguishes the operation that is being lowered from other operations of the same shapes: uint32, equal in
+    every process."""
     return _lowering_site.get()
 
 

@@ -41,7 +41,7 @@ class Dispatched(NamedTuple):
         return Dispatched(rows, row_scales, *(a if a is None else checkpoint_name(a, HANDLE) for a in self[2:]))
 
 
-# -- what runs ---------------------------------------------------------------------------------------------------------
+# -- implementations ---------------------------------------------------------------------------------------------------
 
 
 # Operands: docs/design/internals.md. `active` comes last in a dispatch, and after the arrays of the handle elsewhere.

@@ -22,7 +22,7 @@ def several(num_ranks: int, config: KernelConfig) -> bool:
 
 
 def check(spec: Spec, config: KernelConfig, caller: str) -> None:
-    """Raises ValueError where `config.ranks_per_node` is not a way to cut these ranks."""
+    """Raises ValueError if `config.ranks_per_node` does not divide these ranks into nodes."""
     given = config.ranks_per_node
     if given is None:
         return
@@ -41,7 +41,7 @@ def check(spec: Spec, config: KernelConfig, caller: str) -> None:
 
 
 def check_backend(spec: Spec, config: KernelConfig, backend: str) -> None:
-    """For a backend that knows of nodes by the mesh alone: raises ValueError where `config` cuts a single axis."""
+    """Raises ValueError if `config` divides a single axis, for a backend that knows of nodes by the mesh alone."""
     if several(spec.num_ranks, config) and len(spec.axis_sizes) == 1:
         raise ValueError(
             f"KernelConfig.ranks_per_node={config.ranks_per_node} on one axis {spec.axis_name[0]!r}: the {backend} "

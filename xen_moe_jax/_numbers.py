@@ -14,7 +14,7 @@ import numpy as np
 def as_int(value: Any) -> int | None:
     """An int, a NumPy integer or an integer array without dimensions as an int; None for everything else.
 
-    A bool is no number here, nor is what only the run time knows.
+    A bool is no number here, nor is a value that is known at run time only.
     """
     if isinstance(value, bool):
         return None
@@ -42,7 +42,7 @@ def as_bool(value: Any) -> bool | None:
 
 
 def plain(value: Any) -> Any:
-    """A number, NumPy's or in an array without dimensions, as Python's own; anything else as it is.
+    """Returns a number of NumPy, or in an array without dimensions, as Python's own; returns anything else unchanged.
 
     So that frozen configs hash, and are equal where their numbers are.
     """
@@ -56,5 +56,5 @@ def plain(value: Any) -> Any:
 
 
 def _is_scalar(value: Any) -> bool:
-    """An array without dimensions whose content is known."""
+    """True for an array without dimensions whose value is known."""
     return isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer) and value.ndim == 0

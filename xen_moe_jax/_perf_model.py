@@ -2,7 +2,7 @@
 device.
 
 A token crosses to a node once (over the slow link, to the GPU with the sender's index), is forwarded there over the
-fast link, and inside a node goes once to each rank that wants it. What arrived is placed once for each slot. All of
+fast link, and inside a node goes once to each rank that wants it. Arrived rows are placed once for each slot. All of
 this goes on at the same time, so the slowest part and the fixed cost of an operation make the time. The default links
 are fitted to figures measured on 2 and 4 x H200 (`ops_h200x4.json`, `jax_best_h200x2.json` and `jax_best_h200x4.json`
 in `benchmarks/results`); `tests/tuning/test_perf_model.py` holds predictions against the figures of these files.
@@ -31,16 +31,17 @@ class Links:
     """Speed of the links between the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
 
     Attributes:
-      fast, fast_small: inside a node, for large batches and for those up to `SMALL_BATCH` tokens a rank. The defaults
-        are slopes of measured time over bytes on H200s over NVLink: bfloat16 on four GPUs for large batches, every
-        dtype on two and four GPUs for small ones.
+      fast, fast_small: bandwidth inside a node, for large batches and for batches up to `SMALL_BATCH` tokens a rank.
+        The defaults are slopes of measured time over bytes on H200s over NVLink: bfloat16 on four GPUs for large
+        batches, every dtype on two and four GPUs for small ones.
       fixed, fixed_small: seconds that an operation takes beside its bytes, for (dispatch, combine). The defaults are
         the intercepts of the same lines.
-      memory: at which a rank places the rows of a dispatch or adds up those of a combine, a row's bytes counted once
-        for each slot. It bounds where ranks are few; the default is from 2 x H200.
-      slow: between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not measured.
-      hop, hop_small: what crossing between nodes adds, for (dispatch, combine): until the first chunk is on the slow
-        link, and once the last has come. Those of large batches are from a simulated link on 2 x H100
+      memory: rate at which a rank places the rows of a dispatch or adds up the rows of a combine, a row's bytes counted
+        once for each slot. It is the bound where ranks are few; the default is from 2 x H200.
+      slow: bandwidth between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not
+        measured.
+      hop, hop_small: seconds that crossing between nodes adds, for (dispatch, combine): until the first chunk is on the
+        slow link, and once the last has come. The values for large batches are from a simulated link on 2 x H100
         (`slow_link_h100x2.json`), less the time of the simulation itself; small batches are not measured, and no
         network is.
     """
@@ -102,8 +103,8 @@ def perf_model(
       operation: "dispatch" or "combine".
       num_tokens, hidden, num_ranks, num_experts, top_k: `T` per rank, `H`, `R`, `E`, `K`.
       ranks_per_node: ranks that the fast link joins; None is all of them. Must divide `num_ranks`.
-      dtype: of the rows; float8_e4m3fn and int8 travel with one float32 scale per 128 elements.
-      wire: as in `xm.dispatch`; what travels instead of `dtype`.
+      dtype: dtype of the rows; float8_e4m3fn and int8 travel with one float32 scale per 128 elements.
+      wire: as in `xm.dispatch`; the format that travels instead of `dtype`.
       nodes_per_token: group-limited routing: the token's experts are on this many nodes at most. None: anywhere.
       topk_idx: integer `[R, T, K]`, the routing itself; None is `K` distinct experts drawn uniformly, in expectation.
       links: bandwidths and fixed costs.
@@ -170,7 +171,7 @@ def _expected_rows(
     allowed = experts * nodes_per_token / nodes
 
     def reached(share: float) -> float:
-        """Probability that at least one of the experts is among `share` of those allowed."""
+        """Probability that at least one of a token's experts is in a `share` of the allowed experts."""
         if allowed - share < top_k:
             return 1.0
         miss = math.lgamma(allowed - share + 1) - math.lgamma(allowed - share - top_k + 1)
@@ -180,7 +181,8 @@ def _expected_rows(
     rank_hit = chosen * reached(experts / ranks)
     node_hit = chosen * reached(experts / nodes)
     slow = tokens * (nodes - 1) * node_hit
-    # every rank gets its tokens over the fast link, but those that a rank sends itself or gets straight from its rail
+    # every rank gets its tokens over the fast link, except its own tokens and the tokens that come straight from its
+    # rail
     fast = tokens * rank_hit * (ranks - nodes)
     return fast, slow
 

@@ -142,7 +142,7 @@ def dispatch(
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:
         scales = jnp.zeros((num_tokens, 0), jnp.float32)
-    given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold what int32 cannot
+    given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold values that int32 cannot
     checked = _validate.active(active, spec.num_ranks, caller)
     values, scales, idx, weights, given, checked = vary_over(
         [values, scales, idx, weights, given, checked], spec.axis_name

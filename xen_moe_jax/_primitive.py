@@ -36,7 +36,7 @@ def declare(
     finish: Callable[..., Any] | None = None,
     otherwise: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive `xen_moe_<operation>` whose lowering asks `backends` who runs it.
+    """A primitive `xen_moe_<operation>` whose lowering asks `backends` for the backend that runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
     For a backend that does not take `active`, `mask(operands, spec)` makes operands without it; `finish(results,

@@ -1,7 +1,7 @@
-"""Tuned configs that are looked up when a program is lowered: those that are shipped, and files that a user names.
+"""Tuned configs that are looked up when a program is lowered: shipped profiles, and files that a user names.
 
-A profile is a JSON file of entries. Each says what machine it was measured on (device, versions of this package, jax
-and jaxlib), for which workload, and the fastest config of each operation. An entry serves programs of the same device,
+A profile is a JSON file of entries. Each entry names the machine of its measurement (device, versions of this package,
+jax and jaxlib), the workload, and the fastest config of each operation. An entry serves programs of the same device,
 number of ranks, versions and shape, the number of tokens within a factor of two, and fills in only those fields of
 `KernelConfig` that the caller left unset. Tuning never changes a result.
 """
@@ -179,9 +179,9 @@ def resolve(
     """`config` with its unset tuned fields from a profile, where one fits.
 
     Args:
-      hidden, dtype: of the operand: the tokens of a dispatch, the rows of a combine.
+      hidden, dtype: size and dtype of the operand: the tokens of a dispatch, the rows of a combine.
       wire: quantized wire of the operation.
-      mesh: that the program is lowered for.
+      mesh: the mesh that the program is lowered for.
     """
     entry = find(operation, spec, hidden, dtype, wire, device_kind(mesh)) if operation in OPERATIONS else None
     if entry is None:

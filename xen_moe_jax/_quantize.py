@@ -41,7 +41,7 @@ class Wire:
 
     @property
     def jnp_dtype(self) -> Any:
-        """The dtype of what travels, as jax.numpy has it."""
+        """The dtype on the wire, as jax.numpy has it."""
         return jnp.dtype(self.dtype)
 
     def row_bytes(self, hidden: int) -> int:
@@ -200,7 +200,7 @@ def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:
     if x.values.ndim == 0:
         raise ValueError("dequantize: x.values is a scalar: must have a hidden dimension that the scales divide")
     wanted = (*x.values.shape[:-1], scale_blocks(x.values.shape[-1]))
-    if x.scales.shape != wanted:  # a single block's would be taken for those of all
+    if x.scales.shape != wanted:  # a single block's scales would be taken for those of all blocks
         raise ValueError(
             f"dequantize: x.scales has shape {x.scales.shape}: must be {wanted}, one scale per 128 elements of x.values"
         )

@@ -24,7 +24,7 @@ def transpose(
     """Cotangents of `operand` and `output`.
 
     Args:
-      cotangent: of the result, shape of `output`.
+      cotangent: cotangent of the result, shape of `output`.
       ragged: `ragged_all_to_all` with the axis bound. exchange: `all_to_all` of one number for each peer, the axis
         bound.
     """

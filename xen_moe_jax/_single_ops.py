@@ -1,4 +1,5 @@
-"""Single operations for what `jnp` does in several operations and a call: they keep every compiled program small.
+"""Single operations in place of functions of `jnp` that are several operations and a call: they keep every compiled
+program small.
 
 `jnp.where`, `x[index]` and `//` promote, broadcast, wrap negative numbers and round towards minus infinity. The routing
 arithmetic needs none of that, and would pay for it whenever a program is traced and compiled.

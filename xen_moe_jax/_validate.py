@@ -181,7 +181,7 @@ def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
 
 
 def handle(value: Any, caller: str) -> Handle:
-    """A handle whose axis is the one that this code is manual over, with the same size."""
+    """Returns `value` if it is a handle over an axis that this code is manual over, with the same size."""
     if not isinstance(value, Handle):
         raise TypeError(
             f"{caller}: handle is a {type(value).__name__}: pass the `handle` field of what dispatch returned"
@@ -263,7 +263,7 @@ def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tupl
 
 
 def dtype(value: Any, caller: str, *, name: str = "dtype") -> Any:
-    """A dtype whose rows can travel."""
+    """Returns the dtype if rows of it can travel."""
     try:
         found = jnp.dtype(value)
     except TypeError:

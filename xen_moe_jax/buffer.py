@@ -33,7 +33,7 @@ def buffer_size_hint(
     Args:
       num_tokens, hidden, num_ranks, top_k: `T`, `H`, `R`, `K`.
       num_experts: `E`; None assumes 256 experts or one per rank, whichever is more.
-      dtype: of `x` and `y`; the values' dtype for a `BlockScaled` x.
+      dtype: dtype of `x` and `y`; the values' dtype for a `BlockScaled` x.
       wire: as in `dispatch`.
       ranks_per_node: the `KernelConfig.ranks_per_node` of the operations.
       backend: None asks for the one that `jax.default_backend()` would use.
@@ -97,7 +97,7 @@ class Buffer:
           mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
           num_tokens, hidden, top_k, num_experts, dtype, wire: as in `buffer_size_hint`.
           size_bytes: more than the hint, for operations of other shapes on the same channel; None takes the hint.
-          channel, ranks_per_node: of the `KernelConfig`s that it serves.
+          channel, ranks_per_node: fields of the `KernelConfig`s that it serves.
 
         Raises:
           TypeError: `mesh` has no devices. ValueError: an axis is not in the mesh, a size is not positive,

@@ -285,7 +285,8 @@ def backends() -> list[Finding]:
 
 
 def _ready(name: str, backend: str) -> Finding:
-    """A backend that imports; what JAX itself lacks to start the platform is no part of that, and is said."""
+    """Returns the finding for a backend that imports. If JAX lacks a package to start the platform, the finding names
+    it, and it is no fault of the backend."""
     package, extra = JAX_RUNS_ON.get(name, (None, None))
     if package is None:
         return Finding(f"on {name}", True, backend)

@@ -225,8 +225,9 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _choice(logits: jax.Array, score: str, bias: jax.Array | None, caller: str, whole: bool) -> jax.Array:
-    """Returns what experts are ordered by: scores plus `bias`. Where neither a bias nor groups (`whole`: no groups)
-    make more of scores than their order, it is the logits, whose order is the same where scores are rounded to 0 or 1.
+    """Returns the numbers that order the experts: scores plus `bias`. Where neither a bias nor groups (`whole`: no
+    groups) make more of scores than their order, it is the logits, whose order is the same where scores are rounded to
+    0 or 1.
     """
     if bias is None and whole:
         return jax.lax.stop_gradient(logits)

@@ -66,7 +66,7 @@ def check_round_trip(program: Program, problem: Problem, compiled: Any = None) -
     """Largest error relative to the largest expected element, on the last routing of the pool.
 
     Args:
-      compiled: what `compile_check` gave, where it was compiled before.
+      compiled: the result of `compile_check`, where it was compiled before.
 
     Raises:
       WrongResultError: when it exceeds `tolerance(work)` or is not finite.

@@ -102,7 +102,7 @@ def count(kernel: Loop, work: Work) -> Count:
 @dataclasses.dataclass(frozen=True)
 class Visited:
     """Attributes:
-    blocks: of pairs, ordered together. groups: of pairs that exist, of these blocks.
+    blocks: blocks of pairs that are ordered together. groups: groups of existing pairs in these blocks.
     turns: rows of the pair of each group that has most, together.
     tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
     waits: for rows that were fetched, and for records that left.

@@ -124,7 +124,7 @@ def compile_layer(
 
     Args:
       topology: as libtpu names it; None is that of 8 devices.
-      tokens: of a device. sizes: `hidden`, `experts`, `top_k`. width: features inside an expert.
+      tokens: tokens of a device. sizes: `hidden`, `experts`, `top_k`. width: features inside an expert.
     """
     mesh = tpu_topologies.mesh(generation, topology=topology)
     assert mesh.axis_names == (AXIS,)

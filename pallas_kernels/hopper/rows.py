@@ -70,7 +70,7 @@ def swiglu_rows(
       gate, up: `[L, A, F]`.
       group_sizes: int32 `[L]`.
       row_weights: float32 `[C]`, factors of the result's rows.
-      projections: whether the two products are results too, without `row_weights`.
+      projections: True if the two products are results too, without `row_weights`.
 
     Returns:
       The activation, and with `projections` the products `[C, F]` of `gate` and `up`; rows past the last group are
@@ -107,7 +107,8 @@ def _product(
     num_sms: int | None,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The kernel: of each of `pairs` rows times weights, whose columns stand side by side in a tile, all added up.
+    """The kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a tile,
+    and adds all products up.
 
     `columns` are those of the outputs; `epilogue` gets `extra` as the first of its outputs.
     """

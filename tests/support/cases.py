@@ -89,7 +89,7 @@ class Case:
       odd_hidden: a hidden size that is no multiple of 128.
       block_scaled: the input is `BlockScaled` of this dtype (as `wire` is written, ":ue8m0" included).
       axes: 1, or 2 for (slow, fast) mesh axes.
-      routings: which of `ROUTINGS` run on this shape.
+      routings: the `ROUTINGS` that run on this shape.
     """
 
     name: str

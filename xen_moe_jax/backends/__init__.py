@@ -62,7 +62,7 @@ def load(name: str) -> Backend:
 
 
 def with_nodes(spec: Spec, config: KernelConfig) -> KernelConfig:
-    """`config`; where it has no `ranks_per_node`, with the one that the backend has found."""
+    """Returns `config`, with the backend's own `ranks_per_node` where it has none."""
     if config.ranks_per_node is not None:
         return config
     found = ranks_per_node(spec.axis_sizes, config.backend)

@@ -86,7 +86,7 @@ class Backend:
       received_by_xla: `received_by_xla(spec)` returns the places of pending arrays that a collective of XLA receives.
         `overlap` leaves them out of its order, because XLA would complete the collective first.
       operand_avals: `operand_avals(operation, avals, call)` returns the avals under which an operation is traced, if
-        they are not those of its operands.
+        they differ from those of its operands.
       open_buffer, buffer_size_hint: make symmetric memory, and return its size in bytes. None: there is no such memory.
       ranks_per_node: `ranks_per_node(num_ranks)` returns how many consecutive ranks of an axis share a fast link; None
         if all of them do.

@@ -1,4 +1,4 @@
-"""Routing metadata in plain JAX: every source's routing on every rank, and what follows from it for the rows."""
+"""Routing metadata in plain JAX: every source's routing on every rank, and the places of rows that follow from it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def measure(
     """The metrics of one call.
 
     Args:
-      routing: of this rank's tokens.
+      routing: routing of this rank's tokens.
       mask: bool `[T]`.
       num_dropped: int32 `[]` of this rank.
       sequences: needed with a per-sequence loss.
@@ -145,7 +145,7 @@ def load_balancing_loss(
     balance gives 1, one expert for everything `E`. Gradients flow through `P_e` only.
 
     Args:
-      routing: of this rank's tokens.
+      routing: routing of this rank's tokens.
       mask: bool `[T]`.
       counts: int32 `[E]`, already summed over `axes`.
       axes: mesh axes that hold different tokens; empty for one rank.
@@ -188,14 +188,14 @@ def router_z_loss(logits: jax.Array, mask: jax.Array, axes: tuple[str, ...]) -> 
 
 
 def updated_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """The router bias after a step: up by `rate` for experts under the mean load, down for those over it.
+    """The router bias after a step: up by `rate` for experts under the mean load, down for experts over it.
 
     Auxiliary-loss-free balancing, arXiv:2408.15664, algorithm 1.
 
     Args:
       bias: float32 `[E]`.
       tokens_per_expert: int32 `[E]`, of the whole batch: `MoEMetrics.tokens_per_expert`.
-      rate: how far to move.
+      rate: size of the step.
     """
     load = tokens_per_expert.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean() - load)

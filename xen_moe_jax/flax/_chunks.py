@@ -4,10 +4,11 @@ In chunks, the dispatch of chunk i+1 and the combine of chunk i-1 are pending wh
 the backend has asynchronous operations and gains by them (`OVERLAPPING`). Elsewhere the chunks run one after the other:
 only one chunk's buffers live at a time. The order is written into the program, by barriers or by a loop, since XLA is
 free to start everything at once. The loop (`_in_a_loop`) adds up the weights' gradients as it goes; it is taken where
-`remat` leaves little to carry from the forward pass to the backward pass, for a loop copies what it carries.
+`remat` leaves little to carry from the forward pass to the backward pass, because a loop copies the arrays that it
+carries.
 
-`MoEConfig.remat` says what the backward pass keeps: all rows and activations, the received rows (a policy over the
-`checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
+`MoEConfig.remat` selects the arrays that the backward pass keeps: all rows and activations, the received rows (a policy
+over the `checkpoint_name`s of dispatch, under which nothing is dispatched again), or only the tokens of each chunk.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ because a pending operation takes SMs from matmuls that fill the GPU
 (docs/lab/layers.md)."""
 EXPERT_ROWS = "xen_moe_expert_rows"
 """`checkpoint_name` of a chunk's rows behind the barrier of `xm.overlap`, where the experts get them: remat="experts"
-saves these, and not those before the barrier as well."""
+saves these rows, and not the rows before the barrier as well."""
 
 
 class Chunk(NamedTuple):
@@ -59,7 +60,7 @@ def through_experts(
       experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
         `apply_weights_to` is "activation" or "input".
       weights: its third argument; derivatives go to it.
-      tokens: of this rank, all of them.
+      tokens: all tokens of this rank.
       active: as in `xm.dispatch`.
 
     Returns:
@@ -145,7 +146,7 @@ def _whole(
 
 
 def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
-    """The combine whose gradient costs least behind these experts."""
+    """Returns the combine whose gradient is the cheapest behind these experts."""
     own = config.experts is None and config.layout == "grouped" and config.apply_weights_to != "rows"
     return _unweighted if own and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["up"]) else _add_up
 
@@ -157,7 +158,7 @@ def _add_up(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _unweighted(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
     """A combine without weights. `xm.combine` gives rows past the last group a gradient of zero, and a pass over all
-    rows for it; the Hopper kernels do not read those rows, so that here they stay as the wire left them."""
+    rows for it; the Hopper kernels do not read such rows, so that here they keep their values from the wire."""
     return _add_up(config, y, handle)
 
 

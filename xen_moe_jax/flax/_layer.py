@@ -108,7 +108,7 @@ def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk
 
 
 def _same_over_tensor(config: MoEConfig, dropped: jax.Array) -> jax.Array:
-    """The ranks of `tensor_axis` drop the same rows: one value, and of a type that says so."""
+    """The ranks of `tensor_axis` drop the same rows: returns one value, whose type does not vary over the axis."""
     return jax.lax.pmax(dropped, config.tensor_axis) if config.tensor_axis else dropped
 
 

@@ -52,8 +52,8 @@ def _times_parts(left: jax.Array, right: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def by_parts(x: jax.Array, router: jax.Array) -> jax.Array:
-    """`router_logits` of bfloat16 tokens. The gradient of the tokens is rounded to bfloat16 as it is anyway, after
-    products that are right to 16 bits; that of the router is as exact as the logits."""
+    """`router_logits` of bfloat16 tokens. The gradient of the tokens is rounded to bfloat16 in any case, after products
+    that are right to 16 bits; the gradient of the router is as exact as the logits."""
     return _times_parts(x, router)
 
 

@@ -30,10 +30,10 @@ class _Placement:
     Attributes:
       mesh: concrete or abstract; None takes the current one (inside a `shard_map` over other axes).
       free_axes: axes that the `shard_map` makes manual.
-      token_axes: those of them that the tokens are split over.
+      token_axes: the free axes that the tokens are split over.
       num_shards: product of the sizes of `token_axes`.
       num_ranks: product of the sizes of the expert axes.
-      explicit: whether the mesh has explicit axes, whose arrays are resharded by hand.
+      explicit: True if the mesh has explicit axes, whose arrays are resharded by hand.
     """
 
     mesh: Any
@@ -51,7 +51,7 @@ class _Placement:
 
 
 def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
-    """The mesh a layer would use for its parameters: the one given, else `jax.set_mesh`'s, else None.
+    """The mesh that a layer would use for its parameters: the given mesh, else that of `jax.set_mesh`, else None.
 
     Raises ValueError if it lacks an expert axis or the tensor axis.
     """

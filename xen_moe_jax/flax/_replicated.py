@@ -39,7 +39,7 @@ def through_own_experts(config: MoEConfig, experts: Callable[..., jax.Array], we
 
 
 def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, own: Chunk, num_local: int) -> Any:
-    """Rows sorted by expert. `own.topk_idx` has local experts, `-1` for those of other ranks."""
+    """Rows sorted by expert. `own.topk_idx` has local experts, `-1` for experts of other ranks."""
     num_tokens, top_k = own.topk_idx.shape
     rows = num_tokens * min(top_k, num_local)
     order, counts = _layout.order_within_bins(own.topk_idx.reshape(-1), num_local)

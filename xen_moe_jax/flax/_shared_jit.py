@@ -26,7 +26,7 @@ _BIND = Primitive.bind.__code__
 
 
 def _code(function: Any) -> Any:
-    """Returns the code object of a Python function or of the one that `jax.jit` wraps; None for anything else."""
+    """Returns the code object of a Python function, or of the function that `jax.jit` wraps; None for anything else."""
     return getattr(getattr(function, "__wrapped__", function), "__code__", None)
 
 
@@ -36,7 +36,8 @@ def _look(module: str) -> list[tuple[str, Any, Any]]:
 
 
 def swapped() -> str | None:
-    """Returns the name of a function that is not the one of the import, such as "jax.lax.ragged_dot"; None if none."""
+    """Returns the name of a function that was replaced since the import, such as "jax.lax.ragged_dot"; None if there is
+    none."""
     for module in WATCHED:
         if module not in sys.modules:
             continue

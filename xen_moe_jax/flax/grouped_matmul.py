@@ -3,7 +3,7 @@
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
 peak. This library has kernels of its own for Hopper GPUs (`hopper.py`). tokamax (the extra "tokamax") has kernels for
-NVIDIA GPUs and TPUs behind the same call. docs/lab/layers.md says what each of them reaches.
+NVIDIA GPUs and TPUs behind the same call. docs/lab/layers.md has the speed of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows [C, A], weights [L, A, B], group_sizes int32 [L]) -> [C, B]`; rows past the last group are unspecified."""
 
 TOKAMAX_PLATFORMS = ("gpu", "cuda", "tpu")
-"""Platforms on which "auto" takes tokamax where it is installed: elsewhere it computes what `ragged_dot` does."""
+"""Platforms on which "auto" takes tokamax where it is installed: elsewhere tokamax only calls `ragged_dot`."""
 
 
 def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -35,8 +35,8 @@ def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> j
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached.
 
-    Its gradient of the weights multiplies what lies past the last group by zero, and a NaN there would stay one: rows
-    and, by the transpose of the second mask, cotangents are zero there. On a Hopper GPU that gradient is
+    Its gradient of the weights multiplies rows past the last group by zero, and a NaN there would stay a NaN: rows and,
+    by the transpose of the second mask, cotangents are zero there. On a Hopper GPU that gradient is
     `jax.lax.ragged_dot`'s: tokamax's was off by 3 % of its norm there (docs/lab/layers.md).
     """
     used = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
@@ -151,7 +151,7 @@ def automatic(platform: str) -> str:
 
 
 def describe(platform: str) -> dict[str, str]:
-    """For `doctor`: the choice on a platform without its warning, what tokamax is here, and the remedy if any."""
+    """For `doctor`: the choice on a platform without its warning, the state of tokamax, and the remedy if any."""
     has = installed()
     if platform in ("gpu", "cuda") and jax.default_backend() == "gpu" and hopper.on_hopper():
         other = "tokamax" if has else "jax.lax.ragged_dot"

@@ -4,7 +4,8 @@ Both gradients are kernels too: that of the rows reads the weights transposed as
 contracts the rows of each group. Sums are in float32, results in the dtype of the operands.
 
 Two projections of the same rows have one gradient of the rows: both products are added up in one accumulator, and
-neither is stored. Those of SwiGLU are multiplied side by side, and the activation is stored with them or without them.
+neither is stored. The two projections of SwiGLU are multiplied side by side, and the activation is stored with or
+without them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SWIGLU = Tiles()
 FEW_ROWS = 64
 """Rows a group (by the size of the buffer) up to which loading the weights takes longer than multiplying by them."""
 FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
-"""PREFERRED and SWIGLU for few rows: half as high, so that less is multiplied and stored in vain."""
+"""PREFERRED and SWIGLU for few rows: half as high, so that fewer unused rows are multiplied and stored."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,8 +75,8 @@ class MoE(nn.Module):
             and its output is zero.
           token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
           active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: inactive ranks get no
-            tokens, and their own come back zero (plus what shared experts give). The metrics are XLA's sums over all
-            ranks: a program that has to run without some of them must not use them.
+            tokens, and their own come back zero (plus the output of shared experts). The metrics are XLA's sums over
+            all ranks: a program that has to run without some of them must not use them.
           topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
             dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.

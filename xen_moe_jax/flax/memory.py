@@ -55,7 +55,8 @@ def chunk_rows(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
 
 
 def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[MemoryEntry]:
-    """Arrays of one chunk on one rank, from the dispatch to the combine; those of the next chunk take their place."""
+    """Arrays of one chunk on one rank, from the dispatch to the combine; the arrays of the next chunk take their
+    place."""
     tokens = -(-num_tokens // config.num_chunks)
     rows, name = chunk_rows(config, num_tokens, num_ranks), jnp.dtype(config.dtype or dtype).name
     local = -(-config.num_experts // num_ranks)

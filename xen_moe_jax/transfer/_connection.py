@@ -203,7 +203,7 @@ class Connection:
             self._answers[number] = reply
 
     def lose(self, reason: str) -> None:
-        """Gives the peer up: closes channel and link, and ends what concerns this peer with `PeerLost`."""
+        """Gives the peer up: closes channel and link, and ends this peer's operations with `PeerLost`."""
         if self.lost:
             return
         self.lost = reason

@@ -86,7 +86,7 @@ class Core:
         request: str,
         bytes_done: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Drives the engine until `state()` is true. Raises what `state` raises, and `TransferTimeout`.
+        """Drives the engine until `state()` is true. Raises the exceptions of `state`, and `TransferTimeout`.
 
         `describe` and `bytes_done` are called, under the lock, for the text of an error.
         """

@@ -19,7 +19,8 @@ IDLE_MAPPINGS = 64
 
 
 def export(pointer: int) -> bytes:
-    """Returns what another process of this machine needs to map the allocation at `pointer`; empty if it cannot."""
+    """Returns the bytes by which another process of this machine maps the allocation at `pointer`; empty if it
+    cannot."""
     found = _device.export(pointer)
     return b"" if found is None else _EXPORT.pack(_process.machine_mark(), _process.mark()[0], *found)
 
@@ -113,7 +114,8 @@ class LinkCopies:
         self._link, self._through, self._by_device = link, through, dict[int | None, Copies]()
 
     def way(self, exported: bytes, local: int | None) -> tuple[_posting.Starter, Mapping] | None:
-        """Returns what starts a posting from the GPU that has `local`, or from the host (None), and its key.
+        """Returns the function that starts a posting from the GPU that has `local`, or from the host (None), and its
+        key.
 
         Returns None if the driver cannot copy.
         """

@@ -50,9 +50,7 @@ def _delete(tensor: Any) -> None:
 @atexit.register
 def _forget_all() -> None:
     """Replaces the deleters at exit: JAX may release arrays after Python has ended, and must not call Python then."""
-    nothing = ctypes.cast(
-        ctypes.CDLL(None).labs, _Deleter
-    )  # The absolute value of an address, whose result is not used.
+    nothing = ctypes.cast(ctypes.CDLL(None).labs, _Deleter)  # It computes an absolute value, which is not used.
     for tensor, shape, _ in _imported.values():
         tensor.deleter = nothing
         for kept in (tensor, shape):

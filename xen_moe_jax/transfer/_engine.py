@@ -44,7 +44,7 @@ class Engine:
     """Moves JAX arrays to and from other processes. A context manager; `close()` ends it.
 
     Args:
-        name: what peers see; unique among the engines that talk to each other.
+        name: the name that peers see; unique among the engines that talk to each other.
         backend: "ucx" uses UCX for all bytes (processes of one host, NVLink, RDMA, TCP). "auto" does too, but copies
             between GPUs of one host are made by the CUDA driver, which takes less time for each piece.
         token: the secret that all engines of one job share. Without a token the descriptor holds a random secret, and
@@ -86,7 +86,7 @@ class Engine:
         self._windows = Windows(self._core)
         self._mailbox = Mailbox(self._core, self.identity)
         self._service = Service(self._windows, self._mailbox)
-        self._peers: list[Peer] = []  # Those that are not lost, under the lock.
+        self._peers: list[Peer] = []  # Peers that are not lost, under the lock.
         self._peer_numbers = itertools.count(1)
         try:
             self._loop = Loop(
@@ -335,8 +335,8 @@ class Engine:
             return self._mailbox.send(peer, value, tag)
 
     def recv(self, peer: Peer | None = None, *, tag: str = "", sharding=None, timeout: float | None = None):
-        """Waits for the next message with that tag (of that peer). Returns it as it was sent: bytes, array, or dict.
-        Raises `TransferTimeout`, `PeerLost`.
+        """Waits for the next message with that tag (of that peer). Returns the message as it was sent: bytes, array, or
+        dict. Raises `TransferTimeout`, `PeerLost`.
         """
         self._core.check_open("recv")
         if peer is not None:
@@ -461,7 +461,7 @@ class Engine:
             return peer
 
     def _on_lost(self, peer: Peer) -> None:
-        """Ends what concerns a peer that is lost. Under the lock."""
+        """Ends the operations of a lost peer. Under the lock."""
         self._peers.remove(peer)
         self._windows.lose(peer)
         for operation in list(self._core.pending):

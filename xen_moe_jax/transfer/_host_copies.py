@@ -22,7 +22,7 @@ _NO_FILE = _shared_memory.Place(-1, 0, 0)
 
 
 def export(pointer: int, nbytes: int) -> bytes:
-    """Returns what another process of this machine needs to address the memory."""
+    """Returns the bytes by which another process of this machine addresses the memory."""
     mark, at = _process.mark()
     place = _shared_memory.place_of(pointer) or _NO_FILE
     return _EXPORT.pack(_process.machine_mark(), mark, os.getpid(), at, pointer, nbytes, *place)
@@ -79,7 +79,7 @@ class LinkCopies:
         self._file: int | None = None
 
     def way(self, exported: bytes) -> tuple[_posting.Starter, Memory] | None:
-        """Returns what starts a posting, and its key; None if the kernel cannot copy."""
+        """Returns the function that starts a posting, and its key; None if the operating system cannot copy."""
         if len(exported) != _EXPORT.size:
             return None
         machine, mark, process, at, remote, nbytes, *place = _EXPORT.unpack(exported)

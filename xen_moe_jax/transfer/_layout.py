@@ -109,7 +109,8 @@ def _strides(box: Box) -> list[int]:
 
 
 def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None = None, axis: int = 0) -> np.ndarray:
-    """Returns the runs that copy what two boxes share, int64 `[n, 3]`: source offset, destination offset, bytes.
+    """Returns the runs that copy the intersection of two boxes, int64 `[n, 3]`: source offset, destination offset,
+    bytes.
 
     With `pages`, coordinate `pages[0][i]` of the source along `axis` goes to `pages[1][i]` of the destination; along
     the other dimensions coordinates are the same. Neighbouring runs are joined.

@@ -72,7 +72,7 @@ def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
     if not isinstance(array, jax.Array):
         host = np.asarray(array, order="C")
         return [Shard(tuple((0, extent) for extent in host.shape), host.ctypes.data, "host")], [host]
-    if isinstance(array.sharding, jax.sharding.SingleDeviceSharding) and array.size:  # What small writes mostly are.
+    if isinstance(array.sharding, jax.sharding.SingleDeviceSharding) and array.size:  # The usual array of small writes.
         device: Any = array.device
         if memory := _IN_PLACE.get(device.platform):
             return [Shard(_whole(array.shape), array.unsafe_buffer_pointer(), memory)], [array]

@@ -279,5 +279,6 @@ class Mailbox:
         return True
 
     def lose(self, peer: Connection) -> None:
-        """Drops the messages of a lost peer whose arrays would have to be read. Those that are here whole stay."""
+        """Drops the messages of a lost peer whose arrays would have to be read. Messages that have arrived completely
+        stay."""
         self._arrived = deque(entry for entry in self._arrived if entry[0] is not peer or "leaves" not in entry[1])

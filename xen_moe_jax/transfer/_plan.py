@@ -68,7 +68,8 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
         cast: {pattern of paths: dtype}, the first match counts; the sender casts before it sends, so that only the
             result travels. A pattern that matches no path is an error.
 
-    Where several processes of the sender hold the same slice, the one that has least to send so far sends it.
+    Where several processes of the sender hold the same slice, the process with the fewest bytes to send so far sends
+    it.
 
     Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs.
     """

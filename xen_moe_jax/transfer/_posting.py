@@ -19,7 +19,7 @@ SLICE = {"host": 16 << 20, "cuda": 1 << 30}
 of 128 MiB. Host memory is copied in the call; a GPU's is copied later, by the GPU.
 """
 PIECES = 1024
-"""Limit of the pieces, like that of the bytes."""
+"""Most pieces handed to the library before the engine's lock is given up."""
 POLLS = 8
 """Polls that find nothing new before a call of the loop returns: host memory has arrived by then."""
 POLLS_GPU = 256
@@ -158,8 +158,8 @@ class FailedPosting:
 class Prepared:
     """Repeated runs for one key. Valid until the key is forgotten: the link then prepares them anew.
 
-    `call` starts the runs from a source at an address. It returns None if all have arrived, otherwise what `posting`
-    takes.
+    `call` starts the runs from a source at an address. It returns None if all have arrived, otherwise the argument of
+    `posting`.
     """
 
     __slots__ = ("_loop", "_starter", "call", "key", "nbytes")
@@ -173,14 +173,14 @@ class Prepared:
         return None if (loop := self.call(pointer)) is None else self.posting(loop)
 
     def posting(self, loop: Any) -> NativePosting:
-        """Returns the posting for what `call` has returned."""
+        """Returns the posting for the result of `call`."""
         return self._starter.posting(self.key, loop, self.nbytes)
 
 
 class LastingPrepared(Prepared):
     """Prepared runs that may be started without the link while it works: the bytes have arrived when `call` returns.
 
-    Others do not last: UCX's keys are given back, and mappings of a GPU's memory are closed.
+    Other preparations do not last: UCX's keys are given back, and mappings of a GPU's memory are closed.
     """
 
     __slots__ = ()

@@ -126,8 +126,8 @@ _PROTOTYPES = {
 
 # Read by the library when it is loaded: JAX owns the process's signal handlers, and a lost peer is this package's to
 # report. Watching the allocator serves only a cache of registrations for network cards and GPUs. The user's own
-# settings win. JAX allocates GPU memory before UCX looks: a cache of what UCX has seen allocated would take it for the
-# host's.
+# settings win. JAX allocates GPU memory before UCX looks: a cache of the allocations that UCX has seen would take it
+# for the host's.
 _LOAD_TIME = {
     "UCX_HANDLE_ERRORS": "none",
     "UCX_ERROR_SIGNALS": "",

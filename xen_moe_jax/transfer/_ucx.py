@@ -50,7 +50,8 @@ class UcxLink:
         return prepared.start(pointer)
 
     def _way(self, kind: str, key: bytes, memory: str, local: int) -> tuple[_posting.Starter, _posting.Key]:
-        """Returns what starts postings on a key, and the key for that: the driver's copies, the kernel's, or UCX."""
+        """Returns the function that starts postings on a key, and its key: the driver's copies, the operating system's,
+        or UCX."""
         found: tuple[_posting.Starter, _posting.Key] | None = self._ways.get(key) if memory == "host" else None
         if found is None and self._copies is not None and (exported := _exported(key)):
             if memory == "host":

@@ -50,7 +50,7 @@ class Repeated:
 
 
 class LastingPut(Protocol):
-    """Prepared runs that have arrived when `call` returns None. Otherwise `posting` takes what `call` returned."""
+    """Prepared runs that have arrived when `call` returns None. Otherwise `posting` takes the result of `call`."""
 
     def call(self, pointer: int) -> Any:
         """Puts the runs from a source that begins at `pointer`."""

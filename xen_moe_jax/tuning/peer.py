@@ -23,7 +23,7 @@ class Peer:
       dispatch: `(tokens, topk_idx [T,K]) -> (rows, local expert of each row int32, route)`; `tokens` is an array or a
         `BlockScaled`, `rows` is of the same kind; `route` holds arrays of rank >= 1.
       combine: `(y, route, topk_weights [T,K]) -> [T,H]`.
-      quantized: whether `dispatch` takes a `BlockScaled`; where it does not, tokens travel in the compute dtype.
+      quantized: True if `dispatch` takes a `BlockScaled`; otherwise tokens travel in the compute dtype.
     """
 
     dispatch: Callable[..., Any]

@@ -53,7 +53,7 @@ class Program:
     """Something to time. All callables run on one rank inside `shard_map`.
 
     Attributes:
-      name: of the implementation.
+      name: name of the implementation.
       operation: "dispatch", "redispatch", "combine", "round trip", or "none" for the empty loop.
       prepare: `(x [T,H], topk_idx [T,K], topk_weights [T,K]) -> operands`, outside the timed loop; arrays of rank >= 1.
       initial: `(operands, topk_idx, topk_weights) -> carry`.

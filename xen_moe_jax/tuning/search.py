@@ -48,7 +48,8 @@ class Tuned:
 
     @property
     def best(self) -> KernelConfig:
-        """The config to keep: of those within a hundredth of the fastest, the one with the fewest thread blocks."""
+        """The config to keep: among the configs within a hundredth of the fastest, the config with the fewest thread
+        blocks."""
         return choose(self.measured)
 
 
@@ -107,8 +108,8 @@ def autotune(
       progress: a function, called before programs are compiled, and after every repeat with the share that is done.
 
     Returns:
-      operation -> its candidates, fastest first, and the best: of those within a hundredth of the fastest, the one
-      with the fewest thread blocks.
+      operation -> its candidates, fastest first, and the best: among the candidates within a hundredth of the fastest,
+      the one with the fewest thread blocks.
 
     Raises:
       ValueError: an unknown operation, no candidates, a count below 1, or a backend that has nothing to tune.

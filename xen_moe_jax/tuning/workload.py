@@ -37,7 +37,7 @@ class Workload:
       capacity_factor: rows of capacity over the mean `T*K`; None gives every program, peers too, the smallest
         capacity that drops nothing in the routings at hand.
       pool: number of different routings that the timed calls cycle through.
-      seed: of everything random.
+      seed: seed of all random numbers.
     """
 
     tokens: int = 1024

@@ -19,7 +19,7 @@ STAND_INS = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}
 
 
 def _copied(x: jax.Array) -> tuple[jax.Array, Any]:
-    """An array of a dtype that the kernels copy, and what to cast the results back to (None: nothing)."""
+    """Returns an array of a dtype that the kernels copy, and the dtype to cast the results back to (None: no cast)."""
     if x.dtype.name in module.compiled().dtypes:
         return x, None
     if x.dtype.itemsize not in STAND_INS or x.dtype == jnp.bool_:

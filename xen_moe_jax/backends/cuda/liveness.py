@@ -105,7 +105,7 @@ class Watcher:
                 continue
             other = self._identity_of(process)
             if other is None:
-                continue  # it never came: an agreement with it says so
+                continue  # it never came: an agreement with it names it
             try:
                 descriptor = hold(other) if self._use_pidfd else None
             except ProcessLookupError:

@@ -172,7 +172,7 @@ def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
     `start`.
 
     Raises:
-      ValueError: the ranks of the axis cannot be cut so. As `start`.
+      ValueError: this number does not divide the ranks of the axis. As `start`.
     """
     if num_ranks == 1 or _jax_internals.key_value_client() is None or jax.default_backend() != "gpu":
         return None

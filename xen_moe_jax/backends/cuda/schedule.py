@@ -120,7 +120,8 @@ def use_low_latency(
 ) -> bool:
     """True if the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
 
-    They take what plan.cc's WhyNotLowLatency does not refuse; the other kernels take every operation.
+    They take every operation that WhyNotLowLatency of plan.cc does not refuse; the throughput kernels take all
+    operations.
     """
     nodes = _nodes.several(spec.num_ranks, config)
     if _tuning.low_latency is not None:
@@ -252,7 +253,8 @@ def dispatch(
 
 
 def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, low_latency: bool = False) -> Schedule:
-    """With 4 ranks, reducing and pushing reads three quarters of the rows, summing what arrives and the own quarter."""
+    """With 4 ranks, reducing and pushing reads three quarters of the rows, and summing reads the arrived rows and the
+    own quarter."""
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
     count = blocks(config, sms)

@@ -20,13 +20,14 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.pallas_kernels.peers import Axes
 
 FIRST, LAST = 256, 2**15 - 1
-"""Ids of ours: above what people pick by hand, and in 16 bits with a sign, which interpret mode cuts them to."""
+"""The library's own ids: above the numbers that people pick by hand, and within 16 bits with a sign, to which interpret
+mode truncates them."""
 
 _owners: dict[int, tuple[Any, ...]] = {}
 
 
 def collective_id(axes: Axes, groups: Any, config: KernelConfig) -> int:
-    """Id of the barrier semaphore of a kernel over `axes`, cut into `groups` (`axis_index_groups`, or None).
+    """Id of the barrier semaphore of a kernel over `axes`, divided into `groups` (`axis_index_groups`, or None).
 
     Raises:
       ValueError: two different groups of this process hash to the same id.

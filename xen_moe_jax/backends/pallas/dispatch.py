@@ -196,7 +196,7 @@ def _send_rows(
     todo: plan.SendPlan,
     source: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Rows (and scales) of `routed.x`; those past the last group are unspecified."""
+    """Rows (and scales) of `routed.x`; rows past the last group are unspecified."""
     spec, config = call.spec, call.config
     if spec.capacity == 0 or spec.num_tokens == 0:
         return records.empty_rows(x, scales, spec)

@@ -51,8 +51,9 @@ class SlicePlan(NamedTuple):
     """Counts and places of the records of this chip's rail, before they cross DCN (`two_axes`).
 
     Attributes:
-      came: int32 `[N]`, how many come from each slice. largest: int32 `[]`, the most of any chip, everywhere.
-      starts: int32 `[N, M]`, where each rank of this slice wants those of each slice.
+      came: int32 `[N]`, number of records from each slice. largest: int32 `[]`, largest number of any chip, equal
+        everywhere.
+      starts: int32 `[N, M]`, place where each rank of this slice wants the records of each slice.
     """
 
     came: jax.Array
@@ -66,7 +67,7 @@ class HeaderPlan(NamedTuple):
     Attributes:
       routes, sent, remote_start: as `plan.SendPlan`. header: int32 `[T, 128]`, as `record.Header`.
       start: int32 `[R]`, where each source's records begin in staging. recv_counts: int32 `[R, L]`.
-      dropped: int32 `dropped_shape`, what `_dropped` says of every source; of no meaning where staging is not packed.
+      dropped: int32 `dropped_shape`, result of `_dropped` for every source; meaningless where staging is not packed.
       slices: None on one axis.
     """
 
@@ -133,9 +134,9 @@ def dropped_shape(spec: Spec) -> tuple[int, int, int]:
 
 
 def _dropped(topk_idx: jax.Array, row: jax.Array, any_anywhere: jax.Array, spec: Spec) -> jax.Array:
-    """A bit for each slot of every source's tokens that belongs here and was dropped: a record that is dropped whole
-    does not come, and its token's rank waits for what combine makes of it. Nothing travels where `any_anywhere`, the
-    same on every rank, is false.
+    """A bit for each slot of every source's tokens that belongs to this rank and was dropped: a record that is dropped
+    as a whole does not arrive, and its token's rank waits for its partial sum in combine. Nothing travels where
+    `any_anywhere`, the same on every rank, is false.
     """
     owner = jnp.where(row == -2, _layout.owners(topk_idx, spec.local_experts), -1)
     _, tokens, words = dropped_shape(spec)
@@ -160,7 +161,8 @@ def _dropped(topk_idx: jax.Array, row: jax.Array, any_anywhere: jax.Array, spec:
 
 
 def _records(sent: jax.Array, spec: Spec) -> jax.Array:
-    """int32 `[R]`, records for each rank, by `sent [T, R]`; on two axes `[R + N]`, then those for each slice."""
+    """int32 `[R]`, number of records for each rank, by `sent [T, R]`; on two axes `[R + N]`, then the numbers for each
+    slice."""
     if len(spec.axis_name) == 2:
         sent = jnp.concatenate([sent, slices_of(sent, spec)], axis=1)
     return jnp.sum(sent, axis=0, dtype=jnp.int32)

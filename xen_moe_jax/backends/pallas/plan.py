@@ -29,7 +29,7 @@ FLAG_WORDS_AT_ONCE = 8 * 1024
 
 
 class SendPlan(NamedTuple):
-    """Routes of the records that one rank sends, and places of those that it receives.
+    """Routes of the records that one rank sends, and places of the records that it receives.
 
     Attributes:
       routes: where each token's record goes; at most `D = min(K, R)` ranks per token.
@@ -45,7 +45,7 @@ class SendPlan(NamedTuple):
 
 
 def kernel_axes(spec: Spec) -> Axes:
-    """The ranks that kernels reach: all on one axis, those of this slice on two."""
+    """The ranks that kernels reach: all ranks on one axis, the ranks of this slice on two axes."""
     return Axes(spec.axis_name[-1:], spec.axis_sizes[-1:])
 
 
@@ -147,7 +147,8 @@ class CombinePlan(NamedTuple):
 
 
 def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> CombinePlan:
-    """Plan of a combine; a pair whose rows were all dropped sends zeros, for its rank does not know of the drop."""
+    """Plan of a combine; a pair whose rows were all dropped sends zeros, because the token's rank does not know of the
+    drop."""
     num_ranks, tokens = spec.num_ranks, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
     hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)

@@ -92,7 +92,7 @@ class Rows(NamedTuple):
     """Rows of a dispatch: as given and returned, and as records on the wire.
 
     Attributes:
-      hidden, dtype: as given. scaled: scales travel with them, and arrive.
+      hidden, dtype: size and dtype of the given rows. scaled: scales travel with the rows, and arrive.
       record: a row on the wire. quantize: how to quantize, or None.
     """
 

@@ -12,7 +12,7 @@ Their peculiarities:
 
 Two axes
     dispatch: pack -> [DCN] -> forward over ICI, place        combine: partial sums of a slice -> [DCN] -> add slices
-The pending arrays are those of XLA's all-to-all over DCN, which is the slow part. XLA makes a send and a receive out of
+The pending arrays belong to XLA's all-to-all over DCN, which is the slow part. XLA makes a send and a receive out of
 that collective, each with a start and an end of its own, and schedules them as their data allow. So `overlap` must not
 order the result of the collective (`PendingSlices.received`): it would be complete before the other work begins. It
 orders the operand of the collective and the tables that done reads. One collective moves all `T` rows of every pair of
@@ -60,7 +60,7 @@ from xen_moe_jax.pallas_kernels.record import Record
 
 
 class Pending(NamedTuple):
-    """First results of every start on one axis: those of `exchange.start`, rows sent and rows expected per rank."""
+    """First results of every start on one axis: results of `exchange.start`, rows sent and rows expected per rank."""
 
     buffer: jax.Array
     staged: jax.Array
@@ -255,7 +255,7 @@ def received_by_xla(spec: Spec) -> tuple[int, ...]:
 
 
 def dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype]:
-    """`(shape, dtype)` of what travels from `dispatch_start` to `dispatch_done`; semaphores as int32."""
+    """`(shape, dtype)` of the arrays that pass from `dispatch_start` to `dispatch_done`; semaphores as int32."""
     spec, wire = call.spec, call.wire
     if len(spec.axis_name) == 2:
         return _slices_dispatch_pending(call, x, scales)
@@ -271,7 +271,7 @@ def dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype]:
 
 
 def combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
-    """`(shape, dtype)` of what travels from `combine_start` to `combine_done`; semaphores as int32."""
+    """`(shape, dtype)` of the arrays that pass from `combine_start` to `combine_done`; semaphores as int32."""
     spec, wire = call.spec, call.wire
     if len(spec.axis_name) == 2:
         return _slices_combine_pending(call, y)
@@ -353,7 +353,8 @@ class PendingHeaders(NamedTuple):
     """Results of `dispatch_start` after `PendingSlices`, if the records carry the routing; as in `headers`.
 
     Attributes:
-      came, starts: of `headers.SlicePlan`. expected: int32 `[R]`. start, recv_counts, dropped: of `headers.HeaderPlan`.
+      came, starts: fields of `headers.SlicePlan`. expected: int32 `[R]`. start, recv_counts, dropped: fields of
+        `headers.HeaderPlan`.
       topk_idx: a result.
     """
 

@@ -122,7 +122,8 @@ def pack(
     spec: Spec,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, FanOut]:
-    """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; what follows."""
+    """Prepares the crossing: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; the
+    tables of the next step."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)

@@ -1,4 +1,5 @@
-"""Numbers of a token's slots to where its rows are, and back: what gradients by router weights are made of.
+"""Sends one number for each slot of a token to the token's rows, and back: gradients by router weights are made of
+these.
 
 There: the headers of a dispatch without rows carry them. Back: the rows of a (source, expert) pair lie side by side, in
 the order of the source's slots, so that they return as runs and need no addresses: a source counts its slots of each

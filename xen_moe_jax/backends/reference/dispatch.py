@@ -1,6 +1,6 @@
 """Dispatch and redispatch: metadata by one small all-gather, rows by rounds of all-to-all, placed by a gather.
 
-Each row crosses once per (token, destination rank) however many experts want it there.
+Each row crosses once per (token, destination rank), even if several experts there need it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Checkpoint:
 
     Raises:
       FileNotFoundError: no such folder, no config.json or no safetensors file in it.
-      ValueError: one of them is not what its name says.
+      ValueError: one of the files does not have the format of its name.
       ModuleNotFoundError: safetensors is not installed.
     """
 

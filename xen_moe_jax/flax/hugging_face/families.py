@@ -44,7 +44,7 @@ def transposed(checkpoint: Checkpoint, name: str) -> Reader:
 
 
 def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-    """A part of a matrix as it is kept; fp8 with a `_scale_inv` beside it comes out in float32."""
+    """Reads a part of a matrix in its stored dtype; fp8 with a `_scale_inv` beside it is returned in float32."""
     scale = f"{name}_scale_inv"
     if scale not in checkpoint:
         return checkpoint.read(name, index)
@@ -229,7 +229,7 @@ def _every_other(checkpoint: Checkpoint, name: str, offset: int) -> Reader:
 
 
 def _stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-    """A part of `[E, in, out]`, or of what MXFP4 keeps as `[E, out, in]` in blocks of 32 along `in`."""
+    """Reads a part of `[E, in, out]`, or of MXFP4 weights stored as `[E, out, in]` in blocks of 32 along `in`."""
     if f"{name}_blocks" not in checkpoint:
         return checkpoint.read(name, index)
     which, rows, columns = index

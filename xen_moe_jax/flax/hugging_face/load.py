@@ -21,7 +21,7 @@ class LoadedLayer(NamedTuple):
     """A layer out of a checkpoint: `nnx.MoE.from_weights(*loaded)`, `linen.variables_of(loaded.weights)`.
 
     Attributes:
-      config: of the layer.
+      config: config of the layer.
       weights: by the names of the parameters (docs/user/flax.md), the router bias included.
     """
 
@@ -42,7 +42,7 @@ def load_hugging_face(
       folder: with `config.json` and `*.safetensors`.
       layer: number of the decoder layer.
       mesh: where the weights go, by the layer's shardings; None takes `jax.set_mesh`'s, else one device.
-      dtype: of the expert weights; the router's stay float32.
+      dtype: dtype of the expert weights; the router's stay float32.
       changes: fields of `MoEConfig` to set: `axis_name`, `layout`, `capacity_factor`, `tensor_axis`, ...
 
     Raises:
