@@ -31,14 +31,14 @@ def start_jax(options: argparse.Namespace) -> None:
 
 
 def force_graphs() -> None:
-    """CUDA graphs for every program, as a server has them; the user's own setting wins."""
+    """Switches on CUDA graphs for every program, as a server has them; the user's own setting wins."""
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in GRAPH_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 
 def gpu_of_process(options: argparse.Namespace) -> list[int] | None:
-    """One GPU for each process of this host; CPU processes keep all of their virtual devices."""
+    """Returns one GPU for each process of this host; CPU processes keep all of their virtual devices."""
     return None if options.platform == "cpu" else [options.process_id]
 
 

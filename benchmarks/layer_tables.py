@@ -32,7 +32,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def files(pattern: str, lines: Callable[[dict[str, Any]], list[str]], none: str) -> str:
-    """One part for each file of the pattern; `none` where there is none."""
+    """Renders one part for each file of the pattern; `none` where there is none."""
     parts = []
     for path in sorted(RESULTS.glob(pattern)):
         content = json.loads(path.read_text())

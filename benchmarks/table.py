@@ -57,7 +57,7 @@ COLUMNS = ["program", "operation", "us", "range", "GB/s", "of the link", "agains
 
 
 def document_table(name: str | None, document: dict[str, Any]) -> str:
-    """Heading, machine, command and the table of one run; columns that say nothing are left out."""
+    """Heading, machine, command and the table of one run; columns without an entry are left out."""
     machine, work = document["machine"], document["workload"]
     rows = [cells(row) for row in document["results"]]
     shown = [i for i in range(len(COLUMNS)) if any(row[i] != "-" for row in rows)]
@@ -179,7 +179,7 @@ def one_trip(trips: list[dict[str, Any]], peer: str, tokens: int, dtype: str) ->
 
 
 def ended_in_words(ended: str) -> str:
-    """Without the pipes of a log that would cut the table, and not too long for a cell."""
+    """Returns a text for a cell: without the pipes of a log, which would break the table, and not too long."""
     text = ended.replace("|", " ").replace("<", "(").replace(">", ")").replace("\n", " ")
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -193,7 +193,7 @@ def page() -> str:
 
 
 def tuned_comparisons() -> list[dict[str, Any]]:
-    """The files of `python -m benchmarks jax-best`, that of the most devices first; "file" is a link to each."""
+    """The files of `python -m benchmarks jax-best`, the file of the most devices first; "file" is a link to each."""
     found = [
         json.loads(path.read_text()) | {"file": f"[file](../../benchmarks/results/{path.name})"}
         for path in RESULTS.glob("jax_best_*.json")
@@ -202,7 +202,7 @@ def tuned_comparisons() -> list[dict[str, Any]]:
 
 
 def compared() -> str:
-    """The comparisons with JAX, and whether each meets the goal."""
+    """The comparisons with JAX, each with a verdict on the goal."""
     parts = []
     for content in tuned_comparisons():
         machine = content["machine"]

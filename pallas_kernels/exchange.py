@@ -67,7 +67,8 @@ class _Refs:
 
 
 def _start(refs: _Refs, link: Link, count: int) -> None:
-    """Barrier, then one DMA per peer that gets rows. Each rank begins with the next one, so that first peers differ."""
+    """Enters the barrier, then starts one DMA per peer that gets rows. Each rank begins with the next rank, so that
+    first peers differ."""
     link.announce()
     link.await_peers()
 
@@ -149,7 +150,7 @@ def semaphore_counts(count: int) -> tuple[int, int]:
 
 
 def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Launch) -> Started:
-    """First half of `exchange` into a fresh buffer of `rows` rows; `runs.expected` is for `done`."""
+    """Starts an `exchange` into a fresh buffer of `rows` rows; `runs.expected` is for `done`."""
     count = runs.ids.shape[0]
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     return Started(
@@ -178,7 +179,7 @@ def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Laun
 
 
 def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Launch) -> jax.Array:
-    """Done: waits for the sends and the arrivals; returns the received rows."""
+    """Finishes an `exchange`: waits for the sends and the arrivals; returns the received rows."""
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     _, out = launch.call(
         functools.partial(_done_body, count=sizes.shape[0]),

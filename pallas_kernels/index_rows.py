@@ -85,7 +85,7 @@ def records_at_once(tokens: int) -> int:
 
 
 def _table(refs: _Refs, static: _Static, headers: jax.Array, valid: Any) -> None:
-    """The table of a block of headers `[N, 128]`, of which `valid` are records."""
+    """Makes the table of a block of headers `[N, 128]`, of which `valid` are records."""
     top_k, block = static.top_k, static.block
     upright = jnp.transpose(headers)
     header = Header(top_k)

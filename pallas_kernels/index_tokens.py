@@ -110,7 +110,7 @@ class _Static:
 
     @property
     def counts(self) -> int:
-        """Lines of a table: place and row, weight of each depth, the record; then how many there are of a depth."""
+        """Lines of a table: place and row, weight of each depth, the record; then the number of pairs of each depth."""
         return 3 * self.top_k + 1
 
     @property
@@ -141,7 +141,8 @@ def _up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _read(refs: _Refs, static: _Static, source: Any) -> None:
-    """The headers of a source: its slots' local experts, `-1` for experts of other ranks, and their weights; counts."""
+    """Reads the headers of a source: its slots' local experts, `-1` for experts of other ranks, and their weights;
+    counts."""
     top_k, header = static.top_k, Header(static.top_k)
     upright = jnp.transpose(refs.headers[source])
     lane = lax.broadcasted_iota(jnp.int32, (top_k, static.block), 1)
@@ -157,7 +158,7 @@ def _read(refs: _Refs, static: _Static, source: Any) -> None:
 
 
 def _hot(local: jax.Array, static: _Static) -> jax.Array:
-    """float32 `[experts, tokens]`: how many slots of each token name each expert."""
+    """float32 `[experts, tokens]`: number of slots of each token that name each expert."""
     expert = lax.broadcasted_iota(jnp.int32, (static.experts, static.block), 0)
     total = jnp.zeros((static.experts, static.block), jnp.float32)
     for s in range(static.top_k):
@@ -181,7 +182,7 @@ class _Starts(NamedTuple):
 
 
 def _starts(refs: _Refs, static: _Static) -> tuple[_Starts, jax.Array]:
-    """And how many blocks are visited, `[1, 1]`."""
+    """Returns the starts of the experts' rows, and the number of visited blocks, `[1, 1]`."""
     slabs = static.slabs
     totals = jnp.sum(refs.sums[...], axis=1, keepdims=True)
     if slabs.slab:
@@ -219,7 +220,7 @@ def _visit(refs: _Refs, static: _Static, starts: _Starts, blocks: jax.Array) -> 
 
 
 def _sort(refs: _Refs, static: _Static, source: Any, starts: _Starts) -> None:
-    """Positions of a source's slots, and the table of the slots that have a row on this rank."""
+    """Writes the positions of a source's slots, and the table of the slots that have a row on this rank."""
     slabs, top_k, block = static.slabs, static.top_k, static.block
     local = refs.local[source]
     expert = lax.broadcasted_iota(jnp.int32, (static.experts, block), 0)

@@ -70,8 +70,8 @@ class _Refs:
 
 
 def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Each of int32 `tables [slots, N]` with the rows that are `used` first, in order, and `-1` after them; and how
-    many they are, int32 `[1, N]`.
+    """Each of int32 `tables [slots, N]` with the rows that are `used` first, in order, and `-1` after them; and the
+    number of used rows, int32 `[1, N]`.
     """
     slots = used.shape[0]
     place, count = [], jnp.zeros((1, used.shape[1]), jnp.int32)
@@ -132,12 +132,12 @@ class Ordered:
 
 
 def counted(mask: jax.Array) -> jax.Array:
-    """int32 `[1, 1]`: how many of `mask [1, N]` are true."""
+    """int32 `[1, 1]`: number of true entries of `mask [1, N]`."""
     return jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
 
 
 def counted_by_depth(depth: jax.Array, slots: int) -> jax.Array:
-    """int32 `[1, N]`: in lane `s < slots`, how many of `depth [1, N]` are more than `s`; 0 behind them."""
+    """int32 `[1, N]`: in lane `s < slots`, the number of entries of `depth [1, N]` above `s`; 0 in further lanes."""
     lane = lax.broadcasted_iota(jnp.int32, depth.shape, 1)
     counts = jnp.zeros(depth.shape, jnp.int32)
     for s in range(slots):

@@ -53,7 +53,7 @@ class _Static:
 
 
 def _pairs(refs: _Refs, static: _Static, block: Any) -> None:
-    """The table of a block: the pairs of `at_once` sources."""
+    """Makes the table of a block: the pairs of `at_once` sources."""
     first = block * static.at_once
     given = [refs.positions[first + n] for n in range(static.at_once)]
     lane = lax.broadcasted_iota(jnp.int32, (1, given[0].shape[1]), 1)
@@ -65,7 +65,7 @@ def _pairs(refs: _Refs, static: _Static, block: Any) -> None:
 
 
 def _tokens(refs: _Refs, static: _Static) -> None:
-    """Places of the partial sums that this rank's tokens receive."""
+    """Writes the places of the partial sums that this rank's tokens receive."""
     experts = refs.experts[...]
     wide = experts.shape[1]
     ranks = -(-static.ranks // SUBLANES) * SUBLANES

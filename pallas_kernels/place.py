@@ -62,7 +62,7 @@ class _Refs:
 
 
 def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
-    """Tables come block by block, `now` and `following`, or all at once, `records`."""
+    """Body of the kernel. Tables arrive block by block, `now` and `following`, or all at once, `records`."""
     block = refs.out.shape[0]
 
     def start_block(number: Any, at: Any, slot: Any) -> None:
@@ -118,7 +118,7 @@ def vmem_bytes(record: Record, out_dtype: Any, keep_scales: bool, keep_header: b
 
 
 def smem_bytes(blocks: int, block: int) -> int:
-    """SMEM: which blocks are visited, and two blocks of each of two tables."""
+    """SMEM of the list of visited blocks, and of two blocks of each of two tables."""
     return 4 * (blocks + 4 * block)
 
 

@@ -65,7 +65,7 @@ class _Refs:
 def encode_rows(
     refs: Any, put: Callable[[int, jax.Array], None], rows: Any, record: Record, quantize: Quantization | None
 ) -> None:
-    """The tokens `rows` of `refs.x`, with their `scales` and `header` where there are some, as `record.encode` puts."""
+    """Encodes the tokens `rows` of `refs.x`, with their `scales` and `header` if there are any, by `record.encode`."""
     x, scales = refs.x, refs.scales
     latest = {}
 

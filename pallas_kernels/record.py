@@ -156,7 +156,7 @@ def encode(
     rows: int,
     header: jax.Array | None = None,
 ) -> None:
-    """A block of `B` rows as records.
+    """Encodes a block of `B` rows as records.
 
     Args:
       chunk: number of a 128-element block -> its values `[B, 128]`, exact in `record.dtype`. Called once per block.

@@ -37,7 +37,7 @@ def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
 def encode_sums(
     record: Record, total: Any, quantize: Quantization | None, zero: jax.Array, put: Any, rows: int
 ) -> None:
-    """float32 sums, `total(c) [rows, 128]` for each 128-element block `c`, -> records, as `record.encode` puts them."""
+    """Encodes float32 sums, `total(c) [rows, 128]` for each 128-element block `c`, as records, by `record.encode`."""
     latest = {}
 
     def chunk(c: int) -> jax.Array:

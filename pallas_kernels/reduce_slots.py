@@ -159,7 +159,7 @@ def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
 
 
 def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> None:
-    """`acc`: the float32 sums of a group of pairs. An absent row adds `+0.0`, which changes no sum: no sum is
+    """Writes to `acc` the float32 sums of a group of pairs. An absent row adds `+0.0`, which changes no sum: no sum is
     `-0.0`."""
     pairs = refs.acc.shape[0]
     table = refs.columns[0]
@@ -168,7 +168,7 @@ def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> 
     lane = lax.broadcasted_iota(jnp.int32, (part, LANES), 1)
 
     def add_part(n: int, s: Any, before: Any) -> None:
-        """Part `n` of the pairs: as many as a column of the table holds."""
+        """Adds part `n` of the pairs, one column of the table."""
         number = jnp.max(jnp.where(slot_lane == s + n * slots, table, -1), axis=1, keepdims=True)
         here, tiles = slice(n * part, (n + 1) * part), slice(n * part // TILE, (n + 1) * part // TILE)
         weight = None
@@ -197,7 +197,7 @@ def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> 
 
 
 def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, group: Any, last: Any) -> None:
-    """One group of pairs; `last` of its block or not."""
+    """Reduces one group of pairs; `last`: it is the last of its block."""
     pairs = refs.acc.shape[0]
     number = refs.state[GROUP]
     slot = lax.rem(number, 2)

@@ -78,7 +78,7 @@ class _Static:
 
 
 def _table(refs: _Refs, static: _Static, first: Any, there: Any, slot: Any) -> None:
-    """The table of a block, of rows that lie in this window."""
+    """Makes the table of a block, of rows that lie in this window."""
     given = refs.given[...]
     rows = given[: static.slots] - first
     used = (rows >= 0) & (rows < static.window) & there
@@ -123,7 +123,8 @@ def _write(refs: _Refs, static: _Static, slot: Any) -> None:
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
-    """One step more than blocks: each step makes a table and writes the entries of the previous table."""
+    """Body of the kernel. There is one step more than blocks: each step makes a table and writes the entries of the
+    previous table."""
     core, part, turn = (pl.program_id(n) for n in range(3))
     turns = pl.num_programs(2) - 1
     first = part * static.window
@@ -176,7 +177,7 @@ def scatter(
     window: int,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """One result for each of `values`.
+    """Scatters each of `values` into a result of its own.
 
     Args:
       index: int32 `[N, slots]`, place of each entry; outside `[0, size)` for none. No place is named twice.
@@ -235,7 +236,7 @@ def scatter(
 
 
 def _merged(parts: jax.Array, fill: int) -> jax.Array:
-    """One core writes a place; every other core has `fill` there."""
+    """Merges the cores' results: one core writes a place; every other core has `fill` there."""
     merged = parts[0]
     for part in parts[1:]:
         merged = jnp.where(part != fill, part, merged)
@@ -243,7 +244,7 @@ def _merged(parts: jax.Array, fill: int) -> jax.Array:
 
 
 def _divided_pairs(index: jax.Array, values: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Pairs of many slots as several of `MOST_SLOTS` each."""
+    """Divides pairs of many slots into several of `MOST_SLOTS` each."""
     parts = -(-index.shape[1] // MOST_SLOTS)
 
     def divide(a: jax.Array) -> jax.Array:

@@ -193,7 +193,7 @@ class Link:
             start(i, 1)
 
     def _placed(self) -> Link:
-        """With its rank asked for once, not for every record."""
+        """Returns the link with its rank, which is then read once and not for every record."""
         if self.axes is None or self.place is not None:
             return self
         return dataclasses.replace(self, place=lax.axis_index(self.axes.names))
@@ -212,7 +212,8 @@ class Link:
             await_whole([self.target], expected[source], self._arrivals(source))
 
     def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
-        """At the last of the steps that send from two buffers in turn: all has left, all has come.
+        """Waits, at the last of the steps that send from two buffers in turn, until all rows have left and all have
+        arrived.
 
         `sent` holds the last send of each buffer; `step` numbers the last step.
         """
@@ -251,7 +252,7 @@ def wait_rows(rows: Callable[[int], Sequence[Any]], most: int, count: jax.Array,
 
 
 def await_whole(rows: Sequence[Any], count: jax.Array, semaphore: Any) -> None:
-    """`wait_rows` for row `i` of each of `rows`."""
+    """Calls `wait_rows` for row `i` of each of `rows`."""
     wait_rows(lambda n: [ref.at[pl.ds(0, n)] for ref in rows], rows[0].shape[0], count, semaphore)
 
 

@@ -96,7 +96,7 @@ def _mask_combine(operands: Any, spec: Spec) -> list[Any]:
 
 
 def _integers(handle: Any) -> list[Any]:
-    """`topk_idx, positions, recv_counts, ...` with positions and counts as integers again."""
+    """Returns `topk_idx, positions, recv_counts, ...` with positions and counts as integers again."""
     bits = (1, 2)
     return [
         lax.bitcast_convert_type(a, jnp.int32) if i in bits and a.dtype != jnp.int32 else a
@@ -188,7 +188,8 @@ def _zeros(shapes: list[ShapeDtype]) -> list[Any]:
 
 
 def _linear(primitive: Primitive, count: int) -> None:
-    """`primitive` is linear in its first `count` operands together, and has no derivative in the remaining operands."""
+    """Declares `primitive` linear in its first `count` operands together, without a derivative in the remaining
+    operands."""
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         moving = [ad.instantiate_zeros(t) for t in tangents[:count]]
@@ -198,7 +199,7 @@ def _linear(primitive: Primitive, count: int) -> None:
 
 
 def _cotangents(operands: Any, values: list[Any]) -> list[Any]:
-    """`values` of the first operands; a zero for any that is linear and has none."""
+    """Returns cotangents of the first operands: `values`, and a zero for a linear operand without one."""
     given = [*values, *[None] * (len(operands) - len(values))]
     pairs = zip(operands, given, strict=True)
     return [(ad.Zero(o.aval) if v is None else v) if ad.is_undefined_primal(o) else None for o, v in pairs]

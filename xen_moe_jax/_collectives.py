@@ -64,7 +64,8 @@ def all_to_all(
 
 
 def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis_index_groups: Any, tiled: bool) -> Any:
-    """An axis that an enclosing `vmap` names: parts change places inside a device, which is JAX's own business."""
+    """Handles an axis that an enclosing `vmap` names: parts change places inside a device, and JAX's own operation does
+    this."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     with _mesh.varying_unchecked(names):
         return jax.lax.all_to_all(

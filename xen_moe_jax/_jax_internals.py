@@ -17,12 +17,12 @@ from jax.interpreters import ad
 
 
 def without_varying_checks() -> AbstractContextManager[Any]:
-    """Inside it, tracing does not check over which mesh axes values vary."""
+    """Inside this context, tracing does not check over which mesh axes values vary."""
     return jax_config._check_vma(False)
 
 
 def without_varying(aval: Any) -> Any:
-    """`aval` that varies over no mesh axis."""
+    """Returns `aval` as one that varies over no mesh axis."""
     return aval.update(manual_axis_type=type(aval.mat)())
 
 
@@ -38,7 +38,7 @@ def checks_varying(axis: str) -> bool:
 
 
 def lower_per_device_order(primitives: Any) -> None:
-    """The mesh's devices become part of these primitives' programs: no lowering is reused for another device order."""
+    """Makes the mesh's devices part of these primitives' programs: no lowering is reused for another device order."""
     jax_dispatch.prim_requires_devices_during_lowering.update(primitives)
 
 

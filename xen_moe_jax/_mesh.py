@@ -34,7 +34,7 @@ def _is_bound(name: Any) -> bool:
 
 
 def varying_unchecked(names: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-    """For collectives over vmapped axes alone: JAX's check of varying axes knows mesh axes only."""
+    """Switches off JAX's check of varying axes, which knows mesh axes only, for collectives over vmapped axes alone."""
     if set(names) & set(manual_axes()):
         return contextlib.nullcontext()
     return _jax_internals.without_varying_checks()
@@ -72,7 +72,7 @@ def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """All of them, varying over the mesh axes that any varies over."""
+    """Makes all arrays vary over every mesh axis that one of them varies over."""
     axes = frozenset().union(*(_jax_internals.varying_axes(array) for array in arrays))
     return tuple(vary(array, axes) for array in arrays)
 
@@ -93,7 +93,8 @@ _lowering_site: contextvars.ContextVar[int] = contextvars.ContextVar("site", def
 
 @contextlib.contextmanager
 def lowering_for(mesh: Any, site: int, exported: bool = False) -> Iterator[None]:
-    """Inside it, `lowering_mesh()` is `mesh`, `lowering_site()` is `site` and `lowering_exported()` is `exported`."""
+    """Inside this context, `lowering_mesh()` is `mesh`, `lowering_site()` is `site` and `lowering_exported()` is
+    `exported`."""
     tokens = _lowering_mesh.set(mesh), _lowering_site.set(site), _lowering_exported.set(exported)
     try:
         yield

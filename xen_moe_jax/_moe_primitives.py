@@ -36,7 +36,7 @@ class Dispatched(NamedTuple):
     local_idx: Any = None
 
     def named(self) -> Dispatched:
-        """Under `checkpoint_name`s, so that a remat policy can keep them."""
+        """Returns these results under `checkpoint_name`s, so that a remat policy can keep them."""
         rows, row_scales = (checkpoint_name(a, ROWS) for a in self[:2])
         return Dispatched(rows, row_scales, *(a if a is None else checkpoint_name(a, HANDLE) for a in self[2:]))
 
@@ -166,7 +166,7 @@ weights_from_rows_p = declare(
 
 
 def _transposed_by(primitive: Any, transpose: Any) -> None:
-    """Both are linear in the first operand."""
+    """Declares the derivatives of `primitive`: it is linear in the first operand, and `transpose` is its transpose."""
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         out = primitive.bind(*primals, **params)

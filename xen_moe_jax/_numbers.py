@@ -12,7 +12,7 @@ import numpy as np
 
 
 def as_int(value: Any) -> int | None:
-    """An int, a NumPy integer or an integer array without dimensions as an int; None for everything else.
+    """Returns an int, a NumPy integer or an integer array without dimensions as an int; None for everything else.
 
     A bool is no number here, nor is a value that is known at run time only.
     """
@@ -37,7 +37,7 @@ def as_float(value: Any) -> float | None:
 
 
 def as_bool(value: Any) -> bool | None:
-    """A bool or a NumPy bool as a bool; None for everything else."""
+    """Returns a bool or a NumPy bool as a bool; None for everything else."""
     return bool(value) if isinstance(value, bool | np.bool_) else None
 
 

@@ -36,7 +36,7 @@ def declare(
     finish: Callable[..., Any] | None = None,
     otherwise: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive `xen_moe_<operation>` whose lowering asks `backends` for the backend that runs it.
+    """Declares a primitive `xen_moe_<operation>` whose lowering asks `backends` for the backend that runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
     For a backend that does not take `active`, `mask(operands, spec)` makes operands without it; `finish(results,
@@ -61,7 +61,7 @@ def declare(
 
 
 def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]], function: Callable) -> Primitive:
-    """A primitive that `function(*operands, **params)` computes on every platform, out of other primitives."""
+    """Declares a primitive that `function(*operands, **params)` computes on every platform, out of other primitives."""
     primitive = _primitive(operation, shapes)
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -103,13 +103,13 @@ def _results(like: Any, shapes: Sequence[ShapeDtype]) -> list[Any]:
 
 @functools.cache
 def _lower_per_device_order() -> None:
-    """On GPUs the mesh's devices are part of the program."""
+    """Makes the mesh's devices part of the program on GPUs."""
     if jax.default_backend() == "gpu":
         _jax_internals.lower_per_device_order(_declared)
 
 
 def _effects(config: Any) -> Any:
-    """None, except in interpret mode: its callbacks must run in program order, also through remat."""
+    """Returns no effects, except in interpret mode: its callbacks must run in program order, also through remat."""
     return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
 
 

@@ -61,7 +61,7 @@ def _installed() -> dict[str, str]:
 
 
 def differences(entry: dict[str, Any], here: dict[str, str]) -> str:
-    """In words: how the machine of `entry` differs from `here`; empty where it does not."""
+    """Describes the differences between the machine of `entry` and `here`; empty where there are none."""
     return ", ".join(
         f"{name} {entry['machine'][name]} where this is {here[name]}"
         for name in MACHINE_FIELDS
@@ -115,7 +115,7 @@ _named: list[pathlib.Path] = []
 
 
 def use(path: str | pathlib.Path) -> int:
-    """Programs that are lowered from now on look into this profile first; call it in every process of a job.
+    """Makes programs that are lowered from now on look into this profile first; call it in every process of a job.
 
     Returns:
       how many of its entries are for this machine.
@@ -145,7 +145,7 @@ _ignored = False
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
-    """Programs that are lowered inside run with the defaults."""
+    """Programs that are lowered inside this context run with the defaults."""
     global _ignored
     before, _ignored = _ignored, True
     try:

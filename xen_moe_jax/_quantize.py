@@ -50,7 +50,7 @@ class Wire:
 
 
 def _dtype_name(value: Any) -> str:
-    """The name of a dtype, however it is given; of anything else its text, which names none."""
+    """Returns the name of a dtype in any form; for anything else its text, which names no dtype."""
     try:
         return jnp.dtype(value).name if value is not None else "None"
     except TypeError:

@@ -20,7 +20,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and sizes of the mesh axes that the call runs over; `most` names at the most."""
+    """Returns names and sizes of the mesh axes that the call runs over, at most `most` of them."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
@@ -80,7 +80,7 @@ def wire(value: Any, caller: str, *, name: str = "wire") -> Wire | None:
 
 
 def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Array | None]:
-    """`[T, H]` float array, or the values and scales of a `BlockScaled`."""
+    """Returns a `[T, H]` float array, or the values and scales of a `BlockScaled`."""
     if isinstance(x, BlockScaled):
         return _block_scaled(x, caller, name)
     x = _array(x, caller, name)
@@ -148,7 +148,7 @@ def names_every_expert(topk_idx: jax.Array, num_experts: int, caller: str) -> No
 
 
 def active(value: Any, num_ranks: int, caller: str) -> Any:
-    """bool `[R]`; `_active.EVERY_RANK` for None."""
+    """Returns the mask, bool `[R]`; `_active.EVERY_RANK` for None."""
     if value is None:
         return _active.EVERY_RANK
     value = _array(value, caller, "active")
@@ -163,7 +163,7 @@ def active(value: Any, num_ranks: int, caller: str) -> Any:
 
 
 def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
-    """`y` of a combine: the rows that a dispatch with this handle produced, any hidden size."""
+    """Returns `y` of a combine: rows in the layout of a dispatch with this handle, of any hidden size."""
     if isinstance(y, BlockScaled):
         raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantize on the wire")
     y = _array(y, caller, "y")

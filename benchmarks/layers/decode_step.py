@@ -236,7 +236,7 @@ def start_state(problem: Problem) -> State:
 
 
 def digest(values: jax.Array) -> jax.Array:
-    """uint32 `[]`: every bit of every element counts, and where it is."""
+    """uint32 `[]`: hash of every bit of every element and of its place."""
     width = {2: jnp.uint16, 4: jnp.uint32}[values.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(values, width).astype(jnp.uint32).reshape(-1)
     place = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | 1
@@ -282,8 +282,8 @@ def measure(
     seconds: float = math.inf,
     must_agree: bool = True,
 ) -> dict[str, Any]:
-    """Replays, timed in blocks: `replays`, or as many as `seconds` are enough for. The count of wrong ones goes from
-    replay to replay on the device.
+    """Times replays in blocks: `replays`, or the number that fits into `seconds`. The count of wrong replays passes
+    from replay to replay on the device.
 
     Args:
       must_agree: a wrong result is an error. Not of peers, whose sums may be scattered in any order: the row counts.

@@ -263,7 +263,8 @@ def group_sizes(options: argparse.Namespace) -> Any:
 
 
 def room(options: argparse.Namespace) -> int:
-    """Rows that every expert of the padded einsum gets: those of the busiest one, up to a multiple of 128."""
+    """Rows that every expert of the padded einsum gets: those of the busiest expert, rounded up to a multiple of
+    128."""
     return -(-int(group_sizes(options).max()) // 128) * 128
 
 
@@ -282,7 +283,8 @@ def operands(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 
 def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
-    """SwiGLU, as the layer has it: this library's kernels multiply both projections and apply it in one."""
+    """Computes the experts with SwiGLU, as the layer does: this library's kernels multiply both projections and apply
+    SwiGLU in one kernel."""
     import jax
 
     from xen_moe_jax.flax import hopper
@@ -305,7 +307,7 @@ def loss_of(matmul: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
-    """Every group in `places` rows, one batched matmul, and back."""
+    """Copies every group into `places` rows, runs one batched matmul, and copies the rows back."""
     import jax.numpy as jnp
 
     starts = jnp.cumsum(sizes) - sizes

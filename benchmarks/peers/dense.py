@@ -13,12 +13,12 @@ from xen_moe_jax.tuning.workload import Capacities, Workload
 
 
 def everyone(tree: Any) -> Any:
-    """Every rank's rows, in the order of the ranks."""
+    """Gathers every rank's rows, in the order of the ranks."""
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, AXIS, tiled=True), tree)
 
 
 def gather_and_scatter(work: Workload, caps: Capacities, *, by_token: bool = False) -> Peer:
-    """all-gather every token, keep the rows of the local experts, and psum_scatter the weighted results.
+    """Peer that all-gathers every token, keeps the rows of the local experts, and psum_scatters the weighted results.
 
     Args:
       by_token: the weighted results of a token are gathered and summed, slot by slot, where else they are added up
@@ -57,7 +57,7 @@ def one_hot_einsum(work: Workload, caps: Capacities) -> Peer:
     padded_experts, cap = work.ranks * work.local_experts, caps.per_source_expert
 
     def masks(topk_idx, place, dtype):
-        """For every slot, `[T, E, capacity]`: one where the slot's row is."""
+        """Masks `[T, E, capacity]` for every slot: one at the place of the slot's row."""
         for slot in range(work.top_k):
             expert = jax.nn.one_hot(topk_idx[:, slot], padded_experts, dtype=dtype)
             yield expert[:, :, None] * jax.nn.one_hot(place[:, slot], cap, dtype=dtype)[:, None, :]

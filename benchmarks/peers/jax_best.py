@@ -400,7 +400,7 @@ def failures(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def failure(row: dict[str, Any]) -> str:
-    """One line: what could not run, and the beginning of why."""
+    """One line: the program that could not run, and the beginning of its error."""
     why = " ".join(row["error"].split())[:300]
     return f"{row['name']}, {row['tokens']} tokens, {row['dtype']}, {row['operation']} does not run: {why}"
 

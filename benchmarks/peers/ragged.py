@@ -24,7 +24,7 @@ def exclusive(sizes: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def cut(offsets: jax.Array, sizes: jax.Array, pieces: int) -> tuple[jax.Array, jax.Array]:
-    """`[n]` segments into `[n * pieces]`, equal but for a row: their offsets and sizes."""
+    """Divides `[n]` segments into `[n * pieces]`, equal to within a row; returns their offsets and sizes."""
     bounds = sizes[:, None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
     starts = offsets[:, None] + bounds[:, :-1]
     return starts.reshape(-1), (bounds[:, 1:] - bounds[:, :-1]).reshape(-1)
@@ -39,7 +39,8 @@ def exchange(
     arriving: jax.Array,
     pieces: int,
 ) -> Any:
-    """The exchange of segments `sent` = (offsets, sizes) at `landing` offsets, `arriving` sizes, in `pieces` each."""
+    """Exchanges segments `sent` = (offsets, sizes), each in `pieces`; they arrive at `landing` offsets with `arriving`
+    sizes."""
     offsets, whole = sent
     starts, sizes = cut(offsets, whole, pieces)
     landings, _ = cut(landing, whole, pieces)
@@ -68,7 +69,7 @@ def inverse(order: jax.Array) -> jax.Array:
 def sorted_ragged(
     work: Workload, caps: Capacities, *, segments: int = 1, ragged: Callable[..., jax.Array] | None = None
 ) -> Peer:
-    """Rows sorted by expert, `ragged` there and back, `segments` for each peer.
+    """Peer that sorts rows by expert and sends them there and back by `ragged`, in `segments` for each peer.
 
     Args:
       segments: a multiple of the local experts makes every expert a segment; other numbers cut the rows of a rank.

@@ -169,7 +169,7 @@ class Routing:
     sources: tuple[int, ...]
 
     def visited(self, block: int, padded: bool) -> int:
-        """Rows of the blocks of `routed.x` that hold live rows: experts begin at blocks of their own, or do not."""
+        """Rows of the blocks of `routed.x` that hold live rows; with `padded`, experts begin at blocks of their own."""
         return sum(-(-n // block) for n in (self.experts if padded else [self.placed])) * block
 
     def visited_waits(self, block: int, padded: bool) -> int:
@@ -302,7 +302,7 @@ class Program:
 
 
 def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
-    """Compiles, and takes the dump out of `folder`."""
+    """Compiles a program, and takes libtpu's dump out of `folder`."""
     from xen_moe_jax.backends.pallas import hardware
 
     blocks = {}

@@ -130,7 +130,8 @@ def request_dump(folder: str) -> None:
 
 
 def take_dump(folder: str) -> list[tuple[str, Loop]]:
-    """Our kernels in the dump of one compilation, with their names, which several may share; the dump is removed.
+    """The library's kernels in the dump of one compilation, with their names, which several may share; the dump is
+    removed.
 
     Raises:
       RuntimeError: there is none: libtpu was loaded before `request_dump`.

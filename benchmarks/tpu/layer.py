@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def earlier(path: str | None) -> dict[str, Any] | None:
-    """The document of a run before, if it is of these sizes."""
+    """The document of an earlier run, if it is of these sizes."""
     if path is None or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text():
         return None
     found = json.loads(pathlib.Path(path).read_text())
@@ -102,7 +102,7 @@ def known(document: dict[str, Any], topology: str, program: str, matmul: str) ->
 
 
 def put(document: dict[str, Any], row: dict[str, Any]) -> None:
-    """Instead of an earlier row of the same program; rows stand in the order of `TARGETS`."""
+    """Puts `row` in place of an earlier row of the same program; rows stand in the order of `TARGETS`."""
     others = [r for r in document["results"] if not known({"results": [r]}, *(row[k] for k in IDENTITY))]
     order = {topology: n for n, topology in enumerate(TARGETS)}
     document["results"] = sorted(
@@ -129,7 +129,7 @@ def left_out(document: dict[str, Any]) -> list[str]:
 
 
 def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) -> dict[str, Any]:
-    """One program: compiled, and counted."""
+    """Compiles one program and counts it."""
     from benchmarks.tpu import layer_programs as tpu_layer_programs
 
     generation = TARGETS[topology]

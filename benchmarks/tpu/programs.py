@@ -59,7 +59,7 @@ class Counts:
 
 
 def count_rows(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> Counts:
-    """Uniform routing, distinct experts of a token."""
+    """Counts the rows of a uniform routing with distinct experts of a token."""
     rng = np.random.default_rng(seed)
     idx = np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
     owner = idx // -(-experts // ranks)
@@ -81,7 +81,7 @@ def gathered(case: Case, operation: str, ranks: int, top_k: int) -> bool:
 
 
 def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8, ranks: int = 8) -> dict[str, int]:
-    """Bytes and DMAs of our kernels on the busiest rank.
+    """Bytes and DMAs of the library's kernels on the busiest rank.
 
     HBM passes. Dispatch: tokens read once, records written by arriving DMAs, records read once per row, rows written
     once.
@@ -127,7 +127,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
 
 
 def capacity_for(tokens: int, top_k: int) -> int:
-    """A quarter over the mean, as a job would allocate."""
+    """Capacity of a quarter over the mean, as a job would allocate."""
     return tokens * top_k * 5 // 4
 
 
@@ -230,7 +230,7 @@ def compile_peer(generation: str, case: Case, sizes: dict[str, int]) -> Any:
 
 
 def kernels(text: str) -> list[str]:
-    """Our kernels in a compiled program, in the order of its text."""
+    """The library's kernels in a compiled program, in the order of its text."""
     return list(dict.fromkeys(re.findall(r"%(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)* = [^\n]*tpu_custom_call", text)))
 
 

@@ -149,7 +149,8 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
 
 
 class Compiler:
-    """Compiles our operations, each program once: two cases that differ in the other operation's wire share one.
+    """Compiles the library's operations, each program once: two cases that differ in the other operation's wire share
+    one.
 
     Attributes:
       folder: gets libtpu's dump. sizes: `hidden`, `experts`, `top_k`.
@@ -176,7 +177,8 @@ class Compiler:
 
 
 def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
-    """One operation of ours: compiled for 8 devices, where it is whole also for the most, and counted."""
+    """Compiles one operation of the library for 8 devices, and where it is synchronous for the most devices too, and
+    counts it."""
     sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
     program, seconds = compiler(generation, case, operation, 8)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
@@ -270,7 +272,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def document_bytes(document: dict[str, Any], operation: str) -> float | None:
-    """ICI bytes of our throughput operation on v5p; None where it was left out."""
+    """ICI bytes of the library's throughput operation on v5p; None where it was left out."""
     wanted = ("v5p", "xen_moe_jax", "throughput", operation)
     keys = ("generation", "program", "case", "operation")
     return next((r["ici_bytes"] for r in document["results"] if tuple(r[k] for k in keys) == wanted), None)

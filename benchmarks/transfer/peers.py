@@ -29,13 +29,13 @@ Operation = Callable[[int], None]
 """Runs that many operations at once, and returns when all have ended."""
 
 Measured = Iterator[tuple[Cell, Operation | list[float]]]
-"""A cell and what to time in it, or the seconds that were measured elsewhere."""
+"""A cell, and the operation to time in it or the seconds that were measured elsewhere."""
 
 MIB = 1 << 20
 
 
 def unavailable(module: str) -> str | None:
-    """Why a peer cannot be measured here, or None."""
+    """Returns the reason why a peer cannot be measured on this machine, or None."""
     if importlib.util.find_spec(module) is None:
         return "not installed"
     try:
@@ -106,8 +106,8 @@ class RawNixl:
     """NIXL's Python interface: a prepared request for each operation in flight, posted again and again.
 
     On the CPU it copies between the same memory that this package writes from and into: the operating system's cost of
-    a page differs from memory to memory by more than the libraries do. On GPUs between memory of the driver's own on
-    both sides, which suits UCX inside it better than XLA's.
+    a page differs from memory to memory by more than the libraries do. On GPUs it copies between memory of the driver
+    on both sides, which suits the UCX inside NIXL better than XLA's memory.
     """
 
     def __init__(self, target: Any):
@@ -211,7 +211,7 @@ def jax_transfer(target: Any, table: list[Cell]) -> Measured:
 
 
 def copies(target: Any, table: list[Cell]) -> Measured:
-    """One copy at a time inside one process: GPU to GPU over NVLink, or memory to memory."""
+    """Measures one copy at a time inside one process: GPU to GPU over NVLink, or memory to memory."""
     import jax
 
     devices = jax.local_devices()
@@ -260,7 +260,7 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
 
 
 def left_out(peer: str, chosen: str) -> str | None:
-    """Why a peer is not measured, where `chosen` is what `--peers` says; None where it is."""
+    """Returns the reason why a peer is not measured, or None; `chosen` are the names in `--peers`."""
     if chosen != "all" and peer not in (name.strip() for name in chosen.split(",")):
         return f"--peers {chosen}"
     if peer == "raw UCX":

@@ -1,7 +1,7 @@
 """Fills the tables of docs/lab/transfer_figures.md from the JSON files that they name.
 
     python -m benchmarks transfer-table            rewrite the tables
-    python -m benchmarks transfer-table --check    exit status 1 when a table is not what its JSON says
+    python -m benchmarks transfer-table --check    exit status 1 when a table differs from its JSON
 
 A table sits between `<!-- table: FILE -->` and `<!-- end -->`; `python -m benchmarks transfer
 --json` wrote FILE.

@@ -49,7 +49,8 @@ class Target:
         return {"hash": hashlib.blake2b(self.np.asarray(array).tobytes()).hexdigest()}
 
     def nixl(self, window: str, nbytes: int) -> dict:
-        """Memory for NIXL to write into: on the CPU that of a window, on a GPU the driver's own, as a window's is."""
+        """Makes memory for NIXL to write into: on the CPU the memory of a window, on a GPU memory of the driver, as a
+        window's is."""
         from nixl._api import nixl_agent, nixl_agent_config
 
         from xen_moe_jax.transfer import _device, _memory

@@ -94,8 +94,8 @@ def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
 def multiply_steps(
     tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None, beside: int = 1
 ) -> tuple[tuple[Any, ...], Any]:
-    """The accumulators after `steps` stages, `beside` that share out the columns, and how many stages have been
-    multiplied in all.
+    """Multiplies `steps` stages; returns the accumulators, `beside` of which share the columns, and the number of all
+    stages multiplied so far.
 
     `multiply(accumulators, slot)` starts one wgmma for each of them. `at_edge(k, slot)`, if any, runs before the first
     and the last stage are multiplied. They are loops of their own, since ptxas runs every wgmma of a loop to its end if
@@ -166,7 +166,8 @@ def piece(acc: Any, m: int, n: int) -> Any:
 
 
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
-    """Rows `[low, high)` of a piece to `out` from `row`: whole, or in powers of two, since a TMA box is static."""
+    """Stores rows `[low, high)` of a piece to `out` from `row`: as a whole, or in powers of two, since a TMA box is
+    static."""
     count = jnp.maximum(high - low, 0)
 
     @pl.when(count == STORE_TILE)

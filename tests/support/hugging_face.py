@@ -1,4 +1,5 @@
-"""Small seeded checkpoints with each family's own names, shapes and quirks, and what their MoE layer computes.
+"""Small seeded checkpoints with each family's own names, shapes and quirks, and the expected results of their MoE
+layers.
 
 Written from the models' published definitions, in float64 NumPy, and not from the library.
 """

@@ -1,4 +1,4 @@
-"""Pallas's interpreter of TPU kernels in two thirds of the time."""
+"""Makes Pallas's interpreter of TPU kernels take two thirds of the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Api:
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Within it, the interpreter gets the operands of its callbacks at once.
+    """Inside this context, the interpreter gets the operands of its callbacks at once.
 
     It calls back into Python for every load, store, DMA and semaphore, tens of thousands of times in a program. JAX
     puts each operand on a device first, from where the interpreter fetches it: four fifths of a callback's time. The

@@ -22,7 +22,7 @@ def runtime_zero(counts: jax.Array) -> jax.Array:
 
 
 def keep(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """`x`, opaque to the compiler: it is rounded to its dtype here and not later."""
+    """Returns `x`, opaque to the compiler, which then rounds it to its dtype here and not later."""
     integer = _INTEGER[x.dtype.itemsize]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) ^ zero.astype(integer), x.dtype)
 

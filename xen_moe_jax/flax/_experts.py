@@ -82,13 +82,14 @@ def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Ar
 
 
 def _activated(config: MoEConfig, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]) -> jax.Array:
-    """`project(x, name)` multiplies by the weights of that name and adds their bias."""
+    """Computes the activation of an expert; `project(x, name)` multiplies by the weights of that name and adds their
+    bias."""
     gate = project(x, "gate") if config.gated else None
     return activate(config, gate, project(x, "up"))
 
 
 def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    """Each row by its factor, in float32, rounded once."""
+    """Multiplies each row by its factor, in float32, rounded once."""
     if row_weights is None:
         return rows
 

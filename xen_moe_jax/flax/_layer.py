@@ -95,8 +95,8 @@ def moe_on_rank(
 
 
 def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk) -> tuple[dict[str, jax.Array], Chunk]:
-    """Along `tensor_axis` the sum over the ranks must hold the output's bias once. Tokens vary from here on, so that
-    their cotangents are summed over the axis once per token and not once per row."""
+    """Keeps the output's bias on the first rank of `tensor_axis` alone, so that the sum over the axis holds it once.
+    Tokens vary from here on, so that their cotangents are summed over the axis once per token and not once per row."""
     assert config.tensor_axis is not None
     axis = (config.tensor_axis,)
     if config.expert_bias:

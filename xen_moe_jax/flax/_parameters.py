@@ -95,7 +95,8 @@ def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
 
 
 def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: jax.Array) -> jax.Array:
-    """This rank's part of a parameter, of which it may hold its part already or all: own experts, own features.
+    """Returns this rank's part of a parameter (own experts, own features); the rank may hold this part already, or all
+    of it.
 
     Raises ValueError if it holds something else.
     """

@@ -85,7 +85,7 @@ def apply_moe(
     active: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """The MoE layer on `x [..., H]`, wherever it is called.
+    """Runs the MoE layer on `x [..., H]`, inside or outside `shard_map`.
 
     Args:
       mesh: mesh to run over; None takes the current one (`jax.set_mesh`), else that of `x` or the weights, else one
@@ -225,7 +225,7 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
 def _on_one_device(
     config: MoEConfig, weights: dict[str, jax.Array], given: Tokens, active: jax.Array | None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """A mesh of one, so that a single rank runs the very same code as many."""
+    """Runs the layer on a mesh of one device, so that a single rank runs the same code as many ranks."""
     axes = config.layer_axes
     place = _Placement(
         mesh=AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)),
@@ -248,7 +248,7 @@ def _mapped(
     given: Tokens,
     active: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """The `shard_map`; tokens and weights divide by the mesh."""
+    """Runs the layer in a `shard_map`; the mesh divides tokens and weights."""
     over_tokens = PartitionSpec(place.token_axes)
     specs = {name: spec for name, spec in rank_specs(config).items() if name in weights}
     weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
@@ -265,7 +265,7 @@ def _mapped(
 
 
 def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Tokens, int | None]:
-    """Tokens `[N, H]`, with left-out ones at the end until every shard has as many, one at least.
+    """Returns tokens `[N, H]` with masked ones at the end, so that every shard has the same number, at least one.
 
     The dimensions no longer say where a sequence ends: the tokens then carry its number, of as many as are returned.
     """

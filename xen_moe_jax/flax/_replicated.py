@@ -39,7 +39,8 @@ def through_own_experts(config: MoEConfig, experts: Callable[..., jax.Array], we
 
 
 def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, own: Chunk, num_local: int) -> Any:
-    """Rows sorted by expert. `own.topk_idx` has local experts, `-1` for experts of other ranks."""
+    """Computes the grouped layout: rows sorted by expert. `own.topk_idx` has local experts, `-1` for experts of other
+    ranks."""
     num_tokens, top_k = own.topk_idx.shape
     rows = num_tokens * min(top_k, num_local)
     order, counts = _layout.order_within_bins(own.topk_idx.reshape(-1), num_local)
@@ -61,7 +62,8 @@ def _grouped(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any,
 
 
 def _padded(config: MoEConfig, experts: Callable[..., jax.Array], weights: Any, own: Chunk, num_local: int) -> Any:
-    """Every local expert computes every token, and the weights choose: with few tokens the time is the weights'."""
+    """Computes the padded layout: every local expert computes every token, and the weights choose. With few tokens the
+    time is that of reading the weights."""
     num_tokens, top_k = own.topk_idx.shape
     chosen = jax.nn.one_hot(own.topk_idx, num_local, dtype=jnp.float32)  # -1: a row of zeros
     each = (

@@ -150,7 +150,7 @@ def swiglu(
 
 
 def _whole_tiles(array: jax.Array) -> jax.Array:
-    """With zeros up to a multiple of `ROW_ALIGNMENT` rows."""
+    """Pads rows with zeros to a multiple of `ROW_ALIGNMENT`."""
     extra = -array.shape[0] % ROW_ALIGNMENT
     return jnp.pad(array, ((0, extra), *[(0, 0)] * (array.ndim - 1))) if extra else array
 

@@ -19,7 +19,7 @@ ROUTER_STATE = "router_state"
 
 
 def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any, ...]) -> Callable[..., jax.Array]:
-    """On a mesh with explicit axes Flax asserts a parameter's sharding: the initializer has to give it."""
+    """Makes an initializer return the parameter with its sharding: on a mesh with explicit axes Flax asserts it."""
 
     def init(*args: Any) -> jax.Array:
         value = initializer(*args)

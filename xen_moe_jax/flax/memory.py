@@ -114,7 +114,7 @@ def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any 
 
 
 def total(buffers: Iterable[MemoryEntry]) -> int:
-    """Bytes of all."""
+    """Bytes of all entries."""
     return sum(buffer.nbytes for buffer in buffers)
 
 

@@ -38,7 +38,7 @@ def peer_wire(work: Workload, peer: Peer) -> str | None:
 
 
 def peer_round_trip(work: Workload, peer: Peer) -> RoundTrip:
-    """Quantize where the workload does, dispatch, dequantize, experts, combine."""
+    """Returns a round trip: quantize where the workload does, dispatch, dequantize, experts, combine."""
     wire = peer_wire(work, peer)
 
     def round_trip(x, topk_idx, topk_weights, experts):
@@ -73,7 +73,7 @@ def to_experts(blocks: Any, work: Workload) -> tuple[Any, jax.Array]:
 
 
 def from_experts(y: jax.Array, work: Workload) -> jax.Array:
-    """Back to the tokens' ranks: `[R*L, cap, H]` by global expert."""
+    """Sends rows back to the tokens' ranks: `[R*L, cap, H]` by global expert."""
     return jax.lax.all_to_all(y, AXIS, 0, 0).reshape(work.ranks * work.local_experts, *y.shape[2:])
 
 

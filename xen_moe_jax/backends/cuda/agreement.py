@@ -26,7 +26,7 @@ class Store(Protocol):
         """Sets `key` unless a process has set it; returns the stored value, which is the same for every process."""
 
     def get(self, key: str, seconds: float) -> bytes | None:
-        """None when the key has not been set after `seconds`."""
+        """Returns the value of the key; None if it has not been set after `seconds`."""
 
 
 class JaxStore:

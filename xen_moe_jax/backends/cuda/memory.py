@@ -98,14 +98,14 @@ def ranks_per_node(num_ranks: int) -> int | None:
 
 
 def failure() -> str:
-    """Why a group of this process has failed; "" while none has. Reads host memory alone."""
+    """Returns the error of a failed group of this process; "" while none has failed. Reads host memory alone."""
     loaded = module.loaded()
     return loaded.failure() if loaded is not None else ""
 
 
 def alive(mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> np.ndarray:
-    """bool, the sizes of the mesh's other axes and then `[R]`: False for ranks whose process the last `reset` has gone
-    on without. It is the same in every process that is left. Pass it as `active`.
+    """Returns a bool array, the sizes of the mesh's other axes and then `[R]`: False for ranks whose process the last
+    `reset` has left out. It is the same in every process that is left. Pass it as `active`.
 
     Raises:
       ValueError: an axis is not in the mesh.

@@ -92,7 +92,7 @@ def load(compiled: Any) -> None:
 
 
 def check_puts(compiled: Any) -> None:
-    """For several nodes.
+    """Checks that NCCL can put to other nodes from a kernel.
 
     Raises:
       BackendUnavailable: the compiled module has no kernels that put to other nodes, or the library is older than they.
@@ -118,7 +118,7 @@ def started() -> bool:
 
 
 def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: bytes, seconds: float) -> None:
-    """Collective, within `seconds`. Gives its memory to `compiled`.
+    """Starts NCCL and gives its memory to `compiled`. Collective, within `seconds`.
 
     Raises:
       RuntimeError: NCCL did not start; the error says why.

@@ -57,12 +57,12 @@ def load() -> types.ModuleType:
 
 
 def start(compiled: Any, process: int, count: int, ordinal: int, unique_id: bytes) -> None:
-    """Collective. Gives its memory to `compiled`."""
+    """Starts NVSHMEM and gives its memory to `compiled`. Collective."""
     nvshmem = load()
     nvshmem.init(process, count, unique_id, ordinal)
     compiled.set_provider(nvshmem.provider())
 
 
 def unique_id() -> bytes:
-    """For all processes, from one of them."""
+    """Returns the id that one process makes for all of them."""
     return bytes(load().unique_id())

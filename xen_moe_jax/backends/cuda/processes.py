@@ -32,7 +32,8 @@ _domain = 0
 
 
 def start(compiled: Any) -> None:
-    """Collective: every process of the job must call this. Lowering the same program in all processes is enough.
+    """Starts memory between the processes. Collective: every process of the job must call this; lowering the same
+    program in all processes is enough.
 
     Raises:
       ValueError: the processes own several GPUs each, or ask for different memory, or for one that cannot cross nodes.
@@ -86,7 +87,7 @@ def start_memory(compiled: Any, client: Any, process: int, count: int, ordinal: 
 
 
 def watch(compiled: Any, store: agreement.Store, process: int, count: int) -> liveness.Watcher:
-    """From now on the processes agree through `store`, and a death fails the groups that the dead process was in."""
+    """Makes the processes agree through `store` from now on; a death fails the groups that the dead process was in."""
     watcher = liveness.Watcher(store, process, count, compiled.mark_dead)
     compiled.set_agreement(agreement.Agreement(store, process, count, watcher.dead))
     return watcher
@@ -143,7 +144,7 @@ def _say(client: Any, process: int, count: int, about: str, mine: Any) -> list[A
 
 
 def _lacks(compiled: Any, provider: str, several: bool) -> str:
-    """Why this process cannot use `provider`, on `several` nodes or on one; "" if it can."""
+    """Returns the reason why this process cannot use `provider`, on `several` nodes or on one; "" if it can."""
     try:
         if provider == "nvshmem":
             nvshmem.load()

@@ -71,7 +71,8 @@ _tuning = Tuning()
 
 @contextlib.contextmanager
 def tuned(**values: Any) -> Iterator[None]:
-    """For tuning scripts: programs lowered inside use these values. Not part of the public API."""
+    """Programs that are lowered inside this context use these values: for tuning scripts, not part of the public
+    API."""
     global _tuning
     before, _tuning = _tuning, Tuning(**values)
     try:
@@ -162,8 +163,9 @@ def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
 
 
 def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Four blocks send the routing, a sixth (of a combine, half) of the blocks send rows, and the remaining blocks
-    receive. Between nodes the blocks that send the routing send the chunks too; they are up to half of all blocks."""
+    """Schedules the low-latency kernels: four blocks send the routing, a sixth (of a combine, half) of the blocks send
+    rows, and the remaining blocks receive. Between nodes the blocks that send the routing send the chunks too; they are
+    up to half of all blocks."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
     routing = min(4, count // 16)
@@ -224,8 +226,8 @@ def _solo_segment(spec: Spec) -> int | None:
 def dispatch(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, low_latency: bool = False
 ) -> Schedule:
-    """A few blocks saturate the link (8 reach 98% of it on an H200); the remaining blocks place rows. Quantizing takes
-    more.
+    """Schedules a dispatch: a few blocks saturate the link (8 reach 98% of it on an H200); the remaining blocks place
+    rows. Quantizing takes more.
 
     `low_latency`: by the low-latency kernels (`use_low_latency`).
     """
@@ -253,8 +255,8 @@ def dispatch(
 
 
 def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, low_latency: bool = False) -> Schedule:
-    """With 4 ranks, reducing and pushing reads three quarters of the rows, and summing reads the arrived rows and the
-    own quarter."""
+    """Schedules a combine: with 4 ranks, reducing and pushing reads three quarters of the rows, and summing reads the
+    arrived rows and the own quarter."""
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
     count = blocks(config, sms)

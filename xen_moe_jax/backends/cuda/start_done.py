@@ -72,7 +72,7 @@ def _apart(*operands: jax.Array) -> list[jax.Array]:
 
 
 def _wait(results: Any, alive: Any) -> list[jax.Array]:
-    """`results` when they have arrived. Empty ones have nothing to wait for."""
+    """Returns `results` after they have arrived. Empty results have nothing to wait for."""
     real = [i for i, array in enumerate(results) if array.size]
     function = jax.ffi.ffi_call(
         "xen_moe_done",

@@ -131,7 +131,7 @@ def _index_launch(rows: Rows, spec: Spec, slabs: index_kernel.Slabs, config: Ker
 
 
 def _place_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
-    """An expert's few rows are decoded with their whole block."""
+    """Launch of `place` that decodes an expert's few rows with their whole block."""
     return hardware.launch(
         "place",
         functools.partial(place_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled, False),

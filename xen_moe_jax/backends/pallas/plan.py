@@ -72,7 +72,7 @@ def pick(table: jax.Array, ranks: jax.Array) -> jax.Array:
 
 
 def any_dropped(positions: jax.Array, spec: Spec) -> jax.Array:
-    """bool `[]`: whether any rank dropped a slot; where none did, `topk_idx` says all that there is to know."""
+    """bool `[]`: True if a rank dropped a slot; if no rank did, `topk_idx` describes the whole routing."""
     return lax.pmax(jnp.any(positions == -2).astype(jnp.int32), spec.axis_name) > 0
 
 

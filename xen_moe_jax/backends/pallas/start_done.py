@@ -241,8 +241,8 @@ def combine_done(
 
 
 def supports_async(spec: Spec, config: KernelConfig) -> bool:
-    """One axis: on chips, for interpret mode cannot run a kernel that leaves semaphores behind. Two: where one exchange
-    of all rows over DCN suits them.
+    """Returns True on chips for one axis, because interpret mode cannot run a kernel that leaves semaphores behind; and
+    for two axes where one exchange of all rows over DCN suits them.
     """
     if len(spec.axis_name) == 2:
         return spec.num_tokens > 0 and _slices_suit(spec)
@@ -285,7 +285,7 @@ OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
 
 
 def operand_avals(operation: str, avals: Sequence[Any], call: Any) -> list[Any]:
-    """DMA semaphores instead of the int32 arrays that carry them between two kernels."""
+    """Returns the avals with DMA semaphores instead of the int32 arrays that carry them between two kernels."""
     first = OPERANDS_BEFORE.get(operation)
     if first is None or len(call.spec.axis_name) == 2:
         return list(avals)

@@ -102,7 +102,7 @@ def push(
     config: KernelConfig,
     launch: Launch,
 ) -> jax.Array:
-    """Every token's record to the staging of the ranks that need it, as `push` does on one axis."""
+    """Sends every token's record to the staging of the ranks that need it, as `push` does on one axis."""
     buffer, largest, fan = pack(
         x, scales, topk_idx, todo, positions, record=record, quantize=quantize, spec=spec, launch=launch
     )
@@ -214,7 +214,7 @@ def fan_out_by_headers(
 
 
 def fan_out(received: jax.Array, fan: FanOut, staging_rows: int, spec: Spec, config: KernelConfig) -> jax.Array:
-    """After DCN: `received [N, rows, ...]` to the staging of the ranks of this slice."""
+    """After DCN: sends `received [N, rows, ...]` to the staging of the ranks of this slice."""
     slices, stride = received.shape[:2]
     source = jnp.arange(slices, dtype=jnp.int32)[:, None] * stride + fan.order
     return forward_kernel.forward(

@@ -39,7 +39,8 @@ def dispatch(
 def redispatch(
     call: Call, x: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array
 ) -> jax.Array:
-    """A new payload on a known routing: no metadata travels, but the number of rounds must be agreed on."""
+    """Sends a new payload along a known routing: no metadata travels, but the ranks must agree on the number of
+    rounds."""
     del recv_counts
     spec = call.spec
     received = jnp.sum(jnp.any(positions != -1, axis=-1), axis=1, dtype=jnp.int32)

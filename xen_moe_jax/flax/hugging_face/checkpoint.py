@@ -106,7 +106,7 @@ class Checkpoint:
         return self._file_of[name][1].get_slice(name)
 
     def _mapped(self, name: str, dtype: Any) -> np.ndarray:
-        """By the file's header: 8 bytes of length, JSON with offsets, data."""
+        """Maps a tensor by the file's header: 8 bytes of length, JSON with offsets, data."""
         file, _ = self._file_of[name]
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")
