@@ -1,7 +1,7 @@
 """Tables of whole layers, stacks, the NNX layer, training runs and the experts' matmuls, from the files in results/.
 
 `table.py` puts them where the documents ask for them. Every file of a pattern is a table of its own, with its machine,
-its command and its notes; what failed stands in its row with its reason.
+its command and its notes; a failed program stands in its row with the reason.
 """
 
 from __future__ import annotations

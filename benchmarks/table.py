@@ -132,7 +132,7 @@ def cpu_table(paths: list[pathlib.Path]) -> str:
 
 
 def jax_table(path: pathlib.Path) -> str:
-    """Ours beside what JAX gives untuned and tuned, how every setting ended, and every round trip."""
+    """The library beside untuned and tuned JAX, the end of every setting, and every round trip."""
     content = json.loads(path.read_text())
     machine = content["machine"]
     lines = [

@@ -78,7 +78,7 @@ class Model:
         )
 
     def experts(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        used = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)  # what lies behind may be anything
+        used = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)  # unused rows may hold any values
         rows = jnp.where(used[:, None], rows, 0)
         return jnp.tanh(rows @ self.weights["up"][0]) @ self.weights["down"][0]
 

@@ -1,1 +1,1 @@
-"""The test suite: what its files share is in `tests.support`."""
+"""The test suite: code that its files share is in `tests.support`."""

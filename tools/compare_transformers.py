@@ -4,7 +4,8 @@
 
 Needs torch and transformers, which nothing else here does. Both see the same random tokens in float32. Exit status 1 if
 the outputs differ by more than 1e-6 of their norm. Two options write a small random checkpoint to FOLDER first:
-`--make FAMILY` the one of the tests, and `--generate MODEL_TYPE` one that transformers itself makes and saves.
+`--make FAMILY` writes the checkpoint of the tests, and `--generate MODEL_TYPE` one that transformers itself makes and
+saves.
 """
 
 from __future__ import annotations

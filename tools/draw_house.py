@@ -1,4 +1,4 @@
-"""Draws docs/images/house.svg: the modules of `xen_moe_jax` by layer, and what imports what.
+"""Draws docs/images/house.svg: the modules of `xen_moe_jax` by layer, and their imports.
 
 The layers are those that `make lint` enforces (pyproject.toml, `[tool.importlinter]`), the arrows are the imports that
 grimp finds in the sources, less those that a longer way implies. An arrow that points up would be drawn in red, but

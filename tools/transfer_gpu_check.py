@@ -40,7 +40,7 @@ def use_gpu(number):
 
 
 def writer(descriptor):
-    """The process of GPU 0, told what to do by messages."""
+    """The process of GPU 0, which takes its orders by messages."""
     import jax
     import numpy as np
 

@@ -33,7 +33,7 @@ def dispatch(
     """Sends every token's hidden state to the ranks that hold its experts. Call it inside `jax.shard_map`.
 
     Rank `r` of `R` owns experts `[r*L, min(E, (r+1)*L))`, `L = ceil(E / R)`. A row crosses the link once per (token,
-    destination rank), however many of the rank's experts the token names.
+    destination rank), even if the token names several of the rank's experts.
 
     Args:
       x: `[T, H]` float32, bfloat16 or float16, this rank's tokens; or a `BlockScaled` from `quantize`, which travels

@@ -118,7 +118,7 @@ def dispatch_done(flight: Flight) -> Routed:
     """Waits for the rows of a started dispatch and returns them. A flight is finished exactly once.
 
     Raises:
-      TypeError: `flight` is not what `dispatch_start` returned. ValueError: it was finished before.
+      TypeError: `flight` is not the result of `dispatch_start`. ValueError: it was finished before.
     """
     state = _finish(flight, "dispatch")
     if not isinstance(state, PendingDispatch):

@@ -13,7 +13,7 @@ ShapeDtype = tuple[tuple[int, ...], Any]
 
 
 def dispatch(x: Any, scales: Any, *_: Any, spec: Spec, **__: Any) -> list[ShapeDtype]:
-    """`row_scales` has no columns where `x` has no scales."""
+    """Shapes of the results of a dispatch; `row_scales` has no columns where `x` has no scales."""
     shapes: list[ShapeDtype] = [
         (spec.rows_shape(x.shape[1]), x.dtype),
         (spec.rows_shape(scales.shape[1]), jnp.float32),

@@ -100,7 +100,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
                 row["times_own"] = row["us_median"] / (batch[0] if batch else row)["us_median"]
                 document["results"].append(row)
                 report.progress(f"  batch {row['tokens']}: {row['name']}: {row['us_median']:.0f} us a step")
-                if options.json:  # what there is, should a later program not end
+                if options.json:  # the results so far, in case a later program hangs
                     report.write_json(options.json, document)
     return document
 
@@ -128,7 +128,7 @@ def on_any_rows(config: MoEConfig, weights: dict[str, jax.Array]) -> Experts:
     count = weights["gate"].shape[0]
 
     def experts(rows, local_expert, group_sizes=None):
-        if rows.ndim == 2:  # [C, H] by expert; what lies past the last group is never read
+        if rows.ndim == 2:  # [C, H] by expert; rows past the last group are never read
             if group_sizes is None:
                 group_sizes = (local_expert[None, :] == jnp.arange(count, dtype=jnp.int32)[:, None]).sum(1)
             return grouped(rows, group_sizes.astype(jnp.int32), weights)

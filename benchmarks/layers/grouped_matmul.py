@@ -36,7 +36,7 @@ from tools.children import bound
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 OWN = "xen_moe_jax hopper"
-CANDIDATES = {  # name: (what to build, XLA flags)
+CANDIDATES = {  # name: (candidate to build, XLA flags)
     "ragged_dot": ("ragged_dot", ""),
     "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
     "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
@@ -90,7 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs every candidate in a child process and writes what all of them gave; 1 if none ran."""
+    """Runs every candidate in a child process and writes the results of all; returns 1 if none ran."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     if options.path:

@@ -1,9 +1,9 @@
 """Grouped matmuls that are called from PyTorch, for `grouped_matmul.py`: the speed of kernels that JAX cannot call.
 
 Each of `KERNELS` makes three functions of one shape: rows by weights, rows by transposed weights, and the contraction
-of rows by rows that is the gradient of the weights; None where it has none. Weights lie as each kernel wants them; what
-turning them would cost in a training step is not in the times. Only single matmuls are timed: the experts around them
-would be PyTorch's.
+of rows by rows that is the gradient of the weights; None where it has none. Weights have the layout that each kernel
+needs; the cost of transposing them in a training step is not in the times. Only single matmuls are timed: the experts
+around them would be PyTorch's.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def grouped_mm(sizes: Any, lock: str) -> Matmuls:
 
 
 def cublas_streams(sizes: Any, lock: str) -> Matmuls:
-    """A cuBLAS matmul for each group, over several streams: what TransformerEngine's grouped matmul launches on Hopper
-    where its CUTLASS kernel is not asked for. The host must know the sizes."""
+    """A cuBLAS matmul for each group, over several streams, as TransformerEngine's grouped matmul launches them on
+    Hopper without its CUTLASS kernel. The host must know the sizes."""
     import torch
 
     starts = [0, *torch.cumsum(sizes, 0).tolist()]

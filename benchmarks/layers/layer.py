@@ -1,4 +1,5 @@
-"""`python -m benchmarks layer` and `model`: whole MoE layers, ours beside JAX's ways, with the same experts."""
+"""`python -m benchmarks layer` and `model`: whole MoE layers of the library beside JAX's own ways, with the same
+experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One MoE layer, and a stack of them with attention left out, moved in the library's ways and in JAX's.
 
-All of them have the same router weights, the same routing and the same experts; what differs is how rows get to the
-experts and back. Experts are those of the Flax layers.
+All of them have the same router weights, the same routing and the same experts; only the way of the rows to the experts
+and back differs. Experts are those of the Flax layers.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def link_ceiling(options: argparse.Namespace) -> dict[str, Any] | None:
     """The JSON that `--link-ceiling` names.
 
     Raises:
-      ValueError: there is none, or it is not what benchmarks/ops/link_ceiling.cu writes.
+      ValueError: there is none, or it is not a file that benchmarks/ops/link_ceiling.cu writes.
     """
     if not vars(options).get("link_ceiling"):
         return None

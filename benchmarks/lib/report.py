@@ -25,7 +25,7 @@ PACKAGES = ("xen-moe-jax", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nvshmem
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what matters here; a package that is not installed is left out."""
+    """Installed versions of the packages that affect times; a package that is not installed is left out."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -63,7 +63,7 @@ def command_line(arguments: list[str]) -> str:
 
 
 def header(arguments: list[str], work: Workload | None) -> dict[str, Any]:
-    """The part of every JSON file that says what ran where."""
+    """The part of every JSON file that describes the program and the machine."""
     head: dict[str, Any] = {
         "command": command_line(arguments),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -240,7 +240,7 @@ def write_plot(path: str, document: dict[str, Any]) -> None:
 
 
 def plot_title(document: dict[str, Any]) -> str:
-    """Returns the machine, the sizes that the times are of, and for a CPU what its times do not say."""
+    """Returns the machine, the sizes of the timed programs, and for a CPU the limits of its times."""
     machine, work = document["machine"], document["workload"]
     sizes = ", ".join(f"{work[name]} {text}" for name, text in PLOTTED_SIZES)
     title = f"{machine['devices']} x {machine['device_kind']}\n{sizes}, {work['dtype']}, {work['layout']}"

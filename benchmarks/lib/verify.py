@@ -43,7 +43,7 @@ class WrongResultError(AssertionError):
 def expected_round_trip(
     work: Workload, rank: int, tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray
 ) -> np.ndarray:
-    """float32 `[n, H]` for token numbers `tokens [n]` of `rank`: the weighted sum of what scaling experts return."""
+    """float32 `[n, H]` for token numbers `tokens [n]` of `rank`: the weighted sum of the results of scaling experts."""
     x = draw_tokens(work, rank)[tokens].astype(np.float32)
     factor = (topk_weights[tokens] * expert_scale(topk_idx[tokens]).astype(np.float32)).sum(1)
     return x * factor[:, None]

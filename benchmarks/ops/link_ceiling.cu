@@ -1,4 +1,4 @@
-// The fastest that rows can leave a GPU over NVLink: what dispatch and combine are measured against.
+// Measures how fast rows can leave a GPU over NVLink: the bound for dispatch and combine.
 //
 // Every GPU reads each of its token rows once and stores it once to every distinct GPU that holds one of the token's
 // random experts, its own excepted: the bytes of a deduplicated dispatch with none of its bookkeeping (no layout, no

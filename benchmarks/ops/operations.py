@@ -64,7 +64,7 @@ def own_checks(problem: Problem, config: xm.KernelConfig, options: argparse.Name
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """Measures what `options` ask for; returns the JSON document."""
+    """Measures the operations of `options`; returns the JSON document."""
     ceiling = command_options.link_ceiling(options)
     work = command_options.workload(options, jax.device_count())
     problem = make_problem(work)

@@ -1,4 +1,5 @@
-"""Runs the default CPU benchmark in several processes, one after the other: what repeats from process to process.
+"""Runs the default CPU benchmark in several processes, one after the other, to see which figures repeat from process to
+process.
 
     python -m benchmarks repeat --processes 5 --cores 62,63 --json benchmarks/results/cpu_repeated_NAME.json
 

@@ -223,7 +223,8 @@ def run_setting(options: argparse.Namespace) -> int:
 
 
 def figures(options: argparse.Namespace, setting: Setting) -> Iterator[list[dict[str, Any]]]:
-    """Result rows, a group at a time: round trips of all sizes first. A row with an "error" is what could not run."""
+    """Result rows, a group at a time: round trips of all sizes first. A row with an "error" is a program that could not
+    run."""
     import jax
 
     if (options.ranks or jax.device_count()) < 2:
@@ -320,7 +321,7 @@ def measure(
 # ----------------------------------------------------------------------------------------------- the comparison
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One line of the table: ours, what JAX gives untuned, and the best that any setting gave. Microseconds."""
+    """One line of the table: the library, untuned JAX, and the best of all settings. Microseconds."""
 
     tokens: int
     dtype: str

@@ -26,7 +26,7 @@ class Setting:
     flags: added to XLA_FLAGS.
     processes: one process for each device, joined by `jax.distributed`, where else one process has all devices.
     seconds: the most that it may take; None is `--setting-seconds`.
-    environment: variables that its processes get besides, as NAME=VALUE with blanks between.
+    environment: further variables for its processes, as NAME=VALUE with blanks between.
     """
 
     peers: tuple[str, ...]
@@ -85,7 +85,7 @@ SETTINGS: dict[str, Setting] = {
         f"{SYMMETRIC_RAGGED} --xla_gpu_experimental_ragged_all_to_all_use_device_kernel=true",
     ),
 }
-"""In the order in which they are run: what says most comes first."""
+"""In the order in which they are run: the most informative settings come first."""
 
 
 def check(options: argparse.Namespace) -> None:

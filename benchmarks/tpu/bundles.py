@@ -32,9 +32,9 @@ class Part:
 
     Attributes:
       trips: number of trips of all steps together.
-      copies: where the loop shows in pieces, cut by conditions inside it, or the program has it several times: how
-        often. All of its pieces are counted then, also the branches that are not taken.
-      at_most: and at most so often. depth: of the loop; the grid is 1, None is any.
+      copies: number of pieces or copies of the loop, which conditions inside it divide, or which the program has
+        several times. All of its pieces are counted then, also the branches that are not taken.
+      at_most: most operations of the loop. depth: depth of the loop; the grid is 1, None is any.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Count:
 
 
 def count(kernel: Loop, work: Work) -> Count:
-    """Bundles of a kernel; what `work` does not name is counted once a step.
+    """Bundles of a kernel; a loop that `work` does not name is counted once a step.
 
     Raises:
       ValueError: the kernel has no such loop: it is not the kernel that `work` was written for.

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report.progress(f"{topology} {program} {matmul}")
                 try:
                     put(document, one_row(topology, program, matmul, options.seed, folder))
-                except Exception as error:  # what XLA or a kernel cannot compile is a result
+                except Exception as error:  # a program that does not compile is a result
                     leave_out(document, f"{topology} {program} {matmul}", f"{type(error).__name__}: {error}"[:300])
                 document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 if options.json:
@@ -170,7 +170,8 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 
 
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Cycles of our kernels by name, instances of one name together; and which were not counted, and why."""
+    """Cycles of the library's kernels by name, instances of one name together; and the kernels that were not counted,
+    with reasons."""
     group = tpu_bundles.pair_group(program)
     routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
@@ -189,8 +190,8 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
 
 
 def ici_bytes(own: bool, devices: int, seed: int) -> int:
-    """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) of ours, of a row
-    for each slot of the peer's; bfloat16.
+    """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) by the library,
+    of a row for each slot by the peer; bfloat16.
     """
     routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
     row = SIZES["hidden"] * 2

@@ -1,4 +1,4 @@
-"""TPU topologies to compile for without a TPU, and what public sheets say of their links.
+"""TPU topologies to compile for without a TPU, and public figures of their links.
 
 Bandwidths are per JAX device and one way: half of the "bidirectional" figure of Google Cloud's pages.
 """
@@ -141,7 +141,8 @@ TOPOLOGIES = {
 
 
 def prepare_environment() -> None:
-    """Sets what libtpu needs on a machine without a TPU; finds the libtpu that `make setup` puts beside the packages.
+    """Sets the variables that libtpu needs on a machine without a TPU; finds the libtpu that `make setup` puts beside
+    the packages.
 
     Must run before JAX makes its devices.
     """

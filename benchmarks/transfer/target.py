@@ -1,5 +1,5 @@
-"""The other process of `python -m benchmarks transfer`: it holds windows, pulls what JAX's own transfer offers,
-and says what arrived.
+"""The other process of `python -m benchmarks transfer`: it holds windows, pulls the arrays that JAX's own transfer
+offers, and reports arrivals.
 
 Reads one JSON command a line, answers with one JSON object a line.
 """
@@ -105,7 +105,7 @@ class Target:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Output of libraries is no answer.
     if sys.argv[1:]:
         import jax
 

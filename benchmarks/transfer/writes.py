@@ -77,8 +77,8 @@ class TargetProcess:
 
 
 def time_in_turns(operations: dict[str, Operation], concurrency: int) -> dict[str, list[float]]:
-    """Seconds of each round of `concurrency` operations, for about `SECONDS` each, by turns: what else the machine does
-    meets all of them.
+    """Seconds of each round of `concurrency` operations, for about `SECONDS` each, by turns, so that other work of the
+    machine disturbs all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(TURNS):

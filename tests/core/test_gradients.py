@@ -117,8 +117,8 @@ def test_dropped_rows_have_no_gradient(mesh4, layout):
     ("layout", "hidden", "capacity"), [("grouped", 0, None), ("padded", 0, None), ("grouped", 4, 0)]
 )
 def test_nothing_to_combine_has_zero_gradients(layout, hidden, capacity):
-    """Hidden size 0, or no room for a row. Differentiated outside `shard_map`: what leaves it has elements, or XLA's
-    compiler crashes.
+    """Hidden size 0, or no room for a row. Differentiated outside `shard_map`: arrays that leave it have elements, or
+    XLA's compiler crashes.
     """
 
     # JAX gives an array without elements no sharding, which a mesh of explicit axes would refuse

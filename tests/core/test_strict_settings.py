@@ -149,5 +149,5 @@ def test_routers_and_layout_counts():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tpu_program_too(mesh4, layout):
-    """Kernels and what surrounds them, lowered for a TPU that is not here."""
+    """Kernels and the operations around them are lowered for a TPU, without one."""
     lower(gradients(lambda *a: layer(*a, layout=layout)), mesh4, platforms=("tpu",))

@@ -1,4 +1,4 @@
-"""Every script in examples/ runs, and what its `main` returns is right."""
+"""Every script in examples/ runs, and the result of its `main` is right."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Chunks and remat change what lives when, and nothing else."""
+"""Chunks and remat change the lifetime of arrays, and nothing else."""
 
 import dataclasses
 import math

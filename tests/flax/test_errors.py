@@ -1,4 +1,4 @@
-"""Bad arguments: the error names the argument, its value and what to do."""
+"""Bad arguments: the error names the argument, its value and the remedy."""
 
 import dataclasses
 import subprocess

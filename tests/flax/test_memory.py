@@ -58,7 +58,7 @@ def test_the_page_quotes_the_command(capsys):
     printed = capsys.readouterr().out
     assert "| no capacity | 131072 |" in printed
     assert printed.count("| rows that came | bfloat16[131072, 4096] | 1024.00 | 256.00 | 320.00 | 80.00 |") == 1
-    if jax.__version__ == "0.11.2":  # what jax.vjp keeps beside the rows differs between versions
+    if jax.__version__ == "0.11.2":  # the arrays that jax.vjp keeps beside the rows differ between versions
         assert printed.strip() in PAGE.read_text()
 
 

@@ -35,7 +35,7 @@ hashed = jax.jit(hashed_experts, static_argnums=(1, 2))
 
 
 def assert_equals_dense(config, moe, x, target, got):
-    """`got` is what `run_with_gradients` returned; the dense evaluation is on one device."""
+    """`got` is the result of `run_with_gradients`; the dense evaluation is on one device."""
     weights = {name: jnp.asarray(w) for name, w in weights_of(moe).items()}
 
     def dense_loss(weights, x):

@@ -7,9 +7,9 @@ and run one after the other, each on rows of its own. Before each run the memory
 with NaNs: else it would hold the same results of the program that they are compared with, and a tile that is left out
 would not show. Tiles are claimed (`pallas_kernels/hopper/claims.py`), or dealt out with --dealt. Each program also adds
 one to an array that it overwrites: how often it has run on the GPU. The exit status is 1 if a result or a count
-differed. Threads take turns often, so that what the lowering of one program changes in another's shows. What XLA may be
-suspected of is left out by XLA_FLAGS: CUDA graphs by --xla_gpu_enable_command_buffer= and kernels that are launched
-early by --xla_gpu_enable_pdl=false.
+differed. Threads take turns often, so that an effect of one program's lowering on another's shows. XLA_FLAGS switch off
+suspects in XLA: CUDA graphs by --xla_gpu_enable_command_buffer= and kernels that are launched early by
+--xla_gpu_enable_pdl=false.
 """
 
 from __future__ import annotations

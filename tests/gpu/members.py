@@ -83,7 +83,7 @@ def outcome(setup: Setup, config: xm.KernelConfig, operands: tuple, active: jax.
 class Comparison:
     """`config` against plain JAX with `active`, both in one program that is traced once; `traces` counts.
 
-    `against`: what plain JAX runs with.
+    `against`: the config of plain JAX.
     """
 
     def __init__(self, setup: Setup, config: xm.KernelConfig, against: xm.KernelConfig = REFERENCE) -> None:

@@ -45,7 +45,7 @@ def own(array: jax.Array) -> np.ndarray:
 
 
 def count_bytes(mesh: Mesh, config: xm.KernelConfig, network: str, process: int) -> tuple[dict[str, Any], list[str]]:
-    """A dispatch and a combine of real sizes: what left this rank for every other, to the byte."""
+    """A dispatch and a combine of real sizes: returns the bytes that left this rank for every other rank."""
     *args, routing = operands(mesh, COUNTED, "bfloat16")
     order = [device.process_index for device in mesh.devices.flat]
     rank, per_node = order.index(process), ranks_per_node(config, mesh)

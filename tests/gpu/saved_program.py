@@ -4,8 +4,8 @@ saved_program.py save  FOLDER --kind executable|export --sizes small,large
 saved_program.py load  FOLDER --kind executable|export --sizes large,small [--lower small]
 saved_program.py cache FOLDER --sizes small,large      (compiles, with JAX's persistent compilation cache in FOLDER)
 
-With --num-processes, one process per GPU; else one process uses all GPUs. `save` writes inputs and what plain JAX
-computes from them beside each program; `load` runs each program twice and compares bit for bit. Prints PASSED.
+With --num-processes, one process per GPU; else one process uses all GPUs. `save` writes inputs and their results in
+plain JAX beside each program; `load` runs each program twice and compares bit for bit. Prints PASSED.
 """
 
 from __future__ import annotations

@@ -314,6 +314,6 @@ def test_another_operation_on_another_node_is_refused(gpu_mesh, healed, ranks, p
     assert time.monotonic() - began < 60.0
     with pytest.raises(xm.OperationFailed, match="different operations under this number"):
         xm.check()
-    for _ in range(2):  # reset again and again: what chunks had come is forgotten
+    for _ in range(2):  # reset again and again: arrived chunks are forgotten
         cuda.reset()
         np.testing.assert_array_equal(np.asarray(whole(*args)), before)

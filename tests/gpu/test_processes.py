@@ -1,8 +1,8 @@
 """One process per GPU, joined by `jax.distributed`: the whole conformance table, large shapes and a short stress run.
 Processes that share one GPU in turns: some of the table, with up to 18 of them.
 
-Memory between processes is what XEN_MOE_MEMORY says (`tools/gpu_check.py --memory`), and each rank checks that it is.
-This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
+XEN_MOE_MEMORY (`tools/gpu_check.py --memory`) chooses the memory between processes, and each rank checks that it has
+this kind. This process holds half of each GPU's memory (see conftest.py); each rank takes less than a third of its own.
 """
 
 import jax

@@ -352,7 +352,7 @@ inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& r
   return out;
 }
 
-constexpr uint8_t kFill = 0xEE;  // what outputs and the space between them hold before an operation
+constexpr uint8_t kFill = 0xEE;  // contents of outputs and of the space between them before an operation
 
 inline std::vector<RankCase> Reference(const Problem& p) {
   std::mt19937 rng(p.seed);

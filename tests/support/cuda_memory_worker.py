@@ -1,7 +1,7 @@
 """One process of tests/ffi/test_processes.py: symmetric memory over host memory, agreed with the other processes.
 
 cuda_memory_worker.py SCENARIO STORE PROCESS COUNT: STORE is a folder, or HOST:PORT of `jax.distributed`. It prints one
-line of JSON: what happened, and after how long.
+line of JSON: the outcome and its time.
 """
 
 from __future__ import annotations

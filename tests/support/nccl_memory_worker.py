@@ -165,7 +165,7 @@ def one_is_silent(rank: Rank) -> dict:
     }
 
 
-# size, magic, version; then what differs between two requests
+# size, magic, version; then the words that differ between two requests
 HEAD = struct.Struct("QII")
 MAGIC = 0xCAFEBEEF
 

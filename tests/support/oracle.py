@@ -171,7 +171,7 @@ def dispatch(
             _place_ranked(rank, idx, local, capacity, positions, recv_counts, kept, occupied, num_dropped)
         elif layout == "grouped":
             _place_grouped(rank, idx, local, capacity, alignment, positions, recv_counts, kept, occupied, num_dropped)
-            # A group is its real rows rounded up; what lies past the capacity does not exist.
+            # A group is its real rows rounded up; rows past the capacity do not exist.
             start = 0
             for e in range(local):
                 end = start + _round_up(int(recv_counts[rank, :, e].sum()), alignment)

@@ -10,7 +10,7 @@ work out among threads.
 
 
 def use() -> None:
-    """For this process, which has compiled nothing yet, and the ones that it starts."""
+    """Sets the flags for this process, which has compiled nothing yet, and for the processes that it starts."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 

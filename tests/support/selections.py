@@ -8,7 +8,7 @@ KERNELS = ("native/",)
 """`make kernel-test`: the CUDA kernels on host threads, and the networks that they are tested over. A new test in this
 folder is one of them."""
 MEMORY = ("ffi/test_memory.py", "ffi/test_memory_nodes.py", "ffi/test_nccl.py", "ffi/test_processes.py")
-"""`make memory-test`: what needs the module that it builds."""
+"""`make memory-test`: files that need the module that it builds."""
 MARKS = {"kernels": KERNELS, "memory": MEMORY}
 
 

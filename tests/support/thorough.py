@@ -16,7 +16,7 @@ THOROUGH = (
     "backends/pallas/test_planted_bugs.py::test_planted_bug_is_noticed",
     "backends/pallas/test_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
     "backends/pallas/test_few_tokens.py::test_index_tokens[2-200-3-5-grouped-640-8]",
-    # whole programs compiled for a TPU: 10 to 30 s each; the one for v4 stays
+    # whole programs compiled for a TPU: 10 to 30 s each; the program for v4 stays in `make test`
     "backends/pallas/test_aot.py::test_full_size_program[v5e-decode-int8]",
     "backends/pallas/test_aot.py::test_large_topology[v5e-64]",
     "backends/pallas/test_aot.py::test_full_size_program[tpu7x-decode]",
@@ -362,7 +362,7 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "flax/test_hopper.py::test_kernels_in_the_interpreter[plain]",
     "flax/test_hugging_face.py::test_equals_the_family[DeepSeek-V3]",
     "flax/test_hugging_face.py::test_equals_the_family[gpt-oss]",
-    # the rest of what CI runs one or two of: kinds of TPU, axes, layouts of a case
+    # the rest of families of which CI runs one or two: kinds of TPU, axes, layouts of a case
     "backends/pallas/test_interpret.py::test_a_mesh_with_another_axis[ep-tp]",
     "backends/pallas/test_aot.py::test_full_size_program[v5p-fp8]",
     "backends/pallas/test_aot.py::test_full_size_program[v6e-bf16]",

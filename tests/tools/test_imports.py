@@ -1,4 +1,4 @@
-"""Imports fall: the layers of pyproject.toml hold, and what breaks them is noticed."""
+"""Imports fall: the layers of pyproject.toml hold, and an import that breaks them is noticed."""
 
 import ast
 import os

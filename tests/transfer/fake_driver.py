@@ -241,7 +241,7 @@ def between_two_processes():
             assert answer["equal"] and answer["by UCX"] == 0, answer
             answer = ask(do="fail", error=700)
             assert "CUDA error 700" in answer["error"], answer
-            driver.hidden = 4096  # A window that says it is shorter than it is: what lies behind is not written.
+            driver.hidden = 4096  # A window that reports too short a length: the bytes behind it are not written.
             short = receiver.window(window_of, name="short")
             answer = ask(do="write", name="short", seed=5, imm="short", pages=None)
             assert "CUDA error 1 " in answer["error"], answer

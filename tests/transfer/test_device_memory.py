@@ -1,4 +1,4 @@
-"""Memory of this package's own as JAX arrays: what windows on GPUs are made of, tried on the host."""
+"""Memory of this package's own as JAX arrays, of which windows on GPUs are made, tried on the host."""
 
 import ctypes
 import functools

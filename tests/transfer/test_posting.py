@@ -71,5 +71,5 @@ def test_a_scheduled_poll_comes_once_and_in_time(engine):
         poller.cancel_poll()
         rested = time.monotonic()
     time.sleep(0.9)
-    late = [ring - rested for ring in rings if ring > rested + 0.4]  # what had rung already is heard before
+    late = [ring - rested for ring in rings if ring > rested + 0.4]  # signals that had rung already are heard before
     assert not late, "it rang although there was nothing to look after"

@@ -1,4 +1,4 @@
-"""Host memory that other processes map: what windows on CPUs are made of."""
+"""Host memory that other processes map, of which windows on CPUs are made."""
 
 import ctypes
 import errno

@@ -13,7 +13,7 @@ from xen_moe_jax._spec import Spec
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend cannot run here; the message says why and what to install."""
+    """A backend cannot run here; the message has the reason and the package to install."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,8 +190,7 @@ class Window:
         """Throws the open generation away and opens the next one in fresh memory; never waits for a peer.
 
         The old memory is kept until every peer that had permission to write into it has confirmed, or is known to have
-        ended, so that a late write cannot hit other data. It subtracts from counters what the generation's writes had
-        added.
+        ended, so that a late write cannot hit other data. It subtracts the generation's own writes from counters.
         """
         core = self._core
         with core.lock:
@@ -383,7 +382,7 @@ class Windows:
         peer.send(reply | {"leaves": region.describe(with_memory=False)})
 
     def on_open(self, peer: Connection, head: dict) -> None:
-        """A peer asks for permission to write into a generation."""
+        """Answers a peer that asks for permission to write into a generation."""
         window = self._by_number.get(head["w"])
         name, owner = head["name"], self.core.name
         if window is None and name in self._published:
@@ -403,7 +402,7 @@ class Windows:
             )
 
     def on_revoked(self, peer: Connection, head: dict) -> None:
-        """A peer gives its permission back."""
+        """Takes back the permission that a peer returns."""
         window = self._by_number.get(head["w"])
         if window is not None and window.generation == head["g"]:
             window.open_generation.writers.discard(peer)
@@ -412,7 +411,7 @@ class Windows:
                 generation.writers.discard(peer)
 
     def on_imm(self, peer: Connection, head: dict) -> None:
-        """A write of a peer has arrived; with `last`, the peer gives its permission back as well."""
+        """Counts a write of a peer that has arrived; with `last`, the peer gives its permission back as well."""
         window, imm = self._by_number.get(head["w"]), check_imm(head["k"])
         # A number that was seen before, or a generation that is not open, counts nothing.
         if not peer.arrivals_seen.add(head["n"]):
@@ -424,7 +423,7 @@ class Windows:
             self.on_revoked(peer, head)
 
     def on_lease(self, peer: Connection, head: dict) -> None:
-        """A peer begins to read published arrays."""
+        """Grants a lease to a peer that begins to read published arrays."""
         published, _ = self._published.get(head["name"], (None, ""))
         if published is None:
             text = f"{self.core.name!r} has published nothing named {head['name']!r}"
@@ -436,7 +435,7 @@ class Windows:
         peer.send({"t": "leased", "q": head["q"], "l": head["q"], "leaves": leaves})
 
     def on_release(self, peer: Connection, head: dict) -> None:
-        """A peer has ended a read, and asks whether the arrays were there all the time."""
+        """Ends a peer's lease, and answers whether the arrays were there all the time."""
         published = self._leases.pop((peer.number, head["l"]), None)
         intact = published is not None and published.intact()
         if published is not None:
@@ -444,7 +443,7 @@ class Windows:
         peer.send({"t": "released", "q": head["q"], "intact": intact})
 
     def on_bye(self, peer: Connection, head: dict) -> None:
-        """A peer closes: it has confirmed everything, and writes no more."""
+        """Notes that a peer closes: it has confirmed everything, and writes no more."""
         peer.left = True
         for window in self._by_number.values():
             window.open_generation.writers.discard(peer)

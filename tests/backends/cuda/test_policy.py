@@ -169,7 +169,8 @@ def test_two_calls_of_the_same_shapes_are_two_sites():
 
 
 def test_a_site_is_the_same_in_every_process_and_another_in_another_program():
-    """From the program alone: no address, no hash that changes from run to run, no count of what else was traced."""
+    """The number depends on the program alone: no address, no hash that changes from run to run, no count of other
+    traces."""
     first = sites_of(twice, "step")
     sites_of(lambda dispatch, x: dispatch(x), "something_else")
     assert sites_of(twice, "step") == first

@@ -87,7 +87,7 @@ def test_credits_that_nobody_waits_for_are_found():
 
 
 class Recorder:
-    """Writes down what kernels signal, wait for and send, in the order in which they are traced."""
+    """Records the signals, waits and sends of kernels, in the order in which they are traced."""
 
     def __init__(self, monkeypatch):
         self.steps: list = []

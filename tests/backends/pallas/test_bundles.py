@@ -1,4 +1,5 @@
-"""Bundles of compiled kernels stay within budgets, so that a slower kernel fails; what counts them is checked first."""
+"""Bundles of compiled kernels stay within budgets, so that a slower kernel fails; the counter itself is checked
+first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytest.importorskip("jax.experimental.pallas.tpu")
 
 PROGRAM = pathlib.Path(__file__).with_name("planted_bugs.py")
 HANG_SECONDS = 60
-"""A healthy run takes about 10 s on two cores; what runs six times as long is taken to hang."""
+"""A healthy run takes about 10 s on two cores; a run of six times this counts as a hang."""
 
 SECONDS = 300
 

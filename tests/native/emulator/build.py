@@ -94,7 +94,7 @@ def includes(source: pathlib.Path) -> set[pathlib.Path]:
 
 
 def compiler(folder: pathlib.Path) -> list[str]:
-    """The command that compiles what `write` has put into `folder`, before its files."""
+    """The command, without the files, that compiles the sources that `write` has put into `folder`."""
     chosen = [os.environ.get("CXX", "c++"), FLAGS, os.environ.get("CXXFLAGS", "")]
     places = ["-I", str(HERE / "include"), "-I", str(folder / "source"), "-include", "cuda_runtime.h"]
     return [*(word for words in chosen for word in shlex.split(words)), *places]

@@ -292,8 +292,8 @@ void RunKernel(int device, Kernel kernel) {
 
 }  // namespace
 
-// -- what threads call
-// --------------------------------------------------------------------------------------------------
+// -- functions that threads call
+// ----------------------------------------------------------------------------------------
 
 uint64_t NowNs() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();

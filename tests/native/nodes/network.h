@@ -48,8 +48,8 @@ class Network {
   void RegisterFailure(int rank, uint64_t* word);
   void RegisterTold(int rank, uint64_t* words);
 
-  // What kernels call, through network_link.cuh. `signal` < 0: none. A put inside a node, outside the memory or of odd
-  // size ends the process: it is a fault of the kernel.
+  // Functions that kernels call, through network_link.cuh. `signal` < 0: none. A put inside a node, outside the memory
+  // or of odd size ends the process: it is a fault of the kernel.
   void Put(int context, uint32_t generation, int source, int target, uint64_t to, uint64_t from, uint64_t bytes,
            int signal);
   uint64_t Count(int rank, int signal) const;
@@ -64,7 +64,7 @@ class Network {
   // seed alone decides. False: nothing is left.
   bool Step();
   void Kill(int rank);
-  // Of what `source` puts to `target` the first arrives so much later, and nothing behind it. Fail and Notify do.
+  // The first put of `source` to `target` arrives later by this time, and no later put arrives. Fail and Notify do.
   void Starve(int source, int target, int milliseconds);
   // Puts to `rank` arrive, and are read, so much later.
   void Delay(int rank, int milliseconds);
@@ -72,7 +72,7 @@ class Network {
   // that the next operation sends there, or `milliseconds` later. For operations that are equal in pairs; the number is
   // that of the chunks' headers (rail_plan.h).
   void Overtake(int most_milliseconds);
-  // Until everything has been delivered, reported and signalled, but for what concerns a killed rank.
+  // Waits until everything has been delivered, reported and signalled, except for messages of a killed rank.
   void Drain();
   // Sets all counters to zero, as after a reset. No message may be on its way then.
   void ClearCounters();

@@ -1,4 +1,4 @@
-// The device's side of the network of a test: cuda_kernels/node/transport.cuh says what its calls mean.
+// The device's side of the network of a test: cuda_kernels/node/transport.cuh defines its calls.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -234,8 +234,8 @@ std::string Normal(const NodeOptions& o) {
 }
 
 // One of each operation and kernel, as small as they go, between more ranks than the other scenarios have time for:
-// what differs then is who is stored to, waited for and added, and in which order. With all ranks, without every third
-// one and the last, whose rails have gaps, and with all again.
+// only the ranks that are stored to, awaited and added, and their order, differ then. With all ranks, without every
+// third one and the last, whose rails have gaps, and with all again.
 std::string Many(const NodeOptions& o) {
   NodeWorld nodes(o);
   std::mt19937 rng(o.seed);
@@ -313,8 +313,8 @@ std::string Random(const NodeOptions& o) {
               (Now() - start) * 1e6 / static_cast<double>(o.calls));
 }
 
-// A captured graph repeats the launches with the host's numbers of the first time: what counters stand at must be kept
-// on the device.
+// A captured graph repeats the launches with the host's numbers of the first time: the device must keep the counters'
+// values.
 std::string Graph(const NodeOptions& o) {
   NodeWorld nodes(o);
   const auto pool = NodePool(nodes, o, 9, 20);
@@ -451,7 +451,7 @@ std::string Absent(const NodeOptions& o) {
   return "dispatch and combine, of many and of few tokens, the last rank named by all others, stopped or not begun";
 }
 
-// All ranks of the last node run another operation: only what the chunks say can show it.
+// All ranks of the last node run another operation: only the chunks' headers can show it.
 std::string Mismatch(const NodeOptions& o) {
   for (int few = 0; few <= 1; ++few) {
     NodeWorld nodes(o);
@@ -473,7 +473,7 @@ std::string Mismatch(const NodeOptions& o) {
 }
 
 #ifndef __CUDACC__
-// Everything that an operation sends comes after what the next one sends, though all that the network promises is kept.
+// All chunks of an operation arrive after those of the next one, though the network keeps all of its promises.
 std::string Overtaken(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer keeps the order";
   const Ranks all = AllOf(o), absent = Only(o.ranks - 1);
@@ -526,8 +526,8 @@ std::string Apart(const NodeOptions& o) {
   return "a kernel ran beside a dispatch and a combine in flight that waited, and beside whole ones none";
 }
 
-// A rank is slow to get what it is sent, and left out from the next operation on: the others go on with theirs, and
-// nobody sends it anything but what it was sent.
+// A rank receives its chunks late, and is left out from the next operation on: all other ranks go on, and no rank sends
+// it anything further.
 std::string Left(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer has sent what it was given";
   const Ranks all = AllOf(o), slow = Only(o.ranks - 1);
@@ -537,7 +537,7 @@ std::string Left(const NodeOptions& o) {
   auto data_bytes = [](const std::vector<NodeOperation>& one) { return one[0].prepared->needs().data_bytes; };
   std::sort(without.begin(), without.end(),
             [&](const auto& a, const auto& b) { return data_bytes(a) > data_bytes(b); });
-  without.resize(8);  // those that take the most room: they write where the others have sent from
+  without.resize(8);  // operations that take the most room: they write where the previous ones have sent from
   std::vector<std::vector<NodeOperation>> every = with;
   every.insert(every.end(), without.begin(), without.end());
   nodes.Start(every);
@@ -556,8 +556,8 @@ std::string Left(const NodeOptions& o) {
   return Text("%zu operations, %zu without the slow rank behind each", with.size(), without.size());
 }
 
-// Node 1 waits for node 0, which waits for the last node: all name the last one. What node 0 waits for first comes, but
-// so late that it gives up after node 1 would.
+// Node 1 waits for node 0, which waits for the last node: all name the last one. The chunks that node 0 awaits first
+// arrive, but so late that it gives up after node 1 would.
 std::string Chain(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
   Expect(o.ranks >= 3 * o.per_node, "it takes three nodes");
@@ -574,7 +574,7 @@ std::string Chain(const NodeOptions& o) {
     const int culprit = o.ranks - o.per_node;  // and all of its node
     nodes.network->Starve(culprit, 0, static_cast<int>(0.7 * seconds * o.patience * 1000));
     nodes.world.Each([&](int rank) {
-      const bool starved = rank < (few ? 1 : o.per_node);  // few tokens come straight to the others of its node
+      const bool starved = rank < (few ? 1 : o.per_node);  // few tokens come straight to the other ranks of its node
       for (int i = 0; i < (rank < culprit ? 5 : 1); ++i) nodes.Launch(pool[0][rank], rank, starved || i > 0);
     });
     nodes.world.Synchronize();
@@ -588,8 +588,8 @@ std::string Chain(const NodeOptions& o) {
   return "all named the last node, with many tokens and with few";
 }
 
-// The network no longer carries anything from or to a rank. Both ends of what it is to exchange are late for each
-// other: its rail, and with few tokens all ranks of the other nodes.
+// The network no longer carries anything from or to a rank. Both ends of an exchange are late for each other: the
+// rank's rail, and with few tokens all ranks of the other nodes.
 std::string Dead(const NodeOptions& o) {
   if (!o.network) return "left out: a link by pointer cannot be cut";
   for (int few = 0; few <= 1; ++few) {

@@ -40,7 +40,7 @@ __global__ void CountDifferent(const uint4* a, const uint4* b, size_t n, uint32_
   }
 }
 
-// What an operation of one rank reads and writes. The same inputs for one node and for several.
+// Buffers that an operation of one rank reads and writes. The same inputs for one node and for several.
 struct Arrays {
   char *x = nullptr, *rows = nullptr, *out = nullptr;
   float *scales = nullptr, *row_scales = nullptr, *weights = nullptr, *row_weights = nullptr;
@@ -158,7 +158,7 @@ class Paced {
     CountBytes(&out);
     return out;
   }
-  // `kind`: 0 dispatch, 1 dispatch of bytes with scales, 2 combine of what the last dispatch brought.
+  // `kind`: 0 dispatch, 1 dispatch of bytes with scales, 2 combine of the rows of the last dispatch.
   Times Run(int kind) {
     Times out;
     out.whole = Time([&](int rank) { return Launch(kind, rank, false); }, whole_);
@@ -240,7 +240,7 @@ class Paced {
     Describe(&p, bytes, 0, bytes ? 1 : 2);
     return p;
   }
-  // The values are rows of x once more: what a dispatch brought of bf16 rows.
+  // The values are rows of x once more: the rows of a bf16 dispatch.
   CombineParams Combine(int rank, bool nodes, RailParams* rails) const {
     const Arrays& a = (nodes ? several_ : one_)[rank];
     CombineParams p{};
@@ -439,7 +439,7 @@ int main(int argc, char** argv) {
     const char* const names[] = {"dispatch bf16", "dispatch fp8", "combine bf16"};
     for (int groups = nodes; groups >= 1; groups = groups > 2 ? 2 : groups - 1) {
       paced.Route(groups);
-      for (const int kind : {1, 0, 2}) {  // combine takes what the bf16 dispatch brought
+      for (const int kind : {1, 0, 2}) {  // combine takes the rows of the bf16 dispatch
         if (Now() - start > o.seconds) break;
         const Paced::Times t = o.link_only ? paced.RunLinkAlone(kind, groups) : paced.Run(kind);
         const double ratio = t.paced / std::max({t.link, t.whole, 1e-3});

@@ -110,7 +110,7 @@ __device__ inline void RunCard(PostQueue* queue, uint32_t number, double bytes_p
   atomicAdd(reinterpret_cast<unsigned long long*>(&queue->bytes), sent);
 }
 
-// Block 0 is the card; the others copy, post after post, each beside those of the others. From post `first` on.
+// Block 0 is the card; the remaining blocks copy, post after post, side by side. From post `first` on.
 __global__ void __launch_bounds__(kPacerThreads, 1)
     PacerKernel(PostQueue* queue, const PeerTable* table, int rank, uint32_t first, double bytes_per_ns,
                 const volatile int* stop) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kPacerThreads, 1)
 
 // The link alone: the puts of an operation, leads and then chunks, all leads of one size and all chunks, and nothing
 // else. Warps post them in the order in which the operations send theirs, each waits for those that come in its place,
-// and the kernel ends with the last. What it takes beyond the bytes over the rate is the pacer's own.
+// and the kernel ends with the last. Its time beyond the bytes over the rate is the pacer's own.
 __global__ void __launch_bounds__(kThreads, 1)
     LinkOnlyKernel(const __grid_constant__ RailPlan plan, PacedLink link, uint64_t lead_bytes, uint64_t chunk_bytes,
                    uint64_t value) {

@@ -100,7 +100,7 @@ def test_scenario(nodes, scenario, ranks, per_node, link, multiprocessors):
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
 
-MANY = [("many", 18, 6)]  # thorough; the others take minutes
+MANY = [("many", 18, 6)]  # thorough; the remaining scenarios take minutes
 MANY_SLOW = [("many", 32, 8), ("many", 36, 12), ("mismatch", 18, 6), ("absent", 18, 6), ("members", 18, 6)]
 MANY_SLOW += [("left", 18, 6), ("overtaken", 18, 6), ("normal", 18, 6), ("normal", 72, 24)]
 
@@ -156,8 +156,8 @@ def test_a_signal_before_its_put_is_seen(nodes):
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
 
 
-# Each is compiled anew, 15 s: one runs always. Fault: file, what stands there, what is put there instead, what the test
-# must say, and of which scenario.
+# Each is compiled anew, 15 s: one runs always. Fault: file, its text, the text put in its place, the expected message
+# of the test, and its scenario.
 FAULTS = {
     "crosses-twice": (
         "node/dispatch.cuh",
@@ -291,8 +291,8 @@ def test_a_fault_can_be_put_in(fault):
 
 @pytest.mark.parametrize("fault", ["crosses-twice", *(pytest.param(f, marks=pytest.mark.slow) for f in [*FAULTS][1:])])
 def test_a_fault_in_a_kernel_is_seen(nodes, fault):
-    """A token sent to a node where it has nothing, sums in another order, partial rows taken before they came, and what
-    else the names say."""
+    """A token sent to a node where it has no expert, sums in another order, partial rows taken before they came, and
+    the faults of the further names."""
     file, before, after, says, scenario = FAULTS[fault]
     program = with_fault(nodes, fault, {f"cuda_kernels/{file}": (before, after)})
     # One multiprocessor: a block waits for ranks in a known order.

@@ -68,7 +68,7 @@ void Replace(const Driver& d, Address start, size_t bytes, Handle handle) {
   Check(d.MemMap(start, bytes, 0, fresh, 0), "cuMemMap");
   Check(d.MemSetAccess(start, bytes, &access, 1), "cuMemSetAccess");
   Check(d.MemcpyHtoD(start, content.data(), bytes), "cuMemcpyHtoD");
-  // `fresh` stays: whoever frees the memory releases the handle that it finds there, as its own.
+  // `fresh` stays: the process that frees the memory releases the handle that it finds there, as its own.
 }
 
 Shared Share(const Driver& d, char* base, uint64_t bytes) {

@@ -1,6 +1,6 @@
 // Copies between GPU memory and host memory by a process of their own, for tcp_rma.cc.
 //
-// The network must copy while a kernel of its process waits for what it brings. A call of the driver in that process
+// The network must copy while a kernel of its process waits for the copied bytes. A call of the driver in that process
 // may have to wait for another one that waits for the kernel: seen with CUDA graphs, for as long as the kernel waited.
 // The process of copies shares no lock with this one. It has a context of its own on the same GPU, maps the memory
 // there through a file descriptor, and copies with the copy engines, which do not wait for a kernel of another process.
@@ -25,8 +25,8 @@ namespace rma {
 
 constexpr size_t kPieceBytes = 256 << 10;  // that are on their way from memory to a socket at once
 
-// What both processes see of one thread that copies. The owner writes a question and gives the turn away; the process
-// answers and gives it back.
+// Memory of one copying thread that both processes see. The owner writes a question and gives the turn away; the
+// process answers and gives it back.
 struct Channel {
   enum Turn : uint32_t { kOwner, kCopier };
   enum What : uint32_t { kRead, kWrite, kAdd };
@@ -38,7 +38,7 @@ struct Channel {
   alignas(4096) char buffer[kPieceBytes];
 };
 
-// What the owner says over the socket; one answer, a CUresult, for each.
+// Requests of the owner over the socket; one answer, a CUresult, for each.
 struct Order {
   enum What : uint32_t { kStart, kMap, kUnmap, kOpen };
   What what;

@@ -17,7 +17,7 @@ namespace rma {
 namespace {
 
 constexpr int kSocket = 3;
-constexpr double kLong = 2.0;  // seconds of a copy that are told
+constexpr double kLong = 2.0;  // seconds of a copy after which it is reported
 
 struct Mapped {
   Address start = 0, base = 0;  // of the mapping; of the memory
@@ -129,7 +129,7 @@ int Open(int fd) {
   return 0;
 }
 
-// False: nobody asks any more.
+// False: the owner asks no more.
 bool ServeOrder() {
   Order order{};
   iovec data{&order, sizeof(order)};

@@ -1,7 +1,7 @@
-// What makes a copy to a GPU wait while a kernel runs there that only ends when a copy has told it to. One GPU.
+// Finds the causes that make a copy to a GPU wait while a kernel runs there that only ends after a copy. One GPU.
 //   copies [MOST_SECONDS]
 // Copies by another process, by size; then by a thread of the same process, while another thread calls the driver.
-// Figures: `git show faf28f2:benchmarks/results/h200x2_nccl_nodes.json`. What follows from them: copier.h.
+// Figures: `git show faf28f2:benchmarks/results/h200x2_nccl_nodes.json`. copier.h has the consequences.
 #include <cuda_runtime.h>
 #include <unistd.h>
 

@@ -1,6 +1,6 @@
-// The driver's calls of driver.h on files in memory, for tests without a GPU: what one process shares, another one
-// maps. Copies on a stream are those of the process that copies: any other process that makes one is ended, as it might
-// wait there for a kernel that waits for the copy.
+// The driver's calls of driver.h on files in memory, for tests without a GPU: memory that one process shares, another
+// one maps. Copies on a stream are those of the process that copies: any other process that makes one is ended, as it
+// might wait there for a kernel that waits for the copy.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -47,7 +47,7 @@ class ProcessWorld {
   void Cut() const;                   // this rank's network
   char* staging() const { return staging_; }
   uint64_t staging_bytes() const { return staging_bytes_; }
-  const std::string& started() const { return started_; }  // what NCCL is and has
+  const std::string& started() const { return started_; }  // NCCL's version and parts
 
   RankState state;
   NcclLink link{};

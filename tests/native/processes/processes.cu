@@ -139,7 +139,7 @@ std::string RunRandom(const ProcessOptions& o, ProcessWorld& world, const std::v
               took * 1e6 / static_cast<double>(o.calls));
 }
 
-// What counters stand at must be kept on the device: a graph repeats the host's numbers.
+// The device must keep the counters' values: a graph repeats the host's numbers.
 std::string RunGraph(const ProcessOptions&, ProcessWorld& world, const std::vector<ProcessOperation>& pool) {
   const cudaStream_t stream = world.state.stream[0];
   cudaGraph_t graph;
@@ -277,7 +277,7 @@ double RateOf(const ProcessOptions& o) {
   const size_t at = o.faults.find("bytes_per_s=");
   return at == std::string::npos ? 0 : std::atof(o.faults.c_str() + at + 12);
 }
-// Operations of the sizes that matter over a slow network: what else there is to do hides behind it.
+// Operations of realistic sizes over a slow network, which hides all other work.
 std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
   const double rate = RateOf(o);
   if (rate <= 0) return "left out: the network is not slow (--faults bytes_per_s=...)";
@@ -358,7 +358,7 @@ void Print(const char* scenario, bool passed, double took, const std::string& te
   std::fflush(stdout);
 }
 
-// A child. Never returns: what CUDA and NCCL would do at the end of a process may wait for others.
+// A child. Never returns: the exit handlers of CUDA and NCCL may wait for other processes.
 [[noreturn]] void Child(const ProcessScenario& scenario, const ProcessOptions& o, Shared* shared) {
   Shared::Report& report = shared->reports[o.rank];
   const std::unique_ptr<Meeting> meeting = MeetInMemory(shared, o.rank, o.ranks);

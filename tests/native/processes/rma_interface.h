@@ -1,6 +1,6 @@
-// What NCCL (2.32 and later) asks of a plugin for remote memory access: a table under the name `ncclRmaPlugin_v14` in a
-// library that NCCL_RMA_PLUGIN names. Declared here and not included, because NCCL's package has no headers for
-// plugins.
+// The interface of NCCL (2.32 and later) for a plugin of remote memory access: a table under the name
+// `ncclRmaPlugin_v14` in a library that NCCL_RMA_PLUGIN names. Declared here and not included, because NCCL's package
+// has no headers for plugins.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +46,8 @@ struct ContextConfig {
   int contexts, traffic_class, rank_stride;
 };
 
-// "Memory" is what `register_memory` gave: all ranks register in the same order, so own memory stands for the peer's.
+// "Memory" is the result of `register_memory`: all ranks register in the same order, so own memory stands for the
+// peer's.
 struct Plugin {
   const char* name;
   int (*init)(void** state, uint64_t communicator, Log log);
