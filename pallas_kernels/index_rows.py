@@ -22,7 +22,7 @@ from xen_moe_jax.pallas_kernels.launch import Launch, divided
 from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, counted_by_depth, ordered, packed
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
-NOBODYS = 128
+PADDING = 128
 """Places behind a window, for rows that lie in another one."""
 AT_ONCE = 8
 
@@ -188,7 +188,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
 def smem_bytes(tokens: int, top_k: int, window: int) -> int:
     """SMEM of the windows and the table; the numbers of the sources take little besides."""
     static = _Static(Record(LANES, "int8"), top_k, records_at_once(tokens), window)
-    return 4 * (tokens * top_k + NOBODYS + 2 * (window + NOBODYS) + static.lines * static.block)
+    return 4 * (tokens * top_k + PADDING + 2 * (window + PADDING) + static.lines * static.block)
 
 
 def index_rows(
@@ -218,7 +218,7 @@ def index_rows(
       elsewhere.
     """
     ranks = start.shape[0]
-    window = min(window, -(-size // NOBODYS) * NOBODYS)
+    window = min(window, -(-size // PADDING) * PADDING)
     windows = -(-size // window)
     entries = -(-tokens * top_k // LANES) * LANES
     static = _Static(record, top_k, records_at_once(tokens), window)
@@ -226,7 +226,7 @@ def index_rows(
     words = static.lines * static.block
     names = ["start", "count", "facts", "staged", "none", "zero", "no_row", "source", "weights", "positions"]
     names += ["headers", "came", "lines", "table", "moved", "source_window", "weights_window", "positions_window"]
-    in_window = (launch.cores, windows, 1, window + NOBODYS)
+    in_window = (launch.cores, windows, 1, window + PADDING)
     source, weights, positions = launch.call(
         functools.partial(_body, static=static),
         _Refs,
@@ -246,8 +246,8 @@ def index_rows(
                 pltpu.VMEM((1, words), jnp.int32),
                 pltpu.SMEM((words,), jnp.int32),
                 pltpu.SemaphoreType.DMA,
-                pltpu.SMEM((1, window + NOBODYS), jnp.int32),
-                pltpu.SMEM((1, window + NOBODYS), jnp.int32),
+                pltpu.SMEM((1, window + PADDING), jnp.int32),
+                pltpu.SMEM((1, window + PADDING), jnp.int32),
                 pltpu.SMEM((1, entries), jnp.int32),
             ],
         ),
@@ -257,8 +257,8 @@ def index_rows(
         count,
         jnp.stack(facts).astype(jnp.int32),
         staged,
-        jnp.full((1, 1, window + NOBODYS), -1, jnp.int32),
-        jnp.zeros((1, 1, window + NOBODYS), jnp.int32),
+        jnp.full((1, 1, window + PADDING), -1, jnp.int32),
+        jnp.zeros((1, 1, window + PADDING), jnp.int32),
         jnp.full((1, 1, entries), -1, jnp.int32),
     )
     # one core knows a row; every other core has -1 and 0 there

@@ -80,7 +80,7 @@ class Outgoing:
         return self.buffer.at[:, rows] if self.spread else self.buffer.at[rows]
 
 
-def _everybody(i: Any) -> Any:
+def _every_rank(i: Any) -> Any:
     return i
 
 
@@ -102,7 +102,7 @@ class Link:
     recv: Any = None
     credits: Any = None
     place: Any = None
-    ids: Callable[[Any], Any] = _everybody
+    ids: Callable[[Any], Any] = _every_rank
     count: int | None = None
 
     @property

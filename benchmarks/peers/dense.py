@@ -12,7 +12,7 @@ from xen_moe_jax.tuning.problem import AXIS
 from xen_moe_jax.tuning.workload import Capacities, Workload
 
 
-def everyone(tree: Any) -> Any:
+def from_all_ranks(tree: Any) -> Any:
     """Gathers every rank's rows, in the order of the ranks."""
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, AXIS, tiled=True), tree)
 
@@ -26,7 +26,7 @@ def gather_and_scatter(work: Workload, caps: Capacities, *, by_token: bool = Fal
     """
 
     def dispatch(tokens, topk_idx):
-        gathered, idx = everyone(tokens), everyone(topk_idx)
+        gathered, idx = from_all_ranks(tokens), from_all_ranks(topk_idx)
         local = idx.reshape(-1) - jax.lax.axis_index(AXIS) * work.local_experts
         key = jnp.where((local >= 0) & (local < work.local_experts), local, work.local_experts)
         order = jnp.argsort(key, stable=True)[: caps.grouped].astype(jnp.int32)
@@ -36,7 +36,7 @@ def gather_and_scatter(work: Workload, caps: Capacities, *, by_token: bool = Fal
 
     def combine(y, route, topk_weights):
         order, here = route
-        weights = everyone(topk_weights)
+        weights = from_all_ranks(topk_weights)
         mine = here < work.local_experts
         if by_token:
             row = jnp.full((weights.size,), -1, jnp.int32)

@@ -37,10 +37,10 @@ def rows(
         moved = tpu_programs.traffic(
             case, operation, tpu_bundles.moves(routing), sizes["hidden"], sizes["top_k"], devices
         )
-        everybody = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
-        wire = topology.all_gather_us if everybody else topology.all_to_all_us
+        gathers = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
+        wire = topology.all_gather_us if gathers else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
-        if few or everybody != ("xen_moe_pack_tokens" in program.kernels):
+        if few or gathers != ("xen_moe_pack_tokens" in program.kernels):
             continue  # this number of devices runs another program than the compiled one
         counted = tpu_bundles.counts(program, routing, case.layout == "padded")
         us = 1e6 / topology.clock_hz

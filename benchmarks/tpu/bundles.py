@@ -421,8 +421,8 @@ def main() -> int:
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"])["ici_bytes"]
-        everybody = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
-        wire_us = topology.all_gather_us(wire) if everybody else topology.all_to_all_us(wire)
+        gathers = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
+        wire_us = topology.all_gather_us(wire) if gathers else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():
             print(f"  {name:28} {n / topology.clock_hz * 1e6:8.1f} us", end="")

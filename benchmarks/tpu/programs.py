@@ -100,8 +100,8 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     header = Header(top_k).words if operation == "dispatch" else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
-    everybody = not halves and gathered(case, operation, ranks, top_k)
-    if everybody:
+    gathers = not halves and gathered(case, operation, ranks, top_k)
+    if gathers:
         counts = dataclasses.replace(counts, off_rank=(ranks - 1) * case.tokens, records=ranks * case.tokens)
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2
     if operation == "dispatch":
@@ -110,7 +110,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     else:
         hbm = 2 * rows + 2 * counts.records * record + tokens
         local = counts.rows + counts.records
-    remote = 0 if everybody else counts.records
+    remote = 0 if gathers else counts.records
     if halves:  # the send buffer is written and read once, by local DMAs
         hbm, local, remote = hbm + 2 * counts.records * record, local + counts.records, 8
     return {

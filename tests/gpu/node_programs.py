@@ -117,18 +117,18 @@ def by_start_and_done(mesh: Mesh, config: xm.KernelConfig) -> list[str]:
             for way in (async_programs.WHOLE, async_programs.SPLIT)
         )
         wanted = [own(v) for v in jax.tree.leaves(whole(*args))]
-        before = _flown()
+        before = _async_launches()
         wrong = 0
         for _ in range(3):
             got = [own(v) for v in jax.tree.leaves(split(*args))]
             wrong += sum(not np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
         print(f"by start and done, {name}: {f'{wrong} different' if wrong else 'same'}", flush=True)
         failed += [f"by start and done, {name}: {wrong} different"] if wrong else []
-        failed += [f"by start and done, {name}: nothing was pending"] if _flown() == before else []
+        failed += [f"by start and done, {name}: nothing was pending"] if _async_launches() == before else []
     return failed
 
 
-def _flown() -> int:
+def _async_launches() -> int:
     return sum(w["launches"] for w in cuda.workspaces() if w["flights"])
 
 

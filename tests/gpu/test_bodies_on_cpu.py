@@ -218,7 +218,7 @@ def test_programs_of_the_failure_tests_give_back_what_they_got():
 
 
 @pytest.mark.slow
-def test_chaos_on_cpu_stops_ranks_and_finds_a_death_that_nobody_names():
+def test_chaos_on_cpu_stops_ranks_and_finds_an_unnamed_death():
     """The plain backend has no liveness: stalls pass, and the kill is reported as the fault that it is here."""
     environment = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags())
     extra = ("--cpu", "--backend", "reference")

@@ -77,7 +77,7 @@ def test_more_than_sixteen_processes(network, mode):
     run(network, 18, 6, *options, mode, share=0.15)
 
 
-def test_nodes_that_nobody_has_named_are_found(network):
+def test_unnamed_nodes_are_found(network):
     run(network, 4, 2, "--cases", "grouped,padded,grouped-two-axes", "--found")
 
 

@@ -22,7 +22,7 @@ THOROUGH = (
     "backends/pallas/test_aot.py::test_full_size_program[tpu7x-decode]",
     "backends/pallas/test_aot.py::test_start_and_done_on_a_large_topology[v5e-64]",
     "backends/pallas/test_layer.py::test_a_layer_needs_less_memory_than_the_peer",
-    "backends/pallas/test_layer.py::test_a_decode_of_the_flax_layer_is_grouped_and_goes_to_everybody",
+    "backends/pallas/test_layer.py::test_a_decode_of_the_flax_layer_is_grouped_and_gathered",
     "backends/pallas/test_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",

@@ -78,7 +78,7 @@ def test_a_missing_announcement_is_found():
     assert "deadlock" in wrong(sequences(steps))
 
 
-def test_credits_that_nobody_waits_for_are_found():
+def test_unawaited_credits_are_found():
     steps = tuple(s for s in peers.KERNEL if s not in peers.LEAVE)
     assert {"stray", "not at rest"} & wrong(sequences(steps))
 

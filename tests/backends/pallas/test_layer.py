@@ -91,7 +91,7 @@ def test_a_row_takes_the_place_of_an_earlier_one():
 
 
 @pytest.mark.tpu_aot
-def test_a_decode_of_the_flax_layer_is_grouped_and_goes_to_everybody():
+def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     """Defaults choose the layout and the mode that are quickest for a decode on TPU (docs/design/tpu.md)."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     mesh = tpu_topologies.mesh("v5e")

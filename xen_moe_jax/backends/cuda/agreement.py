@@ -89,8 +89,8 @@ class Agreement:
         self._store.set(f"{base}/{self._process}", payload)
         limit = self._clock() + seconds
         if self._process == 0:
-            said = [self._wait(f"{base}/{p}", limit, range(self._count)) for p in range(self._count)]
-            absent = [p for p, value in enumerate(said) if value is None]
+            values = [self._wait(f"{base}/{p}", limit, range(self._count)) for p in range(self._count)]
+            absent = [p for p, value in enumerate(values) if value is None]
             gone = sorted(set(absent) & set(self._dead())) if without_dead else []
             late = [p for p in absent if p not in gone]
             if late:
@@ -101,15 +101,15 @@ class Agreement:
                 first = self._store.set_once(f"{base}/verdict", verdict)
                 self._next += first == verdict
             self._obey(key, first)
-            return ticket, [value or b"" for value in said], gone
+            return ticket, [value or b"" for value in values], gone
         grace = 5.0  # process 0 began to wait when it came, perhaps later than this one
         answer = self._wait(f"{base}/verdict", limit + grace, (0,))
         if answer is None:
             late = [p for p in range(self._count) if self._store.get(f"{base}/{p}", 0.001) is None]
             answer = self._end(base, late or [0], seconds)
         ticket, gone = self._obey(key, answer)
-        words = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
-        return ticket, words, gone
+        payloads = [b"" if p in gone else self._store.get(f"{base}/{p}", SLICE_S) or b"" for p in range(self._count)]
+        return ticket, payloads, gone
 
     def _end(self, base: str, late: list[int], seconds: float) -> bytes:
         """Writes the verdict that the agreement fails because `late` did not come, unless there is a verdict already;

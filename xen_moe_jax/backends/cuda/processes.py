@@ -97,9 +97,9 @@ def choose(compiled: Any, client: Any, process: int, count: int) -> str:
     """Returns "nvshmem" or "nccl", the same in every process. Each process publishes its node, the provider that its
     environment asks for, and the parts missing for it; all processes decide from the same entries."""
     asked = os.environ.get(MEMORY, "").lower()
-    said = _say(client, process, count, "asked", {"node": _node(), "asked": asked})
-    provider, several = decide(said), _nodes(said) > 1
-    lacks = _say(client, process, count, "lacks", _lacks(compiled, provider, several))
+    entries = _publish(client, process, count, "asked", {"node": _node(), "asked": asked})
+    provider, several = decide(entries), _nodes(entries) > 1
+    lacks = _publish(client, process, count, "lacks", _lacks(compiled, provider, several))
     for p, why in enumerate(lacks):
         if why:
             other = f"; {OTHER}" if provider == "nvshmem" else ""
@@ -107,22 +107,22 @@ def choose(compiled: Any, client: Any, process: int, count: int) -> str:
     return provider
 
 
-def decide(said: list[dict[str, Any]]) -> str:
-    """Returns the provider that all processes use. Each entry of `said` has a process's `node` and the provider that
+def decide(entries: list[dict[str, Any]]) -> str:
+    """Returns the provider that all processes use. Each entry has a process's `node` and the provider that
     its environment `asked` for, "" for none.
 
     Raises:
       ValueError: as `start`, in all processes alike.
     """
-    for p, one in enumerate(said):
-        if one["asked"] and one["asked"] not in CHOICES:
-            raise ValueError(f"{MEMORY}={one['asked']!r} in process {p}: must be one of {', '.join(CHOICES)}")
-        if one["asked"] != said[0]["asked"]:
+    for p, entry in enumerate(entries):
+        if entry["asked"] and entry["asked"] not in CHOICES:
+            raise ValueError(f"{MEMORY}={entry['asked']!r} in process {p}: must be one of {', '.join(CHOICES)}")
+        if entry["asked"] != entries[0]["asked"]:
             raise ValueError(
-                f"{MEMORY} is {said[0]['asked']!r} in process 0 and {one['asked']!r} in process {p}: all processes of "
-                "a job share one kind of memory; set it to the same in all of them"
+                f"{MEMORY} is {entries[0]['asked']!r} in process 0 and {entry['asked']!r} in process {p}: all "
+                "processes of a job share one kind of memory; set it to the same in all of them"
             )
-    asked, nodes = said[0]["asked"], _nodes(said)
+    asked, nodes = entries[0]["asked"], _nodes(entries)
     if nodes > 1 and asked == "nvshmem":
         raise ValueError(
             f"the processes are on {nodes} nodes and {MEMORY}=nvshmem, which reaches the ranks of an axis over NVLink "
@@ -132,11 +132,11 @@ def decide(said: list[dict[str, Any]]) -> str:
     return asked or ("nccl" if nodes > 1 else "nvshmem")
 
 
-def _nodes(said: list[dict[str, Any]]) -> int:
-    return len({one["node"] for one in said})
+def _nodes(entries: list[dict[str, Any]]) -> int:
+    return len({entry["node"] for entry in entries})
 
 
-def _say(client: Any, process: int, count: int, about: str, mine: Any) -> list[Any]:
+def _publish(client: Any, process: int, count: int, about: str, mine: Any) -> list[Any]:
     """Publishes `mine` under the name `about` and returns the entries of all processes, by process."""
     client.key_value_set_bytes(f"{PREFIX}/{about}/{process}", json.dumps(mine).encode())
     keys = (f"{PREFIX}/{about}/{p}" for p in range(count))
