@@ -1,4 +1,4 @@
-"""Inactive ranks: which entries of a routing still move.
+"""Inactive ranks: masks the entries of a routing that do not move.
 
 `active` is an operand, bool `[R]`, or the literal `EVERY_RANK` where a call has none: no residual holds it then, and
 XLA's compiler crashes on arrays without elements that leave a scan inside `jax.shard_map`. An entry of `topk_idx`

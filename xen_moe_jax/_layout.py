@@ -34,7 +34,7 @@ def round_up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
-    """For each entry of int32 `bins [N]`: how many earlier entries name the same bin; and `counts [num_bins]`.
+    """For each entry of int32 `bins [N]` the number of earlier entries that name the same bin; and `counts [num_bins]`.
 
     Entries outside `[0, num_bins)` get an arbitrary order. A stable sort, not a one-hot sum: O(N log N) for any
     number of bins.
@@ -53,7 +53,7 @@ def owners(topk_idx: jax.Array, local_experts: int) -> jax.Array:
 
 
 def ranks_hit(topk_idx: jax.Array, num_ranks: int, local_experts: int) -> jax.Array:
-    """bool `[..., T, R]`: does token `t` reach rank `r`? `topk_idx [..., T, K]` is sanitised."""
+    """bool `[..., T, R]`: True where token `t` reaches rank `r`. `topk_idx [..., T, K]` is sanitised."""
     owner = owners(topk_idx, local_experts)
     ranks = jax.lax.broadcasted_iota(jnp.int32, (*owner.shape, num_ranks), owner.ndim)
     return jnp.any(owner[..., None] == ranks, axis=-2)
@@ -64,7 +64,7 @@ class SourceRouting(NamedTuple):
 
     Attributes:
       topk_idx: int32 `[T, K]`, sanitised.
-      order: int32 `[T, K]`, how many earlier (token, slot) pairs of this source name the same expert.
+      order: int32 `[T, K]`, number of earlier (token, slot) pairs of this source that name the same expert.
       counts: int32 `[E]`, pairs per expert.
       pairs: int32 `[R]`, tokens that reach each rank.
     """

@@ -44,7 +44,7 @@ class PendingDispatch:
 
     Attributes:
       operands: operands of the start, which the done operation takes again.
-      withheld: number of rows that `active` keeps at home, or None.
+      withheld: number of rows that are not sent because of `active`, or None.
       pending: arrays that the backend has started to fill.
     """
 

@@ -39,7 +39,8 @@ class PreparedDispatch(NamedTuple):
     `given_topk_idx`: int32, as the caller gave it; the operand of a dispatch, which handles indices out of range.
     It also returns the indices sanitised, with -1 for slots that `active` leaves out, so that nothing else need run
     before a dispatch. `dispatch_start` takes `topk_idx`.
-    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows that stay at home for it, None for every rank.
+    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows that are not sent because of it, None for every
+    rank.
     """
 
     static: Static

@@ -165,7 +165,8 @@ def _tuned_config(operation: str, ctx: mlir.LoweringRuleContext, params: dict[st
 
 
 def _plain_avals(ctx: mlir.LoweringRuleContext) -> Sequence[Any]:
-    """Varying axes were checked when the primitive was traced; inside its implementation they only get in the way."""
+    """Returns avals without varying axes: these were checked when the primitive was traced, and only get in the way
+    inside its implementation."""
     return [_jax_internals.without_varying(aval) for aval in ctx.avals_in]
 
 

@@ -54,7 +54,7 @@ def through_experts(
     tokens: Chunk,
     active: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dispatch, experts, combine.
+    """Runs dispatch, experts and combine.
 
     Args:
       experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
@@ -97,7 +97,7 @@ def _overlaps(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> bool
 
 
 def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
-    """Equal parts; the last one is filled up with tokens whose slots are all unused."""
+    """Splits tokens into equal parts; the last one is filled up with tokens whose slots are all unused."""
     size = -(-tokens.x.shape[0] // num_chunks)
     extra = size * num_chunks - tokens.x.shape[0]
     if extra:
@@ -108,7 +108,7 @@ def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
 
 
 def _one_by_one(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-    """`run` on each chunk alone, the next after the last: the barrier orders the backward pass too, in reverse."""
+    """Calls `run` on each chunk alone, one after the other: the barrier orders the backward pass too, in reverse."""
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
     for chunk in chunks:

@@ -44,7 +44,7 @@ class _Placement:
     explicit: bool
 
     def reshard(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """On explicit axes, `array` sharded by `spec`; a mesh that is not the context's has to be named."""
+        """Returns `array` sharded by `spec` on explicit axes; a mesh other than the context's has to be named."""
         if not self.explicit:
             return array
         return jax.sharding.reshard(array, spec if self.mesh is None else NamedSharding(self.mesh, spec))
@@ -159,7 +159,7 @@ def _check_topk_idx(config: MoEConfig, x: Any, topk_idx: Any) -> None:
 
 
 def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
-    """Inside the caller's `shard_map`: the axes that hold different tokens."""
+    """Returns the axes that hold different tokens, inside the caller's `shard_map`."""
     tracked = jax.typeof(x).manual_axis_type
     varying = tracked.varying if tracked is not None else frozenset()
     if config.token_axes is None:
@@ -267,7 +267,8 @@ def _mapped(
 def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Tokens, int | None]:
     """Returns tokens `[N, H]` with masked ones at the end, so that every shard has the same number, at least one.
 
-    The dimensions no longer say where a sequence ends: the tokens then carry its number, of as many as are returned.
+    The dimensions no longer tell where a sequence ends: the tokens then carry the numbers of their sequences, and the
+    second result is the number of sequences.
     """
     num_sequences = None
     if config.sequence_loss_weight:

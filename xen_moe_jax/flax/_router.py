@@ -110,7 +110,7 @@ def _weights(config: MoEConfig, logits: jax.Array | None, topk_idx: jax.Array) -
 
 
 def softmax_or_sigmoid(config: MoEConfig) -> str:
-    """Returns the score by which experts are chosen and balanced; "sparsemixer" weighs those of a softmax."""
+    """Returns the score by which experts are chosen and balanced; "sparsemixer" uses the scores of a softmax."""
     return "softmax" if config.score == "sparsemixer" else config.score
 
 
@@ -131,7 +131,7 @@ def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:
     for slot in range(k):
         drawn = _mixed(ids + jnp.uint32(0x9E3779B9 * (slot + 1) % 2**32)) % jnp.uint32(num_experts - slot)
         expert = drawn.astype(jnp.int32)
-        # the drawn-th of those left: step over the chosen ones in ascending order
+        # the drawn-th of the remaining experts: step over the chosen ones in ascending order
         for taken in jnp.sort(jnp.stack(chosen), axis=0) if chosen else ():
             expert = expert + (expert >= taken)
         chosen.append(expert)

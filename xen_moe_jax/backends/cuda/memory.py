@@ -22,7 +22,7 @@ from xen_moe_jax.backends.cuda import schedule as schedules
 
 SMALL_BATCH = 4096
 CHANGE_S = 600.0
-"""For the other processes to come when memory changes: they may be compiling."""
+"""Seconds that the other processes have to come when memory changes: they may be compiling."""
 CLOSE_S = 30.0
 RESET_S = 60.0
 
@@ -61,7 +61,7 @@ def buffer_size_hint(
         schedules.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=low_latency
     )
     attrs = call.attributes(spec, hidden, dtype, schedule, config, wire=wire, scaled=scaled)
-    attrs["chunk_tokens"] = schedules.chunk_tokens(spec, config)  # of the other kernels: they may run too
+    attrs["chunk_tokens"] = schedules.chunk_tokens(spec, config)  # of the throughput kernels: they may run too
     return module.compiled().dispatch_staging_bytes(attrs)
 
 

@@ -21,7 +21,7 @@ REMEDY = (
 )
 
 PUTS_SINCE = (2, 32)
-"""The first with the device interface that cuda_kernels/node/nccl_transport.cuh is compiled for."""
+"""The first version with the device interface that cuda_kernels/node/nccl_transport.cuh is compiled for."""
 BUILD = (
     f"build it again in a checkout with nvidia-nccl-cu13 {PUTS_SINCE[0]}.{PUTS_SINCE[1]} or later there, or NCCL_HOME "
     "set (docs/design/nodes.md)"
@@ -67,7 +67,7 @@ def usable() -> tuple[pathlib.Path, tuple[int, int, int]]:
     """The library and its version, once it is known to be new enough.
 
     Raises:
-      BackendUnavailable: there is none, or none that will do.
+      BackendUnavailable: there is no library, or none that is new enough.
     """
     path = find()
     if path is None:
