@@ -269,7 +269,7 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "flax/test_active.py::test_one_program_serves_every_subset[padded-Explicit]",
     "flax/test_active.py::test_one_program_serves_every_subset[chunks and remat-Explicit]",
     "flax/test_chunks.py::test_same_results_in_chunks[none, flights]",
-    # the rest of what CI runs one or two of
+    # the rest of families of which CI runs one or two
     "native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-1-0]",
     "native/emulator/test_kernels_emulated.py::test_scenario[random-2-2-64-1500]",
     "native/emulator/test_kernels_emulated.py::test_scenario[random-4-2-64-300]",
