@@ -143,7 +143,8 @@ def test_a_least_sum_of_softmax_scores():
 
 
 def test_sparsemixer():
-    """Slot by slot: the softmax over what is left and within 2 * eps of the best, as torch has it for Phi-3.5-MoE."""
+    """Slot by slot: the softmax over the remaining experts within 2 * eps of the best, as torch has it for
+    Phi-3.5-MoE."""
     x, eps = logits(8) + np.where(np.arange(T) % 2, 2.0, -2.0).astype(np.float32)[:, None], 0.2
     idx = np.argsort(-x, axis=1)[:, :2]
     expected = np.zeros((T, 2))

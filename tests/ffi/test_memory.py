@@ -23,7 +23,8 @@ def test_an_operation_finds_memory(memory):
 
 
 def test_a_process_that_lowered_nothing_learns_about_its_job_once(memory):
-    """As a loaded program does: devices by their place in the job, which Python describes when it is first needed."""
+    """A loaded program does this: it names devices by their place in the job, which Python describes at the first
+    need."""
     memory.clear()
     calls = []
 

@@ -162,7 +162,7 @@ def test_doctor_names_the_headers_of_the_kernels_between_nodes(monkeypatch):
     assert doctor.nccl_kernels().ok is None
 
 
-# -- what a job uses ---------------------------------------------------------------------------------------------------
+# -- the provider of a job ---------------------------------------------------------------------------------------------
 
 FINE = {"node": "a", "asked": ""}
 
@@ -187,7 +187,7 @@ def test_processes_that_differ_are_told_in_what(second, message):
 
 
 class Alone:
-    """The store of a job of one process, or of one with others, who have `said` what they say before."""
+    """The store of a job of one process, or of several processes, whose entries are in `said` from the beginning."""
 
     def __init__(self, **said) -> None:
         self.said = {f"{start.PREFIX}/{about}/1": json.dumps(words).encode() for about, words in said.items()}
@@ -401,7 +401,7 @@ def test_operations_in_flight_between_nodes_have_a_connection_of_their_own(tmp_p
 
 
 def test_a_reset_waits_for_nothing_of_a_process_that_has_ended(tmp_path):
-    """Where ranks may be out: process 1 is rank 2 of two nodes, and what was put to it never completes."""
+    """Some ranks may be inactive: process 1 is rank 2 of two nodes, and puts to it never complete."""
     with job("node_goes_on", tmp_path, 4) as running:
         for process in running:
             assert process.stdout.readline().strip() == "ready", process.stderr.read()[-2000:]

@@ -1,6 +1,6 @@
 """Processes that share symmetric memory: they agree, or all fail alike with the culprit's name; a death is noticed.
 
-Real processes over host memory; see tests/support/cuda_memory_worker.py. `make memory-test` builds what they need.
+Real processes over host memory; see tests/support/cuda_memory_worker.py. `make memory-test` builds their module.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def test_a_killed_process_is_named_within_ten_seconds_and_ends_the_wait_for_it(t
 
 
 def test_the_others_reset_and_go_on_without_a_killed_process(tmp_path):
-    """Where programs are told who takes part: no failure until an operation needs it, then one reset of all others."""
+    """If programs take `active`, a death fails no operation until one needs the dead rank; then all other processes
+    reset once."""
     with Job("one_is_left_out", str(tmp_path)) as job:
         job.ready()
         job.processes[1].kill()

@@ -169,8 +169,8 @@ def test_memory_of_the_compiled_program_shrinks():
 
 @pytest.mark.parametrize("remat", ["experts", "all"])
 def test_gradients_of_the_weights_are_one_sum(remat):
-    """Where the weights are far larger than the rows, there is one sum and the addend of one chunk, not one addend for
-    each chunk."""
+    """There is one sum and the addend of one chunk, not one addend for each chunk; the weights are far larger than the
+    rows."""
     config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, num_chunks=8, remat=remat)
     graph, state = nnx.split(layer(config))
 
@@ -244,7 +244,7 @@ def _dependencies(jaxpr):
 
 
 def test_chunks_take_turns_where_operations_do_not_overlap(monkeypatch):
-    """As on GPUs, operations are synchronous, and each chunk's dispatch follows the combine of the previous chunk."""
+    """Operations are synchronous, as on GPUs, and each chunk's dispatch follows the combine of the previous chunk."""
     monkeypatch.setattr(_chunks, "OVERLAPPING", ())
     config = dataclasses.replace(CONFIG, num_chunks=4, kernel=SPLIT)  # unlike any traced before
     graph, state = nnx.split(layer(config))

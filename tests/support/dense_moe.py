@@ -46,7 +46,8 @@ def router_weights(config, weights, x):
 
 
 def sparsemixer(config, logits):
-    """As `router_weights`; every expert but the chosen ones before it competes, unless it is too far from the best."""
+    """Computes `router_weights`, but every expert except those chosen before competes, unless it is too far from the
+    best."""
     experts = jnp.arange(logits.shape[1])
     left, share = logits, jnp.zeros_like(logits)
     for _ in range(config.top_k):

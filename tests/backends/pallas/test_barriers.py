@@ -1,4 +1,4 @@
-"""When a rank may write into a peer: all interleavings of the protocol, and checks that the kernels follow it."""
+"""The protocol by which a rank may write into a peer: all its interleavings, and checks that the kernels follow it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 // A stand-in for libnccl.so.2 over host memory, with the functions that ffi/nccl_api.h names. Processes meet in a
-// folder that the unique id names, and map each other's memory through /proc. Like NCCL: what is begun ends on a thread
-// of its own, a window is collective, and who waits for a process that has died or aborted gets an error.
+// folder that the unique id names, and map each other's memory through /proc. Like NCCL: a call that is begun ends on a
+// thread of its own, a window is collective, and a rank that waits for a process that has died or aborted gets an
+// error.
 //
-// Tests tell it what to do through fake_nccl_set, in the process that has loaded it:
-//   version       what ncclGetVersion says; also FAKE_NCCL_VERSION in the environment
-//   fail_alloc    the call of ncclMemAlloc after so many more fails; -1: none
+// Tests set its behaviour through fake_nccl_set, in the process that has loaded it:
+//   version       result of ncclGetVersion; also FAKE_NCCL_VERSION in the environment
+//   fail_alloc    number of calls of ncclMemAlloc before one fails; -1: none
 //   stall         a window is not begun until this is 0 again
-//   deaf          who has died or aborted is not noticed
+//   deaf          deaths and aborts of processes are not noticed
 //   no_windows    the GPUs have no peer access: a window ends well and is null
 //   far_rank      this rank shares no NVLink: no pointer to its memory; -1: none
-//   node_ranks    so many consecutive ranks share NVLink, and have no pointer to others; 0: all
+//   node_ranks    number of consecutive ranks that share NVLink, and have no pointer to others; 0: all
 // and ask through fake_nccl_get: windows, blocks (bytes allocated), aborted.
 #include <dirent.h>
 #include <fcntl.h>
@@ -105,7 +106,7 @@ struct Comm {
   std::thread work;
 
   std::string Path(const std::string& what, int of) const { return folder + "/" + what + "-" + std::to_string(of); }
-  // Says `words` under a name, and waits until all have; what they said.
+  // Publishes `words` under a name, waits until all processes have done so, and returns the words of all.
   int Meet(const std::string& what, const std::string& words, std::vector<std::string>* said) {
     const std::string part = Path(what, rank) + ".part";
     std::ofstream(part) << words << "\n";
@@ -201,13 +202,13 @@ void fake_nccl_set(const char* name, long value) {
   knobs.at(name) = value;
 }
 long fake_nccl_get(const char* name) { return Knob(name); }
-// Whether this process has allocated it, as opposed to mapped.
+// True if this process has allocated the block, as opposed to mapped it.
 long fake_nccl_owns(void* block) {
   std::lock_guard<std::mutex> lock(mutex);
   return static_cast<long>(memory.count(block));
 }
 
-// What a kernel's put does: into the memory behind a window, on whatever node it is.
+// Does a kernel's put: into the memory behind a window, on any node.
 void fake_nccl_put(Window* window, int rank, size_t offset, const void* from, size_t bytes) {
   std::memcpy(static_cast<char*>(window->peers.at(rank)) + offset, from, bytes);
 }
@@ -312,8 +313,8 @@ int ncclCommWindowDeregister(Comm* comm, Window* window) {
   delete window;
   return kSuccess;
 }
-// Requirements and the communicator: opaque here, but for what the real ones begin with (size, magic). What is made
-// says who asked for what: rank, ranks, then the requirements as far as there is room.
+// Requirements and the communicator are opaque here, but for their first words (size, magic), as in the real ones. The
+// communicator records its request: rank, ranks, then the requirements as far as there is room.
 int ncclDevCommCreate(Comm* comm, const void* requirements, void* out) {
   const auto* words = static_cast<const uint64_t*>(requirements);
   if (static_cast<unsigned>(words[1]) != 0xcafebeef) return Fail(kInvalidArgument, "no requirements");

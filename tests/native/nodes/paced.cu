@@ -1,4 +1,4 @@
-// Times dispatch and combine between virtual nodes whose link carries so many bytes a second out of each GPU
+// Times dispatch and combine between virtual nodes whose link carries a given number of bytes a second out of each GPU
 // (paced_link.cuh), without JAX: how well the kernels hide the slow link.
 //   paced --ranks R --per-node G --gpus N --rate GB/s --tokens T --hidden H --chunk-tokens C --blocks B --repeats N
 //         --pacer-blocks P --seconds S --json FILE --mode operations|link-only

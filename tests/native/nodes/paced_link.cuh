@@ -1,13 +1,13 @@
 // transport.cuh for virtual nodes of one host with a slow link between them: puts go into a queue in device memory, and
-// a pacer, a kernel that runs beside the operations, carries them out by pointer at so many bytes a second and no more.
-// For measuring how well the kernels across nodes hide the slow link, where there is no network card.
+// a pacer, a kernel that runs beside the operations, carries them out by pointer at no more than a given number of
+// bytes a second. For measuring how well the kernels across nodes hide the slow link, where there is no network card.
 //
-// What it models: a card for each rank. Warps post puts and go on; the card takes them in the order in which they were
+// The model is a card for each rank. Warps post puts and go on; the card takes them in the order in which they were
 // posted, one after the other, reads the source when its turn comes, and raises a put's signal when the last of its
 // bytes would have left at the given rate, or later where the copy itself took longer. Time that the card was idle is
 // not made up for. Signals of puts behind each other may come in any order, as on a network that reorders: a block may
-// be late with its copy. What it does not: latency of a network, headers and limits of messages, several puts that come
-// into one card at once (the incoming side has no limit), and the multiprocessors of the GPU that the pacer takes,
+// be late with its copy. It does not model the latency of a network, headers and limits of messages, several puts that
+// come into one card at once (the incoming side has no limit), and the multiprocessors of the GPU that the pacer takes,
 // which a card does not.
 //
 // Memory order: a post follows the fence of Transport and is released by its sequence number; a put's stores, a fence

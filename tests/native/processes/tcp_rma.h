@@ -11,7 +11,7 @@
 //   broken       rules that are not kept, to see that tests find it: 1 strong signals are weak, 4 a signal goes before
 //                its own put
 // The source of a put is read when its bytes go out and not before. A peer whose connection has ended is a node that
-// does not answer: what is put to it never completes, and that is no error.
+// does not answer: puts to it never complete, and that is no error.
 #pragma once
 
 #include <cstdint>
