@@ -35,7 +35,7 @@ class Matmuls:
 
 
 def grouped_mm(sizes: Any, lock: str) -> Matmuls:
-    """PyTorch's own, a CUTLASS kernel on Hopper."""
+    """PyTorch's own grouped matmul, a CUTLASS kernel on Hopper."""
     import torch
 
     ends = torch.cumsum(sizes, 0).to(torch.int32)
@@ -80,7 +80,7 @@ def cublas_streams(sizes: Any, lock: str) -> Matmuls:
 
 
 def quack(sizes: Any, lock: str) -> Matmuls:
-    """QuACK's, written in CuTe DSL, with the fastest of `QUACK_TILES` for each of the three."""
+    """QuACK's grouped matmul, written in CuTe DSL, with the fastest of `QUACK_TILES` for each of the three products."""
     import torch
     from quack.gemm_config import GemmConfig
     from quack.gemm_interface import gemm_tuned
@@ -126,7 +126,7 @@ def fastest(configs: list[Any], run: Callable[[Any], Any], lock: str) -> Any:
 
 
 def cudnn(sizes: Any, lock: str) -> Matmuls:
-    """cuDNN's, by its own front end; its gradient of weights needs cuDNN 9.22, and is left out."""
+    """cuDNN's grouped matmul, by its own front end; its gradient of weights needs cuDNN 9.22, and is left out."""
     import torch
 
     try:

@@ -133,7 +133,7 @@ def lowered(given: LayerProblem, operation: str, layer: Any, operands: Operands)
 
 
 def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
-    """The executable, or why there is none."""
+    """Returns the executable, or its error."""
     try:
         return lowered(given, operation, layer, operands).compile()
     except Exception as error:  # a refusal of XLA or of a kernel is a result

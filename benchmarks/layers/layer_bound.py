@@ -80,7 +80,7 @@ def add_layer_options(add: Callable[..., Any]) -> None:
 
 
 def layer_of(options: argparse.Namespace) -> layer_programs.LayerProblem:
-    """One layer of these sizes, its router weights in front."""
+    """Returns one layer of these sizes, with router weights in front of the last matmul."""
     work = Workload(
         tokens=options.tokens, hidden=options.hidden, experts=options.experts, top_k=options.top_k,
         ranks=jax.device_count(), capacity_factor=options.capacity_factor, pool=2,
@@ -190,7 +190,8 @@ def experts_on(num_sms: int | str | None) -> Iterator[None]:
 
 
 def drawn_rows(options: argparse.Namespace, ranks: int, chunks: int) -> tuple[Any, ...]:
-    """For every chunk rows `[R * C, H]`, sizes of groups `[R * L]`, router weights: as many as balanced routing has."""
+    """Draws for every chunk rows `[R * C, H]`, sizes of groups `[R * L]` and router weights, in the numbers of balanced
+    routing."""
     rng = np.random.default_rng(0)
     local = options.experts // ranks
     rows = options.tokens // chunks * options.top_k

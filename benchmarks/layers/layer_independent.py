@@ -120,7 +120,7 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
             return out
 
         def there(x: jax.Array, work: Any, *args: Any) -> Any:
-            """A dispatch, which begins when the last of the results are there."""
+            """Runs a dispatch, which begins when the last of the results are there."""
             x, _ = jax.lax.optimization_barrier((x, results[-1:]))
             factors = layer_programs.router_weights(given.work, weights["router"], x, topk_idx)
             landed = lambda flight: xm.dispatch_done(flight).x  # noqa: E731
@@ -130,7 +130,7 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
             )  # fmt: skip
 
         def back(work: Any, *args: Any) -> Any:
-            """A combine of the rows that are ready."""
+            """Runs a combine of the rows that are ready."""
             y, _ = jax.lax.optimization_barrier((ready.rows, results[-1:]))
             whole = lambda: xm.combine(y, ready.handle, weighted=False, config=sms)  # noqa: E731
             half = lambda: xm.combine_start(y, ready.handle, weighted=False, config=sms)  # noqa: E731
@@ -292,7 +292,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(row: dict[str, Any], results: Any, expected: dict[str, Any], rows: int) -> None:
-    """With those of the program in turn, less arrays of `rows` rows, which have unspecified ones behind the groups.
+    """Compares the results with those of the program in turn, except arrays of `rows` rows, which have unspecified rows
+    past the groups.
 
     Raises:
       WrongResultError: they differ by more than rounding.

@@ -135,7 +135,7 @@ def own_layer(config: MoEConfig, work: Workload) -> Layer:
 
 
 def peer_layer(config: MoEConfig, work: Workload, caps: Capacities, name: str) -> Layer:
-    """The rows moved by one of JAX's ways, and the same experts on them."""
+    """Moves the rows by one of JAX's ways, and runs the same experts on them."""
     peer = peers.PEERS[name].make(work, caps)
     experts = built_in(config)
 
@@ -155,8 +155,8 @@ def peer_layer(config: MoEConfig, work: Workload, caps: Capacities, name: str) -
 
 
 def matmuls_alone(config: MoEConfig, work: Workload, layers: int) -> Layer:
-    """Experts on `T*K` rows in equal groups. One layer alone is given them (`operands_for`); in a stack they are this
-    rank's tokens `K` times, and are added up by token."""
+    """Experts on `T*K` rows in equal groups. A single layer gets these rows as operands (`operands_for`); in a stack
+    they are this rank's tokens `K` times, and are added up by token."""
     experts = built_in(config)
 
     def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:

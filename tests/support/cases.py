@@ -10,7 +10,7 @@ import numpy as np
 
 # -- routings --------------------------------------------------------------------------------------
 def _distinct(rng, probabilities: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """Top-k without repetition; slots beyond the number of experts are unused."""
+    """Draws top-k experts without repetition; slots beyond the number of experts are unused."""
     num_ranks, num_tokens, top_k = shape
     experts = len(probabilities)
     idx = np.full(shape, -1)

@@ -15,7 +15,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def assert_bits(actual, expected, what: str, *, where: np.ndarray | None = None, any_nan: bool = False) -> None:
-    """Same dtype, shape and bits.
+    """Asserts that two arrays have the same dtype, shape and bits.
 
     Args:
       what: name of the array, for the message.

@@ -66,7 +66,7 @@ class Conformance:
 
     @classmethod
     def pytest_generate_tests(cls, metafunc) -> None:
-        """The case table of this class."""
+        """Parametrises the tests by the case table of the class."""
         if "case" in metafunc.fixturenames:
             table = zip(CASE_ROUTINGS, CASE_IDS, strict=True)
             chosen = [(c, i) for c, i in table if cls.selected is None or c[0].name in cls.selected]
@@ -279,7 +279,7 @@ class Conformance:
 
     @pytest.mark.parametrize("layout", cases.LAYOUTS)
     def test_tangents_of_weights_travel_without_rows(self, layout):
-        """A tangent of router weights comes to the rows as weights do."""
+        """A tangent of router weights arrives at the rows as weights do."""
         problem = self.problem(Case("tangents", layout=layout, dtype="float32"), "uniform")
         dots = np.random.default_rng(9).standard_normal(problem.weights.shape).astype(np.float32)
         options = {"axis_name": problem.axis_name, "layout": layout, "config": self.config}
@@ -423,7 +423,7 @@ def _rows_and_weights(routed: xm.Routed):
 
 
 def check_routed(routed: xm.Routed, expected: oracle.Dispatched, capacity: int | None, case: Case) -> None:
-    """Every field of `Routed` and of its handle against the oracle."""
+    """Checks every field of `Routed` and of its handle against the oracle."""
     where = expected.specified
     x = routed.x
     if case.block_scaled:

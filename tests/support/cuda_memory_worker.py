@@ -81,7 +81,7 @@ class Rank:
         self.watcher = processes.watch(self.memory, self.store, process, count)
 
     def wait_for_death(self, process: int, seconds: float = 60.0) -> None:
-        """Until the watcher has noticed it, or the time is up."""
+        """Waits until the watcher has noticed the death, or the time is up."""
         began = time.monotonic()
         while process not in self.watcher.dead() and time.monotonic() - began < seconds:
             time.sleep(0.01)
@@ -91,7 +91,7 @@ class Rank:
         return self.memory.workspace(devices, self.count, channel)
 
     def serve(self, workspace, needs, seconds: float = WAIT_S) -> str:
-        """ "" or the error."""
+        """Returns the error of `serve`, or ""."""
         try:
             self.memory.serve(workspace, *needs, seconds)
         except RuntimeError as error:
@@ -317,7 +317,7 @@ def busy_buffer(rank: Rank) -> dict:
 
 
 def reset(rank: Rank) -> dict:
-    """Failed and reset: all begin again under one number."""
+    """After a failure and a reset all processes begin again under one number."""
     workspace = rank.workspace()
     first = rank.serve(workspace, SMALL)
     rank.memory.set_epoch(workspace, 0, 100 + rank.process)

@@ -27,7 +27,7 @@ def expert(config, x, w):
 
 
 def router_weights(config, weights, x):
-    """Float32 `[N, E]`: each token's weight for each expert, zero for those not chosen; and the scores."""
+    """Float32 `[N, E]`: each token's weight for each expert, zero for an expert that is not chosen; and the scores."""
     logits = jnp.matmul(x.astype(jnp.float32), weights["router"], precision="highest") + weights.get("logits_bias", 0)
     if config.score == "sparsemixer":
         return sparsemixer(config, logits)

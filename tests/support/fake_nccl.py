@@ -34,7 +34,7 @@ class Knobs:
         return bool(self._library.fake_nccl_owns(ctypes.c_void_p(address)))
 
     def put(self, window: int, process: int, offset: int, word: int) -> None:
-        """A 32-bit word into the memory that `process` has behind the window, as a kernel puts to another node."""
+        """Puts a 32-bit word into the memory that `process` has behind the window, as a kernel puts to another node."""
         value = ctypes.c_uint32(word)
         place = ctypes.c_size_t(offset), ctypes.byref(value), ctypes.c_size_t(4)
         self._library.fake_nccl_put(ctypes.c_void_p(window), ctypes.c_int(process), *place)

@@ -31,7 +31,7 @@ def make_mesh(sizes, names, kind=jax.sharding.AxisType.Auto):
 
 
 def _normal(seed, shape):
-    """By NumPy: JAX would compile a program for each shape."""
+    """Draws normal numbers by NumPy: JAX would compile a program for each shape."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
@@ -54,7 +54,7 @@ def tokens(*shape, seed=2):
 
 
 def run(moe, x, mesh=None, **kwargs):
-    """Output and metrics as NumPy, under jit, with `mesh` current if there is one."""
+    """Runs a layer under jit, with `mesh` current if there is one; returns output and metrics as NumPy arrays."""
     graph, state = nnx.split(moe)
     call = jax.jit(lambda state, x: nnx.merge(graph, state)(x, **kwargs))
     if mesh is None:

@@ -67,7 +67,8 @@ class Members:
         self._program = jax.jit(mapped)
 
     def _body(self, stacked, active):
-        """Everything on one rank; `y` and the rest are stacked as the conformance class stacks them."""
+        """Runs all operations on one rank; `y` and the other results are stacked as the conformance class stacks
+        them."""
         self.traces += 1
         x, idx, weights, y = jax.tree.map(lambda a: a[0], stacked)
         options = {"layout": self.case.layout, "capacity": self.case.capacity, "alignment": self.case.alignment}
@@ -108,7 +109,7 @@ class Members:
         )
 
     def check(self, active: np.ndarray) -> None:
-        """Every result for this subset, bit for bit."""
+        """Checks every result for this subset, bit for bit."""
         stacked = jax.device_put((self.x, self.idx, self.weights, self.y), NamedSharding(self.mesh, P(self.names)))
         placed = jax.device_put(active, NamedSharding(self.mesh, P()))
         results = jax.tree.map(np.asarray, self._program(stacked, placed))

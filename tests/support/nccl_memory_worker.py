@@ -53,8 +53,8 @@ class Rank(cuda_memory_worker.Rank):
         return make(devices, self.count, channel, ranks_per_node)
 
     def see_each_other(self, workspace, name: str) -> bool:
-        """Every rank writes a word into the memory of every other, and finds those of all in its own, which it has
-        made itself.
+        """Every rank writes a word into the memory of every other rank, and finds the words of all ranks in its own
+        memory.
         """
         own = [self.nccl.owns(self.memory.staging_address(workspace, other)) for other in range(self.count)]
         offset = SMALL[0]
@@ -68,8 +68,8 @@ class Rank(cuda_memory_worker.Rank):
 
 
 def grow(rank: Rank) -> dict:
-    """Grow; fail to for want of memory in one process, at one call after the other; grow on another channel; close;
-    meet a GPU that shares no NVLink, and GPUs without any windows.
+    """Grows; fails to grow because one process lacks memory, at one call after the other; grows on another channel;
+    closes; meets a GPU that shares no NVLink, and GPUs without any windows.
     """
     workspace = rank.workspace()
     errors = [rank.serve(workspace, SMALL)]
@@ -218,8 +218,8 @@ def one_dies_connecting(rank: Rank) -> dict:
 
 
 def put_and_look(rank: Rank, workspace, name: str, per_node: int = 2) -> bool:
-    """A word to the rank of this place on each other node, through the window of the newest memory, and theirs in the
-    own."""
+    """Puts a word to the rank of the same place on each other node, through the window of the newest memory, and looks
+    for their words in its own memory."""
     table = rank.memory.windows(workspace)
     offset = SMALL[0]
     others = [r for r in range(rank.rank % per_node, rank.count, per_node) if r != rank.rank]

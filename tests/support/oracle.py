@@ -93,7 +93,7 @@ class Dispatched:
 
 
 def sanitize(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
-    """An entry outside `[0, E)` is an unused slot."""
+    """Replaces every entry outside `[0, E)`, an unused slot, by -1."""
     return np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1).astype(np.int32)
 
 
@@ -244,7 +244,7 @@ def leave_out(idx: np.ndarray, active: np.ndarray, num_experts: int, layout: str
 
 
 def without(routed: Dispatched, active: np.ndarray) -> Dispatched:
-    """A dispatch among all ranks as an operation on its handle sees it when it is given `active`."""
+    """Returns a dispatch among all ranks as an operation on its handle with `active` sees it."""
     positions = routed.positions.copy()
     for holder, source in np.ndindex(*positions.shape[:2]):
         if not (active[holder] and active[source]):

@@ -57,7 +57,8 @@ def swiglu_rows(rows, gate, up, sizes, row_weights=None, *, projections, tiles, 
 
 @contextlib.contextmanager
 def in_the_kernels_place():
-    """Inside it layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype. They are traced anew."""
+    """Inside this context layers with grouped_matmul="auto" compute as on a Hopper GPU, in any dtype. They are traced
+    anew."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):

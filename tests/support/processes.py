@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with the tests and the library importable, and `changes`."""
+    """Returns this process's environment, with the tests and the library importable, and `changes`."""
     path = dict.fromkeys([str(ROOT), *filter(None, sys.path)])
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)} | changes
 
