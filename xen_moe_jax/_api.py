@@ -25,6 +25,7 @@ def dispatch(
     layout: str = "grouped",
     capacity: int | None = None,
     alignment: int = 1,
+    drop: str = "position",
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
@@ -47,8 +48,18 @@ def dispatch(
         `jax.lax.ragged_dot` with `routed.group_sizes`. "ranked": one row per (token, rank), `routed.topk_idx` holds
         local expert ids. "padded": `routed.x [L, R*T, H]`, each expert's rows at the front.
       capacity: rows of `routed.x` (grouped and ranked). None is the worst case, which cannot overflow while no token
-        names one expert twice. Rows at positions `>= capacity` are dropped and counted in `routed.num_dropped`.
+        names one expert twice. Rows for which a rank has no room are dropped, as `drop` says, and counted in
+        `routed.num_dropped` of that rank.
       alignment: grouped: each group's rows are rounded up to a multiple of this; the padding rows are zero.
+      drop: which rows are dropped where a rank has more than `capacity`; the same on every backend.
+        "position": those at positions `>= capacity` of `routed.x`, so the last local experts'.
+        "source": the last in the order (source rank, expert, token, slot), so the last ranks' (MaxText's all-to-all).
+        "weight": those of the smallest router weights, ties in the order (source rank, token, slot); a NaN is the
+        smallest. Ranked: the weight of a row is the sum over its slots.
+        By "source" and "weight" a rank keeps the rows before the first one that does not fit, alignment included. This
+        is decided before anything is sent, with one more all-gather (of counts, or of router weights), and dropped
+        slots are -1 in `routed.handle.topk_idx`. No gradient passes through the choice. In the layouts "ranked" and
+        "padded", "source" is "position".
       wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantizes on
         the wire and dequantizes on arrival. Gradients go straight through.
       gradient_wire: wire format of gradients, named as in `wire`; None is their own dtype.
@@ -75,6 +86,7 @@ def dispatch(
         layout=layout,
         capacity=capacity,
         alignment=alignment,
+        drop=drop,
         wire=wire,
         gradient_wire=gradient_wire,
         active=active,

@@ -44,7 +44,7 @@ class PendingDispatch:
 
     Attributes:
       operands: operands of the start, which the done operation takes again.
-      withheld: number of rows that are not sent because of `active`, or None.
+      withheld: number of rows that are not sent because of `active` or `drop`, or None.
       pending: arrays that the backend has started to fill.
     """
 
@@ -75,6 +75,7 @@ def dispatch_start(
     layout: str = "grouped",
     capacity: int | None = None,
     alignment: int = 1,
+    drop: str = "position",
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
@@ -94,6 +95,7 @@ def dispatch_start(
         layout=layout,
         capacity=capacity,
         alignment=alignment,
+        drop=drop,
         wire=wire,
         gradient_wire=gradient_wire,
         active=active,

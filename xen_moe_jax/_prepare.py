@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _active, _layout, _nodes, _validate, backends
+from xen_moe_jax import _active, _drops, _layout, _nodes, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._numbers import as_bool
@@ -38,9 +38,9 @@ class PreparedDispatch(NamedTuple):
 
     `given_topk_idx`: int32, as the caller gave it; the operand of a dispatch, which handles indices out of range.
     It also returns the indices sanitised, with -1 for slots that `active` leaves out, so that nothing else need run
-    before a dispatch. `dispatch_start` takes `topk_idx`.
-    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows that are not sent because of it, None for every
-    rank.
+    before a dispatch. `dispatch_start` takes `topk_idx`. Where `drop` chose rows, both hold its choice (`_drops.py`).
+    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows of this rank that are not sent because of it, and
+    rows for this rank that are not sent because of `drop`; None where there are neither.
     """
 
     static: Static
@@ -115,6 +115,7 @@ def dispatch(
     layout: Any,
     capacity: Any,
     alignment: Any,
+    drop: Any,
     wire: Any,
     gradient_wire: Any,
     active: Any,
@@ -124,6 +125,7 @@ def dispatch(
     values, scales = _validate.payload(x, caller)
     num_tokens = values.shape[0]
     topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, num_tokens, caller)
+    drop = _validate.drop(drop, topk_weights is not None, caller)
     parsed_wire = _validate.wire(wire, caller)
     if scales is not None and parsed_wire is not None:
         raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantized already; pass wire=None")
@@ -150,6 +152,10 @@ def dispatch(
     )
     kept = _active.entries(idx, checked, spec)
     withheld = _active.withheld(idx, kept, spec) if _active.given(checked) else None
+    decided = _drops.keep_rows(kept, weights, checked, drop=drop, spec=spec, config=static.config)
+    if decided is not None:
+        kept, dropped = decided
+        given, withheld = kept, dropped if withheld is None else withheld + dropped
     return PreparedDispatch(static, values, scales, kept, weights, given, checked, withheld)
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 LAYOUTS = ("grouped", "ranked", "padded")
+DROPS = ("position", "source", "weight")
+"""Rules by which rows are dropped when a capacity is exceeded: `_drops.py`."""
 SCALE_BLOCK = 128
 """Consecutive elements of the hidden dimension that share one scale."""
 

@@ -13,7 +13,7 @@ from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import as_int
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
-from xen_moe_jax._spec import LAYOUTS, Spec, scale_blocks
+from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -69,6 +69,17 @@ def config(value: Any, caller: str) -> KernelConfig:
 def layout(value: Any, caller: str) -> str:
     if not isinstance(value, str) or value not in LAYOUTS:
         raise ValueError(f"{caller}: layout={value!r}: must be one of {LAYOUTS}")
+    return value
+
+
+def drop(value: Any, has_weights: bool, caller: str) -> str:
+    if not isinstance(value, str) or value not in DROPS:
+        raise ValueError(f"{caller}: drop={value!r}: must be one of {DROPS}")
+    if value == "weight" and not has_weights:
+        raise ValueError(
+            f"{caller}: drop='weight' with topk_weights=None: rows are dropped by their router weights; pass them, or "
+            "drop='source' or 'position'"
+        )
     return value
 
 

@@ -76,6 +76,8 @@ INSIDE = {
     "capacity-too-many-rows": lambda x, i, w: good(x, i, capacity=2**31),
     "alignment-zero": lambda x, i, w: good(x, i, alignment=0),
     "alignment-ranked": lambda x, i, w: good(x, i, alignment=8, layout="ranked"),
+    "drop-unknown": lambda x, i, w: good(x, i, w, drop="random"),
+    "drop-weight-without-weights": lambda x, i, w: good(x, i, capacity=4, drop="weight"),
     "layout-unknown": lambda x, i, w: good(x, i, layout="sorted"),
     "layout-type": lambda x, i, w: good(x, i, layout=np.arange(2)),
     "active-shape": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),

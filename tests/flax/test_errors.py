@@ -34,6 +34,8 @@ CONFIG_ERRORS = [
     ({"capacity": 4, "capacity_factor": 1.0}, ValueError, r"not both"),
     ({"capacity_factor": 0}, ValueError, r"capacity_factor=0"),
     ({"capacity": 4, "layout": "padded"}, ValueError, r"capacity=4: only layout='grouped'"),
+    ({"drop": "random"}, ValueError, r"drop='random': must be one of \('position', 'source', 'weight'\)"),
+    ({"drop": "weight", "layout": "padded"}, ValueError, r"drop='weight': only layout='grouped'"),
     ({"alignment": 8, "layout": "padded"}, ValueError, r"alignment=8: only layout='grouped'"),
     ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
     ({"axis_name": ["ep"]}, ValueError, r"axis_name=\['ep'\]: must be a mesh axis name, or a tuple"),

@@ -12,7 +12,8 @@ pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 from flax import nnx
 
-from tests.support.dense_moe import dense_aux_loss, dense_moe
+from tests.support import oracle
+from tests.support.dense_moe import dense_aux_loss, dense_experts, dense_moe, router_weights
 from tests.support.layers import CONFIG, DEEPSEEK, H, layer, make_mesh, run, tokens, weights_of
 
 # Float32 sums of at most 24 products in different orders, outputs of size 1.
@@ -191,6 +192,23 @@ def test_capacity_drops_are_counted_and_contribute_nothing():
     untouched = np.isclose(y, full, **CLOSE).all(1)
     assert 0 < untouched.sum() < 64
     assert (np.abs(y).sum(1) == 0).any(), "tokens whose rows were all dropped are zero"
+
+
+@pytest.mark.parametrize("drop", ["source", "weight"])
+def test_the_rows_that_a_rule_drops_are_missing_from_the_dense_layer(drop):
+    config = dataclasses.replace(CONFIG, capacity=8, alignment=2, drop=drop, return_topk_idx=True)
+    moe = layer(config)
+    x, weights = tokens(48), weights_of(moe)
+    y, metrics = run(moe, x, make_mesh((4,), ("ep",)))
+    share, _, _ = router_weights(config, weights, x)
+    idx = metrics.topk_idx
+    chosen = np.take_along_axis(np.asarray(share), idx, axis=1)
+    kept, lost = oracle.keep_rows(idx.reshape(4, 12, 2), chosen.reshape(4, 12, 2), 8, "grouped", 8, 2, drop)
+    assert metrics.num_dropped == lost.sum() > 0
+    left = np.zeros(share.shape, np.float32)
+    token, slot = np.nonzero(kept.reshape(48, 2) >= 0)
+    left[token, idx[token, slot]] = chosen[token, slot]
+    np.testing.assert_allclose(y, dense_experts(config, weights, x, left), **CLOSE)
 
 
 def test_capacity_factor_is_relative_to_balanced_routing():

@@ -85,7 +85,8 @@ class Case:
 
     Attributes:
       experts: number of experts from the number of ranks.
-      capacity: None (worst case), "exact" (the need of the routing), "one_below", or a number of rows.
+      capacity: None (worst case), "exact" (the need of the routing), "one_below", "half", or a number of rows.
+      drop: which rows are dropped.
       odd_hidden: a hidden size that is no multiple of 128.
       block_scaled: the input is `BlockScaled` of this dtype (as `wire` is written, ":ue8m0" included).
       axes: 1, or 2 for (slow, fast) mesh axes.
@@ -99,6 +100,7 @@ class Case:
     dtype: str = "bfloat16"
     capacity: int | str | None = None
     alignment: int = 1
+    drop: str = "position"
     weights: bool = True
     wire: str | None = None
     block_scaled: str | None = None
@@ -153,6 +155,15 @@ CASES = (
     Case("grouped-capacity-zero", capacity=0),
     Case("ranked-capacity-exact", layout="ranked", capacity="exact", routings=("zipf",)),
     Case("ranked-capacity-one-below", layout="ranked", capacity="one_below", routings=("zipf",)),
+    # Which rows are dropped
+    Case("grouped-drop-source", capacity="half", drop="source", routings=("uniform", "out_of_range")),
+    Case("grouped-drop-source-align8", capacity="half", alignment=8, drop="source", experts=lambda r: 4 * r + 3),
+    Case("grouped-drop-weight", capacity="half", drop="weight", routings=("uniform", "duplicates")),
+    Case("grouped-drop-weight-align8-fp8", capacity="half", alignment=8, drop="weight", wire="float8_e4m3fn"),
+    Case("ranked-drop-source", layout="ranked", capacity="half", drop="source"),
+    Case("ranked-drop-weight", layout="ranked", capacity="half", drop="weight", dtype="float32"),
+    Case("padded-drop-weight", layout="padded", drop="weight", routings=("hammer",)),
+    Case("grouped-drop-weight-two-axes", axes=2, capacity="one_below", drop="weight", wire="int8"),
     # Alignment
     Case("grouped-align8", alignment=8, routings=("uniform", "zipf", "empty", "one_token")),
     Case("grouped-align128", alignment=128, dtype="float32"),

@@ -146,7 +146,7 @@ class Conformance:
         capacity = case.capacity
         if isinstance(capacity, str):
             need = oracle.needed_rows(idx, experts, case.layout, case.alignment)
-            capacity = need if capacity == "exact" else need - 1
+            capacity = {"exact": need, "one_below": need - 1, "half": need // 2}[capacity]
         wire, scale_format = case.wire_parts
         expected = oracle.dispatch(
             x,
@@ -156,6 +156,7 @@ class Conformance:
             layout=case.layout,
             capacity=capacity,
             alignment=case.alignment,
+            drop=case.drop,
             wire=wire,
             scale_format=scale_format,
             scales=scales,
@@ -167,7 +168,7 @@ class Conformance:
             owned[rank, expected.positions[rank][expected.positions[rank] >= 0]] = True
         y[~owned.reshape(expected.specified.shape)] = np.nan
         x2 = rng.standard_normal((ranks, self.num_tokens, 128)).astype(case.dtype)
-        if case.capacity == "one_below":
+        if case.capacity in ("one_below", "half"):
             assert expected.num_dropped.sum() > 0
         return Problem(
             case, self.config, self.axes(case.axes)[0], experts, capacity, x, scales, idx, weights, y, x2, expected
@@ -381,6 +382,7 @@ class Problem:
             layout=case.layout,
             capacity=self.capacity,
             alignment=case.alignment,
+            drop=case.drop,
             wire=case.wire,
             config=config,
         )

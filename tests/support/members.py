@@ -22,6 +22,7 @@ CASES = (
     Case("padded", layout="padded"),
     Case("grouped-short", capacity=17),
     Case("ranked-short", layout="ranked", capacity=9),
+    Case("grouped-short-weight", capacity=7, drop="weight"),
     Case("grouped-align8-uneven", alignment=8, experts=lambda ranks: 2 * ranks + 3),
     Case("grouped-fp8", wire="float8_e4m3fn"),
     Case("padded-int8", layout="padded", wire="int8:ue8m0"),
@@ -72,6 +73,7 @@ class Members:
         self.traces += 1
         x, idx, weights, y = jax.tree.map(lambda a: a[0], stacked)
         options = {"layout": self.case.layout, "capacity": self.case.capacity, "alignment": self.case.alignment}
+        options |= {"drop": self.case.drop}
         options |= {"num_experts": self.experts, "axis_name": self.names, "wire": self.case.wire, "config": self.config}
         combining = {"wire": self.case.wire, "config": self.config}
         routed = xm.dispatch(x, idx, weights, active=active, **options)
@@ -106,6 +108,7 @@ class Members:
             wire=wire,
             scale_format=scale_format,
             active=active,
+            drop=self.case.drop,
         )
 
     def check(self, active: np.ndarray) -> None:

@@ -146,6 +146,7 @@ def dispatch(
     scale_format: str = "float32",
     scales: np.ndarray | None = None,
     active: np.ndarray | None = None,
+    drop: str = "position",
 ) -> Dispatched:
     """Dispatch of all ranks. Weights default to one; with `scales`, `x` is `BlockScaled` and travels as it is."""
     num_ranks, num_tokens, hidden = x.shape
@@ -157,6 +158,7 @@ def dispatch(
     local = -(-num_experts // num_ranks)
     if capacity is None or layout == "padded":
         capacity = worst_case_capacity(layout, num_ranks, num_tokens, top_k, num_experts, alignment)
+    idx, kept_home = keep_rows(idx, topk_weights, num_experts, layout, capacity, alignment, drop)
     slots = 1 if layout == "ranked" else top_k
     positions = np.full((num_ranks, num_ranks, num_tokens, slots), -1, np.int32)
     recv_counts = np.zeros((num_ranks, num_ranks, local), np.int32)
@@ -164,7 +166,7 @@ def dispatch(
     padding = np.zeros((num_ranks, capacity), bool)  # alignment padding
     kept = np.zeros((num_ranks, local), np.int32)
     group_sizes = np.zeros((num_ranks, local), np.int32)
-    num_dropped = withheld
+    num_dropped = withheld + kept_home
 
     for rank in range(num_ranks):
         if layout == "ranked":
@@ -241,6 +243,56 @@ def leave_out(idx: np.ndarray, active: np.ndarray, num_experts: int, layout: str
                 refused.append(expert // local)
         withheld[source] += len(set(refused)) if layout == "ranked" else len(refused)
     return kept, withheld
+
+
+def keep_rows(idx, topk_weights, num_experts, layout, capacity, alignment, drop) -> tuple[np.ndarray, np.ndarray]:
+    """What is left of sanitised `idx [R, T, K]` where `drop` chooses rows, and how many each receiver loses.
+
+    A receiver lists the rows that are sent to it in the order of the rule, and takes them one by one while they fit.
+    """
+    num_ranks, _, top_k = idx.shape
+    local = -(-num_experts // num_ranks)
+    kept, lost = idx.copy(), np.zeros(num_ranks, np.int32)
+    if drop == "position" or (drop == "source" and layout != "grouped"):
+        return kept, lost  # ranked and padded rows lie in the order of their sources
+    rooms = [(rank, [e], num_ranks * idx.shape[1]) for rank in range(num_ranks) for e in range(local)]
+    if layout != "padded":
+        rooms = [(rank, list(range(local)), capacity) for rank in range(num_ranks)]
+    for rank, experts, room in rooms:
+        rows = []  # (source, token, slots, local experts, weight)
+        for source, token in np.ndindex(*idx.shape[:2]):
+            slots = [
+                k
+                for k in range(top_k)
+                if idx[source, token, k] - rank * local in experts and idx[source, token, k] >= 0
+            ]
+            for group in [slots] * bool(slots) if layout == "ranked" else [[k] for k in slots]:
+                weight = F32(0)
+                for k in group:
+                    weight = F32(weight + (1 if topk_weights is None else F32(topk_weights[source, token, k])))
+                rows.append((source, token, group, [int(idx[source, token, k]) - rank * local for k in group], weight))
+        if drop == "weight":
+            rows.sort(key=lambda row: -math.inf if np.isnan(row[4]) else row[4], reverse=True)  # keeps ties in order
+        else:
+            rows.sort(key=lambda row: (row[0], row[3][0], row[1], row[2][0]))
+        counts = np.zeros(local, int)
+        full = False
+        for source, token, slots, names, _ in rows:
+            after = counts.copy()
+            after[names[0]] += 1
+            full = full or _rows_of_layout(after, alignment) > room
+            if full:
+                kept[source, token, slots] = -1
+                lost[rank] += 1
+            else:
+                counts = after
+    return kept, lost
+
+
+def _rows_of_layout(counts: np.ndarray, alignment: int) -> int:
+    """Rows of groups of these sizes, one after the other; the padding behind the last one does not count."""
+    last = int(np.flatnonzero(counts)[-1])
+    return sum(_round_up(int(count), alignment) for count in counts[:last]) + int(counts[last])
 
 
 def without(routed: Dispatched, active: np.ndarray) -> Dispatched:

@@ -71,6 +71,7 @@ class Backend:
       dispatch, combine, redispatch: take a `Call` and operands. all_to_all, ragged_all_to_all: take an `Exchange`.
       weights_to_rows, weights_from_rows: move one number for each slot of a token to its rows, and back. None: an
         all-to-all of all slots for all ranks does it.
+      gather_words: takes `words int32 [N]` and `active`, returns `[R, N]`. None: an all-gather of XLA does it.
       check_available: raises `BackendUnavailable` where the backend cannot run.
       register: makes the operations known to programs that another process compiled or exported.
       takes_active: operations take `active` as an operand and wait for no inactive rank. Otherwise the operands are
@@ -101,6 +102,7 @@ class Backend:
     ragged_all_to_all: Operation
     weights_to_rows: Operation | None = None
     weights_from_rows: Operation | None = None
+    gather_words: Operation | None = None
     check_available: Callable[[], None] = lambda: None
     register: Callable[[], None] = lambda: None
     takes_active: bool = False

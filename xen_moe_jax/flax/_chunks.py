@@ -216,6 +216,7 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
         "layout": config.layout,
         "capacity": config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
         "alignment": config.alignment,
+        "drop": config.drop,
         "wire": config.wire,
         "active": active,
         "config": config.kernel,

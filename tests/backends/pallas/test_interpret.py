@@ -16,7 +16,10 @@ from tests.support import ROOT
 HERE = pathlib.Path(__file__).parent
 
 SHORT = {  # class -> pytest -k expression; between them every kernel, every layout, each kind of case
-    "TestEager": "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or grouped-scaled",
+    "TestEager": (
+        "[grouped/uniform] or without_rows[grouped] or ranked/duplicates or grouped-scaled or drop-weight-align8 or "
+        "grouped-drop-source/uniform"
+    ),
     "TestOnWait": (
         "padded-odd-hidden-fp8 or grouped-int8-f32 or "
         "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"

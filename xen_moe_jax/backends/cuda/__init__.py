@@ -5,7 +5,7 @@ capturable in CUDA graphs. See docs/design/cuda.md.
 """
 
 from xen_moe_jax.backends.base import Backend
-from xen_moe_jax.backends.cuda import collectives, combine, dispatch, memory, module, start_done
+from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, memory, module, start_done
 
 BACKEND = Backend(
     name="cuda",
@@ -14,6 +14,7 @@ BACKEND = Backend(
     redispatch=dispatch.redispatch,
     all_to_all=collectives.all_to_all,
     ragged_all_to_all=collectives.ragged_all_to_all,
+    gather_words=gather.gather_words,
     check_available=module.check_available,
     register=module.register,
     takes_active=True,

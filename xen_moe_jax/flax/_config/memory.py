@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from xen_moe_jax._spec import DROPS
 from xen_moe_jax.flax._config.checks import is_int, is_number, require, require_choices, require_positive_ints
 
 LAYER_LAYOUTS = ("grouped", "padded")
@@ -19,6 +20,8 @@ class MemoryFields:
       capacity: rows per rank in the grouped layout; None with `capacity_factor=None` can never overflow.
       capacity_factor: the same relative to balanced routing: `ceil(capacity_factor * T * K)` rows, `T` tokens a rank,
         and room for the padding of `alignment`.
+      drop: the rule that chooses the rows to drop where a rank has more than its capacity: "position", "source" or
+        "weight", as in `xm.dispatch`. Each of the `num_chunks` parts chooses by itself.
       alignment: rows of each expert's group are rounded up to a multiple of this (grouped layout).
       num_chunks: a rank's tokens are sent in this many parts, one after the other: buffers shrink by it, and on a
         backend with asynchronous operations a part travels while the experts compute another. A capacity is divided by
@@ -30,6 +33,7 @@ class MemoryFields:
     layout: str = "grouped"
     capacity: int | None = None
     capacity_factor: float | None = None
+    drop: str = "position"
     alignment: int = 1
     num_chunks: int = 1
     remat: str = "none"
@@ -57,4 +61,7 @@ def check_memory(config: Any) -> None:
         value = getattr(config, name)
         allowed = value == unset or config.layout == "grouped"
         require(allowed, name, value, f"only layout='grouped' has one; leave it {unset}")
+    require_choices(config, "drop", DROPS)
+    allowed = config.drop == "position" or config.layout == "grouped"
+    require(allowed, "drop", config.drop, "only layout='grouped' has a capacity; leave it 'position'")
     require_choices(config, "remat", ("none", "experts", "all"))

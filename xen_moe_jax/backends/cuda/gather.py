@@ -1,0 +1,57 @@
+"""Words of every rank on every rank, as one dispatch: it waits for no inactive rank, and fails as a dispatch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax import _active
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.base import Call
+from xen_moe_jax.backends.cuda import module
+from xen_moe_jax.backends.cuda.dispatch import dispatch
+
+ROW_WORDS = 1024
+"""Words that travel as one row: a warp copies a row, and many rows keep many warps busy."""
+
+
+def gather_words(call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
+    """int32 `[N]` -> `[R, N]`, zero for an inactive rank: each rank is one expert, which every row names.
+
+    A row names at most `max_top_k` experts. More ranks gather by a collective of XLA, which waits for all of them.
+
+    Raises:
+      ValueError: there are more ranks than that, and some may be inactive.
+    """
+    ranks, most = call.spec.num_ranks, module.compiled().max_top_k
+    if ranks <= most:
+        return gather_by(dispatch, call, words, active)
+    if _active.given(active):
+        raise ValueError(
+            f"active with a `drop` other than 'position' on {ranks} ranks: the CUDA backend then gathers what the rule "
+            f"needs from at most {most} ranks; pass drop='position', or active=None"
+        )
+    return lax.all_gather(words, call.spec.axis_name)
+
+
+def gather_by(dispatch: Any, call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
+    """`gather_words` with the `dispatch` of any backend."""
+    given, ranks = call.spec, call.spec.num_ranks
+    size = min(ROW_WORDS, words.size)
+    num_rows = -(-words.size // size)
+    rows = jnp.pad(words, (0, num_rows * size - words.size)).reshape(num_rows, size)
+    spec = Spec(given.axis_name, given.axis_sizes, ranks, num_rows, ranks, "padded", ranks * num_rows)
+    every = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32), (num_rows, ranks))
+    operands = (
+        lax.bitcast_convert_type(rows, jnp.float32),
+        jnp.zeros((num_rows, 0), jnp.float32),
+        _active.entries(every, active, spec),
+        jnp.ones(every.shape, jnp.float32),
+    )
+    came, _, positions, *_ = dispatch(Call(spec, call.config), *operands, active)
+    mine = lax.dynamic_index_in_dim(positions, lax.axis_index(given.axis_name), 2, keepdims=False)
+    found = lax.bitcast_convert_type(came.reshape(-1, size), jnp.int32)[jnp.maximum(mine, 0)]
+    return jnp.where(mine[..., None] >= 0, found, 0).reshape(ranks, -1)[:, : words.size]
