@@ -113,10 +113,10 @@ def rows_taken(counts: jax.Array, spec: Spec) -> jax.Array:
     before = _layout.exclusive_cumsum(counts, axis=0)  # rows of earlier sources for the same expert
     aligned = _layout.round_up(before, size)
     lower = _layout.exclusive_cumsum(_layout.round_up(before + counts, size), axis=2)
-    upper = jnp.sum(aligned, axis=2, keepdims=True) - jnp.cumsum(aligned, axis=2)
+    upper = jnp.sum(aligned, axis=2, keepdims=True, dtype=jnp.int32) - jnp.cumsum(aligned, axis=2, dtype=jnp.int32)
     experts = lax.broadcasted_iota(jnp.int32, counts.shape, 2)
     last = jnp.max(jnp.where(before > 0, experts, -1), axis=2, keepdims=True)
-    unneeded = jnp.sum(jnp.where(experts == last, aligned - before, 0), axis=2, keepdims=True)
+    unneeded = jnp.sum(jnp.where(experts == last, aligned - before, 0), axis=2, keepdims=True, dtype=jnp.int32)
     room = spec.capacity - lower
     between = ops.divide(jnp.maximum(room - upper + unneeded, 0), size) * size  # another group follows
     room = jnp.where(last > experts, between, room)
