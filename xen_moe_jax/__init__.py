@@ -10,7 +10,8 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
-from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, Routed
+from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
+from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, ReplicatedHandle, Routed
 from xen_moe_jax.backends import register_ahead as _register_ahead
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
@@ -29,6 +30,7 @@ __all__ = [
     "Links",
     "OperationFailed",
     "Prediction",
+    "ReplicatedHandle",
     "Routed",
     "Wire",
     "all_to_all",
@@ -36,11 +38,13 @@ __all__ = [
     "check",
     "combine",
     "combine_done",
+    "combine_replicated",
     "combine_start",
     "cuda",
     "dequantize",
     "dispatch",
     "dispatch_done",
+    "dispatch_replicated",
     "dispatch_start",
     "get_dispatch_layout",
     "overlap",

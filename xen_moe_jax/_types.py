@@ -74,6 +74,21 @@ class Handle:
     active: Any = None
 
 
+@pytree(static=("spec",))
+class ReplicatedHandle:
+    """Where `dispatch_replicated` put the rows of this rank's experts. Plain arrays, as a `Handle`.
+
+    Attributes:
+      positions: int32 `[T, K]`, row of `routed.x` of each slot; negative where this rank has none.
+      weights: float32 `[T, K]`, the router weights.
+      spec: static description of the rows, as of a dispatch on one rank that owns this rank's experts.
+    """
+
+    positions: Any
+    weights: Any
+    spec: Spec
+
+
 @pytree()
 class Routed:
     """Result of `dispatch` on one rank. Fields that a layout does not have are None.
@@ -87,7 +102,7 @@ class Routed:
       weights: float32 `[C]` (padded `[L, R*T]`), router weight of each row; None in the ranked layout.
       topk_idx: ranked: int32 `[C, K]`, local expert ids, `-1` elsewhere and past the last row.
       topk_weights: ranked: float32 `[C, K]`, zero where `topk_idx` is `-1`.
-      handle: pass it to `combine` and `redispatch`.
+      handle: pass it to `combine` and `redispatch`; a `ReplicatedHandle` for `combine_replicated`.
     """
 
     x: Any
@@ -97,7 +112,7 @@ class Routed:
     weights: Any
     topk_idx: Any
     topk_weights: Any
-    handle: Handle
+    handle: Any
 
     def expert_ids(self) -> jax.Array:
         """Grouped layout: int32 `[C]`, local expert of each row, `L` for the unspecified rows past the last group.
@@ -211,6 +226,7 @@ def _spec_from_json(fields: list[dict[str, Any]]) -> tuple[Spec]:
     return (Spec(**values),)
 
 
-_export_as(Handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
+for _handle in (Handle, ReplicatedHandle):
+    _export_as(_handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
 for _cls in (BlockScaled, Routed, Flight, DispatchLayout):
     _export_as(_cls, list, tuple)

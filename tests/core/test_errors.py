@@ -23,6 +23,10 @@ def good(x, idx, weights=None, **changes):
     return xm.dispatch(x, idx, weights, **({"num_experts": E, "axis_name": "ep"} | changes))
 
 
+def replicated(x, idx, **changes):
+    return xm.dispatch_replicated(x, idx, **({"num_experts": E, "axis_name": "ep"} | changes))
+
+
 def combined(x, idx, y=None, layout="grouped", **options):
     routed = good(x, idx, layout=layout)
     return xm.combine(routed.x if y is None else y, routed.handle, **options)
@@ -115,6 +119,16 @@ INSIDE = {
     "overlap-no-flight": lambda x, i, w: xm.overlap(x, jnp.sin, x),
     "overlap-no-array": lambda x, i, w: xm.overlap(started(x, i), lambda: x),
     "overlap-no-work": lambda x, i, w: xm.overlap(started(x, i), x, x),
+    # tokens that every rank has
+    "replicated-layout": lambda x, i, w: replicated(x, i, layout="ranked"),
+    "replicated-alignment": lambda x, i, w: replicated(x, i, layout="padded", alignment=8),
+    "replicated-topk-idx-tokens": lambda x, i, w: replicated(x, i[:3]),
+    "replicated-handle": lambda x, i, w: xm.combine_replicated(good(x, i).x, good(x, i).handle),
+    "replicated-handle-of-combine": lambda x, i, w: xm.combine(replicated(x, i).x, replicated(x, i).handle),
+    "replicated-y": lambda x, i, w: xm.combine_replicated(x, replicated(x, i).handle),
+    "replicated-weighted": lambda x, i, w: xm.combine_replicated(
+        replicated(x, i).x, replicated(x, i).handle, weighted="yes"
+    ),
     # transformations
     "vmap": lambda x, i, w: jax.vmap(lambda x: good(x, i).x)(jnp.stack([x, x])),
     "vmap-combine": lambda x, i, w: jax.vmap(lambda y: combined(x, i, y=y))(jnp.ones((3, RANKS * T * K, H))),
@@ -177,6 +191,7 @@ OUTSIDE = {
     "several-platforms": lambda mesh: exported_for(mesh, "cpu", "tpu"),
     "outside-shard-map": lambda mesh: good(tokens(), slots()),
     "outside-shard-map-jit": lambda mesh: jax.jit(lambda x: good(x, slots()))(tokens()),
+    "replicated-outside": lambda mesh: replicated(tokens(), slots()),
     "handle-other-axis": lambda mesh: combine_with_a_handle_over(("data",), (RANKS,), mesh),
     "handle-other-size": lambda mesh: combine_with_a_handle_over(("ep",), (2,), mesh),
     "backend-unknown": lambda mesh: xm.KernelConfig(backend="triton"),

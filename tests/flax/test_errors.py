@@ -59,7 +59,6 @@ CONFIG_ERRORS = [
         ValueError,
         r"apply_weights_to='activation': experts=\.\.\.",
     ),
-    ({"apply_weights_to": "activation", "token_axes": ()}, ValueError, r"apply_weights_to=.*use 'rows' or 'input'"),
     ({"group_best": 0}, ValueError, r"group_best=0: must be a positive int"),
     ({"min_score_sum": 1e-12, "score": "sigmoid"}, ValueError, r"min_score_sum=1e-12: only score='softmax'"),
     ({"min_score_sum": 1e-12, "normalize_weights": False}, ValueError, r"min_score_sum=1e-12.*leave it 0"),

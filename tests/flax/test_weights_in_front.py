@@ -29,6 +29,7 @@ CASES = {
     "relu2, padded": dataclasses.replace(PLAIN, activation="relu2", layout="padded"),
     "biases, aligned": dataclasses.replace(GPT_OSS, alignment=8),
     "biases, padded": dataclasses.replace(GPT_OSS, layout="padded"),
+    "tokens on every rank": dataclasses.replace(GPT_OSS, token_axes=(), alignment=4),
     "overlapping chunks": dataclasses.replace(PLAIN, num_chunks=2, remat="experts"),
 }
 ON_HOPPER = {

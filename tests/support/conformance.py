@@ -295,6 +295,54 @@ class Conformance:
         expected = oracle.dispatch(problem.x, problem.idx, dots, num_experts=problem.experts, layout=layout)
         assert_bits(found, expected.weights, "tangent of the weights", where=expected.specified)
 
+    # -- tokens that every rank has ----------------------------------------------------------------
+    @pytest.mark.parametrize("layout", ["grouped", "padded"])
+    def test_replicated_tokens(self, layout):
+        """Each rank's rows are those of a dispatch among one rank. Small integers: every sum is exact in any order."""
+        rng, ranks, tokens = np.random.default_rng(19), self.num_ranks, self.num_tokens
+        experts, local, align = 2 * ranks + 3, -(-(2 * ranks + 3) // ranks), 4 if layout == "grouped" else 1
+        x = rng.integers(-8, 8, (tokens, 128)).astype("bfloat16")
+        idx = ROUTINGS["out_of_range"](rng, (1, tokens, 3), experts)[0].astype(np.int32)
+        weights = rng.integers(-8, 8, idx.shape).astype(np.float32) / 8
+        expected = [
+            oracle.dispatch(
+                x[None],
+                np.where(oracle.sanitize(idx, experts) // local == rank, idx - rank * local, -1)[None],
+                weights[None],
+                num_experts=local,
+                layout=layout,
+                alignment=align,
+            )
+            for rank in range(ranks)
+        ]
+        y = rng.integers(-8, 8, (ranks, *expected[0].specified.shape[1:], 128)).astype("bfloat16")
+        total = np.zeros(x.shape, np.float32)
+        for rank, part in enumerate(expected):
+            total += oracle.combine(y[rank][None].astype(np.float32), part, weighted=True)[0]
+            owned = np.zeros(part.specified.size, bool)
+            owned[part.positions[part.positions >= 0]] = True
+            y[rank].reshape(owned.size, -1)[~owned] = np.nan
+
+        def body(x, idx, weights, y):
+            routed = xm.dispatch_replicated(
+                x, idx, weights, num_experts=experts, axis_name="ep", layout=layout, alignment=align
+            )
+            return routed, xm.combine_replicated(y, routed.handle)
+
+        everywhere = [np.broadcast_to(a, (ranks, *a.shape)) for a in (x, idx, weights)]
+        routed, out = self.run(body, *everywhere, y)
+        for rank, part in enumerate(expected):
+            mine = jax.tree.map(lambda a, rank=rank: a[rank], routed)
+            where = part.specified[0]
+            assert_bits(mine.x, part.rows[0], "rows", where=where)
+            assert_bits(mine.weights, part.weights[0], "weights", where=where)
+            assert_bits(mine.num_tokens_per_expert, part.num_tokens_per_expert[0], "num_tokens_per_expert")
+            assert_bits(mine.num_dropped, part.num_dropped[0], "num_dropped")
+            if layout == "grouped":
+                assert_bits(mine.group_sizes, part.group_sizes[0], "group_sizes")
+            assert_bits(mine.handle.positions, part.positions[0, 0], "handle.positions")
+            assert_bits(out[rank], total.astype(y.dtype), "combined")
+
     # -- drop-ins ----------------------------------------------------------------------------------
     def needs_exchange(self) -> None:
         if self.no_exchange:

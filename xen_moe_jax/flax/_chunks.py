@@ -29,7 +29,7 @@ from xen_moe_jax.flax import grouped_matmul
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[..., jax.Array]
-"""`(rows, group_sizes, *row_weights) -> rows`, the experts' weights bound: `_for_experts`."""
+"""`(rows, group_sizes, *row_weights) -> rows`, the experts' weights bound: `for_experts`."""
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which asynchronous operations of chunks overlap. On GPUs this measured slower than chunks in turn,
 because a pending operation takes SMs from matmuls that fill the GPU
@@ -141,7 +141,7 @@ def _whole(
     """Sends one chunk through the experts; `add_up(config, rows, handle)` is a combine."""
     (chunk,) = chunks
     routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
-    y = experts(*_for_experts(config, routed))
+    y = experts(*for_experts(config, routed))
     return [add_up(config, y, routed.handle)], routed.num_dropped
 
 
@@ -193,7 +193,7 @@ def _pipelined(
         flights = {} if returning is None else {"back": returning}
         if upcoming is not None:
             flights["there"] = _start(config, upcoming, active)
-        flights, y = xm.overlap(flights, work, *_for_experts(config, routed))
+        flights, y = xm.overlap(flights, work, *for_experts(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
         returning = xm.combine_start(y, routed.handle, **_back(config))
@@ -223,7 +223,7 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
     }
 
 
-def _for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
+def for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
     """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
     sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
     return routed.x, sizes, *([] if config.apply_weights_to == "rows" else [routed.weights])

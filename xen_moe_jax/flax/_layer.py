@@ -77,9 +77,9 @@ def moe_on_rank(
     shared = {name: parts.pop(name) for name in list(parts) if name.startswith("shared_")}
 
     if config.replicated_tokens:
-        out = through_own_experts(config, built_in(config), parts, tokens)
-        # over the expert ranks in float32, as combine adds
-        out, dropped = jax.lax.psum(out, config.axis_name), jnp.zeros((), jnp.int32)
+        out, dropped = through_own_experts(config, built_in(config), parts, tokens)
+        # Only a choice of the caller's can name an expert twice.
+        dropped = jnp.zeros((), jnp.int32) if topk_idx is None else jax.lax.psum(dropped, config.axis_name)
     else:
         out, dropped = through_experts(config, built_in(config), parts, tokens, active)
     out = out.astype(dtype)  # experts=... may have returned another one

@@ -22,7 +22,8 @@ SHORT = {  # class -> pytest -k expression; between them every kernel, every lay
     ),
     "TestOnWait": (
         "padded-odd-hidden-fp8 or grouped-int8-f32 or "
-        "operation[grouped] or (ragged_all_to_all and random and int8) or in_segments or (test_all_to_all and bfloat16)"
+        "operation[grouped] or replicated_tokens[padded] or in_segments or "
+        "(ragged_all_to_all and random and int8) or (test_all_to_all and bfloat16)"
     ),
     "TestGathered and not Cores": "padded-fp8",
     "TestTwoCores": "padded/zipf",

@@ -59,10 +59,3 @@ def check_placement(config: Any) -> None:
             config.expert_sharding,
             "must be None or a tuple of three: names for (expert, hidden, intermediate)",
         )
-    require(
-        config.apply_weights_to != "activation" or not config.replicated_tokens,
-        "apply_weights_to",
-        config.apply_weights_to,
-        f"with token_axes={config.token_axes}, without an axis of the experts, tokens are weighted as they are added "
-        "up; use 'rows' or 'input'",
-    )
