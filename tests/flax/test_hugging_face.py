@@ -1,16 +1,22 @@
 """Layers out of checkpoints of several families against an independent float64 evaluation of each."""
 
+import contextlib
+import dataclasses
 import functools
 import json
+import shutil
 import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 pytest.importorskip("safetensors", reason="needs xen-moe-jax[hugging-face]")
+
+from safetensors.numpy import load_file, save_file
 
 from tests.support import hugging_face
 from tests.support.hugging_face import E, F, H
@@ -26,6 +32,13 @@ FAMILIES = {
     "DeepSeek-V3": hugging_face.deepseek_v3,
     "DeepSeek-V3, fp8": functools.partial(hugging_face.deepseek_v3, fp8=True),
     "MiniMax-M2": hugging_face.minimax_m2,
+    "Qwen2-MoE": hugging_face.qwen2_moe,
+    "DeepSeek-V2": hugging_face.deepseek_v2,
+    "ERNIE 4.5": hugging_face.ernie,
+    "Phi-3.5-MoE": hugging_face.phimoe,
+    "Granite 4.0": hugging_face.granite,
+    "Llama 4": hugging_face.llama4,
+    "Llama 4, two experts": functools.partial(hugging_face.llama4, top_k=2),
     "gpt-oss": hugging_face.gpt_oss,
     "gpt-oss, MXFP4": functools.partial(hugging_face.gpt_oss, mxfp4=True),
 }
@@ -94,12 +107,39 @@ def rewritten(folder, drop=(), **config):
         (hugging_face.deepseek_v3, ["topk_method", "scoring_func", "moe_layer_freq"], {"model_type": "glm4_moe"}),
         (hugging_face.deepseek_v3, ["topk_method", "moe_layer_freq"], {"model_type": "dots1"}),
         (
+            functools.partial(hugging_face.qwen2_moe, normalize=True),
+            ["norm_topk_prob"],  # transformers' default of these is another one than Qwen2's
+            {"model_type": "qwen3_next"},
+        ),
+        (
+            functools.partial(hugging_face.qwen2_moe, normalize=True),
+            ["norm_topk_prob", "mlp_only_layers"],
+            {"model_type": "qwen3_5_moe_text"},
+        ),
+        (
+            functools.partial(hugging_face.deepseek_v2),
+            ["moe_layer_freq", "scoring_func"],
+            {"mlp_bias": False},  # as transformers writes it
+        ),
+        (hugging_face.granite, [], {"model_type": "granitemoeshared"}),
+        (
             hugging_face.deepseek_v3,
             ["first_k_dense_replace"],
             {"model_type": "deepseek_v32", "mlp_layer_types": ["dense"] * 3 + ["sparse"]},
         ),
     ],
-    ids=["Qwen3-MoE by transformers 5", "OLMoE", "Kimi K2", "GLM-4.5", "dots1", "DeepSeek-V3.2"],
+    ids=[
+        "Qwen3-MoE by transformers 5",
+        "OLMoE",
+        "Kimi K2",
+        "GLM-4.5",
+        "dots1",
+        "Qwen3-Next",
+        "Qwen3.5",
+        "DeepSeek-V2 by transformers 5",
+        "Granite 3.1",
+        "DeepSeek-V3.2",
+    ],
 )
 def test_another_config_for_the_same_tensors(write, drop, config, tmp_path):
     layer, _ = write(tmp_path)
@@ -123,6 +163,150 @@ def test_config_and_tensors_of_a_model_of_text_and_images(start, tmp_path):
     loaded = load_hugging_face(tmp_path / "both", layer)
     assert loaded.config == expected.config
     jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+
+
+ELSEWHERE = {
+    "no shared expert (Granite 3.0)": functools.partial(hugging_face.granite, kind="granitemoe"),
+    "no bias (ERNIE 4.5)": functools.partial(hugging_face.ernie, bias=False, norm_min=1e-12),
+    "normalized (Qwen2-MoE)": functools.partial(hugging_face.qwen2_moe, normalize=True),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_a_config_can_say(name, tmp_path):
+    layer, forward = ELSEWHERE[name](tmp_path)
+    config, weights = load_hugging_face(tmp_path, layer, dtype=jnp.float32)
+    y, _ = linen.MoE(config).apply(linen.variables_of(weights), jnp.asarray(X, jnp.float32))
+    assert_close(y, forward(X))
+
+
+@pytest.mark.parametrize(
+    "axes, layout", [({}, "grouped"), ({"token_axes": ()}, "padded")], ids=["one device", "replicated"]
+)
+def test_llama4_elsewhere(axes, layout, tmp_path):
+    layer, forward = hugging_face.llama4(tmp_path, top_k=2)
+    with jax.set_mesh(make_mesh((2,), ("ep",))) if axes else contextlib.nullcontext():
+        config, weights = load_hugging_face(tmp_path, layer, dtype=jnp.float32, layout=layout, **axes)
+        y, _ = jax.jit(linen.MoE(config).apply)(linen.variables_of(weights), jnp.asarray(X, jnp.float32))
+    assert_close(y, forward(X))
+
+
+@pytest.mark.parametrize("out_first", [True, False], ids=["Qwen3.5", "Qwen3-VL"])
+def test_experts_in_one_tensor(out_first, tmp_path):
+    """The same experts as published: `[E, out, in]` for Qwen3.5, `[E, in, out]` for Qwen3-VL."""
+    write = hugging_face.qwen2_moe if out_first else hugging_face.qwen3_moe
+    layer, _ = write(tmp_path / "single", normalize=True)
+    expected = load_hugging_face(tmp_path / "single", layer)
+    shutil.copytree(tmp_path / "single", tmp_path / "fused")
+    for file in (tmp_path / "fused").glob("*.safetensors"):
+        file.unlink()
+    tensors = {}
+    for file in sorted((tmp_path / "single").glob("*.safetensors")):
+        tensors |= load_file(file)
+    start = f"model.layers.{layer}.mlp.experts"
+    gate, up, down = (
+        np.stack([tensors.pop(f"{start}.{e}.{name}_proj.weight") for e in range(E)]) for name in ("gate", "up", "down")
+    )
+    both = np.concatenate([gate, up], axis=1)
+    tensors[f"{start}.gate_up_proj"] = both if out_first else np.ascontiguousarray(both.swapaxes(1, 2))
+    tensors[f"{start}.down_proj"] = down if out_first else np.ascontiguousarray(down.swapaxes(1, 2))
+    save_file(tensors, tmp_path / "fused" / "model.safetensors")
+    rewritten(tmp_path / "fused", model_type="qwen3_5_moe" if out_first else "qwen3_vl_moe")
+    for mesh in (None, make_mesh((2, 2), ("ep", "tp"))):
+        loaded = load_hugging_face(tmp_path / "fused", layer, mesh=mesh, tensor_axis="tp" if mesh else None)
+        jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+
+
+REFUSED = [
+    (hugging_face.qwen2_moe, {"hidden_act": "gelu"}, r"hidden_act='gelu': only 'silu' is known for qwen2_moe"),
+    (hugging_face.qwen2_moe, {"mlp_only_layers": [1]}, r"layer=1: .* not one with experts"),
+    (hugging_face.qwen2_moe, {"mlp_only_layers": None, "decoder_sparse_step": 3}, r"layer=1: .* not one with experts"),
+    (hugging_face.qwen2_moe, {"decoder_sparse_step": 0}, r"decoder_sparse_step=0: must be a positive int"),
+    (hugging_face.qwen2_moe, {"shared_expert_intermediate_size": 24}, r"shared_gate: .* \(128, 48\) .* \(128, 24\)"),
+    (hugging_face.qwen2_moe, {"model_type": "qwen3_moe"}, r"no parameter of a qwen3_moe .*shared_expert"),
+    (hugging_face.qwen2_moe, {"model_type": "qwen3_5_moe"}, r"norm_topk_prob=False: only True is known"),
+    (hugging_face.phimoe, {"num_experts_per_tok": 3}, r"num_experts_per_tok=3: only 2 is known for phimoe"),
+    (hugging_face.granite, {"shared_intermediate_size": 0}, None),  # nothing of shared_mlp is read
+    (hugging_face.granite, {"num_local_experts": 0}, r"layer=0: .* not one with experts"),
+    (
+        hugging_face.granite,
+        {"intermediate_size": F // 2},
+        r"gate: .* \(8, 128, 64\) and config.json says \(8, 128, 32\)",
+    ),
+    (hugging_face.ernie, {"use_bias": True}, r"use_bias=True: only False is known for ernie4_5_moe"),
+    (hugging_face.ernie, {"moe_gate": "top2_fused"}, r"moe_gate='top2_fused': only 'topk'"),
+    (hugging_face.ernie, {"moe_layer_start_index": 2}, r"layer=1: .* not one with experts"),
+    (hugging_face.ernie, {"moe_layer_end_index": 0}, r"layer=1: .* not one with experts"),
+    (hugging_face.ernie, {"moe_layer_interval": 4}, r"layer=1: .* not one with experts"),
+    (hugging_face.ernie, {"moe_num_shared_experts": None}, r"tensors that no parameter .*shared_experts"),
+    (hugging_face.ernie, {"moe_use_aux_free": False}, r"tensors that no parameter .*e_score_correction_bias"),
+    (hugging_face.deepseek_v2, {"norm_topk_prob": True}, r"norm_topk_prob=True: only False is known for deepseek_v2"),
+    (hugging_face.deepseek_v2, {"topk_method": "noaux_tc"}, r"topk_method='noaux_tc': must be 'greedy' or 'group"),
+    (hugging_face.deepseek_v2, {"scoring_func": "sigmoid"}, r"scoring_func='sigmoid': only 'softmax'"),
+    (hugging_face.deepseek_v2, {"mlp_bias": True}, r"mlp_bias=True: only False"),
+    (hugging_face.deepseek_v3, {"topk_method": "greedy"}, r"topk_method='greedy': only 'noaux_tc'"),
+    (hugging_face.minimax_m2, {"use_routing_bias": False}, r"use_routing_bias=False: only True"),
+]
+
+
+@pytest.mark.parametrize("write, config, message", REFUSED, ids=[f"{w.__name__} {c}" for w, c, _ in REFUSED])
+def test_what_the_config_says_is_followed_or_refused(write, config, message, tmp_path):
+    layer, _ = write(tmp_path)
+    rewritten(tmp_path, **config)
+    if message is None:
+        assert "shared_down" not in load_hugging_face(tmp_path, layer).weights
+        return
+    with pytest.raises(ValueError, match=message):
+        load_hugging_face(tmp_path, layer)
+
+
+def test_layers_of_llama4(tmp_path):
+    layer, _ = hugging_face.llama4(tmp_path)
+    for dense in (0, 2):
+        with pytest.raises(ValueError, match=rf"layer={dense}: .* not one with experts"):
+            load_hugging_face(tmp_path, dense)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    rewritten(tmp_path, text_config=text | {"moe_layers": [0, 2, 3]})
+    with pytest.raises(ValueError, match=rf"layer={layer}: .* not one with experts"):
+        load_hugging_face(tmp_path, layer)
+
+
+def test_tensors_that_no_parameter_is_read_from(tmp_path):
+    layer, _ = hugging_face.mixtral(tmp_path)
+    file = tmp_path / "model-00001-of-00001.safetensors"
+    name = f"model.layers.{layer}.block_sparse_moe.experts.3.w2.bias"
+    beside = {f"model.layers.{layer}.self_attn.w": np.zeros(1), "model.layers.0.block_sparse_moe.w": np.zeros(1)}
+    save_file(load_file(file) | beside, file)
+    expected = load_hugging_face(tmp_path, layer).weights
+    save_file(load_file(file) | {name: np.zeros(H, np.float32)}, file)
+    with pytest.raises(ValueError, match=r"no parameter of a mixtral layer is read from: .*w2.bias.*register_family"):
+        load_hugging_face(tmp_path, layer)
+    try:
+        rewritten(tmp_path, model_type="mine")
+        register_family("mine", dataclasses.replace(KNOWN["mixtral"], unused=("w2.bias",)))
+        jax.tree.map(np.testing.assert_array_equal, load_hugging_face(tmp_path, layer).weights, expected)
+    finally:
+        KNOWN.pop("mine", None)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.int8])
+def test_weights_quantized_in_another_way(dtype, tmp_path):
+    layer, _ = hugging_face.mixtral(tmp_path)
+    file = tmp_path / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    for expert in range(E):
+        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight"
+        tensors[name] = tensors[name].astype(dtype)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"gate: the checkpoint keeps it in (float8_e4m3fn|int8), quantized in a way"):
+        load_hugging_face(tmp_path, layer)
+
+
+def test_a_config_of_a_narrower_expert_on_a_mesh(tmp_path):
+    """Each device reads a part alone, and all of these parts are there."""
+    load = changed(tmp_path, intermediate_size=F // 2)
+    with pytest.raises(ValueError, match=r"gate: the checkpoint's part is 64 long and config.json says 32"):
+        load(mesh=make_mesh((2, 2), ("ep", "tp")), tensor_axis="tp")
 
 
 def test_a_family_of_your_own(tmp_path):
@@ -197,6 +381,9 @@ def test_errors(tmp_path, monkeypatch):
         load_hugging_face(tmp_path, 5)
     with pytest.raises(ValueError, match=r"a mixtral checkpoint has no weights for \['shared_down'"):
         changed(tmp_path)(num_shared_experts=1)
+    layer, _ = hugging_face.deepseek_v3(tmp_path / "deepseek")
+    with pytest.raises(ValueError, match=r"a deepseek_v3 checkpoint has router_bias, and this layer would not"):
+        load_hugging_face(tmp_path / "deepseek", layer, balancing="none")
     layer, _ = hugging_face.qwen3_moe(tmp_path / "qwen")
     for dense in (0, 1, 2):
         with pytest.raises(ValueError, match=rf"layer={dense}: .* not one with experts"):

@@ -174,6 +174,193 @@ def deepseek_v3(folder, layer=3, fp8=False):
     return layer, forward
 
 
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def add_shared(model, place, width):
+    for name, shape in zip(MLP, ((width, H), (width, H), (H, width)), strict=True):
+        model.add(f"{place}.{name}.weight", *shape)
+
+
+def run_shared(w, place, x):
+    gate, up, down = (w[f"{place}.{name}.weight"] for name in MLP)
+    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def run_fused(gate_up, down, x, chosen, weights, into=None):
+    """`gate_up [E, H, 2F]`, gate first, and `down [E, F, H]`; `into` are factors of the experts' input."""
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for slot, e in enumerate(chosen[t]):
+            token = x[t] if into is None else x[t] * into[t, slot]
+            gate, up = np.split(token @ gate_up[e], 2)
+            y[t] += weights[t, slot] * ((silu(gate) * up) @ down[e])
+    return y
+
+
+def qwen2_moe(folder, layer=1, normalize=False):
+    """A shared expert of a width of its own, behind a sigmoid gate."""
+    prefix = f"model.layers.{layer}.mlp"
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(6, np.float32)
+    model.add(f"{prefix}.gate.weight", E, H)
+    add_experts(model, template)
+    add_shared(model, f"{prefix}.shared_expert", 48)
+    model.add(f"{prefix}.shared_expert_gate.weight", 1, H)
+    config = {"model_type": "qwen2_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
+    config |= {"num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": normalize, "num_hidden_layers": 2}
+    config |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [], "hidden_act": "silu"}
+    model.write(folder, config, parts=2)
+
+    def forward(x):
+        w = model.exact
+        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        chosen = best(scores, K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        if normalize:
+            weights = weights / weights.sum(1, keepdims=True)
+        gate = 1 / (1 + np.exp(-(x @ w[f"{prefix}.shared_expert_gate.weight"].T)))
+        return run_experts(w, template, MLP, x, chosen, weights) + gate * run_shared(w, f"{prefix}.shared_expert", x)
+
+    return layer, forward
+
+
+def deepseek_v2(folder, layer=1):
+    """Softmax scores, groups by their best expert, a large factor and no normalisation."""
+    prefix = f"model.layers.{layer}.mlp"
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(8, ml_dtypes.bfloat16)
+    model.add(f"{prefix}.gate.weight", E, H, scale=2 * H**-0.5)
+    add_experts(model, template)
+    add_shared(model, f"{prefix}.shared_experts", 2 * F)
+    config = {"model_type": "deepseek_v2", "hidden_size": H, "moe_intermediate_size": F, "intermediate_size": 999}
+    config |= {"n_routed_experts": E, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    config |= {"routed_scaling_factor": 16.0, "norm_topk_prob": False, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    config |= {"scoring_func": "softmax", "topk_method": "group_limited_greedy", "num_hidden_layers": 2}
+    model.write(folder, config | {"hidden_act": "silu"})
+
+    def forward(x):
+        w = model.exact
+        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        groups = scores.reshape(len(x), 4, E // 4).max(-1)
+        allowed = np.zeros_like(groups, bool)
+        np.put_along_axis(allowed, best(groups, 2), True, 1)
+        chosen = best(np.where(np.repeat(allowed, E // 4, 1), scores, 0), 2)
+        weights = 16 * np.take_along_axis(scores, chosen, 1)
+        return run_experts(w, template, MLP, x, chosen, weights) + run_shared(w, f"{prefix}.shared_experts", x)
+
+    return layer, forward
+
+
+def ernie(folder, layer=1, norm_min=0.3, bias=True):
+    """Softmax scores and a bias for the choice; `norm_min` is large enough here to be met by some tokens."""
+    prefix = f"model.layers.{layer}.mlp"
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(9, np.float32)
+    model.add(f"{prefix}.gate.weight", E, H)
+    if bias:
+        model.add(f"{prefix}.moe_statics.e_score_correction_bias", 1, E, scale=0.3)
+    add_experts(model, template)
+    add_shared(model, f"{prefix}.shared_experts", 2 * F)
+    config = {"model_type": "ernie4_5_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
+    config |= {"moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 2, "moe_norm_min": norm_min}
+    config |= {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "use_bias": False}
+    model.write(folder, config | {"num_hidden_layers": 2, "hidden_act": "silu", "moe_use_aux_free": bias})
+
+    def forward(x):
+        w = model.exact
+        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        chosen = best(scores + (w[f"{prefix}.moe_statics.e_score_correction_bias"] if bias else 0), K)
+        weights = np.take_along_axis(scores, chosen, 1)
+        total = weights.sum(1, keepdims=True)
+        assert (total > norm_min).any() and (not bias or norm_min < 0.1 or (total < norm_min).any())
+        weights = weights / np.maximum(total, norm_min)
+        return run_experts(w, template, MLP, x, chosen, weights) + run_shared(w, f"{prefix}.shared_experts", x)
+
+    return layer, forward
+
+
+def phimoe(folder, layer=1):
+    """Mixtral's names; two experts, each weighed among those that are near the best one left (SparseMixer-v2)."""
+    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    template = prefix + ".experts.{}.{}.weight"
+    model = Model(10, ml_dtypes.bfloat16)
+    model.add(f"{prefix}.gate.weight", E, H)
+    add_experts(model, template, names)
+    config = {"model_type": "phimoe", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
+    config |= {"num_experts_per_tok": 2, "router_jitter_noise": 0.2, "input_jitter_noise": 0.01}
+    model.write(folder, config | {"num_hidden_layers": 2, "hidden_act": "silu"})
+
+    def forward(x):
+        w = model.exact
+        logits = x @ w[f"{prefix}.gate.weight"].T
+        chosen = best(logits, 2)
+        left, weights = logits.copy(), []
+        for slot in range(2):
+            top = left.max(1, keepdims=True)
+            far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * 0.2
+            weights.append(np.take_along_axis(softmax(np.where(far, -np.inf, left)), chosen[:, slot : slot + 1], 1))
+            np.put_along_axis(left, chosen[:, slot : slot + 1], -np.inf, 1)
+        return run_experts(w, template, names, x, chosen, np.concatenate(weights, 1))
+
+    return layer, forward
+
+
+def granite(folder, layer=0, kind="granitemoehybrid"):
+    """Gate and up in one tensor for all experts, softmax over the chosen logits, a shared expert outside the block."""
+    prefix = f"model.layers.{layer}"
+    block, shared = f"{prefix}.block_sparse_moe", f"{prefix}.shared_mlp"
+    model = Model(11, ml_dtypes.bfloat16)
+    model.add(f"{block}.router.layer.weight", E, H)
+    model.add(f"{block}.input_linear.weight", E, 2 * F, H)
+    model.add(f"{block}.output_linear.weight", E, H, F)
+    config = {"model_type": kind, "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
+    if kind != "granitemoe":
+        model.add(f"{shared}.input_linear.weight", 96, H)
+        model.add(f"{shared}.output_linear.weight", H, 48)
+        config |= {"shared_intermediate_size": 48}
+    model.write(folder, config | {"num_experts_per_tok": K, "num_hidden_layers": 1, "hidden_act": "silu"})
+
+    def forward(x):
+        w = model.exact
+        logits = x @ w[f"{block}.router.layer.weight"].T
+        chosen = best(logits, K)
+        weights = softmax(np.take_along_axis(logits, chosen, 1))
+        both, down = (w[f"{block}.{name}_linear.weight"].swapaxes(1, 2) for name in ("input", "output"))
+        y = run_fused(both, down, x, chosen, weights)
+        if kind != "granitemoe":
+            gate, up = np.split(x @ w[f"{shared}.input_linear.weight"].T, 2, axis=1)
+            y = y + (silu(gate) * up) @ w[f"{shared}.output_linear.weight"].T
+        return y
+
+    return layer, forward
+
+
+def llama4(folder, layer=1, top_k=1, start="language_model.model."):
+    """Experts as `[E, in, out]`, the token multiplied by the sigmoid of the logit, a shared expert, text and images."""
+    prefix = f"{start}layers.{layer}.feed_forward"
+    model = Model(12, ml_dtypes.bfloat16)
+    model.add(f"{prefix}.router.weight", E, H)
+    model.add(f"{prefix}.experts.gate_up_proj", E, H, 2 * F, scale=H**-0.5)
+    model.add(f"{prefix}.experts.down_proj", E, F, H, scale=F**-0.5)
+    add_shared(model, f"{prefix}.shared_expert", F)
+    config = {"model_type": "llama4_text", "hidden_size": H, "intermediate_size": F, "intermediate_size_mlp": 999}
+    config |= {"num_local_experts": E, "num_experts_per_tok": top_k, "num_hidden_layers": 4, "hidden_act": "silu"}
+    config |= {"interleave_moe_layer_step": 2, "moe_layers": None}
+    model.write(folder, {"model_type": "llama4", "text_config": config, "vision_config": {"hidden_size": 3}})
+
+    def forward(x):
+        w = model.exact
+        logits = x @ w[f"{prefix}.router.weight"].T
+        chosen = best(logits, top_k)
+        into = 1 / (1 + np.exp(-np.take_along_axis(logits, chosen, 1)))
+        gate_up, down = (w[f"{prefix}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+        y = run_fused(gate_up, down, x, chosen, np.ones_like(into), into)
+        return y + run_shared(w, f"{prefix}.shared_expert", x)
+
+    return layer, forward
+
+
 def gpt_oss(folder, layer=0, mxfp4=False):
     """All experts in one tensor, gate and up interleaved, biases everywhere, clipping; MXFP4 as published."""
     prefix = f"model.layers.{layer}.mlp"

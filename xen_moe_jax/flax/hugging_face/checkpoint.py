@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import pathlib
+import re
 from typing import Any
 
 import ml_dtypes
@@ -56,6 +57,7 @@ class Checkpoint:
                 raise FileNotFoundError(f"folder={str(folder)!r}: has no {what}; give the folder of a checkpoint")
         self.config = _of_the_text(_json_object(self.folder / "config.json"))
         self._file_of: dict[str, tuple[pathlib.Path, Any]] = {}
+        self._asked: set[str] = set()
         with contextlib.ExitStack() as stack:
             for file in files:
                 try:
@@ -103,7 +105,22 @@ class Checkpoint:
             raise KeyError(
                 f"{self.folder}: no tensor {name!r} in its safetensors files; it has {like or 'no such layer'}"
             )
+        self._asked.add(name)
         return self._file_of[name][1].get_slice(name)
+
+    def unread(self, prefix: str) -> list[str]:
+        """Returns the tensors that no reader asked for, in those modules of a layer from which readers read others.
+
+        Names that differ by a number alone, the experts', count as one: a process reads its own experts.
+        """
+
+        def numberless(name: str) -> str:
+            return re.sub(r"\.\d+(?=\.|$)", ".{}", name.removeprefix(prefix))
+
+        asked = {numberless(name) for name in self._asked if name.startswith(f"{prefix}.")}
+        modules = tuple(f".{name.split('.')[1]}." for name in asked)
+        here = [name for name in self._file_of if name.removeprefix(prefix).startswith(modules)]
+        return sorted({name for name in here if numberless(name) not in asked})
 
     def _mapped(self, name: str, dtype: Any) -> np.ndarray:
         """Maps a tensor by the file's header: 8 bytes of length, JSON with offsets, data."""

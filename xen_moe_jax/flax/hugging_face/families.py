@@ -1,7 +1,7 @@
-"""Each family's names and shapes: how its `config.json` becomes a `MoEConfig`, and where a parameter's parts are.
+"""The families of models: how a `config.json` becomes a `MoEConfig`, and the reader of each parameter.
 
-torch keeps matrices as `[out, in]`; this library multiplies by `[in, out]`. A reader is given the part wanted, in the
-layer's own shape, and reads that part of the file.
+A field of the config that the layer would not follow is refused, and so is a tensor of the layer that no reader reads
+(`Checkpoint.unread`). Fields of training alone (jitter, auxiliary losses, token drops) are ignored.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint
+from xen_moe_jax.flax.hugging_face.readers import Reader, every_other, fused, matrices, stacked, transposed, vector
 
-from xen_moe_jax.flax.hugging_face import quantized
-from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint, Index
-
-Reader = Callable[[Index], np.ndarray]
+Config = dict[str, Any]
+Readers = Iterator[tuple[str, Reader]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,58 +25,45 @@ class Family:
       is_moe: `(config.json, layer) -> bool`: True where the layer has experts.
       fields: `config.json` to arguments of `MoEConfig`.
       readers: `(checkpoint, prefix of the layer)` to a reader of each parameter.
+      unused: ends of the names of tensors beside the parameters that the layer does without; any other tensor that no
+        reader reads is an error.
     """
 
-    is_moe: Callable[[dict[str, Any], int], bool]
-    fields: Callable[[dict[str, Any]], dict[str, Any]]
-    readers: Callable[[Checkpoint, str], Iterator[tuple[str, Reader]]]
+    is_moe: Callable[[Config, int], bool]
+    fields: Callable[[Config], Config]
+    readers: Callable[[Checkpoint, str], Readers]
+    unused: tuple[str, ...] = ()
 
 
-def transposed(checkpoint: Checkpoint, name: str) -> Reader:
-    """Reads `[out, in]` as `[in, out]`, from any stored dtype."""
-
-    def read(index: Index) -> np.ndarray:
-        rows, columns = index
-        return matrix(checkpoint, name, (columns, rows)).T
-
-    return read
-
-
-def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-    """Reads a part of a matrix in its stored dtype; fp8 with a `_scale_inv` beside it is returned in float32."""
-    scale = f"{name}_scale_inv"
-    if scale not in checkpoint:
-        return checkpoint.read(name, index)
-    block = tuple(checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128)))
-    return quantized.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
+def _only(config: Config, **known: Any) -> None:
+    """Raises ValueError for the first field that is there and has another value than the one known."""
+    for name, value in known.items():
+        given = config.get(name)
+        if given is not None and given != value:
+            raise ValueError(
+                f"config.json has {name}={given!r}: only {value!r} is known for {config['model_type']}; "
+                "register_family takes a description of your own"
+            )
 
 
-def vector(checkpoint: Checkpoint, name: str) -> Reader:
-    return lambda index: checkpoint.read(name, index)
+def _step(config: Config, name: str) -> int:
+    """Returns the field, a distance between layers, or 1 without it."""
+    step = config.get(name)
+    step = 1 if step is None else step
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ValueError(f"config.json has {name}={step!r}: must be a positive int, the distance between layers")
+    return step
 
 
-def matrices(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
-    """One `[out, in]` matrix an expert, read as `[E, in, out]`."""
-
-    def read(index: Index) -> np.ndarray:
-        which, rows, columns = index
-        numbers = range(*which.indices(num_experts))
-        return np.stack([matrix(checkpoint, template.format(e), (columns, rows)).T for e in numbers])
-
-    return read
-
-
-def _silu(config: dict[str, Any]) -> None:
-    name = config.get("hidden_act", "silu")
-    if name != "silu":
-        raise ValueError(f"config.json has hidden_act={name!r}: only 'silu' is known for {config['model_type']}")
+def _always(config: Config, layer: int) -> bool:
+    return True
 
 
 # -- Mixtral -----------------------------------------------------------------------------------------------------------
 
 
-def _mixtral_fields(config: dict[str, Any]) -> dict[str, Any]:
-    _silu(config)
+def _mixtral_fields(config: Config) -> Config:
+    _only(config, hidden_act="silu")
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -87,7 +73,7 @@ def _mixtral_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mixtral_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+def _mixtral_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
     moe = f"{prefix}.block_sparse_moe"
     yield "router", transposed(checkpoint, f"{moe}.gate.weight")
     for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
@@ -95,103 +81,272 @@ def _mixtral_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str,
         yield name, matrices(checkpoint, template, checkpoint.config["num_local_experts"])
 
 
-# -- Qwen3-MoE ---------------------------------------------------------------------------------------------------------
+# -- Phi-3.5-MoE -------------------------------------------------------------------------------------------------------
 
 
-def _qwen3_is_moe(config: dict[str, Any], layer: int) -> bool:
-    dense = layer in config.get("mlp_only_layers", ())
-    return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-
-
-def _qwen3_num_experts(config: dict[str, Any]) -> int:
-    """Returns the number of experts: "num_experts" as published, "num_local_experts" as transformers 5 writes it."""
-    return config["num_experts" if "num_experts" in config else "num_local_experts"]
-
-
-def _qwen3_fields(config: dict[str, Any]) -> dict[str, Any]:
-    _silu(config)
-    return {
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["moe_intermediate_size"],
-        "num_experts": _qwen3_num_experts(config),
-        "top_k": config["num_experts_per_tok"],
-        "normalize_weights": bool(config.get("norm_topk_prob", False)),
-        "balancing": "none",
+def _phimoe_fields(config: Config) -> Config:
+    _only(config, num_experts_per_tok=2)  # its router draws two, whatever the config says
+    return _mixtral_fields(config) | {
+        "score": "sparsemixer",
+        "sparsemixer_eps": float(config["router_jitter_noise"]),
+        "normalize_weights": False,
     }
-
-
-def _mlp_readers(checkpoint: Checkpoint, prefix: str, num_experts: int) -> Iterator[tuple[str, Reader]]:
-    yield "router", transposed(checkpoint, f"{prefix}.mlp.gate.weight")
-    for name in ("gate", "up", "down"):
-        yield name, matrices(checkpoint, f"{prefix}.mlp.experts.{{}}.{name}_proj.weight", num_experts)
-
-
-def _qwen3_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
-    yield from _mlp_readers(checkpoint, prefix, _qwen3_num_experts(checkpoint.config))
-
-
-# -- OLMoE -------------------------------------------------------------------------------------------------------------
-
-
-def _olmoe_fields(config: dict[str, Any]) -> dict[str, Any]:
-    return _qwen3_fields(config | {"moe_intermediate_size": config["intermediate_size"]})
-
-
-# -- DeepSeek-V3 -------------------------------------------------------------------------------------------------------
-
-
-def _deepseek_is_moe(config: dict[str, Any], layer: int) -> bool:
-    if "mlp_layer_types" in config:  # DeepSeek-V3.2 as transformers 5 writes it
-        return config["mlp_layer_types"][layer] == "sparse"
-    return layer >= config.get("first_k_dense_replace", 0) and layer % config.get("moe_layer_freq", 1) == 0
-
-
-def _deepseek_fields(config: dict[str, Any]) -> dict[str, Any]:
-    _silu(config)
-    for name, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if config.get(name, known) != known:
-            raise ValueError(f"config.json has {name}={config[name]!r}: only {known!r} is known, DeepSeek-V3's")
-    return {
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["moe_intermediate_size"],
-        "num_experts": config["n_routed_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "score": "sigmoid",
-        "balancing": "bias",
-        "num_groups": config["n_group"],
-        "topk_groups": config["topk_group"],
-        "weight_scale": float(config["routed_scaling_factor"]),
-        "normalize_weights": bool(config.get("norm_topk_prob", True)),
-        "num_shared_experts": config.get("n_shared_experts") or 0,
-    }
-
-
-def _deepseek_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
-    yield from _mlp_readers(checkpoint, prefix, checkpoint.config["n_routed_experts"])
-    yield "router_bias", vector(checkpoint, f"{prefix}.mlp.gate.e_score_correction_bias")
-    if checkpoint.config.get("n_shared_experts"):
-        for name in ("gate", "up", "down"):
-            yield f"shared_{name}", transposed(checkpoint, f"{prefix}.mlp.shared_experts.{name}_proj.weight")
 
 
 # -- MiniMax-M2 --------------------------------------------------------------------------------------------------------
 
 
-def _minimax_m2_fields(config: dict[str, Any]) -> dict[str, Any]:
-    if config.get("scoring_func", "sigmoid") != "sigmoid":
-        raise ValueError(f"config.json has scoring_func={config['scoring_func']!r}: only 'sigmoid' is MiniMax-M2's")
+def _minimax_m2_fields(config: Config) -> Config:
+    _only(config, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0)
     return _mixtral_fields(config) | {"score": "sigmoid", "balancing": "bias"}
 
 
-def _minimax_m2_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+def _minimax_m2_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
     yield from _mixtral_readers(checkpoint, prefix)
     yield "router_bias", vector(checkpoint, f"{prefix}.block_sparse_moe.e_score_correction_bias")
+
+
+# -- Granite -----------------------------------------------------------------------------------------------------------
+
+
+def _granite_is_moe(config: Config, layer: int) -> bool:
+    return config["num_local_experts"] > 0  # Granite 4.0 has dense models of the same type
+
+
+def _granite_shared_fields(config: Config) -> Config:
+    """Softmax over the chosen logits is softmax over all, normalized: Mixtral's. The shared expert stands beside it."""
+    return _mixtral_fields(config) | {"shared_intermediate_size": config["shared_intermediate_size"] or None}
+
+
+def _granite_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    moe = f"{prefix}.block_sparse_moe"
+    yield "router", transposed(checkpoint, f"{moe}.router.layer.weight")
+    yield from _granite_mlp(checkpoint, moe, "")
+
+
+def _granite_shared_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _granite_readers(checkpoint, prefix)
+    if checkpoint.config["shared_intermediate_size"]:
+        yield from _granite_mlp(checkpoint, f"{prefix}.shared_mlp", "shared_")
+
+
+def _granite_mlp(checkpoint: Checkpoint, place: str, start: str) -> Readers:
+    for part, name in enumerate(("gate", "up")):
+        tensor = f"{place}.input_linear.weight"
+        yield f"{start}{name}", fused(checkpoint, tensor, out_first=True, part=part, parts=2)
+    yield f"{start}down", fused(checkpoint, f"{place}.output_linear.weight", out_first=True)
+
+
+# -- Qwen --------------------------------------------------------------------------------------------------------------
+
+
+def _qwen_is_moe(config: Config, layer: int) -> bool:
+    dense = layer in (config.get("mlp_only_layers") or ())
+    return not dense and _num_experts(config) > 0 and (layer + 1) % _step(config, "decoder_sparse_step") == 0
+
+
+def _num_experts(config: Config) -> int:
+    """Returns the number of experts: "num_experts" as published, "num_local_experts" as transformers 5 writes it."""
+    return config["num_experts" if "num_experts" in config else "num_local_experts"]
+
+
+def _qwen3_fields(config: Config) -> Config:
+    _only(config, hidden_act="silu")
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_experts": _num_experts(config),
+        "top_k": config["num_experts_per_tok"],
+        "normalize_weights": bool(config.get("norm_topk_prob", False)),  # transformers' default
+        "balancing": "none",
+    }
+
+
+def _qwen2_fields(config: Config) -> Config:
+    """A shared expert behind a sigmoid gate."""
+    wide = config["shared_expert_intermediate_size"]
+    return _qwen3_fields(config) | {"shared_intermediate_size": wide, "shared_expert_gate": True}
+
+
+def _qwen3_next_fields(config: Config) -> Config:
+    return _qwen2_fields({"norm_topk_prob": True} | config)  # transformers' default
+
+
+def _normalized(fields: Callable[[Config], Config]) -> Callable[[Config], Config]:
+    """Of models whose router divides by the sum whether or not the config says so."""
+
+    def normalized(config: Config) -> Config:
+        _only(config, norm_topk_prob=True)
+        return fields(config) | {"normalize_weights": True}
+
+    return normalized
+
+
+def _mlp_readers(checkpoint: Checkpoint, prefix: str, num_experts: int, *, out_first: bool = True) -> Readers:
+    """One matrix an expert, or one tensor for all experts: of `[E, out, in]` where `out_first`."""
+    experts = f"{prefix}.mlp.experts"
+    yield "router", transposed(checkpoint, f"{prefix}.mlp.gate.weight")
+    if f"{experts}.gate_up_proj" in checkpoint:
+        for part, name in enumerate(("gate", "up")):
+            yield name, fused(checkpoint, f"{experts}.gate_up_proj", out_first=out_first, part=part, parts=2)
+        yield "down", fused(checkpoint, f"{experts}.down_proj", out_first=out_first)
+        return
+    for name in ("gate", "up", "down"):
+        yield name, matrices(checkpoint, f"{experts}.{{}}.{name}_proj.weight", num_experts)
+
+
+def _shared_readers(checkpoint: Checkpoint, place: str) -> Readers:
+    for name in ("gate", "up", "down"):
+        yield f"shared_{name}", transposed(checkpoint, f"{place}.{name}_proj.weight")
+
+
+def _qwen3_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _mlp_readers(checkpoint, prefix, _num_experts(checkpoint.config))
+
+
+def _qwen3_vl_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _mlp_readers(checkpoint, prefix, _num_experts(checkpoint.config), out_first=False)
+
+
+def _qwen2_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _qwen3_readers(checkpoint, prefix)
+    yield "shared_router", transposed(checkpoint, f"{prefix}.mlp.shared_expert_gate.weight")
+    yield from _shared_readers(checkpoint, f"{prefix}.mlp.shared_expert")
+
+
+# -- OLMoE -------------------------------------------------------------------------------------------------------------
+
+
+def _olmoe_fields(config: Config) -> Config:
+    return _qwen3_fields(config | {"moe_intermediate_size": config["intermediate_size"]})
+
+
+# -- ERNIE 4.5 ---------------------------------------------------------------------------------------------------------
+
+
+def _ernie_is_moe(config: Config, layer: int) -> bool:
+    last = config.get("moe_layer_end_index")
+    last = config["num_hidden_layers"] - 1 if last in (None, -1) else last
+    first, step = config["moe_layer_start_index"], _step(config, "moe_layer_interval")
+    return first <= layer <= last and (layer + 1) % step == 0
+
+
+def _ernie_has_bias(config: Config) -> bool:
+    """ERNIE's own code makes the bias with `moe_use_aux_free` only; transformers always does, without such a field."""
+    return bool(config.get("moe_use_aux_free", True))
+
+
+def _ernie_fields(config: Config) -> Config:
+    _only(config, hidden_act="silu", use_bias=False, moe_gate="topk", moe_gate_act="softmax", moe_norm_gate_logits=True)
+    _only(config, moe_use_hard_gate=False, moe_group_experts=False)
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_experts": config["moe_num_experts"],
+        "top_k": config["moe_k"],
+        "min_score_sum": float(config.get("moe_norm_min", 1e-12)),
+        "balancing": "bias" if _ernie_has_bias(config) else "none",
+        "num_shared_experts": config.get("moe_num_shared_experts") or 0,
+    }
+
+
+def _ernie_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    config = checkpoint.config
+    yield from _mlp_readers(checkpoint, prefix, config["moe_num_experts"])
+    if _ernie_has_bias(config):
+        name = f"{prefix}.mlp.moe_statics.e_score_correction_bias"  # [1, E]
+        yield "router_bias", lambda index: checkpoint.read(name, (slice(0, 1), *index))[0]
+    if config.get("moe_num_shared_experts"):
+        yield from _shared_readers(checkpoint, f"{prefix}.mlp.shared_experts")
+
+
+# -- DeepSeek ----------------------------------------------------------------------------------------------------------
+
+
+def _deepseek_is_moe(config: Config, layer: int) -> bool:
+    if "mlp_layer_types" in config:  # DeepSeek-V3.2 as transformers 5 writes it
+        return config["mlp_layer_types"][layer] == "sparse"
+    return layer >= config.get("first_k_dense_replace", 0) and layer % _step(config, "moe_layer_freq") == 0
+
+
+def _deepseek_fields(config: Config) -> Config:
+    """The fields that V2 and V3 share."""
+    _only(config, hidden_act="silu")
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_experts": config["n_routed_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "weight_scale": float(config["routed_scaling_factor"]),
+        "num_shared_experts": config.get("n_shared_experts") or 0,
+    }
+
+
+def _deepseek_v3_fields(config: Config) -> Config:
+    _only(config, scoring_func="sigmoid", topk_method="noaux_tc")
+    return _deepseek_fields(config) | {
+        "score": "sigmoid",
+        "balancing": "bias",
+        "num_groups": config["n_group"],
+        "topk_groups": config["topk_group"],
+        "normalize_weights": bool(config.get("norm_topk_prob", True)),
+    }
+
+
+def _deepseek_v2_fields(config: Config) -> Config:
+    """With `norm_topk_prob`, DeepSeek's own code divides by the sum and does not scale, and transformers' scales and
+    does not divide: no published model has it, and it is refused."""
+    _only(config, scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"config.json has topk_method={method!r}: must be 'greedy' or 'group_limited_greedy'")
+    limited = method == "group_limited_greedy"
+    groups = {"num_groups": config["n_group"], "topk_groups": config["topk_group"], "group_best": 1} if limited else {}
+    return _deepseek_fields(config) | groups | {"normalize_weights": False, "balancing": "none"}
+
+
+def _deepseek_v2_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _mlp_readers(checkpoint, prefix, checkpoint.config["n_routed_experts"])
+    if checkpoint.config.get("n_shared_experts"):
+        yield from _shared_readers(checkpoint, f"{prefix}.mlp.shared_experts")
+
+
+def _deepseek_v3_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    yield from _deepseek_v2_readers(checkpoint, prefix)
+    yield "router_bias", vector(checkpoint, f"{prefix}.mlp.gate.e_score_correction_bias")
+
+
+# -- Llama 4 -----------------------------------------------------------------------------------------------------------
+
+
+def _llama4_is_moe(config: Config, layer: int) -> bool:
+    listed = config.get("moe_layers")
+    return (layer + 1) % _step(config, "interleave_moe_layer_step") == 0 if listed is None else layer in listed
+
+
+def _llama4_fields(config: Config) -> Config:
+    """The token that goes into an expert is multiplied by the sigmoid of its logit; one shared expert is as wide."""
+    return _mixtral_fields(config) | {
+        "score": "sigmoid",
+        "normalize_weights": False,
+        "apply_weights_to": "input",
+        "num_shared_experts": 1,
+    }
+
+
+def _llama4_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
+    moe = f"{prefix}.feed_forward"
+    yield "router", transposed(checkpoint, f"{moe}.router.weight")
+    for part, name in enumerate(("gate", "up")):
+        yield name, fused(checkpoint, f"{moe}.experts.gate_up_proj", out_first=False, part=part, parts=2)
+    yield "down", fused(checkpoint, f"{moe}.experts.down_proj", out_first=False)
+    yield from _shared_readers(checkpoint, f"{moe}.shared_expert")
 
 
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------
 
 
-def _gpt_oss_fields(config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss_fields(config: Config) -> Config:
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -206,54 +361,49 @@ def _gpt_oss_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt_oss_readers(checkpoint: Checkpoint, prefix: str) -> Iterator[tuple[str, Reader]]:
+def _gpt_oss_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
     """All experts in one tensor, `[E, in, out]` already; gate and up take turns in its last dimension."""
     router, experts = f"{prefix}.mlp.router", f"{prefix}.mlp.experts"
     yield "router", transposed(checkpoint, f"{router}.weight")
     yield "logits_bias", vector(checkpoint, f"{router}.bias")
     for offset, name in enumerate(("gate", "up")):
-        yield name, _every_other(checkpoint, f"{experts}.gate_up_proj", offset)
-        yield f"{name}_bias", _every_other(checkpoint, f"{experts}.gate_up_proj_bias", offset)
-    yield "down", lambda index: _stacked(checkpoint, f"{experts}.down_proj", index)
+        yield name, every_other(checkpoint, f"{experts}.gate_up_proj", offset)
+        yield f"{name}_bias", every_other(checkpoint, f"{experts}.gate_up_proj_bias", offset)
+    yield "down", lambda index: stacked(checkpoint, f"{experts}.down_proj", index)
     yield "down_bias", vector(checkpoint, f"{experts}.down_proj_bias")
 
 
-def _every_other(checkpoint: Checkpoint, name: str, offset: int) -> Reader:
-    def read(index: Index) -> np.ndarray:
-        *before, last = index
-        begin, end, _ = last.indices(1 << 62)
-        both = slice(2 * begin, None if last.stop is None else 2 * end)
-        return _stacked(checkpoint, name, (*before, both))[..., offset::2]
-
-    return read
-
-
-def _stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-    """Reads a part of `[E, in, out]`, or of MXFP4 weights stored as `[E, out, in]` in blocks of 32 along `in`."""
-    if f"{name}_blocks" not in checkpoint:
-        return checkpoint.read(name, index)
-    which, rows, columns = index
-    part = (which, columns)
-    whole = quantized.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
-    return whole[:, :, rows].swapaxes(1, 2)
-
-
-def _always(config: dict[str, Any], layer: int) -> bool:
-    return True
-
-
-_DEEPSEEK = Family(_deepseek_is_moe, _deepseek_fields, _deepseek_readers)
+_QWEN2 = Family(_qwen_is_moe, _qwen2_fields, _qwen2_readers)
+_QWEN3_5 = Family(_always, _normalized(_qwen2_fields), _qwen2_readers)
+_QWEN3_VL = Family(_qwen_is_moe, _normalized(_qwen3_fields), _qwen3_vl_readers)
+_DEEPSEEK_V3 = Family(_deepseek_is_moe, _deepseek_v3_fields, _deepseek_v3_readers)
+_GRANITE_SHARED = Family(_granite_is_moe, _granite_shared_fields, _granite_shared_readers)
+_LLAMA4 = Family(_llama4_is_moe, _llama4_fields, _llama4_readers)
 
 FAMILIES = {
     "mixtral": Family(_always, _mixtral_fields, _mixtral_readers),
-    "qwen3_moe": Family(_qwen3_is_moe, _qwen3_fields, _qwen3_readers),
+    "qwen2_moe": _QWEN2,
+    "qwen3_moe": Family(_qwen_is_moe, _qwen3_fields, _qwen3_readers),
+    "qwen3_next": Family(_qwen_is_moe, _qwen3_next_fields, _qwen2_readers),
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_vl_moe_text": _QWEN3_VL,
     "olmoe": Family(_always, _olmoe_fields, _qwen3_readers),
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
-    "dots1": _DEEPSEEK,
+    "deepseek_v2": Family(_deepseek_is_moe, _deepseek_v2_fields, _deepseek_v2_readers),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe": _DEEPSEEK_V3,
+    "dots1": _DEEPSEEK_V3,
     "minimax_m2": Family(_always, _minimax_m2_fields, _minimax_m2_readers),
+    "phimoe": Family(_always, _phimoe_fields, _mixtral_readers),
+    "granitemoe": Family(_granite_is_moe, _mixtral_fields, _granite_readers),
+    "granitemoeshared": _GRANITE_SHARED,
+    "granitemoehybrid": _GRANITE_SHARED,
+    "ernie4_5_moe": Family(_ernie_is_moe, _ernie_fields, _ernie_readers, unused=("moe_statics.experts_usage",)),
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
     "gpt_oss": Family(_always, _gpt_oss_fields, _gpt_oss_readers),
 }
 """By `model_type` of `config.json`, or of its `text_config`."""
@@ -265,7 +415,7 @@ def register_family(model_type: str, family: Family) -> None:
     Args:
       model_type: as in `config.json`, or in its `text_config`.
       family: for example `dataclasses.replace(FAMILIES["mixtral"], fields=...)` for a model that differs in its config
-        alone; `matrices`, `transposed` and `vector` make readers.
+        alone; `matrices`, `transposed`, `fused` and `vector` make readers.
 
     Raises TypeError for an argument of another type.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, Parameter, parameter_table
 from xen_moe_jax.flax._placement import current_mesh
 from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint
-from xen_moe_jax.flax.hugging_face.families import FAMILIES, Reader
+from xen_moe_jax.flax.hugging_face.families import FAMILIES
+from xen_moe_jax.flax.hugging_face.readers import Reader
 
 
 class LoadedLayer(NamedTuple):
@@ -32,8 +34,8 @@ class LoadedLayer(NamedTuple):
 def load_hugging_face(
     folder: str | pathlib.Path, layer: int, *, mesh: Mesh | None = None, dtype: Any = jnp.bfloat16, **changes: Any
 ) -> LoadedLayer:
-    """Reads one MoE layer of a checkpoint: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and V3.2, Kimi K2, GLM-4.5, dots1,
-    MiniMax-M2, gpt-oss, or a family of `xen_moe_jax.flax.hugging_face.register_family`.
+    """Reads one MoE layer of a checkpoint of `xen_moe_jax.flax.hugging_face.FAMILIES`: Mixtral, Qwen, OLMoE, DeepSeek,
+    Kimi K2, GLM-4.5, dots1, MiniMax-M2, Llama 4, Phi-3.5-MoE, Granite, ERNIE 4.5, gpt-oss, or of `register_family`.
 
     Every device reads its own part of the files. Weights in fp8 blocks (DeepSeek-V3) and in MXFP4 (gpt-oss) are
     dequantized.
@@ -47,8 +49,9 @@ def load_hugging_face(
 
     Raises:
       FileNotFoundError, KeyError: the folder or a tensor is missing.
-      ValueError: an unknown model type, a layer without experts, a tensor of another shape than the config says, or a
-        file that is broken.
+      ValueError: an unknown model type, a layer without experts, a field of the config that the layer does not follow,
+        a tensor of another shape than the config says, a tensor of the layer that no parameter is read from, weights
+        that are quantized in another way, or a file that is broken.
       TypeError: an argument of another type.
     """
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
@@ -64,46 +67,69 @@ def load_hugging_face(
             )
         family = FAMILIES[kind]
         count = checkpoint.config.get("num_hidden_layers", layer + 1)
-        if not 0 <= layer < count or not family.is_moe(checkpoint.config, layer):
+        if not 0 <= layer < count or not _by_config(checkpoint, family.is_moe, layer):
             raise ValueError(f"layer={layer}: the checkpoint has {count} layers, and this is not one with experts")
-        try:
-            fields = family.fields(checkpoint.config)
-        except KeyError as error:
-            file = checkpoint.folder / "config.json"
-            raise ValueError(
-                f"{file}: has no {error}, which {kind} configs have, as published and as written by transformers 5. "
-                f"It has {sorted(checkpoint.config)}; add the field, or read this form with register_family"
-            ) from error
+        fields = _by_config(checkpoint, family.fields)
         config = MoEConfig(**(fields | {"param_dtype": dtype} | changes))
         if mesh is None:
             mesh = jax.sharding.get_mesh()
             mesh = None if mesh.empty else mesh
         on_mesh = current_mesh(config, mesh)
         table = parameter_table(config, on_mesh)
+        if config.balancing == fields.get("balancing") == "bias":
+            zeros = jax.nn.initializers.zeros
+            table[ROUTER_BIAS] = Parameter((config.num_experts,), jnp.float32, zeros, (None,), ("expert",))
+        prefix = checkpoint.prefix(layer)
         weights = {}
-        for name, reader in family.readers(checkpoint, checkpoint.prefix(layer)):
-            if name == ROUTER_BIAS:
-                p = Parameter((config.num_experts,), jnp.float32, jax.nn.initializers.zeros, (None,), ("expert",))
-            else:
-                p = table[name]
-            spec = PartitionSpec(*p.sharding)
-            weights[name] = _placed(name, reader, p.shape, jnp.dtype(p.dtype), mesh, spec)
+        for name, reader in family.readers(checkpoint, prefix):
+            if name not in table:
+                raise ValueError(f"changes={changes}: a {kind} checkpoint has {name}, and this layer would not have it")
+            weights[name] = _placed(name, reader, table[name], mesh)
         if missing := set(table) - set(weights):
             raise ValueError(f"changes={changes}: a {kind} checkpoint has no weights for {sorted(missing)}")
+        if extra := [n for n in checkpoint.unread(prefix) if not n.endswith(family.unused)]:
+            raise ValueError(
+                f"{checkpoint.folder}: layer {layer} has tensors that no parameter of a {kind} layer is read from: "
+                f"{extra[:8]}. What the layer computes without them may be wrong; if not, name them in "
+                f"register_family({kind!r}, dataclasses.replace(FAMILIES[{kind!r}], unused=(...)))"
+            )
         return LoadedLayer(config, weights)
 
 
-def _placed(
-    name: str, reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, spec: PartitionSpec
-) -> jax.Array:
+def _by_config(checkpoint: Checkpoint, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of a family; a field that it misses is the file's fault."""
+    try:
+        return function(checkpoint.config, *arguments)
+    except KeyError as error:
+        kind = checkpoint.config["model_type"]
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'}: has no {error}, which {kind} configs have, as published and as "
+            f"written by transformers 5. It has {sorted(checkpoint.config)}; add the field, or read this form with "
+            "register_family"
+        ) from error
+
+
+def _placed(name: str, reader: Reader, p: Parameter, mesh: Mesh | None) -> jax.Array:
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or (slice(None),) * len(shape)
-        wanted = tuple(len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True))
-        read = np.asarray(reader(index)).astype(dtype)
+        index = index or (slice(None),) * len(p.shape)
+        wanted = tuple(len(range(*s.indices(n))) for s, n in zip(index, p.shape, strict=True))
+        read = np.asarray(reader(index))
+        if not jnp.issubdtype(read.dtype, jnp.floating) or jnp.finfo(read.dtype).bits < 16:
+            raise ValueError(
+                f"{name}: the checkpoint keeps it in {read.dtype}, quantized in a way that is not known here (fp8 with "
+                "weight_scale_inv and MXFP4 are); load a checkpoint in bfloat16"
+            )
         if read.shape != wanted:
             raise ValueError(f"{name}: the checkpoint's part is {read.shape} and config.json says {wanted}")
-        return read
+        return read.astype(p.dtype)
 
     if mesh is None:
         return jnp.asarray(part(None))
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part)
+    for axis, (dim, size) in enumerate(zip(p.dims, p.shape, strict=True)):
+        # A device that reads its part alone would not notice that a tensor is larger than the config says.
+        if dim in ("hidden", "intermediate"):
+            strip = tuple(slice(None) if other == axis else slice(0, 1) for other in range(len(p.shape)))
+            found = np.asarray(reader(strip)).shape[axis]
+            if found != size:
+                raise ValueError(f"{name}: the checkpoint's part is {found} long and config.json says {size}")
+    return jax.make_array_from_callback(p.shape, NamedSharding(mesh, PartitionSpec(*p.sharding)), part)
