@@ -4,9 +4,9 @@
 # make help    the rest
 
 VENV ?= .venv
-# The oldest jax that is supported, and the newest: both are written in pyproject.toml only.
-OLDEST_JAX := $(shell sed -n 's/^dependencies = \["jax>=\([0-9.]*\),<=.*/\1/p' pyproject.toml)
-NEWEST_JAX := $(shell sed -n 's/^dependencies = \["jax>=[0-9.]*,<=\([0-9.]*\)".*/\1/p' pyproject.toml)
+# The oldest jax that is supported, and the newest that is tested: each is written in one place.
+OLDEST_JAX := $(shell sed -n 's/^dependencies = \["jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+NEWEST_JAX := $(shell sed -n 's/^NEWEST_JAX = "\([0-9.]*\)"$$/\1/p' xen_moe_jax/_tested_jax.py)
 JAX ?= $(OLDEST_JAX)
 # PYTHON=/path/to/python3.12 for the interpreter that makes the environment
 
@@ -34,7 +34,7 @@ help:  ## this list
 
 setup: $(READY)  ## make the environment, with the oldest supported JAX
 
-versions:  ## the oldest and the newest jax that are supported
+versions:  ## the oldest jax that is supported, and the newest that is tested
 	@echo $(OLDEST_JAX) $(NEWEST_JAX)
 
 # libtpu compiles the TPU kernels ahead of time for the tests. It stands beside the packages and not among them: JAX would

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, backends
+from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, _tested_jax, backends
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.base import Call, Exchange
 
@@ -121,6 +121,7 @@ def _lowering(
     otherwise: Callable[..., Any] | None,
 ) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        _tested_jax.warn_of_newer()
         backend = backends.for_lowering(platform, params["config"])
         function = backend.operation(operation)
         if function is None:

@@ -19,7 +19,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
-from xen_moe_jax import _profiles
+from xen_moe_jax import _profiles, _tested_jax
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax.backends.base import BackendUnavailable
@@ -99,42 +99,32 @@ def versions() -> list[Finding]:
     return [*found, _jax_is_tested()]
 
 
-def tested_jax() -> tuple[str, str] | None:
-    """The oldest and the newest jax that the whole suite has run on: the requirement of the checkout that is imported,
-    or of the installed package. None where there is neither.
+def tested_jax() -> tuple[str | None, str]:
+    """The oldest jax that is supported and the newest that the whole suite has run on.
+
+    The oldest is the requirement of the checkout that is imported, or of the installed package; None where there is
+    neither.
     """
     project = pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml"
+    requirements: list[str] = []
     if project.exists():
         requirements = tomllib.loads(project.read_text())["project"]["dependencies"]
     elif installed_version("xen-moe-jax") is not None:
         requirements = importlib.metadata.requires("xen-moe-jax") or []
-    else:
-        return None
-    for requirement in requirements:
-        found = re.fullmatch(r"jax(?=[^;]*>=([\d.]+))(?=[^;]*<=([\d.]+))[<>=,\d.]*", requirement.replace(" ", ""))
-        if found:
-            return found[1], found[2]
-    return None
+    found = [re.match(r"jax\s*>=\s*([\d.]+)", requirement) for requirement in requirements]
+    return next((match[1] for match in found if match), None), _tested_jax.NEWEST_JAX
 
 
 def _jax_is_tested() -> Finding:
     import jax
 
-    tested = tested_jax()
-    if tested is None:
-        return Finding("jax version", None, f"{jax.__version__}; the tested versions are not known: not installed")
-    oldest, newest = tested
-    if jax.__version_info__ < _numbers(oldest):
-        remedy = f"pip install 'jax>={oldest},<={newest}'"
-        return Finding("jax version", False, f"{jax.__version__}, need >= {oldest}", remedy)
-    if jax.__version_info__ > _numbers(newest):
-        detail = f"{jax.__version__}, newer than {newest}, the newest that the test suite has run on"
-        return Finding("jax version", None, detail, f"pip install 'jax>={oldest},<={newest}' if something fails")
-    return Finding("jax version", True, f"{jax.__version__}, tested from {oldest} to {newest}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+    oldest, newest = tested_jax()
+    if oldest is not None and jax.__version_info__ < _tested_jax.numbers(oldest):
+        return Finding("jax version", False, f"{jax.__version__}, need >= {oldest}", f"pip install 'jax>={oldest}'")
+    if newer := _tested_jax.newer():
+        return Finding("jax version", None, newer, f"pip install 'jax<={newest}' if something fails")
+    since = f"from {oldest} to {newest}" if oldest else f"up to {newest}; the oldest is not known: not installed"
+    return Finding("jax version", True, f"{jax.__version__}, tested {since}")
 
 
 def devices() -> list[Finding]:

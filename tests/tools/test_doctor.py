@@ -69,7 +69,17 @@ def test_a_newer_jax_than_tested_is_said(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (99, 0, 0))
     monkeypatch.setattr(jax, "__version__", "99.0.0")
     finding = by_name(doctor.versions())["jax version"]
-    assert finding.ok is None and "99.0.0" in finding.detail and doctor.tested_jax()[1] in finding.detail
+    newest = doctor.tested_jax()[1]
+    assert finding.ok is None and "99.0.0" in finding.detail and f"newer than {newest}" in finding.detail
+    assert finding.remedy == f"pip install 'jax<={newest}' if something fails"
+
+
+def test_a_tested_jax_is_in_order(monkeypatch):
+    for version in doctor.tested_jax():
+        monkeypatch.setattr(jax, "__version_info__", tuple(map(int, version.split("."))))
+        monkeypatch.setattr(jax, "__version__", version)
+        finding = by_name(doctor.versions())["jax version"]
+        assert finding.ok and finding.remedy == "" and finding.detail.startswith(f"{version}, tested from ")
 
 
 def test_devices_that_do_not_start_are_a_fault_in_jax_own_words(monkeypatch):
@@ -85,7 +95,8 @@ def test_an_old_jax_is_a_fault(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 4, 30))
     monkeypatch.setattr(jax, "__version__", "0.4.30")
     finding = by_name(doctor.versions())["jax version"]
-    assert finding.ok is False and "0.4.30" in finding.detail and "pip install" in finding.remedy
+    oldest = doctor.tested_jax()[0]
+    assert finding.ok is False and "0.4.30" in finding.detail and finding.remedy == f"pip install 'jax>={oldest}'"
 
 
 def test_gpus_without_a_cuda_jax_are_noticed(monkeypatch):

@@ -4,21 +4,52 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 
 import jax
 import pytest
 
 import xen_moe_jax as xm
 from tests.support import ROOT
-from xen_moe_jax import cli, doctor
+from xen_moe_jax import _tested_jax, cli, doctor
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OLDEST, NEWEST = doctor.tested_jax()
 
 
 def test_the_running_jax_is_one_that_is_supported():
-    numbers = [tuple(map(int, version.split("."))) for version in (OLDEST, jax.__version__, NEWEST)]
+    numbers = [_tested_jax.numbers(version) for version in (OLDEST, jax.__version__, NEWEST)]
     assert numbers == sorted(numbers)
+
+
+def test_a_newer_jax_is_not_refused():
+    assert PROJECT["project"]["dependencies"][0] == f"jax>={OLDEST}"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(OLDEST, False), (NEWEST, False), ("0.12.0.dev20261101", False), ("0.12.1.dev20261101", True), ("99.0.0", True)],
+)
+def test_the_first_lowering_warns_of_a_newer_jax_once(monkeypatch, mesh4, version, said):
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(jax, "__version_info__", tuple(int(part) for part in version.split(".") if part.isdigit()))
+    _tested_jax.warn_of_newer.cache_clear()
+
+    def lower(features):
+        function = jax.shard_map(
+            lambda x: xm.all_to_all(x, "ep", 0, 0), mesh=mesh4, in_specs=jax.P("ep"), out_specs=jax.P("ep")
+        )
+        sharding = jax.NamedSharding(mesh4, jax.P("ep"))
+        jax.jit(function).lower(jax.ShapeDtypeStruct((16, features), "float32", sharding=sharding))
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        lower(1)
+        lower(2)
+    _tested_jax.warn_of_newer.cache_clear()
+    texts = [str(warning.message) for warning in found if "test suite" in str(warning.message)]
+    assert len(texts) == said
+    assert all(f"jax {version} " in text and f"pip install 'jax<={NEWEST}'" in text for text in texts)
 
 
 def test_the_version_is_written_once(capsys):
@@ -40,7 +71,7 @@ def test_extras_bring_no_other_jax():
 
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the Makefile is not beside the tests")
-def test_make_reads_the_same_line():
+def test_make_reads_the_same_lines():
     done = subprocess.run(
         ["make", "--no-print-directory", "versions"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

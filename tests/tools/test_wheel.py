@@ -1,4 +1,4 @@
-"""A wheel, installed where there is nothing else: it works with its own requirements and the newest jax they allow.
+"""A wheel, installed where there is nothing else: it works with its own requirements and the newest tested jax.
 
 `XEN_MOE_WHEEL` names the wheel, `XEN_MOE_WHEEL_CUDA=1` says that it must have the CUDA modules. Building one takes
 minutes and downloads a compiler: CI does it once and runs this file afterwards.
@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.support import ROOT
+from xen_moe_jax._tested_jax import NEWEST_JAX
 
 PROGRAM = ROOT / "tests" / "support" / "installed_package.py"
 WHEEL = os.environ.get("XEN_MOE_WHEEL", "")
@@ -42,7 +43,7 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "venv", "venv", folder=folder)
     interpreter = str(folder / "venv" / "bin" / "python")
-    pip_install(interpreter, str(pathlib.Path(WHEEL).resolve()), folder=folder)
+    pip_install(interpreter, str(pathlib.Path(WHEEL).resolve()), f"jax<={NEWEST_JAX}", folder=folder)
     return interpreter
 
 
@@ -64,8 +65,7 @@ def run_tests(python: str, *tests: str, folder: pathlib.Path, path: str = "") ->
 def test_a_wheel_works_with_nothing_but_its_requirements(python, tmp_path):
     assert "the wheel is whole" in run(python, str(PROGRAM), *(["--cuda"] if CUDA else []), folder=tmp_path)
     installed = run(python, "-m", "pip", "list", "--format=freeze", folder=tmp_path)
-    newest = (ROOT / "pyproject.toml").read_text().split('"jax>=')[1].split("<=")[1].split('"')[0]
-    assert f"jax=={newest}" in installed.splitlines(), "a fresh install takes another jax than the newest tested one"
+    assert f"jax=={NEWEST_JAX}" in installed.splitlines(), "the requirements refuse the newest tested jax"
     assert "nvidia" not in installed, "a plain install needs nothing of CUDA"
     listing = "from xen_moe_jax import _profiles; print(*[path.name for path in _profiles.shipped()])"
     shipped = sorted(path.name for path in (ROOT / "xen_moe_jax" / "profiles").glob("*.json"))
