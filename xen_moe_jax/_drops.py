@@ -1,4 +1,4 @@
-"""Which rows find room under a capacity, for every rule but "position" (the argument `drop` of a dispatch).
+"""Chooses the rows that find room under a capacity, for every rule but "position" (the argument `drop` of a dispatch).
 
 The rule is applied before anything is sent. Every rank gathers the counts ("source") or the router weights ("weight")
 of all ranks, and comes to the same decision from the same numbers. The entries of its `topk_idx` whose rows find no
@@ -28,10 +28,11 @@ from xen_moe_jax._spec import Spec
 def keep_rows(
     topk_idx: jax.Array, topk_weights: jax.Array, active: jax.Array, *, drop: str, spec: Spec, config: KernelConfig
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Applies the rule `drop`. None where positions decide, because the rule says so or comes to the same.
+    """Applies the rule `drop`. Returns None where positions decide, because this is the rule or because the result is
+    the same.
 
     Args:
-      topk_idx: int32 `[T, K]`, sanitised, with -1 for what does not move.
+      topk_idx: int32 `[T, K]`, sanitised, with -1 for slots that send no row.
       topk_weights: float32 `[T, K]`; no gradient passes through the decision.
       active: bool `[R]`, or `_active.EVERY_RANK`.
 
@@ -58,7 +59,7 @@ def _room_for_all(spec: Spec) -> bool:
 
 
 def _all_gather(words: Any, active: Any, *, spec: Spec, **_: Any) -> Any:
-    del active  # what an inactive rank sends was masked by it
+    del active  # an inactive rank's routing is masked already, so that its words stand for no rows
     return lax.all_gather(words, spec.axis_name)
 
 
@@ -104,10 +105,10 @@ def _by_source(topk_idx: jax.Array, active: Any, params: dict[str, Any]) -> tupl
 
 
 def rows_taken(counts: jax.Array, spec: Spec) -> jax.Array:
-    """How many of `counts int32 [source, receiver, L]` each receiver takes, in the order (source, expert).
+    """The part of `counts int32 [source, receiver, L]` that each receiver takes, in the order (source, expert).
 
     For each cell (source, expert) the layout of all cells before it is known, so that the number of its rows that still
-    fit is too. What is wrong with that number behind a cell that does not fit as a whole is never read.
+    fit is too. Behind a cell that does not fit as a whole this number may be wrong, and is never read.
     """
     size = spec.alignment
     before = _layout.exclusive_cumsum(counts, axis=0)  # rows of earlier sources for the same expert
@@ -181,7 +182,7 @@ def _first_slots(owner: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.A
 def _descending(weights: jax.Array) -> jax.Array:
     """int32 keys that sort float32 `weights` downwards: both zeros are equal, and a NaN comes last.
 
-    Integers alone are compared, because processors differ in what they make of denormal numbers.
+    Integers alone are compared, because processors differ in their treatment of denormal numbers.
     """
     bits = lax.bitcast_convert_type(weights, jnp.int32)
     magnitude = bits & 0x7FFFFFFF

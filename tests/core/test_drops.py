@@ -1,5 +1,5 @@
-"""Which rows are dropped: drawn routings against the oracle, gradients against a dense model that lacks the same rows,
-and what the rules must not touch. The tables of `tests/support` run the rules on every backend."""
+"""Rules for dropped rows: drawn routings against the oracle, gradients against a dense model that lacks the same rows,
+and the results that no rule may change. The tables of `tests/support` run the rules on every backend."""
 
 import functools
 
@@ -35,7 +35,7 @@ from xen_moe_jax.backends.reference.dispatch import dispatch as reference_dispat
 
 R, T, H = 4, 5, 8
 
-# layout, experts, slots, capacity, alignment, drop: each is compiled once, whatever is drawn
+# layout, experts, slots, capacity, alignment, drop: each is compiled once for all drawn routings
 SHAPES = (
     ("grouped", 8, 3, 6, 1, "source"),
     ("grouped", 11, 2, 9, 4, "source"),
@@ -94,8 +94,9 @@ def test_any_routing_equals_the_oracle(shape, data):
 
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_source_takes_what_a_clamped_cumulative_sum_takes(alignment):
-    """The rule that MaxText's all-to-all follows with a `ragged_buffer_factor`: what all ranks up to a source send to a
-    receiver is clamped at its buffer. An alignment can only take less, and fills the buffer up to its padding."""
+    """The rule that MaxText's all-to-all follows with a `ragged_buffer_factor`: the rows that all ranks up to a source
+    send to a receiver are clamped at its buffer. An alignment can only take less, and fills the buffer up to its
+    padding."""
     rng = np.random.default_rng(0)
     spec = Spec(("ep",), (6,), 6 * 5, 8, 4, "grouped", 25, alignment)
     for _ in range(20):
@@ -143,7 +144,8 @@ def traced(mesh, f, *arrays):
 
 
 def test_nothing_is_added_where_positions_decide(mesh4):
-    """The default's program is that of a call that says nothing, and so is one in which nothing can overflow."""
+    """The program of the default rule is that of a call without `drop`, and so is a program in which nothing can
+    overflow."""
     x, idx, weights = place(mesh4, *model()[:3])
 
     def program(**options):
@@ -161,8 +163,8 @@ def test_nothing_is_added_where_positions_decide(mesh4):
 
 
 @pytest.mark.parametrize("drop", ["source", "weight"])
-def test_halves_and_remat_choose_once(mesh4, drop):
-    """In halves the same rows; and a remat policy that keeps the handle does not gather again."""
+def test_start_done_and_remat_choose_once(mesh4, drop):
+    """Start and done drop the same rows; and a remat policy that keeps the handle does not gather again."""
     placed = place(mesh4, *model()[:3])
     options = {"num_experts": EXPERTS, "axis_name": "ep", "capacity": 20, "drop": drop, "alignment": 2}
 
@@ -191,7 +193,8 @@ def test_halves_and_remat_choose_once(mesh4, drop):
 @pytest.mark.parametrize("active", [None, (True, False, True, True)], ids=["every rank", "one is out"])
 @pytest.mark.parametrize("size", [3, 2500])
 def test_words_gathered_by_a_dispatch(mesh4, active, size):
-    """What a backend does that must not wait for inactive ranks, here with the reference's dispatch."""
+    """Gathers words by a dispatch, as a backend does that must not wait for inactive ranks; here with the reference's
+    dispatch."""
     spec = Spec(("ep",), (RANKS,), EXPERTS, TOKENS, 2, "grouped", 8)
     words = np.random.default_rng(3).integers(-(2**31), 2**31, (RANKS, size), np.int64).astype(np.int32)
     mask = np.ones(RANKS, bool) if active is None else np.array(active)

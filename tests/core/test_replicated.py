@@ -21,7 +21,7 @@ def moe(layout, in_front, x, idx, weights, w_in, w_out):
         hidden = jax.nn.silu(jax.lax.ragged_dot(routed.x, w_in, routed.group_sizes))
         hidden = hidden * routed.weights[:, None] if in_front else hidden
         y = jax.lax.ragged_dot(hidden, w_out, routed.group_sizes)
-        y = jnp.where(routed.expert_ids()[:, None] < w_in.shape[0], y, jnp.nan)  # nobody may read these
+        y = jnp.where(routed.expert_ids()[:, None] < w_in.shape[0], y, jnp.nan)  # no expert may read these rows
     else:
         hidden = jax.nn.silu(jnp.einsum("lch,lhf->lcf", routed.x, w_in))
         hidden = hidden * routed.weights[..., None] if in_front else hidden
@@ -77,7 +77,8 @@ def test_quantized_tokens_and_one_expert_named_twice(mesh4):
 
 
 def test_one_sum_over_the_ranks_is_all_that_travels(mesh4):
-    """In the compiled program; an exported one gives the same bits, and takes the handle as an argument."""
+    """Only one sum travels in the compiled program; an exported one gives the same bits, and takes the handle as an
+    argument."""
     x, idx, weights, *_ = model()
     x, idx, weights = x[:TOKENS], idx[:TOKENS], weights[:TOKENS]
 

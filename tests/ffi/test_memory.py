@@ -92,7 +92,7 @@ def test_old_memory_serves_until_every_rank_has_used_the_new(memory):
     assert memory.held() == before + staging(LARGE)
     memory.reclaim(workspace)
     assert memory.held() == before + staging(LARGE)  # an operation may still be in the old one
-    assert run(memory, workspace)  # in the old one: what all announced before
+    assert run(memory, workspace)  # in the old memory: the announcements that all ranks made before
     memory.reclaim(workspace)
     assert memory.held() == before + staging(LARGE)
     assert run(memory, workspace)

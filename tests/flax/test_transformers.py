@@ -1,6 +1,6 @@
 """Small random models that transformers makes and saves: a layer by this library and by transformers' own code.
 
-Only where torch and transformers are installed; `tests/support/hugging_face.py` writes such checkpoints elsewhere.
+These tests need torch and transformers; elsewhere `tests/support/hugging_face.py` writes such checkpoints.
 """
 
 import pytest

@@ -246,7 +246,8 @@ def leave_out(idx: np.ndarray, active: np.ndarray, num_experts: int, layout: str
 
 
 def keep_rows(idx, topk_weights, num_experts, layout, capacity, alignment, drop) -> tuple[np.ndarray, np.ndarray]:
-    """What is left of sanitised `idx [R, T, K]` where `drop` chooses rows, and how many each receiver loses.
+    """Returns sanitised `idx [R, T, K]` without the rows that `drop` leaves out, and the number of rows that each
+    receiver loses.
 
     A receiver lists the rows that are sent to it in the order of the rule, and takes them one by one while they fit.
     """

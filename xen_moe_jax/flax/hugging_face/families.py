@@ -173,7 +173,7 @@ def _qwen3_next_fields(config: Config) -> Config:
 
 
 def _normalized(fields: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """Of models whose router divides by the sum whether or not the config says so."""
+    """Arguments for models whose router divides by the sum even if the config does not say so."""
 
     def normalized(config: Config) -> Config:
         _only(config, norm_topk_prob=True)

@@ -36,7 +36,7 @@ def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
 
 
 def vector(checkpoint: Checkpoint, name: str) -> Reader:
-    """Reads a tensor as it is."""
+    """Reads a tensor in its stored shape and dtype."""
     return lambda index: checkpoint.read(name, index)
 
 
