@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _layout, _validate
-from xen_moe_jax._numbers import as_int
+from xen_moe_jax._numbers import as_int, plain
 
 SCORES = ("softmax", "sigmoid")
 FLOOR = 1e-20
@@ -146,7 +146,12 @@ def chosen_weights(
     topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
-    if not (score == "sigmoid" if normalize is None else normalize):
+    normalize = score == "sigmoid" if normalize is None else normalize
+    if _check_number(min_sum, "min_sum", caller) and not (normalize and score == "softmax"):
+        raise ValueError(
+            f"{caller}: min_sum={min_sum!r}: only score='softmax' with normalize=True divides by a sum that it bounds"
+        )
+    if not normalize:
         return _take(router_scores(logits, score), topk_idx)[0] * scale
     chosen, used = _take(logits, topk_idx)
     if score == "sigmoid":
@@ -175,6 +180,7 @@ def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.0
     topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
+    _check_number(eps, "eps", caller)
     left, weights = logits, []
     for slot in range(topk_idx.shape[1]):
         chosen = topk_idx[:, slot : slot + 1]
@@ -323,6 +329,13 @@ def _check_int(value: Any, name: str, caller: str, most: int, meaning: str) -> i
     if number is None or not 1 <= number <= most:
         raise ValueError(f"{caller}: {name}={value!r}: must be an int in [1, {meaning}={most}]")
     return number
+
+
+def _check_number(value: Any, name: str, caller: str) -> float:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{caller}: {name}={value!r}: must be a finite number >= 0")
+    return float(value)
 
 
 def _check_bias(bias: jax.Array, scores: jax.Array, caller: str) -> jax.Array:

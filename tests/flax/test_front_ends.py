@@ -107,6 +107,28 @@ def test_checkpoint_restores_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(metrics_again.tokens_per_expert, metrics.tokens_per_expert)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_checkpoint_restores_by_the_shapes_of_eval_shape(kind, tmp_path):
+    """Under `jax.set_mesh` these shapes name an abstract mesh, on which Orbax places no array: they get the mesh."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs xen-moe-jax[flax]")
+    mesh = make_mesh((8,), ("ep",), jax.sharding.AxisType[kind])
+    with jax.set_mesh(mesh), ocp.StandardCheckpointer() as checkpointer:
+        moe = layer(DEEPSEEK, seed=5)
+        checkpointer.save(tmp_path / "moe", nnx.to_pure_dict(nnx.state(moe)))
+        checkpointer.wait_until_finished()
+
+        graph, state = nnx.split(nnx.eval_shape(lambda: MoE(DEEPSEEK, rngs=nnx.Rngs(0))))
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            nnx.get_named_sharding(state, mesh),
+        )
+        restored = checkpointer.restore(tmp_path / "moe", nnx.to_pure_dict(target))
+    assert {shard.data.shape for shard in restored["gate"].addressable_shards} == {(1, H, 24)}
+    nnx.replace_by_pure_dict(state, restored)
+    jax.tree.map(np.testing.assert_array_equal, weights_of(nnx.merge(graph, state)), weights_of(moe))
+
+
 def test_optax_steps_lower_the_loss_nnx():
     optax = pytest.importorskip("optax", reason="needs xen-moe-jax[flax]")
     config = dataclasses.replace(DEEPSEEK, bias_update_rate=0.01)
