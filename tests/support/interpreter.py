@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from jax._src import api, callback  # noqa: TID251  the library imports nothing of it
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: TID251
 
 
 class _Api:
@@ -38,3 +39,8 @@ def quick() -> Iterator[None]:
         yield
     finally:
         callback.api = api
+
+
+def races_found() -> bool:
+    """Returns True if the interpreter has seen a race in the last program that ran with `detect_races=True`."""
+    return interpret_pallas_call.races.races_found

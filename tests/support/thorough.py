@@ -23,6 +23,10 @@ THOROUGH = (
     "backends/pallas/test_aot.py::test_start_and_done_on_a_large_topology[v5e-64]",
     "backends/pallas/test_layer.py::test_a_layer_needs_less_memory_than_the_peer",
     "backends/pallas/test_layer.py::test_a_decode_of_the_flax_layer_is_grouped_and_gathered",
+    "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[tpu7x-gpt-oss-120b-128]",
+    "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v5p-Qwen3-30B-A3B-32]",
+    "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v6e-DeepSeek-V3-128]",
+    "flax/test_tpu_decode.py::test_the_same_layer_as_with_grouped_matmuls[relu2 in chunks]",
     "backends/pallas/test_layer.py::test_the_peer_computes_the_same_layer",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",

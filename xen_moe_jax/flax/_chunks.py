@@ -25,7 +25,7 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
-from xen_moe_jax.flax import grouped_matmul
+from xen_moe_jax.flax import grouped_matmul, tpu_decode
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[..., jax.Array]
@@ -226,6 +226,8 @@ def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[
 def for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
     """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
     sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
+    if isinstance(config.experts, tpu_decode.Experts):
+        sizes = routed.handle.recv_counts
     return routed.x, sizes, *([] if config.apply_weights_to == "rows" else [routed.weights])
 
 

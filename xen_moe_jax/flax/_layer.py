@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._mesh import vary_over
+from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
@@ -81,7 +82,12 @@ def moe_on_rank(
         # Only a choice of the caller's can name an expert twice.
         dropped = jnp.zeros((), jnp.int32) if topk_idx is None else jax.lax.psum(dropped, config.axis_name)
     else:
-        out, dropped = through_experts(config, built_in(config), parts, tokens, active)
+        # A token of a caller who gives the experts may name one twice. More rows may come then than the worst case has,
+        # and the alignment decides which ones are dropped: it must not depend on the platform.
+        chosen = tpu_decode.adapted(config, x.shape[0]) if topk_idx is None else config
+        sent = tokens if chosen is config else tokens._replace(x=tpu_decode.padded(tokens.x))
+        out, dropped = through_experts(chosen, built_in(chosen), parts, sent, active)
+        out = out[:, : config.hidden_size]
     out = out.astype(dtype)  # experts=... may have returned another one
     if config.shared_features:
         out = out + shared_expert(config, tokens.x, shared, share)

@@ -105,7 +105,7 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     own = tpu_programs.kernels(text)
     assert "xen_moe_pack_tokens" in own and "xen_moe_push" not in own, own  # records leave by XLA's all-gather
     assert "all-gather" in tpu_programs.collectives(text)
-    assert tpu_layer_programs.matmul_kernels(text)["ragged-dot-none"] == 3  # gate, up and down
+    assert "xen_moe_decode_experts" in own and not tpu_layer_programs.matmul_kernels(text)
 
 
 @pytest.mark.slow

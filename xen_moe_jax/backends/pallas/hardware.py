@@ -184,7 +184,7 @@ def launch(
     if explicit is None and need > COMPILER_DEFAULT:
         explicit = min(chip.vmem_bytes, need + need // 4 + 2 * MIB)
     collective_id = 0 if axes is None else barriers.collective_id(axes, groups, config)
-    return Launch(block, explicit, collective_id, _interpret(config), chip.cores)
+    return Launch(block, explicit, collective_id, interpret(config), chip.cores)
 
 
 def check_smem(kernel: str, need: int, remedy: str) -> None:
@@ -204,7 +204,7 @@ def smem_window(smem_bytes: Callable[[int], int], preferred: int) -> int:
     return window
 
 
-def _interpret(config: KernelConfig) -> Any:
+def interpret(config: KernelConfig) -> Any:
     if config.interpret is True:
         from jax.experimental.pallas import tpu as pltpu
 

@@ -1,0 +1,285 @@
+"""`python -m benchmarks.tpu.decode`: a decode layer compiled for TPUs without one, beside the reading of its weights.
+
+The layer is dispatch, experts and combine of the Flax layers with few tokens, on 8 devices. Its floor is the time in
+which HBM gives the weights of the experts that have rows. `NOTICE` says what is counted; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import re
+import shlex
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import programs as tpu_programs
+from benchmarks.tpu import topologies as tpu_topologies
+from benchmarks.tpu.dump import Loop
+
+NOTICE = """\
+Estimates: no TPU ran this. Weights: bytes of the active experts of the busiest rank over the bandwidth of HBM. Experts:
+the longer of the bytes and of the bundles of the experts' kernel, with the last slab's product behind the last byte.
+Moved: bundles of the kernels of dispatch and combine, one a cycle, and XLA's own estimate of its operations. Wire: the
+bytes that leave a device, records of everybody by an all-gather, partial sums by an all-to-all. The layer is their sum:
+none is taken to overlap another. Routing is uniform."""
+RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """One layer's sizes; `activation` and `biased` as in `MoEConfig`."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    activation: str = "swiglu"
+    biased: bool = False
+
+
+MODELS = {
+    "DeepSeek-V3": Model(7168, 2048, 256, 8),
+    "Qwen3-30B-A3B": Model(2048, 768, 128, 8),
+    "gpt-oss-120b": Model(2880, 2880, 128, 4, "clipped_swiglu", True),
+}
+TOKENS = (8, 32, 128)
+
+
+def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str) -> Any:
+    """The layer in bfloat16; "auto" takes the decode kernel."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import xen_moe_jax as xm
+    from xen_moe_jax.flax import MoEConfig, tpu_decode
+    from xen_moe_jax.flax._chunks import Chunk, through_experts
+    from xen_moe_jax.flax._experts import built_in
+
+    mesh = tpu_topologies.mesh(generation)
+    config = MoEConfig(
+        hidden_size=model.hidden,
+        intermediate_size=model.width,
+        num_experts=model.experts,
+        top_k=model.top_k,
+        activation=model.activation,
+        expert_bias=model.biased,
+        grouped_matmul=grouped_matmul,
+        kernel=xm.KernelConfig(backend="pallas"),
+        param_dtype=jnp.bfloat16,
+    )
+
+    def layer(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+        chosen = tpu_decode.adapted(config, tokens)
+        given = Chunk(x if chosen is config else tpu_decode.padded(x), topk_idx.T, topk_weights.T)
+        return through_experts(chosen, built_in(chosen), weights, given)[0][:, : model.hidden]
+
+    split, of_slots = PartitionSpec("ep"), PartitionSpec(None, "ep")
+    specs = (split, split, of_slots, of_slots)
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+
+    def struct(dtype: Any, *shape: int, spec: Any = split) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    wide, narrow = (model.experts, model.hidden), (model.experts, model.width)
+    weights = {name: struct(jnp.bfloat16, *wide, model.width) for name in ("gate", "up")}
+    weights["down"] = struct(jnp.bfloat16, *narrow, model.hidden)
+    if model.biased:
+        weights |= {f"{name}_bias": struct(jnp.bfloat16, *narrow) for name in ("gate", "up")}
+        weights["down_bias"] = struct(jnp.bfloat16, *wide)
+    slots = (model.top_k, RANKS * tokens)  # slots by tokens, as XLA keeps what a router has made
+    routing = struct(jnp.int32, *slots, spec=of_slots), struct(jnp.float32, *slots, spec=of_slots)
+    operands = struct(jnp.bfloat16, slots[1], model.hidden), *routing
+    return jax.jit(mapped).trace(weights, *operands).lower(lowering_platforms=("tpu",)).compile()
+
+
+def expert_cycles(kernel: Loop, visits: int, rows: int, model: Model, pieces: Any) -> tuple[float, float]:
+    """Bundles of the experts' kernel on one of the cores that share it: of all visits, and of one slab of down.
+
+    Loops stand in the order of the program: rows come, sums become zero, slabs of gate and up turn, then the
+    activation, slabs of down, and rows leave. Both branches of a condition are counted.
+
+    Args:
+      visits: of all cores together. rows: of one visit, at most `pieces.rows`.
+
+    Raises:
+      ValueError: the kernel has other loops than it was written with.
+    """
+    from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP
+
+    if rows > pieces.rows:
+        raise ValueError(f"{rows} rows of a visit: the loop over pieces of {pieces.rows} rows is counted as one turn")
+    visit = max(kernel.inner, key=lambda loop: sum(inner.bundles for inner in loop.all_inner()))
+    turns = {False: model.hidden // pieces.depth, True: model.width // pieces.width}
+    whole = {False: model.width // COLUMNS, True: model.hidden // COLUMNS}
+    down, slab, total = False, 0.0, float(visit.bundles)
+    slab_loops = [
+        loop for loop in visit.inner if loop.inner and any(name.startswith("dma") for name in loop.operations)
+    ]
+    if len(slab_loops) != 2:
+        raise ValueError(f"{len(slab_loops)} loops over slabs, not 2: the counts are of another kernel")
+
+    def of(loop: Loop) -> float:
+        """One turn: loops inside are over pieces of rows, which turn once, and over columns, which are innermost."""
+        times = max(1, whole[down])
+        return loop.bundles + sum(of(inner) if inner.inner else times * inner.bundles for inner in loop.inner)
+
+    for loop in visit.inner:
+        if loop in slab_loops:
+            down = loop is slab_loops[1]
+            slab = of(loop)
+            total += turns[down] * slab
+        elif any(name.startswith("dma") for name in loop.operations):
+            total += -(-rows // GROUP) * loop.bundles
+        else:
+            total += max(1, whole[True]) * of(loop) if not loop.inner and loop is visit.inner[-2] else of(loop)
+    return -(-visits // kernel.cores) * total, slab
+
+
+def moving_cycles(kernel: Loop, work: tpu_bundles.Work, rows: int) -> float:
+    """Bundles of a kernel of dispatch or combine. For few tokens it may have fewer loops than `work` says: then at most
+    so many bundles as if each loop inside its grid turned once for each of the `rows` that the rank receives."""
+    depths = {loop.depth for loop in kernel.all_inner()}
+    if len(depths) < 2:
+        return tpu_bundles.count(kernel, tpu_bundles.Work(work.steps)).total
+    try:
+        return tpu_bundles.count(kernel, work).total
+    except ValueError:
+        inner = sum(loop.bundles for loop in kernel.all_inner() if loop.depth > min(depths))
+        return tpu_bundles.count(kernel, tpu_bundles.Work(work.steps)).total + rows * inner / kernel.cores
+
+
+def largest_copy(text: str) -> int:
+    """Bytes of the largest array that XLA copies, pads or converts: rows and weights should not be among them."""
+    found = [0]
+    for dtype, dims in re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:copy|pad|convert|transpose)\(", text):
+        bits = tpu_programs.BITS.get(dtype, 32)
+        found.append(math.prod(int(size) for size in dims.split(",")) * bits // 8)
+    return max(found)
+
+
+def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder: str, seed: int) -> dict[str, Any]:
+    """One layer: compiled, and counted."""
+    from xen_moe_jax.flax import tpu_decode
+
+    model, chip = MODELS[name], tpu_topologies.TOPOLOGIES[generation]
+    us = 1e6 / chip.clock_hz
+    program = tpu_bundles.compile_counted(
+        functools.partial(compile_layer, generation, model, tokens, grouped_matmul), folder
+    )
+    group = tpu_bundles.pair_group(program)
+    routing = tpu_bundles.random_routing(tokens, RANKS, model.experts, model.top_k, group, seed)
+    active = len(routing.experts)
+    of_expert = 3 * model.hidden * model.width * 2
+    weights_us = active * of_expert / chip.hbm_bytes_per_s * 1e6
+    rows = sum(-(-n // 16) * 16 for n in routing.experts)
+    works = tpu_bundles.works(
+        routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, False
+    )
+    kernels = {
+        kernel: round(moving_cycles(loop, works[kernel], routing.placed) * us, 2)
+        for kernel, loop in program.kernels.items()
+        if kernel in works
+    }
+    case = tpu_programs.Case("decode", tokens, "grouped", None, None)
+    bytes_of = {
+        operation: tpu_programs.traffic(
+            case, operation, tpu_bundles.moves(routing), model.hidden, model.top_k, RANKS
+        )["ici_bytes"]
+        for operation in ("dispatch", "combine")
+    }  # fmt: skip
+    everybody = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k)
+    wire = (chip.all_gather_us if everybody else chip.all_to_all_us)(bytes_of["dispatch"])
+    wire += chip.all_to_all_us(bytes_of["combine"])
+    row: dict[str, Any] = {
+        "generation": generation,
+        "model": name,
+        "tokens": tokens,
+        "matmul": grouped_matmul,
+        "active_experts": active,
+        "weights_us": round(weights_us, 1),
+        "wire_us": round(wire, 1),
+        "kernels_us": round(sum(kernels.values()), 1),
+        "by_kernel_us": kernels,
+        "xla_us": round(tpu_bundles.xla_cycles(program.text) * us, 1),
+        "experts_us": None,
+        "largest_copy": largest_copy(program.text),
+    }
+    if "xen_moe_decode_experts" in program.kernels:
+        kernel = program.kernels["xen_moe_decode_experts"]
+        from xen_moe_jax.backends.pallas import hardware
+
+        limits = {found.name: found.vmem_bytes for found in hardware.GENERATIONS.values()}
+        pieces = tpu_decode.pieces_for(
+            limits[generation], model.hidden, (model.experts // RANKS, model.hidden, model.width), 2,
+            gated=True, biased=model.biased,
+        )  # fmt: skip
+        most = max(-(-n // 16) * 16 for n in routing.experts)
+        cycles, last = expert_cycles(kernel, active, min(most, pieces.rows), model, pieces)
+        bytes_us = weights_us + 2 * rows * model.hidden * 2 / chip.hbm_bytes_per_s * 1e6
+        row["core_us"] = round(cycles * us, 1)
+        row["experts_us"] = round(max(bytes_us, cycles * us) + last * us, 1)
+        row["most_rows"] = most
+        total = row["experts_us"] + row["wire_us"] + row["kernels_us"] + row["xla_us"]
+        row["layer_us"] = round(total, 1)
+        row["ratio"] = round(total / weights_us, 3)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """As Markdown."""
+    columns = ("chip", "layer", "tokens", "active", "weights us", "experts us", "of it core us", "moved us", "XLA us")
+    columns += ("wire us", "layer us", "ratio")
+    lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
+    for row in rows:
+        cells = [row["generation"], row["model"], row["tokens"], row["active_experts"], row["weights_us"]]
+        cells += [row["experts_us"], row.get("core_us"), row["kernels_us"], row["xla_us"], row["wire_us"]]
+        cells += [row.get("layer_us"), row.get("ratio")]
+        lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compiles each layer, prints the table, writes JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    chips = ("v5e", "v5p", "v6e", "tpu7x")
+    parser.add_argument("--generations", nargs="+", choices=list(tpu_topologies.TOPOLOGIES), default=list(chips))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a device")
+    parser.add_argument("--grouped-matmul", default="auto", help="auto takes the decode kernel")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the figures here")
+    options = parser.parse_args(arguments)
+
+    folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
+    tpu_topologies.prepare_environment()
+    tpu_bundles.request_dump(folder)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    rows = []
+    for generation in options.generations:
+        for name in options.models:
+            for tokens in options.tokens:
+                report.progress(f"{generation} {name} {tokens}")
+                rows.append(one_row(generation, name, tokens, options.grouped_matmul, folder, options.seed))
+    document = {
+        "command": "python -m benchmarks.tpu.decode " + shlex.join(sys.argv[1:]),
+        "notice": NOTICE,
+        "versions": report.versions(),
+        "results": rows,
+    }
+    print("\n".join([*table(rows), "", NOTICE]))
+    if options.json:
+        report.write_json(options.json, document)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,437 @@
+"""Few rows an expert: all local experts' gated MLPs in one kernel, at the speed at which HBM gives their weights.
+
+What moves: the weights of every expert that has rows, once, in slabs of whole rows of the matrices: first slabs of gate
+and up, along the contracted dimension, then slabs of down. A slab travels while the one before it is multiplied, over
+the ends of matrices and of experts, so that HBM has no pause between the first expert and the last. Rows of an expert
+stay in VMEM while its weights go by, together with the float32 sums of both projections and of the output. An expert
+without rows is not visited; one with more rows than fit is visited again.
+
+Who does it: a visit is one expert with up to `rows_at_once` rows. Where a device has two cores, each takes every second
+visit.
+
+Memory order: a slab's buffer is filled again only after the multiplication that reads it, which comes earlier in the
+same program. Output rows leave by DMA from one of two buffers, and a visit waits for the DMAs of the visit before last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels.launch import Launch
+
+GROUP = 16
+"""Groups of rows begin at multiples of this: a DMA addresses whole tiles of two-byte rows."""
+COLUMNS = 512
+"""Columns of one matrix product: its sums stay in registers."""
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Sizes that the policy chooses.
+
+    Attributes:
+      rows_at_once: rows of a visit, a multiple of `rows`.
+      rows: rows of one matrix product.
+      depth: rows of a slab of gate and of up, a multiple of 128.
+      width: rows of a slab of down, a multiple of 128.
+    """
+
+    rows_at_once: int
+    rows: int
+    depth: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    received: Any
+    x: Any
+    up: Any
+    down: Any
+    out: Any
+    experts: Any
+    firsts: Any
+    counts: Any
+    rows: Any
+    ups: Any
+    downs: Any
+    up_sum: Any
+    hidden: Any
+    out_sum: Any
+    result: Any
+    slab_semaphore: Any
+    row_semaphore: Any
+    out_semaphore: Any
+    gate: Any = None
+    gates: Any = None
+    gate_sum: Any = None
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """Pieces of one size, one after the other.
+
+    Attributes:
+      down: they are of down, else of gate and up.
+      at: row of the matrix at which the first begins.
+      size, turns: rows of a slab, and how many slabs there are.
+    """
+
+    down: bool
+    at: int
+    size: int
+    turns: int
+
+    def rows(self, turn: Any) -> Any:
+        """Returns the rows of the matrix that the slab of a turn has."""
+        if self.turns == 1:
+            return pl.ds(self.at, self.size)
+        return pl.ds(pl.multiple_of(self.at + turn * self.size, self.size), self.size)
+
+
+def _for_columns(width: int, work: Callable[[Any, int], None]) -> None:
+    """Calls `work(offset, size)` for pieces of `COLUMNS` columns: a loop, and then the rest of a width."""
+    whole = width // COLUMNS
+    if whole > 1:
+
+        @pl.loop(0, whole)
+        def _(i: Any) -> None:
+            work(pl.multiple_of(i * COLUMNS, COLUMNS), COLUMNS)
+    elif whole:
+        work(0, COLUMNS)
+    if width % COLUMNS:
+        work(whole * COLUMNS, width % COLUMNS)
+
+
+def _fill_tables(refs: _Refs, most: int, alignment: int) -> Any:
+    """Writes which expert, first group of rows and number of groups every visit has; returns the number of visits."""
+    sources, local = refs.received.shape
+
+    def of_expert(e: Any, carry: Any) -> Any:
+        visits, first = carry
+        rows = lax.fori_loop(0, sources, lambda source, sum: sum + refs.received[source, e], jnp.int32(0))
+        groups = lax.div(rows + (alignment - 1), alignment) * (alignment // GROUP)
+        groups = jnp.minimum(groups, refs.x.shape[0] // GROUP - first)  # rows past the capacity were dropped
+
+        def piece(p: Any, at: Any) -> Any:
+            refs.experts[at] = e
+            refs.firsts[at] = first + p * most
+            refs.counts[at] = jnp.minimum(groups - p * most, most)
+            return at + 1
+
+        return lax.fori_loop(0, lax.div(groups + (most - 1), most), piece, visits), first + groups
+
+    visits, _ = lax.fori_loop(0, local, of_expert, (jnp.int32(0), jnp.int32(0)))
+    return visits
+
+
+def _body(refs: _Refs, *, pieces: Pieces, activate: Callable[..., jax.Array], alignment: int, cores: int) -> None:
+    core = pl.program_id(0)
+    visits = _fill_tables(refs, pieces.rows_at_once // GROUP, alignment)
+    mine = lax.div(visits - core + (cores - 1), cores)
+    if refs.result.shape[2] > refs.out_sum.shape[1]:  # columns that the experts do not have leave as zeros
+        beyond = refs.result.shape[2] - refs.out_sum.shape[1]
+        zeros = jnp.zeros((*refs.result.shape[:2], beyond), refs.result.dtype)
+        refs.result[:, :, refs.out_sum.shape[1] :] = zeros
+    _Streams(refs, pieces, activate, core, cores, mine).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Streams:
+    """One core's visits: `i` counts them, `core + i * cores` is their place in the tables."""
+
+    refs: _Refs
+    pieces: Pieces
+    activate: Callable[..., jax.Array]
+    core: Any
+    cores: int
+    mine: Any
+
+    def _visit(self, i: Any) -> Any:
+        return self.core + i * self.cores
+
+    # -- what travels --------------------------------------------------------------------------------------------------
+
+    def _copies(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> list[Any]:
+        """DMAs of the slabs of turn `turn` of a phase of visit `i`."""
+        refs = self.refs
+        expert, rows = refs.experts[self._visit(i)], phase.rows(turn)
+        pairs = [(refs.down, refs.downs)] if phase.down else [(refs.up, refs.ups), (refs.gate, refs.gates)]
+        semaphore = refs.slab_semaphore.at[slot]
+        return [
+            pltpu.make_async_copy(source.at[expert, rows], buffer.at[slot, pl.ds(0, phase.size)], semaphore)
+            for source, buffer in pairs
+            if source is not None
+        ]
+
+    def _rows(self, i: Any, act: Callable[[Any], None], *, out: bool) -> None:
+        """Calls `act` for the DMA of each group of rows of visit `i`, into VMEM or out of it."""
+        refs, visit = self.refs, self._visit(i)
+        slot, first = lax.rem(i, 2), refs.firsts[visit]
+
+        @pl.loop(0, refs.counts[visit])
+        def _(n: Any) -> None:
+            there = pl.ds(pl.multiple_of((first + n) * GROUP, GROUP), GROUP)
+            here = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
+            if out:
+                act(pltpu.make_async_copy(refs.result.at[slot, here], refs.out.at[there], refs.out_semaphore.at[slot]))
+            else:
+                act(pltpu.make_async_copy(refs.x.at[there], refs.rows.at[slot, here], refs.row_semaphore.at[slot]))
+
+    # -- what is computed ----------------------------------------------------------------------------------------------
+
+    def _for_rows(self, i: Any, work: Callable[[Any], None]) -> None:
+        """Calls `work(rows)` for the pieces of a visit's rows that one matrix product takes."""
+        size = self.pieces.rows
+        if self.pieces.rows_at_once == size:
+            work(pl.ds(0, size))
+            return
+
+        @pl.loop(0, lax.div(self.refs.counts[self._visit(i)] * GROUP + (size - 1), size))
+        def _(n: Any) -> None:
+            work(pl.ds(pl.multiple_of(n * size, size), size))
+
+    def _zero(self, i: Any) -> None:
+        def work(rows: Any) -> None:
+            for total in (self.refs.up_sum, self.refs.gate_sum, self.refs.out_sum):
+                if total is not None:
+
+                    def columns(at: Any, size: int, total: Any = total) -> None:
+                        total[rows, pl.ds(at, size)] = jnp.zeros((rows.size, size), jnp.float32)
+
+                    _for_columns(total.shape[1], columns)
+
+        self._for_rows(i, work)
+
+    def _multiply(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
+        """Multiplies a slab of down, or of gate and up, and adds the products to their sums."""
+        refs = self.refs
+        totals = [(refs.out_sum, refs.downs)] if phase.down else [(refs.up_sum, refs.ups), (refs.gate_sum, refs.gates)]
+
+        def work(rows: Any) -> None:
+            at = phase.rows(turn)
+            left = refs.hidden[rows, at] if phase.down else refs.rows[lax.rem(i, 2), rows, at]
+            for total, buffer in totals:
+                if total is not None:
+
+                    def columns(at: Any, size: int, total: Any = total, buffer: Any = buffer) -> None:
+                        right = buffer[slot, pl.ds(0, phase.size), pl.ds(at, size)]
+                        total[rows, pl.ds(at, size)] += jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+                    _for_columns(total.shape[1], columns)
+
+        self._for_rows(i, work)
+
+    def _activation(self, i: Any) -> None:
+        """Makes the operand of down out of both sums: each is rounded as the result of a matmul of its own would be."""
+        refs, dtype = self.refs, self.refs.hidden.dtype
+        expert = refs.experts[self._visit(i)]
+
+        def rounded(total: Any, bias: Any, rows: Any, at: Any) -> jax.Array:
+            value = total[rows, at].astype(dtype)
+            if bias is not None:
+                value = (value.astype(jnp.float32) + bias[expert, :, at]).astype(dtype)
+            return value.astype(jnp.float32)
+
+        def work(rows: Any) -> None:
+            def columns(at: Any, size: int) -> None:
+                at = pl.ds(at, size)
+                gate = None if refs.gate_sum is None else rounded(refs.gate_sum, refs.gate_bias, rows, at)
+                up = rounded(refs.up_sum, refs.up_bias, rows, at)
+                refs.hidden[rows, at] = self.activate(gate, up).astype(dtype)
+
+            _for_columns(refs.hidden.shape[1], columns)
+
+        self._for_rows(i, work)
+
+    def _round(self, i: Any) -> None:
+        """Rounds the output sums into the buffer that leaves."""
+        refs, dtype = self.refs, self.refs.out.dtype
+        slot, expert = lax.rem(i, 2), refs.experts[self._visit(i)]
+
+        def work(rows: Any) -> None:
+            def columns(at: Any, size: int) -> None:
+                at = pl.ds(at, size)
+                value = refs.out_sum[rows, at].astype(dtype)
+                if refs.down_bias is not None:
+                    value = (value.astype(jnp.float32) + refs.down_bias[expert, :, at]).astype(dtype)
+                refs.result[slot, rows, at] = value
+
+            _for_columns(refs.out_sum.shape[1], columns)
+
+        self._for_rows(i, work)
+
+    # -- in which order ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        mine, phases = self.mine, self._phases()
+
+        @pl.when(mine > 0)
+        def _() -> None:
+            self._rows(0, lambda copy: copy.start(), out=False)
+            self._start(0, phases[0], 0, 0)
+
+        lax.fori_loop(0, mine, functools.partial(self._one, phases), jnp.int32(0))
+        for back in (2, 1):
+
+            @pl.when(mine >= back)
+            def _(back: int = back) -> None:
+                self._rows(mine - back, lambda copy: copy.wait(), out=True)
+
+    def _phases(self) -> list[_Phase]:
+        """Pieces of gate and up, then those of down; a slab that is smaller than the others is a phase of its own."""
+        phases = []
+        for down, matrix, size in ((False, self.refs.up, self.pieces.depth), (True, self.refs.down, self.pieces.width)):
+            whole, rest = divmod(matrix.shape[1], size)
+            if whole:
+                phases.append(_Phase(down, 0, size, whole))
+            if rest:
+                phases.append(_Phase(down, whole * size, rest, 1))
+        return phases
+
+    def _start(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
+        for copy in self._copies(i, phase, turn, slot):
+            copy.start()
+
+    def _one(self, phases: list[_Phase], i: Any, slot: Any) -> Any:
+        """One visit; `slot` is the buffer of its first slab. Returns that of the next visit."""
+        more = i + 1 < self.mine
+        self._rows(i, lambda copy: copy.wait(), out=False)
+
+        @pl.when(more)
+        def _() -> None:
+            self._rows(i + 1, lambda copy: copy.start(), out=False)
+
+        self._zero(i)
+        for phase, following in zip(phases, [*phases[1:], None], strict=True):
+            if phase.down and phase.at == 0:
+                self._activation(i)
+
+            def turn(n: Any, slot: Any, phase: _Phase = phase, following: _Phase | None = following) -> Any:
+                @pl.when(n + 1 < phase.turns)
+                def _() -> None:
+                    self._start(i, phase, n + 1, 1 - slot)
+
+                @pl.when((n + 1 == phase.turns) & (more if following is None else True))
+                def _() -> None:
+                    if following is None:
+                        self._start(i + 1, phases[0], 0, 1 - slot)
+                    else:
+                        self._start(i, following, 0, 1 - slot)
+
+                for copy in self._copies(i, phase, n, slot):
+                    copy.wait()
+                self._multiply(i, phase, n, slot)
+                return 1 - slot
+
+            slot = lax.fori_loop(0, phase.turns, turn, slot)
+
+        @pl.when(i >= 2)
+        def _() -> None:
+            self._rows(i - 2, lambda copy: copy.wait(), out=True)
+
+        self._round(i)
+        self._rows(i, lambda copy: copy.start(), out=True)
+        return slot
+
+
+def vmem_bytes(pieces: Pieces, hidden: int, width: int, gated: bool, itemsize: int) -> int:
+    """VMEM that the kernel needs beside biases."""
+    wide, narrow = (-(-n // LANES) * LANES for n in (hidden, width))
+    in_slabs = 2 * ((1 + gated) * pieces.depth * narrow + pieces.width * wide) * itemsize
+    in_rows = pieces.rows_at_once * (wide * (4 * itemsize + 4) + narrow * (itemsize + 4 * (1 + gated)))
+    return in_slabs + in_rows
+
+
+def decode_experts(
+    x: jax.Array,
+    received: jax.Array,
+    gate: jax.Array | None,
+    up: jax.Array,
+    down: jax.Array,
+    biases: dict[str, jax.Array] | None,
+    *,
+    activate: Callable[..., jax.Array],
+    alignment: int,
+    pieces: Pieces,
+    launch: Launch,
+) -> jax.Array:
+    """Rows of each expert through its MLP.
+
+    Args:
+      x: `[C, W]`, rows sorted by expert, of which the first `H` columns count; `C` is a multiple of `GROUP`.
+      received: int32 `[R, L]`, rows that each source has sent to each expert.
+      gate, up: `[L, H, F]` in `x.dtype`; gate is None where the activation takes one projection.
+      down: `[L, F, H]`.
+      biases: None, or float32 `gate [L, 1, F]`, `up [L, 1, F]`, `down [L, 1, H]`.
+      activate: `(gate or None, up) -> [m, n]`, of float32 values, element by element.
+      alignment: an expert's rows begin at the next multiple of this, itself a multiple of `GROUP`.
+
+    Returns:
+      `[C, W]` in `x.dtype`, zero in the columns past `H`; rows past the last group are unspecified.
+    """
+    (rows, wide), (local, hidden, width) = x.shape, up.shape
+    dtype, gated = x.dtype, gate is not None
+    visits = local + rows // pieces.rows_at_once
+    operands: dict[str, Any] = {"x": x, "up": up, "down": down}
+    if gated:
+        operands["gate"] = gate
+    streamed = len(operands)
+    for name, bias in (biases or {}).items():
+        operands[f"{name}_bias"] = bias
+
+    def slab(size: int, columns: int) -> Any:
+        return pltpu.VMEM((2, size, columns), dtype)
+
+    table, semaphores = pltpu.SMEM((visits,), jnp.int32), pltpu.SemaphoreType.DMA((2,))
+    most = pieces.rows_at_once
+    scratch: dict[str, Any] = {
+        "experts": table,
+        "firsts": table,
+        "counts": table,
+        "rows": slab(most, wide),
+        "ups": slab(min(pieces.depth, hidden), width),
+        "downs": slab(min(pieces.width, width), hidden),
+        "up_sum": pltpu.VMEM((most, width), jnp.float32),
+        "hidden": pltpu.VMEM((most, width), dtype),
+        "out_sum": pltpu.VMEM((most, hidden), jnp.float32),
+        "result": slab(most, wide),
+        "slab_semaphore": semaphores,
+        "row_semaphore": semaphores,
+        "out_semaphore": semaphores,
+    }
+    if gated:
+        scratch["gates"] = slab(min(pieces.depth, hidden), width)
+        scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    return launch.call(
+        functools.partial(_body, pieces=pieces, activate=activate, alignment=alignment, cores=launch.cores),
+        _Refs,
+        ["received", *operands, "out", *scratch],
+        name="xen_moe_decode_experts",
+        remote=False,
+        by_dma=True,
+        shared=True,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(launch.cores,),
+            in_specs=[in_hbm] * streamed + [in_vmem] * (len(operands) - streamed),
+            out_specs=in_hbm,
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=((rows, wide), dtype),
+    )(received, *operands.values())

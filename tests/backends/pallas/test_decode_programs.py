@@ -1,0 +1,46 @@
+"""Decode layers compiled for TPUs without one: bundles and bytes of the experts' kernel, and what XLA adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
+
+from tests.support import ROOT
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("generation", "model", "tokens"),
+    [
+        ("v4", "gpt-oss-120b", 8),
+        ("v5e", "Qwen3-30B-A3B", 8),
+        ("v5p", "Qwen3-30B-A3B", 32),
+        ("v6e", "DeepSeek-V3", 128),
+        ("tpu7x", "gpt-oss-120b", 128),
+    ],
+)
+def test_the_experts_wait_for_their_weights(generation, model, tokens, tmp_path):
+    """The core needs less time than HBM for the weights, and nothing copies rows or weights between the kernels."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    path = tmp_path / "counts.json"
+    options = ["--generations", generation, "--models", model, "--tokens", str(tokens), "--json", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tpu.decode", *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # libtpu writes bundles only where it is asked before it is loaded
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["core_us"] < row["weights_us"], row
+    assert row["weights_us"] < row["experts_us"] < 1.08 * row["weights_us"], row
+    # Tokens of gpt-oss are padded on their way in; the rows of all capacity, 25 MB, and weights are not.
+    assert row["largest_copy"] < 2**20, row
