@@ -14,7 +14,7 @@ const char* const kOperations[] = {"dispatch", "redispatch", "combine", "all_to_
 const char* const kDtypes[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
 const char* const kWires[] = {"", "float8_e4m3fn", "int8"};
 const char* const kLayouts[] = {"grouped", "ranked", "padded"};
-// What the root owed when somebody gave up on it.
+// By Step: what the root had not done when another rank gave up on it.
 const char* const kOwed[] = {"did not start it",
                              "did not send its routing",
                              "did not send its rows",
@@ -35,15 +35,18 @@ std::string Number(uint64_t n) { return std::to_string(n); }
 std::string OperationText(const Descriptor& d) {
   if (d.ranks == 0) return "no operation yet";
   if (static_cast<Operation>(d.operation) == Operation::kExchange) {
-    const uint64_t unit = static_cast<uint64_t>(d.alignment) << 32 | d.hidden;
-    return std::string(d.flags & kDescribedRagged ? "ragged_all_to_all" : "all_to_all") + " of " + Number(d.tokens) +
-           " rows of " + Number(unit) + " bytes into " + Number(d.capacity) + " over " + Number(d.ranks) + " ranks";
+    const ExchangeShapes& e = d.exchange;
+    const uint64_t unit_bytes = static_cast<uint64_t>(e.unit_bytes_high) << 32 | e.unit_bytes_low;
+    return std::string(d.flags & kDescribedRagged ? "ragged_all_to_all" : "all_to_all") + " of " +
+           Number(e.operand_units) + " rows of " + Number(unit_bytes) + " bytes into " + Number(e.output_units) +
+           " over " + Number(d.ranks) + " ranks";
   }
+  const RoutedShapes& r = d.routed;
   std::string text = std::string(Word(kOperations, d.operation)) + " of " + Word(kDtypes, d.dtype) + "[" +
-                     Number(d.tokens) + ", " + Number(d.hidden) + "], top-" + Number(d.top_k) + " of " +
-                     Number(d.experts) + " experts over " + Number(d.ranks) + " ranks, layout " +
-                     Word(kLayouts, d.layout) + ", capacity " + Number(d.capacity);
-  if (d.alignment > 1) text += ", alignment " + Number(d.alignment);
+                     Number(r.tokens) + ", " + Number(r.hidden) + "], top-" + Number(r.top_k) + " of " +
+                     Number(r.experts) + " experts over " + Number(d.ranks) + " ranks, layout " +
+                     Word(kLayouts, d.layout) + ", capacity " + Number(r.capacity);
+  if (r.alignment > 1) text += ", alignment " + Number(r.alignment);
   if (d.wire != 0) text += std::string(", wire ") + Word(kWires, d.wire) + (d.flags & kDescribedUe8m0 ? ":ue8m0" : "");
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";

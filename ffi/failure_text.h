@@ -1,4 +1,4 @@
-// What an error record says, in words.
+// The text of an error record.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,11 @@
 
 namespace xen_moe {
 
-// "dispatch of bfloat16[4096, 7168], top-8 of 256 experts, ..." ; "no operation yet" where nothing was described.
+// Returns "dispatch of bfloat16[4096, 7168], top-8 of 256 experts, ..."; "no operation yet" for a zeroed descriptor.
 std::string OperationText(const Descriptor& descriptor);
 
-// The whole error. `where(rank)` names the GPU and process of a rank; `across`: the group spans processes.
+// Returns the whole error. `where(rank)` names the GPU and process of a rank. `across`: the group spans processes.
+// `masked`: programs of the group have an `active` mask.
 std::string FailureText(const ErrorRecord& record, int channel, bool across, bool masked,
                         const std::function<std::string(int)>& where);
 

@@ -237,11 +237,22 @@ ErrorRecord RecordOf(nb::dict d) {
     Descriptor out{};
     if (!d.contains(name)) return out;
     nb::dict from = nb::cast<nb::dict>(d[name]);
-    const std::pair<const char*, uint32_t*> fields[] = {
-        {"operation", &out.operation}, {"dtype", &out.dtype},       {"wire", &out.wire},
-        {"layout", &out.layout},       {"flags", &out.flags},       {"ranks", &out.ranks},
-        {"tokens", &out.tokens},       {"top_k", &out.top_k},       {"experts", &out.experts},
-        {"hidden", &out.hidden},       {"capacity", &out.capacity}, {"alignment", &out.alignment}};
+    const std::pair<const char*, uint32_t*> fields[] = {{"operation", &out.operation},
+                                                        {"dtype", &out.dtype},
+                                                        {"wire", &out.wire},
+                                                        {"layout", &out.layout},
+                                                        {"flags", &out.flags},
+                                                        {"ranks", &out.ranks},
+                                                        {"tokens", &out.routed.tokens},
+                                                        {"top_k", &out.routed.top_k},
+                                                        {"experts", &out.routed.experts},
+                                                        {"hidden", &out.routed.hidden},
+                                                        {"capacity", &out.routed.capacity},
+                                                        {"alignment", &out.routed.alignment},
+                                                        {"operand_units", &out.exchange.operand_units},
+                                                        {"output_units", &out.exchange.output_units},
+                                                        {"unit_bytes_low", &out.exchange.unit_bytes_low},
+                                                        {"unit_bytes_high", &out.exchange.unit_bytes_high}};
     for (const auto& [field, to] : fields) {
       if (from.contains(field)) *to = nb::cast<uint32_t>(from[field]);
     }

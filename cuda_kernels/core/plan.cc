@@ -29,15 +29,16 @@ Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule
   d.flags = flags;
   d.ranks = static_cast<uint32_t>(r.ranks);
   d.ranks_per_node = static_cast<uint32_t>(r.ranks_per_node);
-  d.tokens = static_cast<uint32_t>(r.tokens);
-  d.top_k = static_cast<uint32_t>(r.top_k);
-  d.experts = static_cast<uint32_t>(r.experts);
-  d.hidden = static_cast<uint32_t>(r.hidden);
-  d.capacity = static_cast<uint32_t>(r.capacity);
-  d.alignment = static_cast<uint32_t>(r.alignment);
-  d.parts = static_cast<uint32_t>(s.parts) | static_cast<uint32_t>(RingTokens(m, s)) << 8;
-  d.metadata_slices = operation == Operation::kDispatch ? static_cast<uint32_t>(s.layout_blocks) : 0;
-  d.metadata_slices |= static_cast<uint32_t>(s.chunk_tokens) << 16;
+  d.routed.tokens = static_cast<uint32_t>(r.tokens);
+  d.routed.top_k = static_cast<uint32_t>(r.top_k);
+  d.routed.experts = static_cast<uint32_t>(r.experts);
+  d.routed.hidden = static_cast<uint32_t>(r.hidden);
+  d.routed.capacity = static_cast<uint32_t>(r.capacity);
+  d.routed.alignment = static_cast<uint32_t>(r.alignment);
+  d.routed.parts = static_cast<uint32_t>(s.parts);
+  d.routed.ring_tokens = static_cast<uint32_t>(RingTokens(m, s));
+  d.routed.metadata_slices = operation == Operation::kDispatch ? static_cast<uint32_t>(s.layout_blocks) : 0;
+  d.routed.chunk_tokens = static_cast<uint32_t>(s.chunk_tokens);
   d.site = site;
   return d;
 }
@@ -184,13 +185,13 @@ void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
   d.dtype = dtype;
   d.flags = ragged ? kDescribedRagged : 0;
   d.ranks = d.ranks_per_node = static_cast<uint32_t>(p->ranks);
-  d.tokens = static_cast<uint32_t>(p->operand_units);
-  d.capacity = static_cast<uint32_t>(p->output_units);
-  d.hidden = static_cast<uint32_t>(p->unit_bytes);
-  d.alignment = static_cast<uint32_t>(p->unit_bytes >> 32);
-  d.parts = static_cast<uint32_t>(p->lanes);
-  d.top_k = static_cast<uint32_t>(p->ring_chunks);
-  d.experts = static_cast<uint32_t>(p->chunk_bytes);
+  d.exchange.operand_units = static_cast<uint32_t>(p->operand_units);
+  d.exchange.output_units = static_cast<uint32_t>(p->output_units);
+  d.exchange.unit_bytes_low = static_cast<uint32_t>(p->unit_bytes);
+  d.exchange.unit_bytes_high = static_cast<uint32_t>(p->unit_bytes >> 32);
+  d.exchange.lanes = static_cast<uint32_t>(p->lanes);
+  d.exchange.ring_chunks = static_cast<uint32_t>(p->ring_chunks);
+  d.exchange.chunk_bytes = static_cast<uint32_t>(p->chunk_bytes);
   d.site = site;
   Complete(&p->call, d, NeedsOf(*p));
 }

@@ -46,6 +46,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #define XEN_MOE_ANYWHERE __host__ __device__
@@ -146,6 +147,32 @@ constexpr uint32_t kClearAfter = 1u << 30;
 // Returns whether epoch `a` is older than `b`, across the wrap-around.
 XEN_MOE_ANYWHERE inline bool EpochBefore(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
+// Shapes of a dispatch, redispatch or combine, as a descriptor has them.
+struct RoutedShapes {
+  uint32_t tokens;
+  uint32_t top_k;
+  uint32_t experts;
+  uint32_t hidden;
+  uint32_t capacity;
+  uint32_t alignment;
+  uint32_t parts : 8;
+  uint32_t ring_tokens : 24;      // 0: rows do not lie in rings
+  uint32_t metadata_slices : 16;  // dispatch only
+  uint32_t chunk_tokens : 16;     // 0: all ranks share one node
+};
+
+// Shapes of an exchange, as a descriptor has them.
+struct ExchangeShapes {
+  uint32_t operand_units;
+  uint32_t ring_chunks;
+  uint32_t chunk_bytes;
+  uint32_t unit_bytes_low;  // the low half of the bytes of a unit
+  uint32_t output_units;
+  uint32_t unit_bytes_high;
+  uint32_t lanes;
+  uint32_t unused;  // 0
+};
+
 // An operation in full, as the error names it. All of it must be equal on all ranks. `Describe` in params.h makes it.
 struct Descriptor {
   uint32_t operation;  // enum Operation
@@ -153,16 +180,13 @@ struct Descriptor {
   uint32_t wire, layout;
   uint32_t flags;  // kDescribed...
   uint32_t ranks, ranks_per_node;
-  uint32_t tokens;           // exchange: units of the operand
-  uint32_t top_k;            // exchange: chunks of a ring
-  uint32_t experts;          // exchange: bytes of a chunk
-  uint32_t hidden;           // exchange: bytes of a unit, low half
-  uint32_t capacity;         // exchange: units of the output
-  uint32_t alignment;        // exchange: bytes of a unit, high half
-  uint32_t parts;            // and above 8 bits, where rows lie in rings: tokens of a ring. Exchange: lanes
-  uint32_t metadata_slices;  // and above 16 bits, between nodes: tokens of a chunk
+  union {
+    RoutedShapes routed;
+    ExchangeShapes exchange;  // where `operation` is kExchange
+  };
   uint32_t site;  // tells call sites apart that are otherwise equal, if the host gives it; equal on all ranks
 };
+static_assert(sizeof(RoutedShapes) == sizeof(ExchangeShapes), "every word of a descriptor is initialized and compared");
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
                    kDescribedLowLatency = 16;
@@ -172,9 +196,8 @@ constexpr int kDescribedInactiveShift = 16;
 
 // 24 bits of a hash (FNV-1a over words, then mixed).
 XEN_MOE_ANYWHERE inline uint32_t Signature(const Descriptor& d) {
-  const uint32_t words[16] = {
-      d.operation, d.dtype,   d.wire,   d.layout,   d.flags,     d.ranks, d.ranks_per_node,  d.tokens,
-      d.top_k,     d.experts, d.hidden, d.capacity, d.alignment, d.parts, d.metadata_slices, d.site};
+  uint32_t words[16];
+  memcpy(words, &d, sizeof(words));
   uint32_t h = 2166136261u;
   for (int i = 0; i < 16; ++i) {
     h = (h ^ words[i]) * 16777619u;

@@ -392,12 +392,14 @@ COMBINE = {
     "operation": 2, "dtype": 2, "layout": 1, "flags": 4, "ranks": 4, "tokens": 64, "top_k": 2, "experts": 8,
     "hidden": 128, "capacity": 256,
 }  # fmt: skip
-EXCHANGE = {"operation": 3, "flags": 8, "ranks": 4, "tokens": 100, "capacity": 200, "hidden": 512}
+EXCHANGE = {"operation": 3, "flags": 8, "ranks": 4, "operand_units": 100, "output_units": 200} | {
+    "unit_bytes_low": 512, "unit_bytes_high": 1,
+}  # fmt: skip
 SHAPES = {
     "dispatch": "dispatch of bfloat16[4096, 7168], top-8 of 256 experts over 4 ranks, layout grouped, capacity 65536, "
     "alignment 8, wire float8_e4m3fn:ue8m0",
     "combine": "combine of float32[64, 128], top-2 of 8 experts over 4 ranks, layout ranked, capacity 256, weighted",
-    "exchange": "ragged_all_to_all of 100 rows of 512 bytes into 200 over 4 ranks",
+    "exchange": f"ragged_all_to_all of 100 rows of {2**32 + 512} bytes into 200 over 4 ranks",
 }
 BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch": 9, "waited_ns": 12_340_000_000}
 

@@ -305,7 +305,8 @@ std::string Shapes(const Options& o) {
       return static_cast<uint32_t>(!units ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
     };
     for (const RankState& state : world.states) {
-      Expect(state.error->of_rank.tokens == told(other) && state.error->of_other.tokens == told(p),
+      const auto sent = [&](const Descriptor& d) { return units ? d.exchange.operand_units : d.routed.tokens; };
+      Expect(sent(state.error->of_rank) == told(other) && sent(state.error->of_other) == told(p),
              "the error does not tell the two sizes");
     }
     ++seen;
