@@ -1,4 +1,5 @@
-// xen_moe_jax._cuda: FFI targets, limits, and the workspaces' controls. Importing it needs no GPU and no driver.
+// xen_moe_jax._cuda: the FFI targets, the kernels' limits and the functions that control workspaces. Importing the
+// module needs no GPU and no driver.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -42,7 +43,8 @@ nb::dict Stages(Instantiate* instantiate, Execute* execute) {
   return d;
 }
 
-// Staging bytes per rank of an operation with these attributes; with low_latency = 1, whichever kernels run it.
+// Returns the staging bytes per rank that an operation with these attributes needs. With low_latency = 1, both the
+// low-latency kernels and the other ones can run it in that many bytes.
 template <class P>
 uint64_t StagingBytes(nb::dict attributes) {
   Needs most;
@@ -53,10 +55,11 @@ uint64_t StagingBytes(nb::dict attributes) {
       P plan;
       Decode(Attributes([&](const char* name) -> ffi::ErrorOr<int64_t> {
                if (std::string_view(name) == "low_latency") return low;
-               if (low && std::string_view(name) == "wire") return int64_t{0};  // lines carry rows as they are
+               if (low && std::string_view(name) == "wire") return int64_t{0};  // they send rows as they are
+               if (std::string_view(name) == "site") return int64_t{0};
                if (!attributes.contains(name)) return ffi::Unexpected(ffi::Error::InvalidArgument(name));
                const int64_t value = nb::cast<int64_t>(attributes[name]);
-               // Between nodes they send as few chunks as they can.
+               // Between nodes the low-latency kernels send as few chunks as possible.
                return low && value && std::string_view(name) == "chunk_tokens" ? int64_t{kChunkTokens} : value;
              }),
              &plan);
@@ -70,9 +73,9 @@ uint64_t StagingBytes(nb::dict attributes) {
   return 2 * (most.flag_bytes + most.data_bytes);
 }
 
-// "", or why the low-latency kernels do not take a dispatch (a combine) of these shapes.
-std::string NoLines(bool combine, int ranks, int ranks_per_node, int tokens, int top_k, int experts, int hidden,
-                    int layout, int dtype, int wire, int chunk_tokens) {
+// Returns "", or why the low-latency kernels do not take a dispatch (`combine`: a combine) of these shapes.
+std::string NoLowLatency(bool combine, int ranks, int ranks_per_node, int tokens, int top_k, int experts, int hidden,
+                         int layout, int dtype, int wire, int chunk_tokens) {
   Routing r{};
   r.ranks = ranks, r.ranks_per_node = ranks_per_node, r.tokens = tokens, r.top_k = top_k, r.experts = experts;
   r.local_experts = (experts + ranks - 1) / ranks, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
@@ -96,7 +99,7 @@ NB_MODULE(_cuda, m) {
   using namespace xen_moe;
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("cudart_version") = CUDART_VERSION;
-  // What Python must know of the kernels: here and nowhere else.
+  // The limits and names of the kernels. Python has no others.
   m.attr("max_ranks") = kMaxRanks;
   m.attr("max_nodes") = kMaxNodes;
   m.attr("max_top_k") = kMaxSlots;
@@ -110,8 +113,8 @@ NB_MODULE(_cuda, m) {
   m.attr("warps") = kWarps;
   m.attr("scale_block") = kScaleBlock;
   m.attr("solo_layout_bytes") = SoloLayoutLimit();
-  m.attr("dtypes") = Names(kDtypeNames);  // an attribute is the index
-  m.attr("wires") = Names(kWireNames);    // "": none
+  m.attr("dtypes") = Names(kDtypeNames);  // an attribute holds the index of a name
+  m.attr("wires") = Names(kWireNames);    // "": no wire format
   m.attr("layouts") = Names(kLayoutNames);
   m.def("device_count", [] {
     int n = 0;
@@ -138,12 +141,13 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_exchange"] = Stages(kExchangeInstantiate, kExchange);
     return d;
   });
-  m.def("no_low_latency", &NoLines, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
+  m.def("no_low_latency", &NoLowLatency, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
   BindMemory(m, &CudaDevices(), NcclLinkKernels());
-  // Between nodes: the version of the headers that the kernels were compiled with (0: there are none), and how many
-  // processes share NVLink, once NCCL has been started (0: not known).
+  // For groups between nodes. `nccl_headers`: the version of the headers with which the kernels were compiled; 0 where
+  // there are no such kernels. `nccl_ranks_per_node`: how many processes share NVLink, once NCCL has been started; 0
+  // where there are no such kernels.
   m.attr("nccl_headers") = NcclLinkHeaders();
   m.def("nccl_ranks_per_node", [] { return WithoutGil([] { return NcclRanksPerNode(); }); });
   BindNccl(m, &CudaDevices(), NcclProvider());

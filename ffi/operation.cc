@@ -11,49 +11,102 @@ ffi::TypeId ExchangePlan::id = {};
 
 namespace {
 
+// All integer attributes: name, field, smallest and largest value. xen_moe_jax/backends/cuda/call.py and collectives.py
+// write them; a bool is 0 or 1.
 constexpr int64_t kIntMax = std::numeric_limits<int32_t>::max();
-constexpr double kAgreementSeconds = 600.0;  // for other processes, where the operation itself would wait for ever
+constexpr int64_t kInt64Max = std::numeric_limits<int64_t>::max();
 
-Routing DecodeRouting(const Attributes& a) {
-  Routing r{};
-  r.ranks = static_cast<int>(a.Int("ranks", 1, kMaxRanks));
-  r.tokens = static_cast<int>(a.Int("num_tokens", 1, 1 << 24));
-  r.top_k = static_cast<int>(a.Int("top_k", 1, kMaxSlots));
-  r.experts = static_cast<int>(a.Int("num_experts", 1, kMaxExperts));
-  r.local_experts = (r.experts + r.ranks - 1) / r.ranks;
-  r.hidden = static_cast<int>(a.Int("hidden", 1, 1 << 24));
-  r.capacity = static_cast<int>(a.Int("capacity", 1, kIntMax));
-  r.alignment = static_cast<int>(a.Int("alignment", 1, 1 << 20));
-  r.layout = static_cast<Layout>(a.Int("layout", 0, 2));
-  r.slots = r.layout == Layout::kRanked ? 1 : r.top_k;
-  r.ranks_per_node = static_cast<int>(a.Int("ranks_per_node", 1, r.ranks));
-  if (static_cast<int64_t>(r.ranks) * r.tokens * r.top_k > kIntMax) {
-    Refuse("num_tokens * top_k * ranks = " + std::to_string(static_cast<int64_t>(r.ranks) * r.tokens * r.top_k) +
+constexpr Attribute<Routing> kRoutingAttributes[] = {
+    {"ranks", &Routing::ranks, 1, kMaxRanks},
+    {"num_tokens", &Routing::tokens, 1, 1 << 24},
+    {"top_k", &Routing::top_k, 1, kMaxSlots},
+    {"num_experts", &Routing::experts, 1, kMaxExperts},
+    {"hidden", &Routing::hidden, 1, 1 << 24},
+    {"capacity", &Routing::capacity, 1, kIntMax},
+    {"alignment", &Routing::alignment, 1, 1 << 20},
+    {"layout", &Routing::layout, 0, 2},
+    {"ranks_per_node", &Routing::ranks_per_node, 1, kMaxRanks},
+};
+
+constexpr Attribute<Schedule> kScheduleAttributes[] = {
+    {"blocks", &Schedule::blocks, 1, kMaxBlocks},
+    {"push_blocks", &Schedule::push_blocks, 1, kMaxBlocks},
+    {"layout_blocks", &Schedule::layout_blocks, 1, kMaxBlocks},
+    {"parts", &Schedule::parts, 1, kMaxParts},
+    {"segment_tokens", &Schedule::segment_tokens, 1, 1 << 20},
+    {"solo_layout", &Schedule::solo_layout},
+    {"low_latency", &Schedule::low_latency},
+    {"bulk", &Schedule::bulk},
+    {"chunk_tokens", &Schedule::chunk_tokens, 0, kChunkTokens},
+};
+
+constexpr Attribute<Call> kCallAttributes[] = {
+    {"timeout_ns", &Call::timeout_ns, 0, kInt64Max},
+};
+
+// DispatchParams or CombineParams.
+template <class Params>
+constexpr Attribute<Params> kWireAttributes[] = {
+    {"wire", &Params::wire, 0, 2},
+    {"ue8m0", &Params::ue8m0},
+};
+
+constexpr Attribute<ExchangeParams> kExchangeAttributes[] = {
+    {"ranks", &ExchangeParams::ranks, 1, kMaxRanks},
+    {"lanes", &ExchangeParams::lanes, 1, kMaxBlocks},
+    {"poison", &ExchangeParams::poison, 0, 255},
+    {"chunk_bytes", &ExchangeParams::chunk_bytes, 256, 1 << 24},
+    {"ring_chunks", &ExchangeParams::ring_chunks, 1, 1 << 20},
+    {"unit_bytes", &ExchangeParams::unit_bytes, 1, int64_t{1} << 40},
+    {"operand_units", &ExchangeParams::operand_units, 0, kIntMax},
+    {"output_units", &ExchangeParams::output_units, 0, kIntMax},
+};
+
+// `site` belongs to the call and not to the operation: size hints give 0.
+constexpr Attribute<Plan> kPlanAttributes[] = {
+    {"channel", &Plan::channel, 0, kMaxChannels - 1},
+    {"site", &Plan::site, 0, std::numeric_limits<uint32_t>::max()},
+};
+// Of dispatch and combine.
+constexpr Attribute<Plan> kRoutedPlanAttributes[] = {
+    {"dtype", &Plan::dtype_code, 0, kNumDtypes - 1},
+    {"flight", &Plan::flight},
+    {"masked", &Plan::masked},
+};
+constexpr Attribute<DispatchPlan> kDispatchPlanAttributes[] = {{"scaled", &DispatchPlan::scaled}};
+constexpr Attribute<DispatchParams> kDispatchAttributes[] = {{"known_positions", &DispatchParams::known_positions}};
+constexpr Attribute<CombinePlan> kCombinePlanAttributes[] = {{"weighted", &CombinePlan::weighted}};
+constexpr Attribute<ExchangePlan> kExchangePlanAttributes[] = {{"ragged", &ExchangePlan::ragged}};
+
+void CheckAtMost(const char* name, int value, const char* limit_name, int limit) {
+  if (value <= limit) return;
+  Refuse(std::string("attribute ") + name + " = " + std::to_string(value) + ": must be at most " +
+         std::to_string(limit) + ", which is " + limit_name);
+}
+
+void DecodeRouting(const Attributes& attributes, Routing* r) {
+  attributes.Decode(kRoutingAttributes, r);
+  CheckAtMost("ranks_per_node", r->ranks_per_node, "ranks", r->ranks);
+  r->local_experts = (r->experts + r->ranks - 1) / r->ranks;
+  r->slots = r->layout == Layout::kRanked ? 1 : r->top_k;
+  if (static_cast<int64_t>(r->ranks) * r->tokens * r->top_k > kIntMax) {
+    Refuse("num_tokens * top_k * ranks = " + std::to_string(static_cast<int64_t>(r->ranks) * r->tokens * r->top_k) +
            ": must be below 2^31; split the batch");
   }
-  return r;
 }
 
-Schedule DecodeSchedule(const Attributes& a, const Routing& r) {
-  Schedule s{};
-  s.blocks = static_cast<int>(a.Int("blocks", 1, kMaxBlocks));
-  s.push_blocks = static_cast<int>(a.Int("push_blocks", 1, s.blocks));
-  s.layout_blocks = static_cast<int>(a.Int("layout_blocks", 1, s.blocks));
-  s.parts = static_cast<int>(a.Int("parts", 1, kMaxParts));
-  s.part_elements = ((r.hidden + s.parts - 1) / s.parts + 255) / 256 * 256;
-  s.segment_tokens = static_cast<int>(a.Int("segment_tokens", 1, 1 << 20));
-  s.solo_layout = a.Int("solo_layout", 0, 1) != 0;
-  s.low_latency = a.Int("low_latency", 0, 1) != 0;
-  s.bulk = a.Int("bulk", 0, 1) != 0;
-  s.chunk_tokens = static_cast<int>(a.Int("chunk_tokens", 0, kChunkTokens));
-  if (s.solo_layout && SoloLayoutBytes(r, s) > SoloLayoutLimit()) {
-    Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, s)) +
+void DecodeSchedule(const Attributes& attributes, const Routing& r, Schedule* s) {
+  attributes.Decode(kScheduleAttributes, s);
+  CheckAtMost("push_blocks", s->push_blocks, "blocks", s->blocks);
+  CheckAtMost("layout_blocks", s->layout_blocks, "blocks", s->blocks);
+  s->part_elements = ((r.hidden + s->parts - 1) / s->parts + 255) / 256 * 256;
+  if (s->solo_layout && SoloLayoutBytes(r, *s) > SoloLayoutLimit()) {
+    Refuse("attribute solo_layout = 1: positions need " + std::to_string(SoloLayoutBytes(r, *s)) +
            " bytes of shared memory; at most " + std::to_string(SoloLayoutLimit()));
   }
-  return s;
 }
 
-// Between nodes: what crosses, and its memory.
+// Plans the chunks that cross between nodes, and adds their memory to the staging memory.
 template <class P>
 void DecodeRail(Operation operation, P* plan) {
   auto& p = plan->params;
@@ -67,18 +120,26 @@ void DecodeRail(Operation operation, P* plan) {
   }
 }
 
-// What dispatch and combine have in common.
+constexpr double kAgreementSeconds = 600.0;  // for other processes, where the operation itself would wait for ever
+
+void DecodeCall(const Attributes& attributes, Plan* plan, Call* call) {
+  attributes.Decode(kPlanAttributes, plan);
+  attributes.Decode(kCallAttributes, call);
+  plan->timeout_s = call->timeout_ns == 0 ? kAgreementSeconds : static_cast<double>(call->timeout_ns) * 1e-9;
+}
+
+// The attributes that dispatch and combine share.
 template <class P>
-int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* plan) {
+void DecodeShared(const Attributes& attributes, Operation operation, bool scaled, P* plan) {
   auto& p = plan->params;
-  p.routing = DecodeRouting(a);
-  p.schedule = DecodeSchedule(a, p.routing);
-  const int64_t dtype = a.Int("dtype", 0, kNumDtypes - 1);
-  plan->dtype = kDtypes[dtype];
-  p.element = dtype > static_cast<int64_t>(Element::kF32) ? Element::kByte : static_cast<Element>(dtype);
-  p.wire = static_cast<WireType>(a.Int("wire", 0, 2));
-  p.ue8m0 = a.Int("ue8m0", 0, 1) != 0;
-  plan->flight = a.Int("flight", 0, 1) != 0;
+  DecodeCall(attributes, plan, &p.call);
+  DecodeRouting(attributes, &p.routing);
+  DecodeSchedule(attributes, p.routing, &p.schedule);
+  attributes.Decode(kWireAttributes<std::decay_t<decltype(p)>>, &p);
+  attributes.Decode(kRoutedPlanAttributes, static_cast<Plan*>(plan));
+  plan->dtype = kDtypes[plan->dtype_code];
+  p.element =
+      plan->dtype_code > static_cast<int>(Element::kF32) ? Element::kByte : static_cast<Element>(plan->dtype_code);
   if (p.element == Element::kByte && p.wire != WireType::kNative) Refuse("a one-byte dtype takes no wire format");
   if (p.schedule.low_latency) {
     if (const char* why = WhyNotLowLatency(p.routing, operation, p.element, p.wire, p.schedule.chunk_tokens)) {
@@ -88,14 +149,7 @@ int64_t DecodeShared(const Attributes& a, Operation operation, bool scaled, P* p
   } else {
     p.staging = PlanStaging(p.routing, p.schedule, p.element, p.wire, scaled);
   }
-  p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
-  plan->masked = a.Int("masked", 0, 1) != 0;
   if (p.schedule.chunk_tokens > 0) DecodeRail(operation, plan);
-  return dtype;
-}
-
-double AgreementSeconds(uint64_t timeout_ns) {
-  return timeout_ns == 0 ? kAgreementSeconds : static_cast<double>(timeout_ns) * 1e-9;
 }
 
 std::string Shape(ffi::Span<const int64_t> dims) {
@@ -111,49 +165,31 @@ bool Capturing(cudaStream_t stream) {
 
 }  // namespace
 
-int64_t Attributes::Int(const char* name, int64_t low, int64_t high) const {
-  ffi::ErrorOr<int64_t> value = lookup_(name);
-  if (!value.has_value()) Refuse(std::string("attribute ") + name + " is missing or not an int64");
-  if (*value < low || *value > high) {
-    Refuse(std::string("attribute ") + name + " = " + std::to_string(*value) + ": must be in [" + std::to_string(low) +
-           ", " + std::to_string(high) + "]");
-  }
-  return *value;
-}
-
-void Decode(const Attributes& a, DispatchPlan* plan) {
-  plan->scaled = a.Int("scaled", 0, 1) != 0;
-  plan->params.known_positions = a.Int("known_positions", 0, 1) != 0;
+void Decode(const Attributes& attributes, DispatchPlan* plan) {
+  attributes.Decode(kDispatchPlanAttributes, plan);
+  attributes.Decode(kDispatchAttributes, &plan->params);
   const Operation operation = plan->params.known_positions ? Operation::kRedispatch : Operation::kDispatch;
-  const int64_t dtype = DecodeShared(a, operation, plan->scaled, plan);
-  Describe(&plan->params, plan->scaled, static_cast<uint32_t>(dtype), 0);
-  plan->timeout_s = AgreementSeconds(plan->params.call.timeout_ns);
+  DecodeShared(attributes, operation, plan->scaled, plan);
+  Describe(&plan->params, plan->scaled, static_cast<uint32_t>(plan->dtype_code), 0);
 }
 
-void Decode(const Attributes& a, CombinePlan* plan) {
-  plan->weighted = a.Int("weighted", 0, 1) != 0;
-  const int64_t dtype = DecodeShared(a, Operation::kCombine, false, plan);
+void Decode(const Attributes& attributes, CombinePlan* plan) {
+  attributes.Decode(kCombinePlanAttributes, plan);
+  DecodeShared(attributes, Operation::kCombine, false, plan);
   if (plan->params.element == Element::kByte) Refuse("combine takes bfloat16, float16 or float32 rows");
   if (plan->weighted && plan->params.routing.layout == Layout::kRanked) Refuse("the ranked layout takes weighted = 0");
-  Describe(&plan->params, plan->weighted, static_cast<uint32_t>(dtype), 0);
-  plan->timeout_s = AgreementSeconds(plan->params.call.timeout_ns);
+  Describe(&plan->params, plan->weighted, static_cast<uint32_t>(plan->dtype_code), 0);
 }
 
-void Decode(const Attributes& a, ExchangePlan* plan) {
+void Decode(const Attributes& attributes, ExchangePlan* plan) {
   ExchangeParams& p = plan->params;
-  p.ranks = static_cast<int>(a.Int("ranks", 1, kMaxRanks));
-  p.lanes = static_cast<int>(a.Int("lanes", 1, kMaxBlocks / p.ranks));
-  p.poison = static_cast<uint8_t>(a.Int("poison", 0, 255));
-  p.chunk_bytes = static_cast<uint64_t>(a.Int("chunk_bytes", 256, 1 << 24)) / 16 * 16;
-  p.ring_chunks = static_cast<int>(a.Int("ring_chunks", 1, 1 << 20));
-  p.unit_bytes = static_cast<uint64_t>(a.Int("unit_bytes", 1, int64_t{1} << 40));
-  p.operand_units = static_cast<uint64_t>(a.Int("operand_units", 0, kIntMax));
-  p.output_units = static_cast<uint64_t>(a.Int("output_units", 0, kIntMax));
-  p.call.timeout_ns = static_cast<uint64_t>(a.Int("timeout_ns", 0, std::numeric_limits<int64_t>::max()));
-  plan->ragged = a.Int("ragged", 0, 1) != 0;
+  DecodeCall(attributes, plan, &p.call);
+  attributes.Decode(kExchangeAttributes, &p);
+  attributes.Decode(kExchangePlanAttributes, plan);
+  CheckAtMost("lanes", p.lanes, "thread blocks / ranks", kMaxBlocks / p.ranks);
+  p.chunk_bytes = p.chunk_bytes / 16 * 16;
   PlanExchange(&p, plan->ragged);
   Describe(&p, plan->ragged, 0, 0);
-  plan->timeout_s = AgreementSeconds(p.call.timeout_ns);
 }
 
 uint32_t NextCallId() {
@@ -162,18 +198,17 @@ uint32_t NextCallId() {
   return id != 0 ? id : next++;
 }
 
-void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call) {
-  const uint32_t given = static_cast<uint32_t>(attributes.Int("site", 0, std::numeric_limits<uint32_t>::max()));
-  call->descriptor.site = static_cast<int>(workspace.members().size()) == ranks ? call->call_id : given;
+void NameSite(const Plan& plan, int ranks, Call* call) {
+  const bool one_process = static_cast<int>(plan.workspace->members().size()) == ranks;
+  call->descriptor.site = one_process ? call->call_id : plan.site;
   call->signature = Signature(call->descriptor);
 }
 
-std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            int ranks_per_node, const Needs& needs, int blocks, double seconds,
-                                            bool flight, bool masked) {
-  const int channel = static_cast<int>(attributes.Int("channel", 0, kMaxChannels - 1));
+std::shared_ptr<Workspace> PrepareWorkspace(const Plan& plan, std::vector<DeviceKey> devices, int ranks,
+                                            const Needs& needs, int blocks) {
+  // plan.rail.per_node is 0 where all ranks share NVLink.
   std::shared_ptr<Workspace> workspace =
-      Registry::Get().Find(std::move(devices), ranks, channel, flight, ranks_per_node);
+      Registry::Get().Find(std::move(devices), ranks, plan.channel, plan.flight, plan.rail.per_node);
   for (const Member& member : workspace->members()) {
     const int sms = CudaDevices().SmCount(member.ordinal);
     if (blocks > sms) {
@@ -181,8 +216,8 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::v
              std::to_string(member.ordinal) + " has " + std::to_string(sms) + " SMs");
     }
   }
-  workspace->Serve(needs, seconds);
-  if (masked) workspace->LeaveOutTheDead();
+  workspace->Serve(needs, plan.timeout_s);
+  if (plan.masked) workspace->LeaveOutTheDead();
   return workspace;
 }
 
@@ -202,8 +237,8 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
                        " of this process, which is not in the mesh that it was lowered for. Lower it again under the "
                        "mesh that it runs on"));
   }
-  // While a graph is captured nothing is refused: it would spoil the executable. What is wrong shows when it runs: the
-  // kernels find the failure, or that they have no memory.
+  // No error is returned while a graph is captured: it would spoil the executable. An error shows when the graph runs:
+  // the kernels find the failure, or that they have no memory.
   const bool capturing = Capturing(stream);
   try {
     if (!workspace.Serves(needs) && !capturing) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed

@@ -1,5 +1,5 @@
-// From XLA's attributes and buffers to the kernels' Params: decoding, checking, sizes. One plan per custom call, made
-// when the executable is instantiated; it holds everything that does not change from call to call.
+// From XLA's attributes and buffers to the kernels' Params. XLA makes one plan for each custom call, when it
+// instantiates an executable; the plan holds everything that does not change from call to call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,6 +16,7 @@
 
 #include "cuda_kernels/core/params.h"
 #include "cuda_kernels/node/rail_plan.h"
+#include "ffi/attributes.h"
 #include "ffi/flights.h"
 #include "ffi/symmetric_memory.h"
 #include "xla/ffi/api/ffi.h"
@@ -24,7 +25,7 @@ namespace xen_moe {
 
 namespace ffi = xla::ffi;
 
-// What Python writes into attributes; exported to it by ffi/module.cc.
+// The values of attributes. ffi/module.cc exports the names to Python, which writes their indices.
 constexpr ffi::DataType kDtypes[] = {ffi::DataType::BF16,     ffi::DataType::F16, ffi::DataType::F32,
                                      ffi::DataType::F8E4M3FN, ffi::DataType::S8,  ffi::DataType::F8E5M2};
 constexpr const char* kDtypeNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
@@ -33,14 +34,17 @@ constexpr const char* kLayoutNames[] = {"grouped", "ranked", "padded"};
 constexpr int kNumDtypes = static_cast<int>(std::size(kDtypes));
 constexpr int kMaxChannels = 16;
 
-// The static half of every operation.
+// The part of a plan that every operation has.
 struct Plan {
-  std::shared_ptr<Workspace> workspace;  // null: compiled where there is no GPU, to be saved
-  bool flight = false;                   // a start, that another call finishes
-  double timeout_s = 0.0;                // for memory to be agreed on
-  bool masked = false;                   // it is told which ranks take part
-  RailPlan rail{};                       // between nodes, as rank 0's; no nodes: all ranks share NVLink
-  std::atomic<bool> checked{false};      // the buffers of this call site: their shapes never change
+  std::shared_ptr<Workspace> workspace;  // null: the program was compiled without GPUs, to be saved
+  int channel = 0;
+  uint32_t site = 0;                 // the number that Python gave the call
+  int dtype_code = 0;                // index into kDtypes; exchange: 0
+  bool flight = false;               // the call is a start, which another call finishes
+  bool masked = false;               // the call has an operand that says which ranks are active
+  double timeout_s = 0.0;            // limit of the wait for other processes when memory changes
+  RailPlan rail{};                   // of rank 0, for groups between nodes; all zero where all ranks share NVLink
+  std::atomic<bool> checked{false};  // the shapes of this call's buffers are right; they never change
 };
 
 struct DispatchPlan : Plan {
@@ -63,33 +67,22 @@ struct ExchangePlan : Plan {
   bool ragged = false;
 };
 
-// Attributes as Python wrote them, without the parts that need a device: also used for size hints.
-class Attributes {
- public:
-  using Lookup = std::function<ffi::ErrorOr<int64_t>(const char*)>;
-  explicit Attributes(Lookup lookup) : lookup_(std::move(lookup)) {}
-  // Throws MemoryError when absent or outside [low, high].
-  int64_t Int(const char* name, int64_t low, int64_t high) const;
-
- private:
-  Lookup lookup_;
-};
-
+// Fills a plan but for its workspace, from attributes alone: also for size hints, which need no device. Throws
+// MemoryError where the attributes are no operation that the kernels run.
 void Decode(const Attributes& attributes, DispatchPlan* plan);
 void Decode(const Attributes& attributes, CombinePlan* plan);
 void Decode(const Attributes& attributes, ExchangePlan* plan);
 
 ffi::Error ToError(const MemoryError& e);
 
-// The workspace that serves a plan of these needs; memory is made and GPUs are asked here, not in every call.
-// `ranks_per_node`: of kernels across nodes; 0: all ranks share NVLink.
-std::shared_ptr<Workspace> PrepareWorkspace(const Attributes& attributes, std::vector<DeviceKey> devices, int ranks,
-                                            int ranks_per_node, const Needs& needs, int blocks, double seconds,
-                                            bool flight, bool masked);
 uint32_t NextCallId();
-// Descriptor::site and what follows from it. Devices of one process share the plan, so its own number tells it from
+// Returns the workspace that serves `plan`, with enough memory: memory is made and GPUs are asked here, not in every
+// call. `blocks`: thread blocks of the operation.
+std::shared_ptr<Workspace> PrepareWorkspace(const Plan& plan, std::vector<DeviceKey> devices, int ranks,
+                                            const Needs& needs, int blocks);
+// Fills Descriptor::site and the signature. Devices of one process share the plan, so its own number tells it from
 // every other; between processes it is the number that Python gave the call.
-void NameSite(const Attributes& attributes, const Workspace& workspace, int ranks, Call* call);
+void NameSite(const Plan& plan, int ranks, Call* call);
 
 inline int RanksOf(const DispatchParams& p) { return p.routing.ranks; }
 inline int RanksOf(const CombineParams& p) { return p.routing.ranks; }
@@ -110,17 +103,17 @@ ffi::ErrorOr<std::unique_ptr<P>> MakePlan(ffi::Dictionary dictionary) {
     plan->params.call.call_id = NextCallId();
     if (const char* unfit = Unfit(plan->params)) Refuse(std::string("the kernels cannot run these sizes: ") + unfit);
     if (!Registry::Get().KnowsJob()) return plan;
-    plan->workspace = PrepareWorkspace(attributes, std::vector<DeviceKey>(devices->begin(), devices->end()),
-                                       RanksOf(plan->params), plan->rail.per_node, plan->params.call.needs,
-                                       BlocksOf(plan->params), plan->timeout_s, plan->flight, plan->masked);
-    NameSite(attributes, *plan->workspace, RanksOf(plan->params), &plan->params.call);
+    auto& params = plan->params;
+    plan->workspace = PrepareWorkspace(*plan, std::vector<DeviceKey>(devices->begin(), devices->end()), RanksOf(params),
+                                       params.call.needs, BlocksOf(params));
+    NameSite(*plan, RanksOf(params), &params.call);
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));
   }
   return plan;
 }
 
-// Success, or an error that names the buffer, what it is and what it must be.
+// Returns success, or an error that names the buffer and says what it is and what it must be.
 ffi::Error CheckBuffer(const char* name, ffi::DataType given, ffi::Span<const int64_t> given_dims, ffi::DataType dtype,
                        const std::vector<int64_t>& dims);
 
@@ -134,7 +127,7 @@ struct Expected {
   ffi::DataType dtype;
   std::vector<int64_t> shape;
 };
-// At the first call of a call site: the shapes of its buffers never change.
+// Checks the buffers of a call when it runs for the first time: their shapes never change.
 template <class MakeExpected>
 ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
   if (plan->checked.load(std::memory_order_acquire)) return ffi::Error::Success();
@@ -145,16 +138,17 @@ ffi::Error CheckOnce(Plan* plan, MakeExpected expected) {
   return ffi::Error::Success();
 }
 
-// The member of this device, ready to launch on, or an error. `*launching` is held until the launch is made.
+// Returns the member that runs on this device, with its memory ready, or an error. The caller holds `*launching` until
+// it has launched the kernel.
 ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream,
                                   int64_t run, std::shared_lock<std::shared_mutex>* launching);
 ffi::Error Launched(int32_t ordinal, int code);
 
-// `error`, with which `run` ends here: XLA then frees the memory that its flights still write to, so `stream` waits for
-// them first.
+// Returns `error`, with which `run` ends on this device. XLA then frees the memory that the run's flights still write,
+// so this makes `stream` wait for them first.
 ffi::Error EndRun(int32_t ordinal, cudaStream_t stream, ffi::RunId run, const ffi::Error& error);
 
-// What a call takes from the group's member that launches it, and how it shows that it has begun.
+// Sets the fields of `call` that depend on the member that launches it, and how its kernel shows that it has begun.
 inline void Bind(Call* call, const Member& member, const Beginning& beginning) {
   call->control = member.control;
   call->mailbox = member.mailbox;
@@ -162,8 +156,8 @@ inline void Bind(Call* call, const Member& member, const Beginning& beginning) {
   call->begin = beginning.number;
 }
 
-// Runs `launch(member, stream, beginning)` on the member of this device, with the memory ready and earlier failures
-// reported. `result`: the first of its results, by which the done half finds a flight.
+// Calls `launch(member, stream, beginning)` for the member that runs on this device, once its memory is ready and its
+// group has not failed. `result`: the first result, by which the done half finds a flight.
 template <class Launch>
 ffi::Error RunOn(const Plan& plan, const Needs& needs, int32_t ordinal, cudaStream_t stream, ffi::RunId run,
                  const void* result, Launch launch) {
