@@ -12,6 +12,9 @@ import numpy as np
 from xen_moe_jax import _mesh
 from xen_moe_jax.backends.cuda import job, module, processes
 
+HOPPER_SMS = 132
+"""Streaming multiprocessors of an H100 (SXM) or H200: what schedules assume where no GPU is at hand."""
+
 
 def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -> np.ndarray:
     """Returns int64 `[groups, ranks]`: the device keys of every group of `axis_name`, in rank order.
@@ -78,6 +81,6 @@ def prepare(keys: np.ndarray) -> None:
 
 
 def num_sms(mesh: Any) -> int:
-    """Streaming multiprocessors of the mesh's GPUs, the fewest; an H200's where there is none."""
+    """Returns the fewest streaming multiprocessors of any GPU of the mesh; `HOPPER_SMS` where the mesh has no GPUs."""
     counts = [getattr(d, "core_count", None) for d in mesh.devices.flat] if _has_devices(mesh) else []
-    return min([c for c in counts if c and c > 1], default=132)
+    return min([c for c in counts if c and c > 1], default=HOPPER_SMS)

@@ -47,19 +47,13 @@ def buffer_size_hint(
     if ranks_per_node < num_ranks:
         config = dataclasses.replace(config, ranks_per_node=ranks_per_node)
     scaled = jnp.dtype(dtype).itemsize == 1
-    parts = (
-        max(1, hidden // schedules.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
-    )  # no schedule cuts rows finer
-    low_latency = schedules.use_low_latency(spec, hidden, dtype, config, wire=wire) or schedules.use_low_latency(
-        spec,
-        hidden,
-        dtype,
-        config,
-        wire=None,  # a combine may have no wire
-    )
-    schedule = dataclasses.replace(
-        schedules.dispatch(spec, hidden, config, 132), parts=min(16, parts), low_latency=low_latency
-    )
+    # No schedule cuts rows into smaller parts.
+    parts = max(1, hidden // schedules.MIN_PART_ELEMENTS) if num_tokens <= SMALL_BATCH else 1
+    # A combine may have no wire format although the dispatch has one.
+    low_latency = any(schedules.use_low_latency(spec, hidden, dtype, config, wire=w) for w in (wire, None))
+    # The bytes of staging memory depend on the parts of a row, but not on how many SMs share the work.
+    any_sms = schedules.dispatch(spec, hidden, config, devices.HOPPER_SMS)
+    schedule = dataclasses.replace(any_sms, parts=min(16, parts), low_latency=low_latency)
     attrs = call.attributes(spec, hidden, dtype, schedule, config, wire=wire, scaled=scaled)
     attrs["chunk_tokens"] = schedules.chunk_tokens(spec, config)  # of the throughput kernels: they may run too
     return module.compiled().dispatch_staging_bytes(attrs)
