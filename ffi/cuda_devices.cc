@@ -1,5 +1,5 @@
 // GPUs through the CUDA runtime. Memory comes from the driver's virtual memory functions: unlike cudaMalloc and
-// cudaFree they do not wait for running kernels, which may be waiting for a launch that the calling thread has yet to
+// cudaFree they do not wait for running kernels. Such a kernel may wait for a launch that the calling thread has yet to
 // make.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@
 namespace xen_moe {
 namespace {
 
-constexpr double kCopySeconds = 30.0;  // a copy of a few MiB; more means that the GPU has stopped
+constexpr double kCopySeconds = 30.0;  // a GPU that takes longer for a copy of a few MiB has stopped
 
 std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -38,7 +38,7 @@ struct DeviceGuard {
   ~DeviceGuard() { cudaSetDevice(saved); }
 };
 
-// The driver's functions, found at run time: the module must load where there is no driver.
+// The driver's functions, found at run time, because the module must load on machines without a driver.
 struct Driver {
   decltype(&cuMemGetAllocationGranularity) granularity;
   decltype(&cuMemCreate) create;
@@ -99,7 +99,7 @@ class Cuda final : public Devices {
       Gpu gpu;
       Check(cudaFree(nullptr), "creating the CUDA context of GPU " + std::to_string(ordinal));
       Check(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking), "cudaStreamCreate");
-      int lowest = 0, highest = 0;  // the few blocks of a flight come first where a matmul leaves an SM
+      int lowest = 0, highest = 0;  // a free SM runs a block of an asynchronous operation before a block of a matmul
       Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
       Check(cudaStreamCreateWithPriority(&gpu.flights, cudaStreamNonBlocking, highest), "cudaStreamCreate");
       Check(cudaMalloc(reinterpret_cast<void**>(&gpu.begun), sizeof(uint32_t)), "cudaMalloc");
@@ -200,7 +200,8 @@ class Cuda final : public Devices {
     driver.release(block.handle);
   }
 
-  // Out of pages that are pinned while nothing of this library runs: pinning waits for running kernels.
+  // Takes memory out of pages that were pinned before: pinning waits for running kernels, so Prepare pins the first
+  // page.
   Pinned AllocatePinned(uint64_t bytes) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (bytes > kPage) Refuse("pinned memory of " + std::to_string(bytes) + " bytes: at most " + std::to_string(kPage));
@@ -236,7 +237,7 @@ class Cuda final : public Devices {
   }
 
   bool Idle(int ordinal, double seconds) override {
-    // cudaDeviceSynchronize has no limit: a thread of its own waits, and is left to it when it takes too long.
+    // cudaDeviceSynchronize has no limit, so another thread calls it. That thread goes on alone when the time is up.
     auto done = std::make_shared<std::promise<bool>>();
     std::future<bool> result = done->get_future();
     std::thread([done, ordinal] {
@@ -251,7 +252,7 @@ class Cuda final : public Devices {
     const cudaEvent_t here = TakeEvent(ordinal);
     cudaError_t e = cudaEventRecord(here, static_cast<cudaStream_t>(stream));
     if (e == cudaSuccess) e = cudaStreamWaitEvent(flights, here);
-    GiveEvent(ordinal, here);  // what waits for it has seen this record
+    GiveEvent(ordinal, here);  // the event can be recorded again: the wait above is for this record
     Check(e, "starting a flight on GPU " + std::to_string(ordinal));
     return flights;
   }
@@ -283,8 +284,8 @@ class Cuda final : public Devices {
     cudaStream_t stream = nullptr;
     cudaStream_t flights = nullptr;
     int sms = 0;
-    uint32_t* begun = nullptr;  // how many flights have begun
-    uint32_t beginnings = 0;    // numbers given out
+    uint32_t* begun = nullptr;  // device memory: the number of the last flight that has begun
+    uint32_t beginnings = 0;    // how many numbers NextBeginning has given out
   };
   struct Block {
     CUmemGenericAllocationHandle handle = 0;
@@ -346,20 +347,20 @@ class Cuda final : public Devices {
 
   std::mutex mutex_;
   std::map<int, Gpu> gpus_;
-  std::set<int> large_, large_across_;  // GPUs that have the kernels for many ranks: of one node, of several
+  std::set<int> large_, large_across_;  // GPUs on which the kernels for many ranks are loaded: of one node, of several
   std::map<char*, Block> blocks_;
   static constexpr uint64_t kPage = 256 * 1024;
-  Pinned page_;  // what is left of the newest
+  Pinned page_;  // the unused end of the newest page, `page_left_` bytes
   uint64_t page_left_ = 0;
   std::map<int, std::vector<cudaEvent_t>> free_events_;
-  std::map<char*, uint64_t> slots_;  // sizes
-  std::multimap<uint64_t, Pinned> free_slots_;
+  std::map<char*, uint64_t> slots_;             // bytes of each piece of pinned memory that was given out
+  std::multimap<uint64_t, Pinned> free_slots_;  // pieces that were given back, by bytes
 };
 
 }  // namespace
 
 Devices& CudaDevices() {
-  static Cuda* cuda = new Cuda;  // never destroyed: the driver may go first at exit
+  static Cuda* cuda = new Cuda;  // never destroyed: at exit the driver may end first
   return *cuda;
 }
 

@@ -1,8 +1,8 @@
-// What workspaces ask of GPUs, and nothing else: their logic compiles, runs and is tested without any
+// Everything that workspaces ask of GPUs, so that the code of workspaces compiles, runs and is tested without a GPU
 // (ffi/fake_devices.h). cuda_devices.cc implements it.
 //
-// After Prepare, nothing here waits for a running kernel, except Idle, and nothing waits without a limit: growth and
-// reset happen while kernels of this library wait for each other.
+// After Prepare, no function but Idle waits for a running kernel, and none waits without a limit: growth and reset
+// happen while kernels of this library wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -24,44 +24,49 @@ struct Pinned {
   char* device = nullptr;
 };
 
-// A word on a GPU that has reached `number` when a kernel has begun; without a word nobody waits for that.
+// How a kernel shows that it has begun: it sets `word`, which lies on its GPU, to `number`. The numbers of one word
+// grow.
 struct Beginning {
-  uint32_t* word = nullptr;
+  uint32_t* word = nullptr;  // null: no stream waits for the beginning of the kernel
   uint32_t number = 0;
 };
 
 class Devices {
  public:
   virtual ~Devices() = default;
-  // Before the first use of these GPUs by a group of `ranks` in `nodes` nodes: contexts, streams, every kernel loaded
-  // that it may run. `across` processes: but for those between nodes, which its link loads (LinkKernels::prepare).
+  // Called before a group of `ranks` ranks in `nodes` nodes first uses these GPUs: makes contexts and streams, and
+  // loads every kernel that the group may run. Where the group spans processes (`across`), its kernels between nodes
+  // are left to LinkKernels::prepare.
   virtual void Prepare(const std::vector<int>& ordinals, int ranks, int nodes, bool across) = 0;
-  // Makes it the GPU of the calling thread, and returns the one that was.
+  // Makes `ordinal` the GPU of the calling thread. Returns the GPU that the thread had before.
   virtual int Select(int ordinal) = 0;
   virtual int SmCount(int ordinal) = 0;
-  // Refuses with the remedy where `from` cannot load and store the memory of `to`.
+  // Throws MemoryError, with the remedy, where kernels on GPU `from` cannot load and store the memory of GPU `to`.
   virtual void CheckPeerAccess(int from, int to) = 0;
-  // Memory of GPU `ordinal` that all GPUs `readers` of this process can load and store, `*held` bytes of it.
+  // Returns memory of GPU `ordinal` that kernels on all GPUs `readers` of this process can load and store.
   virtual char* Allocate(int ordinal, uint64_t bytes, const std::vector<int>& readers) = 0;
-  // Nothing may use the memory any more: nobody waits for it.
+  // Frees without waiting: no kernel and no copy may use the memory any more. `memory` may be null.
   virtual void Free(int ordinal, char* memory) = 0;
   virtual Pinned AllocatePinned(uint64_t bytes) = 0;
   virtual void FreePinned(const Pinned& memory) = 0;
-  // Device memory that is not in use by a copy of the host's; done on return. On a stream of its own.
+  // These three copy on a stream of their own and return when the copy has ended. No kernel has to end first.
   virtual void Write(int ordinal, void* to, const void* from, uint64_t bytes) = 0;
   virtual void Read(int ordinal, void* to, const void* from, uint64_t bytes) = 0;
   virtual void Zero(int ordinal, void* to, uint64_t bytes) = 0;
-  // Whether everything that was queued on the GPU ended within `seconds`.
+  // Returns whether everything that was queued on the GPU ended within `seconds`.
   virtual bool Idle(int ordinal, double seconds) = 0;
-  // Flights (flights.h). A stream of the library's own, which goes on when everything queued on `stream` has ended.
+
+  // For asynchronous operations (flights.h). Returns the library's own stream of this GPU, whose next kernel starts
+  // when everything queued on `stream` so far has ended.
   virtual void* Fork(int ordinal, void* stream) = 0;
-  // How the next kernel on that stream shows that it has begun.
+  // Returns how the next kernel on the library's stream is to show that it has begun.
   virtual Beginning NextBeginning(int ordinal) = 0;
-  // `stream` goes on when the kernel that was given `beginning` has begun. It has been launched.
+  // Makes `stream` wait until the kernel that was given `beginning` has begun. That kernel must have been launched.
   virtual void AwaitBeginning(int ordinal, void* stream, const Beginning& beginning) = 0;
-  // A mark behind everything queued on that stream.
+  // Returns a mark behind everything queued on the library's stream.
   virtual void* Mark(int ordinal) = 0;
-  // `stream` goes on when the mark has been reached. The mark is given back; without a stream that is all.
+  // Makes `stream` wait until the mark has been reached, and gives the mark back. `stream` may be null: no stream
+  // waits.
   virtual void Join(int ordinal, void* stream, void* mark) = 0;
 };
 

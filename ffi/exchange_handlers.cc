@@ -1,4 +1,4 @@
-// all_to_all and ragged_all_to_all: check, launch.
+// The handlers of all_to_all and ragged_all_to_all: they check buffers and launch kernels.
 #include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
@@ -6,7 +6,8 @@
 namespace xen_moe {
 namespace {
 
-// operand -> output, or operand, output, input_offsets, send_sizes, output_offsets, recv_sizes -> output (aliased)
+// all_to_all: operand -> output. ragged_all_to_all: operand, output, input_offsets, send_sizes, output_offsets,
+// recv_sizes -> output, in the place of the second operand.
 ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ExchangePlan* plan, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> output) {
   ExchangeParams p = plan->params;

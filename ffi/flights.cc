@@ -30,9 +30,9 @@ Takeoff Flights::Fork(Devices* gpus, int ordinal, void* stream, const void* resu
         "a flight was started and never finished, and its memory serves another one: finish every flight once, with "
         "dispatch_done or combine_done, in the program that starts it");
   }
-  // What comes next on `stream` could take every SM first, a matmul say, and the flight would have none until that
-  // ends, on all ranks, for they wait for this one. Beside an open flight nothing is held back: `stream` would have to
-  // wait for that one's end.
+  // The next kernel on `stream`, a matmul say, could take every SM first. Then the flight would get none until that
+  // kernel ends, and the other ranks would wait for this one so long. Beside an open flight `stream` is not held back:
+  // it would have to wait until that flight has ended.
   const auto open = open_.lower_bound({ordinal, nullptr});
   const bool first = open == open_.end() || open->first.first != ordinal;
   return {gpus->Fork(ordinal, stream), first ? gpus->NextBeginning(ordinal) : Beginning{}};

@@ -1,9 +1,9 @@
 // Operations in flight: started by one FFI call, finished by another. See docs/design/cuda.md, "Start and done".
 //
-// A start is a whole operation on a stream of the library's own, in symmetric memory of its own; its results are
-// buffers of XLA's that only the done half gives to anybody else. So the address of the first result is the flight's
-// name, and the done half, which has all of them aliased through, finds the flight by it. Where XLA has copied a
-// result in between, the copy was made too early and the name is unknown: an error, never data.
+// A start runs a whole operation on a stream of the library's own, in symmetric memory of its own. Its results are
+// buffers of XLA that no other operation reads before the done half has returned. So the address of the first result is
+// the flight's name, and the done half, whose results alias its operands, finds the flight by that address. Where XLA
+// has copied a result in between, the copy was made too early and the name is unknown: an error, never data.
 #pragma once
 
 #include <cstdint>
@@ -23,23 +23,23 @@ struct Takeoff {
 class Flights {
  public:
   static Flights& Get();
-  // Where a start launches: on a stream that goes on when everything queued on `stream` so far has ended. Flights of
-  // earlier runs that nobody finished are waited for by `stream`, and forgotten. Where none is open on the GPU, the
-  // kernel shows its beginning, for which `stream` will wait. `result`: the address of the first result.
-  // Throws MemoryError where a flight with that result is open: it was started and never finished, and what it still
-  // writes must not be written by another one too.
+  // Returns the stream on which a start launches, whose next kernel starts when everything queued on `stream` so far
+  // has ended. `stream` waits for flights of earlier runs that were never finished, and they are forgotten. Where no
+  // other flight is open on the GPU, the kernel shows its beginning, for which `stream` will wait. `result`: the
+  // address of the first result. Throws MemoryError where a flight with that result is open: it was started and never
+  // finished, and two flights must not write the same buffers.
   Takeoff Fork(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run);
-  // The start has been launched.
+  // Records that the start has been launched.
   void Started(Devices* gpus, int ordinal, void* stream, const void* result, int64_t run, const Takeoff& takeoff);
-  // Everything queued on `stream` from here on comes after the flight. False: there is none of that name.
+  // Makes `stream` wait for the flight with that result, and forgets it. Returns false where there is no such flight.
   bool Land(Devices* gpus, int ordinal, const void* result, void* stream);
-  // `run` ends with an error on this GPU: `stream`, in whose order XLA gives the memory of its open flights to others,
-  // waits for them, and they are forgotten.
+  // Called when `run` ends with an error on this GPU: makes `stream` wait for the run's open flights, and forgets them.
+  // XLA gives the memory that they write to other buffers in the order of `stream`.
   void Abandon(Devices* gpus, int ordinal, void* stream, int64_t run);
-  // Forgets all. Nothing may be running.
+  // Forgets all flights. Nothing may be running.
   void Clear();
-  // Held from Fork to Started: a start may be several kernels, which nothing on their stream may come between. One for
-  // each GPU, because a launch may wait for another GPU's.
+  // Held from Fork to Started: a start may be several kernels, and no kernel of another start may come between them on
+  // their stream. Each GPU has its own mutex, because a launch may wait for another GPU's launch.
   std::mutex& launching(int ordinal) {
     std::lock_guard<std::mutex> lock(mutex_);
     return launching_[ordinal];
@@ -52,7 +52,7 @@ class Flights {
     void* mark;
     int64_t run;
   };
-  // Those of `ordinal` whose run `ended` says has ended. The mutex is held.
+  // Forgets the flights of GPU `ordinal` for whose run `ended` returns true; `stream` waits for them. `mutex_` is held.
   template <class Ended>
   void Forget(Devices* gpus, int ordinal, void* stream, Ended ended);
 

@@ -1,4 +1,4 @@
-// The FFI handlers, as nanobind registers them.
+// The FFI handlers, which ffi/module.cc gives to Python to register.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"

@@ -11,9 +11,10 @@ namespace nb = nanobind;
 namespace xen_moe {
 namespace {
 
-// A Python function (key, said, seconds, without_dead) -> (ticket, [what each process said], [who is left out]).
+// Wraps a Python function (key, said, seconds, without_dead) -> (ticket, [message of each process], [processes that are
+// left out]), with the meaning of ffi/agreement.h.
 Agree AgreeThrough(nb::object function) {
-  // Never destroyed: the interpreter may be gone by then.
+  // Never destroyed: at exit the interpreter may end first.
   auto* kept = new nb::object(std::move(function));
   return [kept](const std::string& key, const std::string& said, double seconds, bool without_dead) {
     nb::gil_scoped_acquire gil;
@@ -33,9 +34,11 @@ Agree AgreeThrough(nb::object function) {
   };
 }
 
-// Python functions: () -> whether this process has GPUs, and then `configure` has been called; () -> None.
+// Wraps two Python functions. `describe`: () -> bool, whether this process has GPUs; if so, it has called `configure`.
+// `start_memory`: () -> None.
 JobSetup SetUpThrough(nb::object describe, nb::object start_memory) {
-  auto* kept = new std::pair<nb::object, nb::object>(std::move(describe), std::move(start_memory));  // as above
+  // Never destroyed: at exit the interpreter may end first.
+  auto* kept = new std::pair<nb::object, nb::object>(std::move(describe), std::move(start_memory));
   const auto call = [](const nb::object& function) {
     nb::gil_scoped_acquire gil;
     try {
@@ -68,12 +71,12 @@ void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
     Registry::Get().SetProvider(static_cast<const MemoryProvider*>(table.data(kMemoryProviderCapsule)));
   });
   m.def("set_agreement", [](nb::object function) { Registry::Get().SetAgree(AgreeThrough(std::move(function))); });
-  // The symmetric memory of an axis on a channel, for as long as this object lives.
+  // Keeps the symmetric memory of an axis on a channel as long as the Python object lives.
   nb::class_<Workspace>(m, "Workspace")
       .def("reserve",
            [](Workspace& w, uint64_t bytes, double seconds) { WithoutGil([&] { w.Reserve(bytes, seconds); }); })
       .def("release", [](Workspace& w, double seconds) { WithoutGil([&] { w.Release(seconds); }); });
-  // `ranks_per_node`: 0 is all ranks.
+  // `ranks_per_node`: 0 stands for all ranks.
   m.def(
       "workspace",
       [](std::vector<int64_t> devices, int ranks, int channel, int ranks_per_node) {
@@ -96,7 +99,7 @@ void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
   m.def("workspaces", [] {
     nb::list out;
     for (const auto& workspace : Registry::Get().All()) {
-      if (workspace->for_flights() && workspace->generation() == 0) continue;  // nothing has been in flight
+      if (workspace->for_flights() && workspace->generation() == 0) continue;  // no operation has been started
       nb::dict d;
       d["ranks"] = workspace->ranks();
       d["ranks_per_node"] = workspace->ranks_per_node();

@@ -1,4 +1,4 @@
-// The Python side of workspaces, the same over GPUs (ffi/module.cc) and over host memory (ffi/memory_test_module.cc).
+// The Python bindings of workspaces, for GPUs (ffi/module.cc) and for host memory (ffi/memory_test_module.cc).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,6 +10,7 @@
 
 namespace xen_moe {
 
+// Calls `f` without the GIL. A MemoryError becomes Python's RuntimeError.
 template <class F>
 auto WithoutGil(F f) {
   nanobind::gil_scoped_release nogil;
@@ -20,9 +21,9 @@ auto WithoutGil(F f) {
   }
 }
 
-// `link`: the kernels between nodes of several processes; null: none.
+// `link`: the kernels between nodes of several processes; null where the module has none.
 void BindMemory(nanobind::module_& module, Devices* gpus, const LinkKernels* link = nullptr);
-// `provider`: NCCL's, as ffi/nccl_memory.h gives it, or tests see it.
+// `provider`: that of ffi/nccl_memory.h, or one that tests wrap around it.
 void BindNccl(nanobind::module_& module, Devices* gpus, const MemoryProvider* provider);
 
 }  // namespace xen_moe

@@ -1,6 +1,6 @@
-// The part of NCCL's C interface that symmetric memory needs, found in a library that is opened at run time. Declared
-// here and not included: nothing of NCCL is needed to build, and no version of its headers is tied to this module. NCCL
-// keeps these signatures within major version 2, and its structures only grow at the end.
+// The part of NCCL's C interface that symmetric memory needs, found in a library that is opened at run time. It is
+// declared here and not included, so that a build needs nothing of NCCL and this module is tied to no version of its
+// headers. NCCL keeps these signatures within major version 2, and its structures only grow at the end.
 #pragma once
 
 #include <climits>
@@ -17,18 +17,18 @@ struct NcclUniqueId {
 struct NcclComm;    // ncclComm_t points to one
 struct NcclWindow;  // ncclWindow_t
 
-// ncclResult_t. Anything but these two is a failure.
+// Two values of ncclResult_t; all others are failures.
 constexpr int kNcclSuccess = 0, kNcclInProgress = 7;
 // Loads and stores between the ranks that share NVLink (NCCL_WIN_COLL_SYMMETRIC).
 constexpr int kNcclWindowSymmetric = 1;
 
 constexpr int kNcclUnset = INT_MIN;
-// ncclConfig_t as of 2.31. What is not set is NCCL's default.
+// ncclConfig_t as of 2.31. NCCL uses its default for every field that is kNcclUnset.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;
   unsigned version = 23100;
-  int blocking = 0;  // every wait is ours, and has a limit
+  int blocking = 0;  // NCCL's calls return at once; this library waits for them, with a limit
   int cluster_size = kNcclUnset, min_blocks = kNcclUnset, max_blocks = kNcclUnset;
   const char* net_name = nullptr;
   int split_share = kNcclUnset, traffic_class = kNcclUnset;
@@ -53,13 +53,13 @@ struct NcclApi {
   int (*CommWindowRegister)(NcclComm* comm, void* memory, size_t bytes, NcclWindow** window, int flags);
   int (*CommWindowDeregister)(NcclComm* comm, NcclWindow* window);
   int (*GetPeerDevicePointer)(NcclWindow* window, size_t offset, int rank, void** pointer);
-  // What these two write is as long as the headers that `requirements` and `properties` were made with say.
+  // These two write as many bytes as the headers say with which `requirements` and `properties` were made.
   int (*DevCommCreate)(NcclComm* comm, const void* requirements, void* device_comm);
   int (*CommQueryProperties)(NcclComm* comm, void* properties);
   const char* (*GetErrorString)(int result);
   const char* (*GetLastError)(NcclComm* comm);
 
-  // Throws MemoryError when the file is no library, or lacks one of these. The library stays open.
+  // Throws MemoryError when the file is no library, or lacks one of these functions. The library stays open.
   static NcclApi Open(const std::string& path);
 };
 

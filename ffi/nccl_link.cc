@@ -33,7 +33,8 @@ void Prepare(int ordinal, int ranks) {
   Check(PreloadNccl(ranks), "loading the kernels between processes");
 }
 
-// The kernel ends by itself; what else the GPU may be busy with is waited for a little longer.
+// Returns whether the kernel on `stream` ended. The kernel ends by itself within `seconds`; five seconds more are for
+// other work of the GPU before it.
 bool Ended(cudaStream_t stream, double seconds) {
   const auto until = Clock::now() + std::chrono::duration<double>(seconds + 5.0);
   while (true) {
@@ -59,7 +60,7 @@ void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, in
   const int rc =
       NcclSettleFor(ranks)({made.data(), &rail->windows}, plan, gone, time, static_cast<uint64_t>(seconds * 1e9),
                            reinterpret_cast<int*>(late.device), stream);
-  // A stream that is still busy, and what it writes to, stay.
+  // A stream that is still busy, and the memory that its kernel writes, are leaked.
   const bool ended = rc == cudaSuccess && Ended(stream, seconds);
   const int waited = ended ? *reinterpret_cast<volatile int*>(late.host) : 0;
   if (ended || rc != cudaSuccess) {

@@ -1,5 +1,5 @@
-// Puts between processes: the kernels over NCCL, as workspaces see them. Only in a module that was compiled with NCCL's
-// headers (XEN_MOE_NCCL_KERNELS).
+// Puts between processes: the kernels over NCCL, as workspaces see them. A module has these kernels if it was compiled
+// with NCCL's headers (XEN_MOE_NCCL_KERNELS).
 #pragma once
 
 #include "cuda_kernels/node/nccl_kernels.h"
@@ -7,12 +7,12 @@
 
 namespace xen_moe {
 
-// Null where the module has none.
+// Returns null where the module has no such kernels.
 const LinkKernels* NcclLinkKernels();
-// 0 where the module has none; else as NcclHeaders.
+// Returns the version of the headers, as NcclHeaders does; 0 where the module has no such kernels.
 int NcclLinkHeaders();
-// Of the communicator that was started (ffi/nccl_memory.h): how many ranks share NVLink with a rank, itself included. 0
-// where the module cannot know. Throws MemoryError.
+// Returns how many ranks of the communicator that was started (ffi/nccl_memory.h) share NVLink with a rank, itself
+// included; 0 where the module has no such kernels. Throws MemoryError.
 int NcclRanksPerNode();
 inline NcclSite NcclSiteOf(const Member& member) { return {member.connection->data(), &member.rail->windows}; }
 

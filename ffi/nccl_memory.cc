@@ -18,10 +18,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// NCCL notices by itself that a connection has been closed; then its own words are the better ones.
+// Wait this long after the death of a process before giving up on NCCL: NCCL may notice the closed connection by
+// itself, and its own error text says more.
 constexpr double kGraceSeconds = 2.0;
 
-// Why the last call of this thread failed.
+// The reason for which the last failed call of this thread failed.
 thread_local std::string reason;
 
 class Nccl {
@@ -89,7 +90,7 @@ class Nccl {
     Loaded().MemFree(own);
   }
 
-  // One at a time: the tickets of agreements see to that.
+  // Called by one thread at a time: the tickets of agreements order the calls.
   bool Join(void* own, double seconds) {
     uint64_t bytes = 0;
     {
@@ -101,7 +102,8 @@ class Nccl {
       bytes = blocks_.at(own).bytes;
     }
     const OnGpu on(*this);
-    // NCCL writes there when it is done, perhaps after this call has given up.
+    // On the heap, and leaked after a failure: NCCL writes to it when it has finished, perhaps after this call has
+    // given up.
     auto* window = new NcclWindow*(nullptr);
     const int rc = Loaded().CommWindowRegister(comm_, own, bytes, window, kNcclWindowSymmetric);
     std::string failed = Finish(rc, "ncclCommWindowRegister", seconds);
@@ -121,7 +123,7 @@ class Nccl {
     return false;
   }
 
-  // As Join.
+  // Called by one thread at a time, as Join is.
   std::string JoinDevices(const std::string& requirements, size_t device_comm_bytes, double seconds) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -129,7 +131,7 @@ class Nccl {
       if (comm_ == nullptr) Refuse("NCCL was not started");
     }
     const OnGpu on(*this);
-    // NCCL may read and write there after this call has given up.
+    // On the heap, and leaked after a failure: NCCL may read and write them after this call has given up.
     auto* const asked = new std::string(requirements);
     auto* const made = new std::string(device_comm_bytes, '\0');
     const int rc = Loaded().DevCommCreate(comm_, asked->data(), made->data());
@@ -160,7 +162,7 @@ class Nccl {
   void Release(void* own) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.find(own);
-    if (found == blocks_.end() || !broken_.empty()) return;  // NCCL may be in the middle of something: it stays
+    if (found == blocks_.end() || !broken_.empty()) return;  // NCCL may still work on the block: it is leaked
     const OnGpu on(*this);
     if (Loaded().CommWindowDeregister(comm_, found->second.window) != kNcclSuccess) return;
     blocks_.erase(found);
@@ -176,8 +178,8 @@ class Nccl {
   }
 
   void Lost(int process) {
-    int nobody = -1;
-    lost_.compare_exchange_strong(nobody, process);
+    int none = -1;
+    lost_.compare_exchange_strong(none, process);
   }
 
  private:
@@ -185,7 +187,7 @@ class Nccl {
     uint64_t bytes = 0;
     NcclWindow* window = nullptr;
   };
-  // NCCL works on the calling thread's GPU.
+  // Makes NCCL's GPU the calling thread's GPU, as NCCL's functions require.
   struct OnGpu {
     Devices* gpus;
     int before;
@@ -212,8 +214,8 @@ class Nccl {
     if (rc != kNcclSuccess) Refuse(Text(rc, what));
   }
 
-  // "" when what was begun has ended well, else why not. `rc` tells whether it was begun, no more: NCCL may say success
-  // of what is still in progress.
+  // Waits for the call `what`, which has returned `rc`. Returns "", or why the call failed. A successful `rc` says only
+  // that the call was begun: NCCL may return success for work that is still in progress.
   std::string Finish(int rc, const char* what, double seconds) const {
     if (rc != kNcclSuccess && rc != kNcclInProgress) return Text(rc, what);
     const auto began = Clock::now();
@@ -235,15 +237,16 @@ class Nccl {
     }
   }
 
-  // Nobody can know who believes that a collective step came about. `mutex_` is held.
+  // Called with `mutex_` held after a collective step has failed here. This process cannot know which other processes
+  // believe that the step succeeded, so it makes no further windows.
   void Break(const std::string& why) {
     broken_ = reason = why + ". Memory between processes cannot grow any more; start all processes of the job again";
     bool unused = true;
     for (const auto& block : blocks_) unused = unused && block.second.window == nullptr;
-    if (unused) Abort();  // else kernels may use what an abort would unmap
+    if (unused) Abort();  // where windows exist, kernels may use memory that an abort would unmap
   }
 
-  // Ends what NCCL's threads are in the middle of. Nobody waits for that.
+  // Ends the work of NCCL's threads, on a thread that no one joins.
   void Abort() {
     NcclComm* const comm = comm_;
     comm_ = nullptr;
@@ -265,7 +268,7 @@ class Nccl {
   std::atomic<int> lost_{-1};  // the first process that has died
   std::mutex mutex_;
   std::map<void*, Block> blocks_;
-  std::string broken_;  // why there can be no further windows
+  std::string broken_;  // why this process makes no further windows; empty: it does
 };
 
 bool Connect(const std::string& request, std::string* made, double seconds) {

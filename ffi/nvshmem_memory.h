@@ -1,4 +1,5 @@
-// Symmetric memory between processes, from NVSHMEM. Plain functions: only nvshmem_memory.cu includes NVSHMEM's headers.
+// Symmetric memory between processes, from NVSHMEM. These are plain functions, because only nvshmem_memory.cu includes
+// NVSHMEM's headers.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,12 @@
 namespace xen_moe {
 
 constexpr int kUniqueIdBytes = 128;
-int NvshmemUniqueId(void* out);                                          // 0 or NVSHMEM's code
-int NvshmemInit(int process, int num_processes, const void* unique_id);  // on the current CUDA device; collective
-void NvshmemVersions(int out[6]);  // built against (major, minor, patch), running with
+// Both return 0 or NVSHMEM's error code. NvshmemInit starts NVSHMEM on the current CUDA device; all processes call it.
+int NvshmemUniqueId(void* out);
+int NvshmemInit(int process, int num_processes, const void* unique_id);
+// Writes major, minor and patch of the version that this module was built against, then of the version that it runs
+// with.
+void NvshmemVersions(int out[6]);
 const MemoryProvider* NvshmemProvider();
 
 }  // namespace xen_moe

@@ -1,4 +1,5 @@
-// xen_moe_jax._nvshmem: NVSHMEM's start, and its memory for xen_moe_jax._cuda. Loaded when a mesh spans processes.
+// xen_moe_jax._nvshmem: starts NVSHMEM and gives its memory to xen_moe_jax._cuda. Python loads this module when a mesh
+// spans processes.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 

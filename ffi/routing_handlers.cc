@@ -1,4 +1,5 @@
-// dispatch, redispatch and combine: check, launch. Operand and result order: docs/design/internals.md.
+// The handlers of dispatch, redispatch and combine: they check buffers and launch kernels. docs/design/internals.md has
+// the order of operands and results.
 #include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/nccl_link.h"
@@ -14,7 +15,7 @@ using Floats2 = ffi::BufferR2<ffi::F32>;
 using IntsOut2 = ffi::ResultBufferR2<ffi::S32>;
 using IntsOut3 = ffi::ResultBufferR3<ffi::S32>;
 
-// Of the operand `active`.
+// The shape of the operand `active`.
 std::vector<int64_t> ActiveShape(const Plan& plan, const Routing& r) { return {plan.masked ? r.ranks : 0}; }
 
 int64_t ScaleBlocks(const Routing& r) { return (r.hidden + kScaleBlock - 1) / kScaleBlock; }
@@ -30,8 +31,8 @@ std::vector<int64_t> WeightsShape(const Routing& r) {
   return shape;
 }
 
-// Launches `p` across nodes. What carries the puts of a group is decided here and nowhere else: NCCL, where there is a
-// connection, which a module without its kernels has not made (NcclLinkKernels).
+// Launches `p` across nodes. The link of a group is chosen here and nowhere else: NCCL where there is a connection,
+// which only a module with kernels over NCCL makes (NcclLinkKernels); else pointers.
 int LaunchAcross(const DispatchParams& p, const RailParams& rails, const Member& member, cudaStream_t on) {
 #ifdef XEN_MOE_NCCL_KERNELS
   if (member.connection) return NcclKernelsFor(p.routing.ranks).dispatch(p, rails, NcclSiteOf(member), on);
@@ -45,7 +46,7 @@ int LaunchAcross(const CombineParams& p, const RailParams& rails, const Member& 
   return PeerKernelsFor(p.routing.ranks).combine(p, rails, &member.rail->peers, on);
 }
 
-// `plan` as it is for this rank.
+// Returns `plan`, which is that of rank 0, for the rank of `member`.
 RailParams RailsOf(const RailPlan& plan, const Member& member, bool flight) {
   RailParams rails{plan, ExpectedOf(member.rail, plan.nodes * plan.per_node, plan.nodes), flight && plan.direct,
                    Part::kWhole};
@@ -54,7 +55,7 @@ RailParams RailsOf(const RailPlan& plan, const Member& member, bool flight) {
   return rails;
 }
 
-// Launches `p` as what this device is in its group. `result`: where a flight lands.
+// Launches `p` as the rank that this device has in its group. `result`: the first result, which names a flight.
 template <class AnyPlan, class Params, class Launch>
 ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t stream, ffi::RunId run, void* result,
                Launch launch) {
@@ -67,7 +68,7 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
                });
 }
 
-// Results of a dispatch in flight that nothing is written to: backends/cuda/halves.py says what they are for.
+// Results of a dispatch start that no kernel writes: xen_moe_jax/backends/cuda/start_done.py says what they are for.
 constexpr size_t kHeld = 2;
 
 // x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, clean topk_idx,
@@ -147,7 +148,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
                    ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
   CombineParams p = plan->params;
   const Routing& r = p.routing;
-  // A flight of a backward pass is given the bits of its integers as float32: only those have cotangents.
+  // A start in a backward pass takes the bits of its integers as float32, because only floats have cotangents.
   const ffi::DataType integers = plan->flight && positions.element_type() == ffi::F32 ? ffi::F32 : ffi::S32;
   ffi::Error error = CheckOnce(plan, [&] {
     std::vector<Expected> all{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
@@ -169,8 +170,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   return Run(*plan, &p, ordinal, stream, run, p.out, LaunchCombine);
 }
 
-// Everything in flight, then what keeps the operands of the start alive -> everything in flight, landed, in its place.
-// A copy that XLA has made in between was made too early.
+// The results of a start, then arrays that keep the operands of the start alive -> the results of the start, complete,
+// in the same buffers. A copy that XLA has made of them in between was made too early.
 ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ffi::RemainingArgs in_flight,
                 ffi::RemainingRets landed) {
   bool in_place = landed.size() > 0 && in_flight.size() >= landed.size();
@@ -195,7 +196,7 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ffi::Remai
   return EndRun(ordinal, stream, run, error);
 }
 
-// What every handler is given before its operands.
+// The arguments of every handler before its operands.
 template <class AnyPlan>
 auto Given() {
   return ffi::Ffi::Bind()
@@ -248,7 +249,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch, DispatchArguments(), {ffi::Tr
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch, RedispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Traits::kCmdBufferCompatible});
 
-// The halves of an operation are not for CUDA graphs: a graph may end between the two.
+// Start and done cannot be part of a CUDA graph: a graph may end between the two.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatchStart, Redispatch, RedispatchArguments());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineStart, Combine, CombineArguments());
