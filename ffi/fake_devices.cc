@@ -109,7 +109,7 @@ Beginning FakeDevices::NextBeginning(int) {
 }
 void FakeDevices::AwaitBeginning(int, void*, const Beginning& beginning) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (beginning.word != &begun_ || beginning.number > beginnings_) std::abort();  // nobody would ever reach it
+  if (beginning.word != &begun_ || beginning.number > beginnings_) std::abort();  // no kernel would ever reach it
   ++held_back_;
 }
 void* FakeDevices::Mark(int) {

@@ -1,5 +1,5 @@
-// GPUs made of host memory, for tests of everything that the host does with them. Any call that can fail can be made
-// to.
+// GPUs made of host memory, for tests of everything that the host does with GPUs. A test can make any call fail that
+// can fail on a GPU.
 #pragma once
 
 #include <map>
@@ -31,8 +31,8 @@ class FakeDevices final : public Devices {
   void AwaitBeginning(int ordinal, void* stream, const Beginning& beginning) override;
   void* Mark(int ordinal) override;
   void Join(int ordinal, void* stream, void* mark) override;
-  int marks();      // given and not given back
-  int held_back();  // kernels for whose beginning a stream waits
+  int marks();      // marks that Mark has given and Join has not taken back
+  int held_back();  // how often a stream was made to wait for the beginning of a kernel
 
   // The call after `calls` more fails, as if memory had run out; negative: none does. Calls of the provider count too.
   void FailAfter(int calls);
@@ -41,7 +41,7 @@ class FakeDevices final : public Devices {
   uint64_t held();  // bytes allocated and not freed, pinned memory and the provider's included
   char* New(uint64_t bytes, const char* what);
   void Delete(char* memory);
-  // Memory that somebody else has made, and takes back after Forget.
+  // Memory that the caller has allocated, and frees after Forget.
   void Adopt(const char* memory, uint64_t bytes);
   void Forget(const char* memory);
 

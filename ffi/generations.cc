@@ -1,5 +1,5 @@
-// The second half of symmetric_memory.h: what kernels find in the tables of a workspace, and how a new generation of
-// memory comes into use and an old one goes.
+// The part of Workspace that handles generations of memory: the tables in which kernels find them, how a generation
+// comes into use and how it is freed.
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -18,6 +18,7 @@ uint32_t Workspace::OldestInUse() const {
   return oldest;
 }
 
+// Returns whether the ring of memory tables takes another generation.
 bool Workspace::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
 
 bool Workspace::WaitIdle(double seconds) {
@@ -28,6 +29,8 @@ bool Workspace::WaitIdle(double seconds) {
   return true;
 }
 
+// Returns true when the ring of memory tables takes another generation. Returns false when no operation has run since
+// the ring filled up, and none runs: then all generations may be replaced at once.
 bool Workspace::WaitForRoom(double seconds) {
   const auto began = std::chrono::steady_clock::now();
   while (!HasRoom()) {
@@ -55,7 +58,8 @@ MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
   return table;
 }
 
-// The whole ring each time: what an earlier attempt failed to write is made good.
+// Writes the whole ring each time, which makes good an earlier write that failed. `alone`: nothing runs, and the newest
+// generation is used from now on.
 void Workspace::WriteTables(bool alone) {
   const uint32_t newest = newest_.load();
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -70,9 +74,9 @@ void Workspace::WriteTables(bool alone) {
       MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
       current.generation = newest;
       job_.gpus->Write(ordinal, &control->current, &current, sizeof(current));
-      const uint32_t told = newest & 0xFF;
-      job_.gpus->Write(ordinal, &control->reported, &told, sizeof(told));
-      members_[i].record->generation = told;
+      const uint32_t reported = newest & 0xFF;
+      job_.gpus->Write(ordinal, &control->reported, &reported, sizeof(reported));
+      members_[i].record->generation = reported;
     }
     job_.gpus->Write(ordinal, &control->newest, &newest, sizeof(newest));
   }
@@ -81,7 +85,7 @@ void Workspace::WriteTables(bool alone) {
 void Workspace::Publish(Generation next, bool alone, double seconds) {
   std::unique_lock<std::shared_mutex> launching(launching_, std::defer_lock);
   const auto began = std::chrono::steady_clock::now();
-  while (alone && !generations_.empty()) {  // idle when nobody can launch, not only before
+  while (alone && !generations_.empty()) {  // the GPUs must be idle while no thread can launch, not only before
     launching.lock();
     if (WaitIdle(0.2)) break;
     launching.unlock();  // a launch of another rank may be what the running kernels wait for
@@ -95,19 +99,19 @@ void Workspace::Publish(Generation next, bool alone, double seconds) {
   newest_ = next.number;
   generations_.push_back(std::move(next));
   WriteTables(alone);
-  if (alone) Forget(newest_.load());
+  if (alone) FreeOlderThan(newest_.load());
   const Generation& now = generations_.back();
   staging_bytes_ = 2 * Half(now.flag_bytes, now.data_bytes);
   scratch_bytes_ = now.scratch_bytes;
-  serves_[1] = now.data_bytes;
-  serves_[2] = now.scratch_bytes;
-  serves_[0].store(now.flag_bytes, std::memory_order_release);
+  capacity_[1] = now.data_bytes;
+  capacity_[2] = now.scratch_bytes;
+  capacity_[0].store(now.flag_bytes, std::memory_order_release);
   held_ = static_cast<int>(generations_.size());
   stale_ = generations_.size() > 1;
 }
 
-void Workspace::Forget(uint32_t before) {
-  while (!generations_.empty() && generations_.front().number < before) {
+void Workspace::FreeOlderThan(uint32_t number) {
+  while (!generations_.empty() && generations_.front().number < number) {
     Drop(&generations_.front());
     generations_.pop_front();
   }
@@ -116,7 +120,7 @@ void Workspace::Forget(uint32_t before) {
 }
 
 void Workspace::Reclaim() {
-  if (stale_) Forget(OldestInUse());
+  if (stale_) FreeOlderThan(OldestInUse());
 }
 
 void Workspace::ReclaimIfStale() {

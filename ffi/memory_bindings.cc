@@ -88,7 +88,7 @@ void BindMemory(nb::module_& m, Devices* gpus, const LinkKernels* link) {
   m.def("mark_dead", [](int process, bool clean) { WithoutGil([&] { Registry::Get().MarkDead(process, clean); }); });
   m.def("renumber", [](uint32_t epoch) {
     WithoutGil([&] {
-      for (const auto& workspace : Registry::Get().All()) workspace->Renumber(epoch);
+      for (const auto& workspace : Registry::Get().All()) workspace->SetEpochForTest(epoch);
     });
   });
   m.def("gone", [] {

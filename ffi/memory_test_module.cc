@@ -1,5 +1,5 @@
-// _memory_test: the workspaces over host memory, and a stand-in for what kernels do to them. Built and used by tests
-// alone; needs neither CUDA nor a GPU.
+// _memory_test: workspaces over host memory, and a stand-in for the kernels that use them. Only tests build and use
+// this module; it needs neither CUDA nor a GPU.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -36,7 +36,8 @@ void WriteWord(const Member& member, T* at, T word) {
   FakeDevices::Get().Write(member.ordinal, at, &word, sizeof(word));
 }
 
-// Between nodes: as a chunk, which carries the generation of its sender, from this rank to those of its rail.
+// Stands in for a chunk between nodes, which carries its sender's generation from this rank to the other ranks of its
+// rail.
 int ChunkSignal(const Workspace& workspace, int rank) {
   return ChunkSignals(SourcesOf(workspace.ranks())) + rank / workspace.ranks_per_node() * kMaxChunks;
 }
@@ -59,7 +60,7 @@ void SendChunks(Workspace& workspace, const Member& member, uint32_t generation)
     WriteWord(member, counter, ReadWord(member, counter) + 1);
   }
 }
-// Whether everything has come that was to, and no more, from the same generation.
+// Returns whether every expected chunk has arrived, no other one, and all from the same generation.
 bool AwaitChunks(Workspace& workspace, const Member& member, uint32_t generation) {
   bool good = true;
   for (int rank = 0; rank < workspace.ranks(); ++rank) {
@@ -75,17 +76,17 @@ bool AwaitChunks(Workspace& workspace, const Member& member, uint32_t generation
   return good;
 }
 
-// One operation on every rank of a process' group, as the kernels run it: announce, choose the generation, complete.
-// True when its results are good.
+// Runs one operation on every rank of a process's group, as the kernels do: announce, choose the generation, complete.
+// Returns, for each rank, whether its results are good.
 std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_t signature) {
   const auto& members = workspace.members();
   std::vector<bool> good;
-  std::vector<uint32_t> generations;  // that each has used
+  std::vector<uint32_t> generations;  // used by each rank
   for (const Member& member : members) {
     Control& control = *member.control;
     const uint32_t epoch = NextEpoch(control.epoch);
     for (int rank = 0; rank < workspace.ranks(); ++rank) {
-      if (control.mailbox[rank] == nullptr) continue;  // of another node
+      if (control.mailbox[rank] == nullptr) continue;  // a rank of another node
       control.mailbox[rank]->announcements[epoch & 1][member.rank] = PackAnnouncement(epoch, signature, control.newest);
     }
   }
@@ -103,7 +104,7 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
     const MemoryTable& agreed = control.memory[least % kGenerations];
     const MemoryTable used = Suffices(control.current, needs) ? control.current : agreed;
     const bool enough = Suffices(used, needs);
-    if (enough) {  // all that an operation may touch is memory that is alive
+    if (enough) {  // all memory that an operation may touch must be allocated
       const uint64_t half = used.flag_bytes + used.data_bytes;
       for (int rank = 0; rank < workspace.ranks(); ++rank) {
         const uint32_t word = epoch;
@@ -136,7 +137,8 @@ std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_
   return good;
 }
 
-// NCCL's memory, as FakeDevices may touch it: alive from `allocate` on, the others' from when they can be reached.
+// Tells FakeDevices about NCCL's memory: a process may touch its own from `allocate` on, and that of another process
+// once it is mapped.
 class WatchedNccl {
  public:
   static const MemoryProvider* Provider() {
@@ -201,10 +203,10 @@ class WatchedNccl {
   }
 };
 
-// The kernels' half of puts over NCCL's place-holder, of which the host is to see to the order and the table.
+// Stands in for the kernels' half of puts over NCCL: tests check the order of the host's calls and the table.
 struct FakeLink {
   static inline std::vector<uint64_t> settled;  // `time` of each call
-  static inline std::vector<int> gone;          // ranks, of the last
+  static inline std::vector<int> gone;          // ranks left out in the last call
   static inline bool late = false;
 
   static std::string Request(int ranks, int nodes) {
@@ -282,18 +284,19 @@ NB_MODULE(_memory_test, m) {
   m.def("held", [] { return FakeDevices::Get().held(); });
   m.def("clear", [] {
     Registry::Get().Clear();
-    Turns::Get().Clear();
+    TicketOrder::Get().Clear();
   });
   m.def("serve", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, double seconds) {
     nb::gil_scoped_release nogil;
     try {
-      w.Serve({flags, data, scratch}, seconds);
+      w.EnsureCapacity({flags, data, scratch}, seconds);
     } catch (const MemoryError& e) {
       throw std::runtime_error(e.message);
     }
   });
-  m.def("serves",
-        [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch) { return w.Serves({flags, data, scratch}); });
+  m.def("serves", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch) {
+    return w.HasCapacity({flags, data, scratch});
+  });
   m.def("run", [](Workspace& w, uint64_t flags, uint64_t data, uint64_t scratch, uint32_t signature) {
     try {
       return RunOperation(w, {flags, data, scratch}, signature);
@@ -301,7 +304,8 @@ NB_MODULE(_memory_test, m) {
       throw std::runtime_error(e.message);
     }
   });
-  // A word in the staging area of a rank as member 0 has it mapped, at a byte offset of the newest generation.
+  // Writes a word into the staging area of a rank, as member 0 has it mapped, at a byte offset of the newest
+  // generation.
   m.def("put", [](Workspace& w, int rank, uint64_t offset, uint32_t word) {
     const Control& control = *At(w, 0).control;
     char* to = control.memory[control.newest % kGenerations].staging[rank] + offset;
@@ -318,7 +322,8 @@ NB_MODULE(_memory_test, m) {
     FakeDevices::Get().Read(At(w, 0).ordinal, &word, from, sizeof(word));
     return word;
   });
-  // Ranks whose mailbox, and whose newest staging area, member `i` has: in its own tables, and in that of its link.
+  // Returns the ranks to whose mailbox, and to whose newest staging area, member `i` has pointers: in its own tables,
+  // and in the table of its link.
   m.def("pointers", [](Workspace& w, size_t i) {
     const Member& member = At(w, i);
     const Control& control = *member.control;
@@ -335,7 +340,8 @@ NB_MODULE(_memory_test, m) {
     }
     return out;
   });
-  // What the link of member 0 puts with: the newest window, the mailbox's, the ranks' processes, the connection.
+  // Returns what the link of member 0 puts with: the newest window, the mailbox's window, the ranks' processes, the
+  // connection.
   m.def("windows", [](Workspace& w) {
     const Member& member = At(w, 0);
     const WindowTable table = ReadWord(member, &member.rail->windows);
@@ -350,7 +356,7 @@ NB_MODULE(_memory_test, m) {
     d["expected"] = ReadWord(member, ExpectedOfMember(w, member));
     return d;
   });
-  // Ranks whose mailbox, and whose newest staging area, member 0 has pointers to.
+  // Returns the ranks to whose mailbox, and to whose newest staging area, member 0 has pointers.
   m.def("pointers_across", [](Workspace& w) {
     const Control& control = *At(w, 0).control;
     std::vector<std::vector<int>> out(2);
@@ -363,13 +369,13 @@ NB_MODULE(_memory_test, m) {
   m.def("settled", [] { return FakeLink::settled; });
   m.def("settled_without", [] { return FakeLink::gone; });
   m.def("settle_late", [](bool late) { FakeLink::late = late; });
-  // A chunk that nobody awaits: as of an operation that failed elsewhere.
+  // Sends a chunk that no rank awaits, as an operation does that has failed on another rank.
   m.def("stray_chunk", [](Workspace& w, size_t i, int rank) {
     uint64_t* const counter = At(w, i).rail->peers.counters[rank] + ChunkSignal(w, At(w, i).rank);
     WriteWord(At(w, i), counter, ReadWord(At(w, i), counter) + 1);
   });
   m.def("reclaim", [](Workspace& w) { w.ReclaimIfStale(); });
-  // Flag words that are not zero, in the memory that operations of these needs use.
+  // Counts the flag words that are not zero, in the memory that operations of these needs use.
   m.def("flags_up", [](Workspace& w, uint64_t flags) {
     size_t up = 0;
     for (const Member& member : w.members()) {
@@ -387,7 +393,7 @@ NB_MODULE(_memory_test, m) {
         return Registry::Get().Find(std::move(devices), ranks, channel, true, ranks_per_node);
       },
       nb::arg("devices"), nb::arg("ranks"), nb::arg("channel"), nb::arg("ranks_per_node") = 0);
-  // Flights by name: the address of a result. A stream is any number.
+  // Flights, named by the address of a result. A stream is any number.
   m.def("start_flight", [](int ordinal, uintptr_t result, int64_t run) {
     try {
       const void* const name = reinterpret_cast<const void*>(result);
@@ -416,7 +422,7 @@ NB_MODULE(_memory_test, m) {
     *member.record = from;
     member.record->generation = generation;
   });
-  m.def("leave_out_the_dead", [](Workspace& w) { w.LeaveOutTheDead(); });
+  m.def("leave_out_the_dead", [](Workspace& w) { w.FailOnlyWhenNeeded(); });
   m.def("mailbox_dead", [](Workspace& w, size_t i) { return At(w, i).mailbox->dead; });
   m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
   m.def("failure_text", [](nb::dict record, int channel, bool across) {

@@ -216,8 +216,8 @@ std::shared_ptr<Workspace> PrepareWorkspace(const Plan& plan, std::vector<Device
              std::to_string(member.ordinal) + " has " + std::to_string(sms) + " SMs");
     }
   }
-  workspace->Serve(needs, plan.timeout_s);
-  if (plan.masked) workspace->LeaveOutTheDead();
+  workspace->EnsureCapacity(needs, plan.timeout_s);
+  if (plan.masked) workspace->FailOnlyWhenNeeded();
   return workspace;
 }
 
@@ -241,7 +241,8 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   // the kernels find the failure, or that they have no memory.
   const bool capturing = Capturing(stream);
   try {
-    if (!workspace.Serves(needs) && !capturing) workspace.Serve(needs, plan.timeout_s);  // its xm.Buffer closed
+    if (!workspace.HasCapacity(needs) && !capturing)
+      workspace.EnsureCapacity(needs, plan.timeout_s);  // its xm.Buffer closed
     if (workspace.stale() && !capturing) workspace.ReclaimIfStale();
   } catch (const MemoryError& e) {
     return ffi::Unexpected(ToError(e));

@@ -1,4 +1,4 @@
-// Workspaces when something ends: a buffer is closed, an operation fails, a process dies, everything begins again.
+// The part of Workspace that handles ends: an xm.Buffer closes, an operation fails, a process dies, a group is reset.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -16,13 +16,13 @@ uint64_t LoadVolatile(const uint64_t* p) { return *reinterpret_cast<const volati
 }  // namespace
 
 void Workspace::Release(double seconds) {
-  const auto lock = Change(seconds);
+  const auto lock = BeginChange(seconds);
   if (reserved_ == 0 && generations_.empty()) return;
   reserved_ = 0;
   known_ = {std::max(known_.flag_bytes, needs_.flag_bytes), std::max(known_.data_bytes, needs_.data_bytes),
             std::max(known_.scratch_bytes, needs_.scratch_bytes)};
   needs_ = Needs{};
-  for (auto& served : serves_) served = 0;
+  for (auto& served : capacity_) served = 0;
   const bool idle = WaitIdle(seconds);
   std::deque<Generation> old;
   {
@@ -31,25 +31,24 @@ void Workspace::Release(double seconds) {
     staging_bytes_ = scratch_bytes_ = 0;
     held_ = 0;
     stale_ = false;
-    if (!homes_.empty()) WriteTables(true);
+    if (!persistent_.empty()) WriteTables(true);
   }
   if (across_) {
-    std::string offer = Offer();
-    if (!idle) {  // what a GPU still uses is offered another time, and its scratch freed when it no longer does
+    Vote vote;
+    vote.retired = RetiredTickets();
+    // The memory of a busy GPU is retired now, for a later agreement. Its scratch memory is freed once the GPU is idle.
+    if (!idle) {
       std::vector<std::pair<int, char*>> scratch;
       for (Generation& generation : old) {
         scratch.emplace_back(members_.front().ordinal, std::exchange(generation.blocks.front().scratch, nullptr));
       }
-      FreeWhenIdle(job_.gpus, {members_.front().ordinal}, std::move(scratch), Pinned{});
+      FreeWhenIdle(job_.gpus, {members_.front().ordinal}, std::move(scratch));
     }
     for (Generation& generation : old) Drop(&generation);
-    if (idle) offer = Offer();
-    const Agreed agreed = job_.agree(KeyOf("close"), "ok 0 0 0 0 0 " + offer, seconds, false);
-    Turns::Get().Begin(agreed.ticket, seconds);
-    std::vector<std::string> offers;
-    for (const std::string& said : agreed.said) offers.push_back(said.size() > 13 ? said.substr(13) : "");
-    ReleaseRetired(offers);
-    Turns::Get().End(agreed.ticket);
+    if (idle) vote.retired = RetiredTickets();
+    Votes agreed = Agree("close", vote, seconds);
+    agreed.turn.Begin(seconds);
+    ReleaseRetired(agreed.votes);
     return;
   }
   if (idle) {
@@ -65,13 +64,13 @@ void Workspace::Release(double seconds) {
       memory.emplace_back(members_[i].ordinal, generation.blocks[i].scratch);
     }
   }
-  FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory), Pinned{});
+  FreeWhenIdle(job_.gpus, std::move(ordinals), std::move(memory));
 }
 
-void Workspace::Tell(size_t i, uint64_t failure) {
+void Workspace::WriteFailure(size_t i, uint64_t failure) {
   uint64_t before = 0;
   job_.gpus->Read(members_[i].ordinal, &before, &members_[i].mailbox->failure, sizeof(before));
-  if (before != 0) return;  // the first one stays
+  if (before != 0) return;  // the first failure stays
   job_.gpus->Write(members_[i].ordinal, &members_[i].mailbox->failure, &failure, sizeof(failure));
 }
 
@@ -86,17 +85,18 @@ uint32_t Workspace::NewestEpoch() {
 }
 
 void Workspace::Interrupt(double seconds) {
-  const auto lock = Change(seconds);
-  if (homes_.empty()) return;
+  const auto lock = BeginChange(seconds);
+  if (persistent_.empty()) return;
   for (size_t i = 0; i < members_.size(); ++i) {
-    Tell(i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
+    WriteFailure(
+        i, PackFailure({Cause::kReset, Operation::kDispatch, Step::kArrival, members_[i].rank, members_[i].rank, 0}));
   }
 }
 
 void Workspace::Reset(double seconds) {
   Interrupt(seconds);
-  const auto lock = Change(seconds);
-  if (homes_.empty()) return;
+  const auto lock = BeginChange(seconds);
+  if (persistent_.empty()) return;
   if (!WaitIdle(seconds)) {
     Refuse("reset: a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
            " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
@@ -104,32 +104,31 @@ void Workspace::Reset(double seconds) {
   }
   uint32_t epoch = NewestEpoch();
   if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("reset"), std::to_string(epoch), seconds, masked_);
-    Turns::Get().End(agreed.ticket);
-    for (const std::string& said : agreed.said) {
-      if (!said.empty()) epoch = std::max(epoch, static_cast<uint32_t>(std::stoul(said)));
-    }
-    Registry::Get().GoOnWithout(agreed.gone);
+    Vote vote;
+    vote.epoch = epoch;
+    Votes agreed = Agree("reset", vote, seconds, masked_);
+    agreed.turn.End();
+    agreed.Check("reset");  // without one vote the processes could go on from different epochs
+    for (const Vote& theirs : agreed.votes) epoch = std::max(epoch, theirs.epoch);
+    Registry::Get().LeaveOut(agreed.gone);
     std::lock_guard<std::mutex> dead_lock(dead_mutex_);
     dead_.insert(agreed.gone.begin(), agreed.gone.end());
   }
   if (across_ && SeveralNodes()) Settle(seconds);
-  // Ahead of everything that any flag can hold; all memory is cleared, so near the end it may begin again.
+  // The new epoch is ahead of every epoch that a flag can hold. All flags are cleared too, so near the end of the range
+  // the epochs may begin again.
   Restart(epoch > 0xFFFF0000u ? 2 : epoch + 2);
-  if (across_) {
-    const Agreed agreed = job_.agree(KeyOf("restarted"), "ok", seconds, masked_);
-    Turns::Get().End(agreed.ticket);
-  }
+  if (across_) Agree("restarted", Vote{}, seconds, masked_);
 }
 
-void Workspace::Renumber(uint32_t epoch) {
-  const auto lock = Change(10.0);
-  if (!homes_.empty() && WaitIdle(10.0)) Restart(epoch);
+void Workspace::SetEpochForTest(uint32_t epoch) {
+  const auto lock = BeginChange(10.0);
+  if (!persistent_.empty() && WaitIdle(10.0)) Restart(epoch);
 }
 
 void Workspace::Restart(uint32_t epoch) {
   std::unique_lock<std::shared_mutex> launching(launching_);
-  Forget(newest_.load());
+  FreeOlderThan(newest_.load());
   for (size_t i = 0; i < members_.size(); ++i) {
     const int ordinal = members_[i].ordinal;
     for (const Generation& generation : generations_) {
@@ -155,6 +154,7 @@ void Workspace::Restart(uint32_t epoch) {
   runs_.fill(kNoRun);
 }
 
+// Tells the kernels of this process which ranks have died.
 void Workspace::WriteDead() {
   std::lock_guard<std::mutex> lock(dead_mutex_);
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -173,7 +173,7 @@ void Workspace::MarkDead(int process, bool clean) {
     dead_.insert(process);
   }
   if (!settled_) return;
-  if (masked_) return WriteDead();  // whoever waits for that rank fails
+  if (masked_) return WriteDead();  // an operation that waits for that rank fails
   for (size_t i = 0; i < members_.size(); ++i) {
     const Group& group = groups_[group_of_[i]];
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -181,7 +181,7 @@ void Workspace::MarkDead(int process, bool clean) {
       const uint64_t word =
           PackFailure({Cause::kDead, Operation::kDispatch, Step::kArrival, rank, members_[i].rank, 0});
       if (!clean && LoadVolatile(&members_[i].record->failure) == 0) members_[i].record->failure = word;
-      Tell(i, word);
+      WriteFailure(i, word);
       break;
     }
   }
@@ -211,7 +211,7 @@ std::string Workspace::Failure() const {
 }
 
 std::string Workspace::Admit(int64_t run) {
-  if (flights_of_) return flights_of_->Admit(run);  // they fail together
+  if (flights_of_) return flights_of_->Admit(run);  // both workspaces fail together
   std::lock_guard<std::mutex> lock(runs_mutex_);
   int64_t& slot = runs_[static_cast<uint64_t>(run) % runs_.size()];
   if (slot == run) return "";
@@ -229,15 +229,25 @@ std::string Workspace::WhereIs(const Group& group, int rank) const {
   return job_.num_processes == 1 ? gpu : gpu + " of process " + std::to_string(ProcessOf(key));
 }
 
-// The same in every process, and used once. Of a device only the process counts, which has one GPU: nobody knows the
-// ordinals of another process, which may see its own GPU alone.
-std::string Workspace::KeyOf(const char* what) {
+// Enters an agreement of all processes of the job. Every process must call this with the same `what`, in the same order
+// within this workspace, while it holds `changing_`. Throws MemoryError, with the processes that did not come, after
+// `seconds`. `without_dead`: processes that have died are not waited for.
+Votes Workspace::Agree(const char* what, const Vote& vote, double seconds, bool without_dead) {
+  const Agreed agreed = job_.agree(NextKey(what), vote.Encode(), seconds, without_dead);
+  Votes votes{agreed.ticket, Turn(agreed.ticket), {}, agreed.gone};
+  for (const std::string& text : agreed.said) votes.votes.push_back(Vote::Decode(text));
+  return votes;
+}
+
+// Returns a key that is the same in every process and is used once. Of a device only its process counts, which has one
+// GPU: no process knows the ordinals of another one, which may see its own GPU alone.
+std::string Workspace::NextKey(const char* what) {
   uint64_t hash = 1469598103934665603ull;
   for (DeviceKey key : devices_) hash = (hash ^ static_cast<uint64_t>(ProcessOf(key))) * 1099511628211ull;
   std::ostringstream out;
   out << std::hex << hash << std::dec << "-" << ranks_ << "-";
   if (SeveralNodes()) out << "in-nodes-of-" << ranks_per_node_ << "-";
-  out << "channel-" << channel_ << (flights_of_ ? "-flights" : "") << "/" << what << "/" << ++changes_;
+  out << "channel-" << channel_ << (flights_of_ ? "-flights" : "") << "/" << what << "/" << ++agreements_;
   return out.str();
 }
 

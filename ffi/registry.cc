@@ -9,7 +9,7 @@
 namespace xen_moe {
 namespace {
 
-// Whether a group of `ranks` of these devices has ranks in two processes.
+// Returns whether a group of `ranks` of these devices has ranks in two processes.
 bool SpansProcesses(const std::vector<DeviceKey>& devices, int ranks) {
   for (size_t i = 0; ranks > 0 && i < devices.size(); ++i) {
     if (ProcessOf(devices[i]) != ProcessOf(devices[i / ranks * ranks])) return true;
@@ -20,7 +20,7 @@ bool SpansProcesses(const std::vector<DeviceKey>& devices, int ranks) {
 }  // namespace
 
 Registry& Registry::Get() {
-  static Registry* registry = new Registry;  // never destroyed: the driver may go first at exit
+  static Registry* registry = new Registry;  // never destroyed: at exit the driver may end first
   return *registry;
 }
 
@@ -112,11 +112,11 @@ std::vector<std::shared_ptr<Workspace>> Registry::All() {
 
 void Registry::ResetAll(double seconds) {
   std::string failed;
-  for (auto& workspace : All()) workspace->Interrupt(seconds);  // a GPU is idle when none of them uses it
+  for (auto& workspace : All()) workspace->Interrupt(seconds);  // a GPU becomes idle when no workspace uses it
   for (auto& workspace : All()) {
     try {
       workspace->Reset(seconds);
-    } catch (const MemoryError& e) {  // the others can still be used
+    } catch (const MemoryError& e) {  // the remaining workspaces can still be reset
       if (failed.empty()) failed = e.message;
     }
   }
@@ -135,7 +135,7 @@ void Registry::ResetAll(double seconds) {
 }
 
 void Registry::Forget(const Workspace* gone) {
-  std::shared_ptr<Workspace> last;  // goes without the lock
+  std::shared_ptr<Workspace> last;  // destroyed after the lock has been released
   std::lock_guard<std::mutex> lock(leaving_mutex_);
   const auto found =
       std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& workspace) { return workspace.get() == gone; });
@@ -149,12 +149,12 @@ void Registry::Leave(std::shared_ptr<Workspace> workspace) {
     std::lock_guard<std::mutex> lock(leaving_mutex_);
     leaving_.push_back(workspace);
   }
-  // This may be a callback of the driver's, where nobody may ask it anything.
+  // The caller may be a callback of the driver, which may not call the driver. So another thread waits for the GPUs.
   std::thread([this, workspace = std::move(workspace)] {
     try {
       while (!workspace->WaitIdle(1.0)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
       if (!workspace->Failed()) Forget(workspace.get());
-    } catch (const MemoryError&) {  // the process is ending, and the driver has gone
+    } catch (const MemoryError&) {  // the process is ending, and the driver has ended before
     }
   }).detach();
 }
@@ -165,7 +165,7 @@ void Registry::MarkDead(int process, bool clean) {
     std::lock_guard<std::mutex> lock(mutex_);
     provider = job_.provider;
   }
-  if (provider != nullptr && provider->lost != nullptr) provider->lost(process);  // somebody may wait there
+  if (provider != nullptr && provider->lost != nullptr) provider->lost(process);  // a thread may wait in the provider
   for (auto& workspace : All()) workspace->MarkDead(process, clean);
 }
 
@@ -174,7 +174,7 @@ std::set<int> Registry::Gone() {
   return gone_;
 }
 
-void Registry::GoOnWithout(const std::vector<int>& processes) {
+void Registry::LeaveOut(const std::vector<int>& processes) {
   std::lock_guard<std::mutex> lock(mutex_);
   gone_.insert(processes.begin(), processes.end());
 }

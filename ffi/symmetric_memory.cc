@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
-#include <sstream>
+#include <thread>
 
 namespace xen_moe {
 namespace {
@@ -14,27 +14,11 @@ constexpr uint64_t kAlign = 256;
 uint64_t AlignUp(uint64_t x) { return (x + kAlign - 1) / kAlign * kAlign; }
 std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
-// What a process says before memory changes: "ok flag data scratch undivided room offers" or "error text".
-std::string Said(const Needs& needs, bool undivided, bool room, const std::string& offers) {
-  std::ostringstream out;
-  out << "ok " << needs.flag_bytes << " " << needs.data_bytes << " " << needs.scratch_bytes << " " << undivided << " "
-      << room << " " << offers;
-  return out.str();
-}
-
-// Throws with the first process that said anything but "ok ...".
-void AllOk(const std::vector<std::string>& said, const std::string& what) {
-  for (size_t process = 0; process < said.size(); ++process) {
-    if (said[process].compare(0, 2, "ok") == 0) continue;
-    const std::string why = said[process].size() > 6 ? said[process].substr(6) : "it said nothing";
-    throw MemoryError{true, "xen_moe_jax: " + what + " failed in process " + std::to_string(process) +
-                                ", so every process leaves its memory as it was: " + why};
-  }
-}
-
-std::string WithoutPrefix(const std::string& message) {
+Vote ErrorVote(const MemoryError& e) {
   const std::string prefix = "xen_moe_jax: ";
-  return message.compare(0, prefix.size(), prefix) == 0 ? message.substr(prefix.size()) : message;
+  Vote vote;
+  vote.error = e.message.compare(0, prefix.size(), prefix) == 0 ? e.message.substr(prefix.size()) : e.message;
+  return vote;
 }
 
 }  // namespace
@@ -129,9 +113,9 @@ void Workspace::MakeGroups() {
 }
 
 Workspace::~Workspace() {
-  if (across_ || homes_.empty()) return;  // between processes it lives as long as the process
+  if (across_ || persistent_.empty()) return;  // between processes a workspace lives until the process ends
   for (Generation& generation : generations_) Drop(&generation);
-  for (size_t i = 0; i < homes_.size(); ++i) FreeHome(i, homes_[i]);
+  for (size_t i = 0; i < persistent_.size(); ++i) FreePersistent(i, persistent_[i]);
   job_.gpus->FreePinned(records_);
 }
 
@@ -142,7 +126,7 @@ const Member* Workspace::Find(int ordinal) const {
   return nullptr;
 }
 
-std::unique_lock<std::timed_mutex> Workspace::Change(double seconds) {
+std::unique_lock<std::timed_mutex> Workspace::BeginChange(double seconds) {
   std::unique_lock<std::timed_mutex> lock(changing_, std::chrono::duration<double>(seconds));
   if (!lock.owns_lock()) {
     Refuse("another thread has been changing the symmetric memory on channel " + std::to_string(channel_) +
@@ -151,14 +135,13 @@ std::unique_lock<std::timed_mutex> Workspace::Change(double seconds) {
   return lock;
 }
 
-// Growth.
-
-Workspace::Generation Workspace::Wanted(const Needs& needs) const {
+// Returns the sizes of a generation for `needs`.
+Workspace::Generation Workspace::PlanGeneration(const Needs& needs) const {
   Generation next;
   next.flag_bytes = needs.flag_bytes;
   next.data_bytes = needs.data_bytes;
   next.scratch_bytes = needs.scratch_bytes;
-  if (reserved_ != 0) {  // what is left over is shared out, so that other shapes fit too
+  if (reserved_ != 0) {  // the rest of an open xm.Buffer is shared out, so that other shapes fit too
     const uint64_t half = Half(needs.flag_bytes, needs.data_bytes);
     const double share = half == 0 ? 0.0 : static_cast<double>(needs.flag_bytes) / static_cast<double>(half);
     next.flag_bytes += static_cast<uint64_t>(share * static_cast<double>(reserved_ - half)) / kAlign * kAlign;
@@ -167,10 +150,10 @@ Workspace::Generation Workspace::Wanted(const Needs& needs) const {
   return next;
 }
 
-void Workspace::Serve(const Needs& needs, double seconds) {
-  if (Serves(needs)) return;
-  const auto lock = Change(seconds);
-  if (Serves(needs)) return;
+void Workspace::EnsureCapacity(const Needs& needs, double seconds) {
+  if (HasCapacity(needs)) return;
+  const auto lock = BeginChange(seconds);
+  if (HasCapacity(needs)) return;
   const Needs all{std::max(needs_.flag_bytes, AlignUp(needs.flag_bytes)),
                   std::max(needs_.data_bytes, AlignUp(needs.data_bytes)),
                   std::max(needs_.scratch_bytes, AlignUp(needs.scratch_bytes))};
@@ -182,11 +165,11 @@ void Workspace::Serve(const Needs& needs, double seconds) {
                   ": open it with larger num_tokens, hidden or size_bytes (xm.buffer_size_hint), or use another "
                   "KernelConfig.channel"};
   }
-  Grow(all, Wanted(all), seconds);
+  Grow(all, PlanGeneration(all), seconds);
 }
 
 void Workspace::Reserve(uint64_t staging_bytes, double seconds) {
-  const auto lock = Change(seconds);
+  const auto lock = BeginChange(seconds);
   if (reserved_ != 0)
     Refuse("an xm.Buffer is already open on channel " + std::to_string(channel_) + " of this mesh axis");
   const uint64_t asked = AlignUp(std::max<uint64_t>(staging_bytes, 2) / 2 + staging_bytes % 2);
@@ -197,8 +180,8 @@ void Workspace::Reserve(uint64_t staging_bytes, double seconds) {
     const Needs known{std::max(needs_.flag_bytes, known_.flag_bytes), std::max(needs_.data_bytes, known_.data_bytes),
                       std::max(needs_.scratch_bytes, known_.scratch_bytes)};
     if (known.flag_bytes != 0 && Half(known.flag_bytes, known.data_bytes) <= reserved_) {
-      Grow(needs_, Wanted(known), seconds);  // a captured program finds it without coming by
-    } else {                                 // divided when the first operation says how
+      Grow(needs_, PlanGeneration(known), seconds);  // a captured program finds it without a call of the host
+    } else {                                         // the first operation divides it into flags and data
       Generation next;
       next.data_bytes = reserved_;
       Grow(needs_, std::move(next), seconds);
@@ -216,19 +199,21 @@ void Workspace::Grow(const Needs& needs, Generation next, double seconds) {
   } else {
     GrowWithin(&next, seconds);
   }
-  // Another process may have asked for more.
+  // Another process may have asked for more than `needs`.
   needs_.flag_bytes = std::max(needs_.flag_bytes, needs.flag_bytes);
   needs_.data_bytes = std::max(needs_.data_bytes, needs.data_bytes);
   needs_.scratch_bytes = std::max(needs_.scratch_bytes, needs.scratch_bytes);
 }
 
+// Returns whether the newest generation is an xm.Buffer's that no operation has divided into flags and data: then no
+// operation can have run in it.
 bool Workspace::Undivided() const {
   return !generations_.empty() && generations_.back().flag_bytes == 0 && generations_.back().data_bytes != 0;
 }
 
 void Workspace::GrowWithin(Generation* next, double seconds) {
   const auto began = std::chrono::steady_clock::now();
-  if (homes_.empty()) MakeHomesWithin();
+  if (persistent_.empty()) MakePersistentWithin();
   // The ranks of an operation agree on a generation through announcements, which do not go between nodes: there all of
   // them change at once, while nothing runs.
   const bool alone = generations_.empty() || SeveralNodes() || !WaitForRoom(seconds);
@@ -239,7 +224,7 @@ void Workspace::GrowWithin(Generation* next, double seconds) {
     for (Block& block : next->blocks) block.scratch = nullptr;
   }
   try {
-    Fill(next);
+    Allocate(next);
   } catch (...) {
     if (divide) {
       for (Block& block : next->blocks) block.staging = nullptr;
@@ -256,49 +241,38 @@ void Workspace::GrowWithin(Generation* next, double seconds) {
   Publish(std::move(*next), alone, std::max(1.0, seconds - SecondsSince(began)));
 }
 
-// Between processes: say, allocate in the order of the tickets, say how that went, publish. Nobody enters a collective
-// that somebody else has not promised to enter.
+// Between processes: vote, allocate in the order of the tickets, vote on how that went, publish. No process enters a
+// collective that another one has not promised to enter.
 void Workspace::GrowAcross(Generation* next, double seconds) {
   const std::string what =
       "memory of " + Mib(2 * Half(next->flag_bytes, next->data_bytes)) + " on channel " + std::to_string(channel_);
-  const bool room = generations_.empty() || HasRoom();
-  const bool fresh = homes_.empty();
-  const Needs mine{next->flag_bytes, next->data_bytes, next->scratch_bytes};
-  const Agreed agreed = job_.agree(KeyOf("grow"), Said(mine, Undivided(), room, Offer()), seconds, false);
-  Turns& turns = Turns::Get();
+  const bool fresh = persistent_.empty();
+  Vote mine;
+  mine.needs = {next->flag_bytes, next->data_bytes, next->scratch_bytes};
+  mine.undivided = Undivided();
+  mine.has_room = generations_.empty() || HasRoom();
+  mine.retired = RetiredTickets();
+  Votes agreed = Agree("grow", mine, seconds);
+  agreed.Check(what);
   bool all_room = true, all_undivided = true;
-  std::vector<std::string> offers;
-  try {
-    AllOk(agreed.said, what);
-    for (const std::string& said : agreed.said) {
-      std::istringstream in(said);
-      std::string word, offer;
-      Needs theirs;
-      bool undivided = false, has_room = false;
-      in >> word >> theirs.flag_bytes >> theirs.data_bytes >> theirs.scratch_bytes >> undivided >> has_room;
-      std::getline(in, offer);
-      offers.push_back(offer);
-      next->flag_bytes = std::max(next->flag_bytes, theirs.flag_bytes);
-      next->data_bytes = std::max(next->data_bytes, theirs.data_bytes);
-      next->scratch_bytes = std::max(next->scratch_bytes, theirs.scratch_bytes);
-      all_room &= has_room;
-      all_undivided &= undivided;
-    }
-  } catch (...) {
-    turns.End(agreed.ticket);
-    throw;
+  for (const Vote& vote : agreed.votes) {
+    next->flag_bytes = std::max(next->flag_bytes, vote.needs.flag_bytes);
+    next->data_bytes = std::max(next->data_bytes, vote.needs.data_bytes);
+    next->scratch_bytes = std::max(next->scratch_bytes, vote.needs.scratch_bytes);
+    all_room &= vote.has_room;
+    all_undivided &= vote.undivided;
   }
   const bool alone = generations_.empty() || SeveralNodes() || !all_room;  // as in GrowWithin
   const bool divide = all_undivided && next->flag_bytes != 0 &&
                       Half(next->flag_bytes, next->data_bytes) <= generations_.back().data_bytes;
   const bool in_steps = job_.provider->join != nullptr;
   next->ticket = agreed.ticket;
-  std::string outcome = "ok";
+  Vote outcome;
   try {
-    turns.Begin(agreed.ticket, seconds);
-    ReleaseRetired(offers);
-    if (fresh) MakeHomeAcross();
-    if (fresh && !in_steps) JoinHome(seconds);
+    agreed.turn.Begin(seconds);
+    ReleaseRetired(agreed.votes);
+    if (fresh) MakePersistentAcross();
+    if (fresh && !in_steps) JoinPersistent(seconds);
     if (divide) {
       next->blocks = generations_.back().blocks;
       for (Block& block : next->blocks) block.scratch = nullptr;
@@ -307,22 +281,20 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
       Refuse("GPU " + std::to_string(members_.front().ordinal) + " has been busy for " +
              std::to_string(static_cast<int>(seconds)) + " s without an operation on this channel");
     }
-    Fill(next);
+    Allocate(next);
   } catch (const MemoryError& e) {
-    outcome = "error " + WithoutPrefix(e.message);
+    outcome = ErrorVote(e);
   }
-  turns.End(agreed.ticket);
+  agreed.turn.End();
   try {
-    if (in_steps) outcome = JoinTogether(next, fresh, outcome, what, seconds);
-    const Agreed done = job_.agree(KeyOf("grown"), outcome, seconds, false);
-    turns.End(done.ticket);
-    AllOk(done.said, what);
+    if (in_steps) outcome = JoinInSteps(next, fresh, outcome, what, seconds);
+    Agree("grown", outcome, seconds).Check(what);
   } catch (...) {
     if (divide) {
       for (Block& block : next->blocks) block.staging = nullptr;
     }
     Drop(next);
-    if (fresh) LeaveHome();
+    if (fresh) LeavePersistent();
     throw;
   }
   if (divide) {
@@ -333,49 +305,42 @@ void Workspace::GrowAcross(Generation* next, double seconds) {
     generations_.pop_back();
   }
   Publish(std::move(*next), alone, seconds);
-  if (alone) {  // a peer's first operation may not come before this rank has its table
-    const Agreed ready = job_.agree(KeyOf("ready"), "ok", seconds, false);
-    turns.End(ready.ticket);
-  }
+  if (alone) Agree("ready", Vote{}, seconds);  // a peer's first operation finds the table of this rank
 }
 
-// Until here every process has made its own memory, or not. Only when all have does any of them show it to the others.
-std::string Workspace::JoinTogether(Generation* next, bool fresh, const std::string& outcome, const std::string& what,
-                                    double seconds) {
-  Turns& turns = Turns::Get();
-  const Agreed made = job_.agree(KeyOf("made"), outcome, seconds, false);
-  std::string joined = "ok";
+// Up to here every process has made its own memory, or failed to. Only when all have made it do they show it to each
+// other.
+Vote Workspace::JoinInSteps(Generation* next, bool fresh, const Vote& outcome, const std::string& what,
+                            double seconds) {
+  Votes made = Agree("made", outcome, seconds);
+  made.Check(what);
+  Vote joined;
   try {
-    AllOk(made.said, what);
-    try {
-      turns.Begin(made.ticket, seconds);
-      // Everything collective before anything that may fail in one process alone: nobody is to wait for nobody.
-      if (fresh) ShowTo(homes_.front().mailbox, &homes_.front().joined, seconds);
-      for (Block& block : next->blocks) {
-        if (block.staging != nullptr) ShowTo(block.staging, &block.joined, seconds);
-      }
-      if (fresh && SeveralNodes()) Connect(seconds);
-      if (fresh) JoinHome(seconds);
-      Join(next, seconds);
-    } catch (const MemoryError& e) {
-      joined = "error " + WithoutPrefix(e.message);
+    made.turn.Begin(seconds);
+    // Everything collective comes before anything that may fail in one process alone: no process waits in vain.
+    if (fresh) Show(persistent_.front().mailbox, &persistent_.front().joined, seconds);
+    for (Block& block : next->blocks) {
+      if (block.staging != nullptr) Show(block.staging, &block.joined, seconds);
     }
-  } catch (...) {
-    turns.End(made.ticket);
-    throw;
+    if (fresh && SeveralNodes()) Connect(seconds);
+    if (fresh) JoinPersistent(seconds);
+    Join(next, seconds);
+  } catch (const MemoryError& e) {
+    joined = ErrorVote(e);
   }
-  turns.End(made.ticket);
   return joined;
 }
 
-void Workspace::ShowTo(void* own, bool* joined, double seconds) {
+// Shows the block `own` to all processes, unless `*joined` says that this has been done. Afterwards `*joined` is true,
+// also after an error. Collective where the provider has `join`.
+void Workspace::Show(void* own, bool* joined, double seconds) {
   if (*joined) return;
   *joined = true;
   if (job_.provider->join != nullptr && !job_.provider->join(own, seconds)) Refuse(job_.provider->reason());
 }
 
-// The memory of another rank of the group, as mapped here.
-char* Workspace::Reach(void* own, int rank) const {
+// Returns the block of `rank` that corresponds to `own`, as mapped into this process.
+char* Workspace::Peer(void* own, int rank) const {
   const int process = ProcessOf(groups_.front().devices[rank]);
   char* const theirs = static_cast<char*>(job_.provider->peer(own, process));
   if (theirs == nullptr) {
@@ -390,15 +355,15 @@ char* Workspace::Reach(void* own, int rank) const {
 void Workspace::Join(Generation* next, double seconds) {
   for (Block& block : next->blocks) {
     if (block.staging == nullptr) continue;
-    ShowTo(block.staging, &block.joined, seconds);
+    Show(block.staging, &block.joined, seconds);
     for (int rank = 0; rank < ranks_; ++rank) {
-      if (SameNode(0, rank)) block.peers[rank] = Reach(block.staging, rank);
+      if (SameNode(0, rank)) block.peers[rank] = Peer(block.staging, rank);
     }
   }
 }
 
-void Workspace::MakeHomesWithin() {
-  std::vector<Home> homes(members_.size());
+void Workspace::MakePersistentWithin() {
+  std::vector<PersistentBlock> blocks(members_.size());
   try {
     records_ = job_.gpus->AllocatePinned(members_.size() * sizeof(ErrorRecord));
     for (size_t i = 0; i < members_.size(); ++i) {
@@ -407,24 +372,24 @@ void Workspace::MakeHomesWithin() {
         readers.push_back(OrdinalOf(key));
         if (OrdinalOf(key) != members_[i].ordinal) job_.gpus->CheckPeerAccess(members_[i].ordinal, OrdinalOf(key));
       }
-      homes[i].mailbox = job_.gpus->Allocate(members_[i].ordinal, sizeof(Mailbox), readers);
-      job_.gpus->Zero(members_[i].ordinal, homes[i].mailbox, sizeof(Mailbox));
-      homes[i].control = job_.gpus->Allocate(members_[i].ordinal, sizeof(Control), {members_[i].ordinal});
+      blocks[i].mailbox = job_.gpus->Allocate(members_[i].ordinal, sizeof(Mailbox), readers);
+      job_.gpus->Zero(members_[i].ordinal, blocks[i].mailbox, sizeof(Mailbox));
+      blocks[i].control = job_.gpus->Allocate(members_[i].ordinal, sizeof(Control), {members_[i].ordinal});
     }
-    if (SeveralNodes()) MakeRails(&homes);
+    if (SeveralNodes()) MakeRails(&blocks);
     for (size_t i = 0; i < members_.size(); ++i) {
       for (size_t j = 0; j < members_.size(); ++j) {
-        if (group_of_[i] == group_of_[j]) homes[i].mailboxes[members_[j].rank] = homes[j].mailbox;
+        if (group_of_[i] == group_of_[j]) blocks[i].mailboxes[members_[j].rank] = blocks[j].mailbox;
       }
     }
-    homes_ = homes;
+    persistent_ = blocks;
     for (size_t i = 0; i < members_.size(); ++i) {
       AddControl(i);
       if (SeveralNodes()) AddRail(i);
     }
   } catch (...) {
-    homes_.clear();
-    for (size_t i = 0; i < members_.size(); ++i) FreeHome(i, homes[i]);
+    persistent_.clear();
+    for (size_t i = 0; i < members_.size(); ++i) FreePersistent(i, blocks[i]);
     if (records_.host != nullptr) job_.gpus->FreePinned(records_);
     records_ = Pinned{};
     throw;
@@ -432,51 +397,51 @@ void Workspace::MakeHomesWithin() {
   settled_ = true;
 }
 
-void Workspace::MakeHomeAcross() {
+void Workspace::MakePersistentAcross() {
   const Member& member = members_.front();
-  homes_.resize(1);
-  Home& home = homes_.front();
+  persistent_.resize(1);
+  PersistentBlock& block = persistent_.front();
   try {
-    home.mailbox = static_cast<char*>(job_.provider->allocate(sizeof(Mailbox)));
-    if (home.mailbox == nullptr)
+    block.mailbox = static_cast<char*>(job_.provider->allocate(sizeof(Mailbox)));
+    if (block.mailbox == nullptr)
       throw MemoryError{true, std::string("no symmetric memory for a mailbox: ") + job_.provider->reason()};
     records_ = job_.gpus->AllocatePinned(sizeof(ErrorRecord));
-    home.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
-    if (SeveralNodes()) home.rail = job_.gpus->Allocate(member.ordinal, RailBytes(ranks_, Nodes()), {member.ordinal});
-    job_.gpus->Zero(member.ordinal, home.mailbox, sizeof(Mailbox));
+    block.control = job_.gpus->Allocate(member.ordinal, sizeof(Control), {member.ordinal});
+    if (SeveralNodes()) block.rail = job_.gpus->Allocate(member.ordinal, RailBytes(ranks_, Nodes()), {member.ordinal});
+    job_.gpus->Zero(member.ordinal, block.mailbox, sizeof(Mailbox));
   } catch (...) {
-    LeaveHome();
+    LeavePersistent();
     throw;
   }
 }
 
-void Workspace::JoinHome(double seconds) {
-  Home& home = homes_.front();
+void Workspace::JoinPersistent(double seconds) {
+  PersistentBlock& block = persistent_.front();
   try {
-    ShowTo(home.mailbox, &home.joined, seconds);
+    Show(block.mailbox, &block.joined, seconds);
     for (int rank = 0; rank < ranks_; ++rank) {
-      if (SameNode(0, rank)) home.mailboxes[rank] = Reach(home.mailbox, rank);
+      if (SameNode(0, rank)) block.mailboxes[rank] = Peer(block.mailbox, rank);
     }
     AddControl(0);
     if (SeveralNodes()) AddWindows();
   } catch (...) {
-    LeaveHome();
+    LeavePersistent();
     throw;
   }
   settled_ = true;
 }
 
-// When some process has failed to make its own: all make theirs again. A mailbox that others may have mapped stays
-// allocated, because not everybody may have one to release.
-void Workspace::LeaveHome() {
+// Called in all processes when one has failed to make its persistent memory. A mailbox that other processes may have
+// mapped stays allocated, because not every process may have one to release.
+void Workspace::LeavePersistent() {
   settled_ = false;
-  for (const Home& home : homes_) {
-    job_.gpus->Free(members_.front().ordinal, home.control);
-    job_.gpus->Free(members_.front().ordinal, home.rail);
-    const bool own = !home.joined && job_.provider->discard != nullptr;
-    if (own && home.mailbox != nullptr) job_.provider->discard(home.mailbox);
+  for (const PersistentBlock& block : persistent_) {
+    job_.gpus->Free(members_.front().ordinal, block.control);
+    job_.gpus->Free(members_.front().ordinal, block.rail);
+    const bool own = !block.joined && job_.provider->discard != nullptr;
+    if (own && block.mailbox != nullptr) job_.provider->discard(block.mailbox);
   }
-  homes_.clear();
+  persistent_.clear();
   if (records_.host != nullptr) job_.gpus->FreePinned(records_);
   records_ = Pinned{};
 }
@@ -484,20 +449,21 @@ void Workspace::LeaveHome() {
 void Workspace::AddControl(size_t i) {
   Member& member = members_[i];
   const size_t at = i * sizeof(ErrorRecord);
-  member.control = reinterpret_cast<Control*>(homes_[i].control);
-  member.mailbox = reinterpret_cast<Mailbox*>(homes_[i].mailbox);
+  member.control = reinterpret_cast<Control*>(persistent_[i].control);
+  member.mailbox = reinterpret_cast<Mailbox*>(persistent_[i].mailbox);
   member.record = reinterpret_cast<ErrorRecord*>(records_.host + at);
   std::memset(member.record, 0, sizeof(ErrorRecord));
   auto control = std::make_unique<Control>();
   std::memset(static_cast<void*>(control.get()), 0, sizeof(Control));
   for (int rank = 0; rank < ranks_; ++rank) {
-    if (SameNode(i, rank)) control->mailbox[rank] = reinterpret_cast<Mailbox*>(homes_[i].mailboxes[rank]);
+    if (SameNode(i, rank)) control->mailbox[rank] = reinterpret_cast<Mailbox*>(persistent_[i].mailboxes[rank]);
   }
   control->error = reinterpret_cast<ErrorRecord*>(records_.device + at);
   job_.gpus->Write(member.ordinal, member.control, control.get(), sizeof(Control));
 }
 
-void Workspace::Fill(Generation* next) {
+// Allocates the memory that `next` does not have yet, and zeroes its flags.
+void Workspace::Allocate(Generation* next) {
   const uint64_t half = Half(next->flag_bytes, next->data_bytes);
   if (next->blocks.empty()) next->blocks.resize(members_.size());
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -522,7 +488,7 @@ void Workspace::Fill(Generation* next) {
     }
   }
   if (across_) {
-    if (job_.provider->join == nullptr) Join(next, 0.0);  // it was shown when it was allocated
+    if (job_.provider->join == nullptr) Join(next, 0.0);  // allocating has shown it to the other processes
     return;
   }
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -532,7 +498,8 @@ void Workspace::Fill(Generation* next) {
   }
 }
 
-// Nobody uses its memory any more. What lies in the heap between processes waits for all of them.
+// Frees a generation that no kernel uses any more. Memory that other processes may have mapped is retired: all
+// processes release it together.
 void Workspace::Drop(Generation* generation) {
   bool shared = false;
   for (size_t i = 0; i < generation->blocks.size(); ++i) {
@@ -554,21 +521,20 @@ void Workspace::Drop(Generation* generation) {
   if (shared) retired_.push_back(*generation);
 }
 
-std::string Workspace::Offer() const {
-  std::string out;
-  for (const Generation& generation : retired_) out += std::to_string(generation.ticket) + " ";
-  return out;
+std::vector<uint64_t> Workspace::RetiredTickets() const {
+  std::vector<uint64_t> tickets;
+  for (const Generation& generation : retired_) tickets.push_back(generation.ticket);
+  return tickets;
 }
 
-// Those that every process offers, in the order of their tickets.
-void Workspace::ReleaseRetired(const std::vector<std::string>& offers) {
+// Releases the generations that every process has retired, in the order of their tickets.
+void Workspace::ReleaseRetired(const std::vector<Vote>& votes) {
   std::map<uint64_t, size_t> offered;
-  for (const std::string& offer : offers) {
-    std::istringstream in(offer);
-    for (uint64_t ticket; in >> ticket;) ++offered[ticket];
+  for (const Vote& vote : votes) {
+    for (uint64_t ticket : vote.retired) ++offered[ticket];
   }
   for (const auto& [ticket, count] : offered) {
-    if (count != offers.size()) continue;
+    if (count != votes.size()) continue;
     for (size_t i = 0; i < retired_.size(); ++i) {
       if (retired_[i].ticket != ticket) continue;
       job_.provider->release(retired_[i].blocks.front().staging);
@@ -576,6 +542,18 @@ void Workspace::ReleaseRetired(const std::vector<std::string>& offers) {
       break;
     }
   }
+}
+
+void FreeWhenIdle(Devices* gpus, std::vector<int> ordinals, std::vector<std::pair<int, char*>> memory) {
+  std::thread([gpus, ordinals = std::move(ordinals), memory = std::move(memory)] {
+    try {
+      for (int ordinal : ordinals) {
+        while (!gpus->Idle(ordinal, 60.0)) std::this_thread::sleep_for(std::chrono::seconds(1));
+      }
+      for (const auto& [ordinal, block] : memory) gpus->Free(ordinal, block);
+    } catch (const MemoryError&) {  // the process is ending, and the driver has ended before
+    }
+  }).detach();
 }
 
 }  // namespace xen_moe

@@ -113,6 +113,24 @@ def test_a_first_growth_that_fails_in_one_can_be_tried_again(tmp_path):
         assert result["errors"][-1] == "" and result["listed"][0]["staging_bytes"] == SMALL_STAGING
 
 
+def test_a_vote_that_cannot_be_read_is_an_error_in_all_and_changes_nothing(tmp_path):
+    for result in run("foreign_votes", str(tmp_path)):
+        *votes, good, reset = result["errors"]
+        assert all("failed in process 1, so every process leaves its memory as it was: " in error for error in votes)
+        assert votes[0].endswith(": it sent nothing") and votes[1].endswith(": no room left")
+        for error in [*votes[2:], reset]:
+            assert error.endswith(
+                ": its vote cannot be read: every process of a job must run the same version of xen_moe_jax"
+            )
+        assert good == "" and result["kept"] and result["listed"][0]["staging_bytes"] == SMALL_STAGING
+
+
+def test_a_ticket_ends_when_its_turn_does_not_come(tmp_path):
+    for result in run("late_turn", str(tmp_path)):
+        first, closing, second = result["errors"]
+        assert first == second == "" and "agreement number 4 did not end within 2 s in this process" in closing
+
+
 def test_a_process_that_does_not_come_is_named_by_all_within_the_limit(tmp_path):
     results = run("one_stays_away", str(tmp_path))
     for process in (0, 2):

@@ -6,6 +6,7 @@ line of JSON: the outcome and its time.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -100,6 +101,11 @@ class Rank:
 
     def listed(self) -> list[dict]:
         return [{k: w[k] for k in ("channel", "staging_bytes", "generation")} for w in self.memory.workspaces()]
+
+    def agree_through(self, change) -> None:
+        """Workspaces made from now on agree through `change(agree, key, vote, ...)`. Nothing has been agreed on yet."""
+        agree = agreement.Agreement(self.store, self.process, self.count, self.watcher.dead)
+        self.memory.set_agreement(functools.partial(change, agree))
 
     def meet(self, name: str) -> None:
         """Waits until all processes have called this, independent of the library under test."""
@@ -331,6 +337,60 @@ def reset(rank: Rank) -> dict:
         "failure": rank.memory.failure(),
         "epoch": rank.memory.epoch(workspace, 0),
     }
+
+
+FOREIGN_VOTES = (
+    b"",
+    b"error no room left",
+    b"ok 1024 8192 512 0 1 3 4",
+    b"ok flag_bytes=1024 data_bytes=8192 scratch_bytes=512 colour=3",
+    b"ok flag_bytes=1024 data_bytes=many scratch_bytes=512",
+    b"ok flag_bytes=1024 data_bytes=8192",
+    b"1024 8192",
+)
+
+
+def foreign_votes(rank: Rank) -> dict:
+    """Process 1 votes as other versions of the library might, in growths and in a reset, and then as this one."""
+    votes: list[bytes] = []
+    rank.agree_through(lambda agree, key, vote, *rest: agree(key, votes[-1] if votes else vote, *rest))
+    workspace, errors = rank.workspace(), []
+    for foreign in FOREIGN_VOTES:
+        votes[:] = [foreign] if rank.process == 1 else []
+        errors.append(rank.serve(workspace, SMALL))
+    kept = not rank.memory.serves(workspace, *SMALL)
+    votes[:] = []
+    errors.append(rank.serve(workspace, SMALL))
+    votes[:] = FOREIGN_VOTES[2:3] if rank.process == 1 else []
+    try:
+        rank.memory.reset(WAIT_S)
+        errors.append("")
+    except RuntimeError as error:
+        errors.append(str(error))
+    votes[:] = []
+    rank.memory.reset(WAIT_S)
+    return {"errors": errors, "kept": kept, "listed": rank.listed()}
+
+
+def late_turn(rank: Rank) -> dict:
+    """The ticket before that of a close ends in no process before the close gives up."""
+    swapped = {4: 5, 5: 4}  # a growth takes the first three
+
+    def swap(agree, *arguments):
+        ticket, *rest = agree(*arguments)
+        return swapped.get(ticket, ticket), *rest
+
+    rank.agree_through(swap)
+    workspace = rank.workspace()
+    errors = [rank.serve(workspace, SMALL)]
+    rank.meet("close")
+    try:
+        workspace.release(2.0)
+    except RuntimeError as error:
+        errors.append(str(error))
+    errors.append(rank.serve(workspace, SMALL))
+    workspace.release(WAIT_S)
+    return {"errors": errors}
 
 
 def main() -> None:
