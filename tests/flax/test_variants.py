@@ -67,6 +67,8 @@ VARIANTS = {
     "gpt-oss, uneven and aligned": dataclasses.replace(GPT_OSS, num_experts=7, alignment=8),
     "Llama 4": LLAMA4,
     "Llama 4, padded, biases": dataclasses.replace(LLAMA4, layout="padded", expert_bias=True),
+    "Llama 4, overlapping chunks": dataclasses.replace(LLAMA4, num_chunks=2, remat="experts"),
+    "Llama 4, chunks in a loop": dataclasses.replace(LLAMA4, num_chunks=2, remat="all"),
     "Qwen2": QWEN2,
     "PhiMoE": PHIMOE,
     "DeepSeek-V2": DEEPSEEK_V2,

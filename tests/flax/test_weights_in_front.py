@@ -59,18 +59,21 @@ def test_the_same_layer(name):
 def test_on_hopper(name, monkeypatch):
     """Two projections at once, and a combine whose gradient leaves unused rows as they are: here they are NaN."""
     expected = result(ON_HOPPER[name])
+    on_input = result(ON_HOPPER[name], "input")
     monkeypatch.setattr(_chunks, "OVERLAPPING", ())
     with plain_hopper.in_the_kernels_place():
         for where in ("rows", "activation"):
             assert_equal(result(ON_HOPPER[name], where), expected)
+        assert_equal(result(ON_HOPPER[name], "input"), on_input)
 
 
 def test_replicated_tokens_on_hopper():
     """No gradient of rows past the last group, here NaN, reaches a token."""
     config = dataclasses.replace(PLAIN, token_axes=())
-    expected = result(config)
-    with plain_hopper.in_the_kernels_place():
-        assert_equal(result(config), expected)
+    for where in ("rows", "input"):
+        expected = result(config, where)
+        with plain_hopper.in_the_kernels_place():
+            assert_equal(result(config, where), expected)
 
 
 def test_no_rows_of_experts_are_kept():
