@@ -1,21 +1,44 @@
-"""Macros of the BUILD files: a pytest file as a test, a shared library built by nvcc."""
+"""Macros of the BUILD files: a pytest file as a test, a mode of the benchmarks as a test, a shared library built by nvcc."""
 
 load("@local_cuda//:defs.bzl", "CUDA_HOME")
 load("@rules_python//python:defs.bzl", "py_test")
 
 CUDA_COMPATIBLE = ["@local_cuda//:toolkit_found"]
 
+# What every Python program under Bazel reads beside its own files.
+_ENVIRONMENT = [
+    "//:pyproject.toml",
+    "@local_python//:packages.txt",
+]
+
 def pytest_test(name, srcs, args = [], data = [], **kwargs):
     """A py_test that runs pytest on `srcs`; further `args` go to pytest."""
     py_test(
         name = name,
-        srcs = srcs + ["//bazel:pytest_main.py"],
+        srcs = srcs + ["//bazel:pytest_main.py", "//bazel:declared_files.py"],
         main = "//bazel:pytest_main.py",
         args = ["$(location %s)" % src for src in srcs] + args,
-        data = data + srcs + [
-            "//:pyproject.toml",
-            "@local_python//:packages.txt",
-        ],
+        data = data + srcs + _ENVIRONMENT,
+        **kwargs
+    )
+
+def benchmark_test(mode, tags = [], data = [], **kwargs):
+    """bench_<mode>: a py_test that runs a mode of `python -m benchmarks`; its table and its JSON are undeclared outputs.
+
+    Args:
+      mode: as the command has it.
+      tags: beside "benchmark"; "external", by which every run measures and none is taken from the cache; and "no-sandbox", since
+        GPUs and processes of the host are measured.
+      data: files that the mode reads.
+      **kwargs: of the py_test.
+    """
+    py_test(
+        name = "bench_" + mode.replace("-", "_"),
+        srcs = ["//bazel:benchmark_main.py", "//bazel:declared_files.py"],
+        main = "//bazel:benchmark_main.py",
+        args = [mode],
+        data = data + _ENVIRONMENT,
+        tags = tags + ["benchmark", "external", "no-sandbox"],
         **kwargs
     )
 

@@ -3,17 +3,13 @@
 import os
 import sys
 
+import declared_files
 import pytest
-
-
-def import_from_runfiles() -> None:
-    """An editable install in the environment must not stand before the files that Bazel declared."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable_")]
 
 
 def arguments() -> list[str]:
     """Bazel's test protocol, in pytest's words."""
-    given = ["-p", "no:cacheprovider", "-m", "not slow"]  # the rest of make's targets runs
+    given = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]  # the rest of make's targets runs
     if "XML_OUTPUT_FILE" in os.environ:
         given.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
     if "TESTBRIDGE_TEST_ONLY" in os.environ:  # bazel test --test_filter=EXPRESSION
@@ -24,7 +20,7 @@ def arguments() -> list[str]:
 
 
 def main() -> int:
-    import_from_runfiles()
+    declared_files.import_them()
     status = pytest.main([*arguments(), *sys.argv[1:]])
     # A file in which every test is marked slow, or is left out by --test_filter, has not failed.
     return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)

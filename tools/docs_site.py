@@ -8,6 +8,8 @@ docstrings of every public name, the tutorial of the notebook with the output it
 from __future__ import annotations
 
 import ast
+import html
+import logging
 import pathlib
 import posixpath
 import re
@@ -38,6 +40,9 @@ GROUPS = {
 """Classes whose fields are documented in groups, and where the package `_config` beside the class has each group."""
 LINK = re.compile(r"(?P<open>\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)\s]*)?(?P<close>\))")
 TUTORIAL = "docs/user/tutorial.ipynb"
+SIGNATURE = re.compile(r"doc-signature[^>]*>.*?<code>(.*?)</code>", re.DOTALL)
+WIDEST = 88
+"""Columns of a signature: `line_length` of mkdocs.yml and a little for an argument that cannot be broken."""
 OUTSIDE = "repository/"
 """Folder of the site for files from outside docs/."""
 
@@ -103,6 +108,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{match['open']}{relative}{match['rest'] or ''}{match['close']}"
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Warns, which is an error in `make docs`, of a signature that the formatter has left in one long line."""
+    for signature in SIGNATURE.findall(content):
+        text = html.unescape(re.sub(r"<[^>]+>", "", signature))
+        if max(map(len, text.splitlines()), default=0) > WIDEST:
+            logging.getLogger("mkdocs.hooks").warning(f"{page.file.src_uri}: signature wider than {WIDEST}: {text}")
+    return content
 
 
 def listed(folder: str) -> list[str]:

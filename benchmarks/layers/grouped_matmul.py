@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": "python -m benchmarks grouped-matmul " + " ".join(given), "candidates": {}}
-    tasks = [(name, []) for name in options.only]
+    tasks: list[tuple[str, list[str]]] = [(name, []) for name in options.only]
     if options.tune:
         tasks += [(OWN, ["--tiling", str(number)]) for number in range(len(tilings()))]
     ends = time.monotonic() + options.seconds
@@ -369,7 +369,13 @@ def mosaic_gpu_tiles() -> dict[str, Callable[..., Any]]:
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     def of(m: int, n: int, steps: int, grid: int) -> Callable[..., Any]:
-        tiles = {"block_m": m, "block_n": n, "block_k": 64, "max_concurrent_steps": steps, "grid_block_n": grid}
+        tiles: dict[str, Any] = {
+            "block_m": m,
+            "block_n": n,
+            "block_k": 64,
+            "max_concurrent_steps": steps,
+            "grid_block_n": grid,
+        }
         # its contraction keeps a mask in registers: smaller tiles
         small = tiles | {"block_n": min(n, 128), "block_m": 64, "grid_block_n": 1}
         return with_gradients(

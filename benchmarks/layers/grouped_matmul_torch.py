@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import statistics
 import sys
@@ -118,7 +119,7 @@ def fastest(configs: list[Any], run: Callable[[Any], Any], lock: str) -> Any:
             print(f"  {config}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
     with turns.alone(lock):
         for config in compiled:
-            taken[config] = min(queued(lambda config=config: run(config), 10, 2))
+            taken[config] = min(queued(functools.partial(run, config), 10, 2))
     print(f"  best of { ({str(config): round(us) for config, us in taken.items()}) }", file=sys.stderr)
     if not taken:
         raise RuntimeError(f"none of {len(configs)} tilings runs")

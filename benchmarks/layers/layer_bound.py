@@ -184,7 +184,7 @@ def experts_on(num_sms: int | str | None) -> Iterator[None]:
         with mock.patch.object(hopper, "in_overlap", lambda: False):
             yield
         return
-    bound = {name: functools.partial(getattr(hopper, name), num_sms=num_sms) for name in KERNELS}
+    bound: dict[str, Any] = {name: functools.partial(getattr(hopper, name), num_sms=num_sms) for name in KERNELS}
     with mock.patch.multiple(hopper, **bound):
         yield
 
@@ -223,7 +223,7 @@ def experts_program(config: MoEConfig, operation: str) -> Callable[..., Any]:
 
 def experts_to_measure(options: argparse.Namespace, given: layer_programs.LayerProblem, weights: Any) -> Measure:
     """Experts of every number of chunks, and of one chunk on fewer multiprocessors, for the price of these."""
-    sms = getattr(jax.devices()[0], "core_count", None)
+    sms = getattr(jax.devices()[0], "core_count", 0)
     cases: list[tuple[int, int | None]] = [(chunks, None) for chunks in options.chunks]
     if given.problem.platform == "gpu" and sms:
         cases += [(1, blocks) for blocks in (min(options.blocks), max(options.blocks))]
@@ -284,7 +284,7 @@ def layers_to_measure(options: argparse.Namespace, given: layer_programs.LayerPr
     compared. A grouped matmul has one thread block for each SM. A block whose SM a pending operation holds begins late
     and claims fewer tiles. For comparison, blocks have fixed shares of the tiles, and matmuls leave the operations' SMs
     free."""
-    sms = getattr(jax.devices()[0], "core_count", None)
+    sms = getattr(jax.devices()[0], "core_count", 0)
     cases: list[tuple[int, int | str | None]] = [(1, None)]
     for chunks in options.chunks:
         if chunks > 1:

@@ -156,7 +156,7 @@ def program(given: layer_programs.LayerProblem, operation: str, blocks: int | No
         y = back(last, hidden)
         if operation == "forward":
             return [*results, y]
-        of_projections, of_last = pulls if matmuls else (None, None)
+        of_projections, of_last = pulls or [None, None]  # asked for only where there are matmuls
         gradients = there(x, lambda c: of_last(c), ready.rows)
         of_rows = back(lambda c: of_projections(c), gradients[0] if matmuls else None)
         return [*results, y, gradients, of_rows]
@@ -322,7 +322,8 @@ def measure_energy(options: argparse.Namespace, document: Any, rows: Any, runnab
         for key in of:
             if key[0] != "independent" or key == best:
                 report.progress(f"energy of {key}")
-                rows[key] |= sustained(energy, *runnable[key], options.seconds, rows[key]["us"])
+                run, operands = runnable[key]
+                rows[key] |= sustained(energy, run, operands, options.seconds, rows[key]["us"])
 
 
 def write(options: argparse.Namespace, document: dict[str, Any]) -> None:

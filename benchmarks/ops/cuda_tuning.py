@@ -15,13 +15,15 @@ import json
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 
 import xen_moe_jax as xm
-from benchmarks.lib import accounting, options
+from benchmarks.lib import accounting
 from xen_moe_jax.backends.cuda import schedule
 from xen_moe_jax.tuning import programs, timing
+from xen_moe_jax.tuning.arguments import DEEPSEEK_V3, check_writable, default_inner
 from xen_moe_jax.tuning.problem import Problem, make_problem
 from xen_moe_jax.tuning.workload import Workload
 
@@ -45,7 +47,8 @@ TABLE = {  # name: (operation, dtype, wire, tokens, [(blocks, push blocks, parts
 
 @functools.lru_cache(maxsize=1)  # the cuts of one entry share a problem; the next one frees it
 def problem(dtype: str, wire: str | None, tokens: int, ranks: int) -> Problem:
-    return make_problem(Workload(tokens, dtype=dtype, wire=wire, ranks=ranks, pool=1, **options.DEEPSEEK_V3))
+    sizes: dict[str, Any] = {**DEEPSEEK_V3, "dtype": dtype, "wire": wire, "ranks": ranks, "pool": 1}
+    return make_problem(Workload(tokens, **sizes))
 
 
 def measure(name: str, ranks: int, blocks: int, push: int, parts: int, repeats: int = 4) -> dict[str, object]:
@@ -54,7 +57,7 @@ def measure(name: str, ranks: int, blocks: int, push: int, parts: int, repeats: 
     given = problem(dtype, wire, tokens, ranks)
     config = xm.KernelConfig(backend="cuda", num_sms=blocks, timeout_s=10.0)
     (program,) = programs.own_programs(given.work, given.caps, config, (operation,))
-    inner = options.default_inner("gpu", tokens)
+    inner = default_inner("gpu", tokens)
     with schedule.tuned(push_blocks=push, parts=parts):
         timed = timing.compile_program(program, given, inner)
     timing.measure([timed], repeats)
@@ -75,11 +78,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--only", nargs="+", choices=TABLE)
     chosen = parser.parse_args()
-    options.check_writable("--json", chosen.json)
+    check_writable("--json", chosen.json)
     began = time.monotonic()
     ranks = jax.device_count()
-    document = {
-        "jax": jax.__version__, "device": jax.devices()[0].device_kind, "ranks": ranks, **options.DEEPSEEK_V3,
+    document: dict[str, Any] = {
+        "jax": jax.__version__, "device": jax.devices()[0].device_kind, "ranks": ranks, **DEEPSEEK_V3,
         "figures": [], "left_out": 0,
     }  # fmt: skip
     for name in chosen.only or TABLE:

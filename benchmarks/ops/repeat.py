@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from benchmarks.lib.options import check_writable, positive
 from tools.children import bound
@@ -52,25 +53,26 @@ def main() -> int:
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     check_writable("--json", options.json)
+    runs: list[dict[str, Any]] = []
     document = {
         "command": "python -m benchmarks repeat " + shlex.join(sys.argv[1:]),
         "benchmark": f"python -m benchmarks ops {BENCHMARK}",
         "pinned": pinned(options.cores),
-        "runs": [],
+        "runs": runs,
     }
     for number in range(options.processes):
         run = run_one(options.cores, options.limit)
         if run is None:
             print(f"process {number + 1} did not end in {options.limit:.0f} s", file=sys.stderr)
             continue
-        document["runs"].append(run)
+        runs.append(run)
         pathlib.Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
         ratios = {row["name"]: row["times_own"] for row in run["results"] if row["operation"] == "round trip"}
         print(", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items()), flush=True)
-    own = [r["us_median"] for run in document["runs"] for r in run["results"] if r["operation"] == "round trip"][::4]
+    own = [r["us_median"] for run in runs for r in run["results"] if r["operation"] == "round trip"][::4]
     if own:
         print(f"ours: {statistics.median(own) / 1e3:.0f} ms ({min(own) / 1e3:.0f} to {max(own) / 1e3:.0f})")
-    return int(len(document["runs"]) < options.processes)
+    return int(len(runs) < options.processes)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,33 @@ def python_blocks(document: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
+DURATIONS = {"in a few seconds": (0, 16), "in about half a minute": (8, 60), "in minutes": (45, 600)}
+"""What a page says of its blocks -> CPU seconds that they take here, at least and at most. A laptop's time is close to
+these: two cores halve them, and XLA's whole compiler, which a test does without, makes up for that."""
+
+
+def stated_duration(document: pathlib.Path) -> tuple[int, int]:
+    """Returns the bounds of the duration that a page states for its blocks."""
+    text = " ".join(document.read_text().split())
+    found = re.findall(r"\b[Bb]locks? of this page runs? (in [a-z ]+?)[.,;:(]", text)
+    assert len(found) == 1, f"{document.name}: must say once that the blocks of this page run {', or '.join(DURATIONS)}"
+    assert found[0] in DURATIONS, f"{document.name}: blocks run {found[0]!r}, which is none of {list(DURATIONS)}"
+    return DURATIONS[found[0]]
+
+
+def run_in_stated_time(document: pathlib.Path, program: str, tmp_path: pathlib.Path, environment) -> str:
+    """Runs a page's program; an error where it takes another time than the page says."""
+    least, most = stated_duration(document)
+    before = os.times()
+    printed = run(program, tmp_path, environment)
+    after = os.times()
+    took = after.children_user + after.children_system - before.children_user - before.children_system
+    assert least <= took <= most, (
+        f"{document.name}: its blocks took {took:.0f} CPU seconds, and it says {least} to {most}"
+    )
+    return printed
+
+
 def run(program: str, tmp_path: pathlib.Path, environment: dict[str, str]) -> str:
     script = tmp_path / "example.py"
     script.write_text(program)
@@ -75,8 +102,8 @@ def environment():
 
 @pytest.mark.optimized
 def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
-    example = python_blocks(ROOT / "README.md")[0]
-    assert "loss" in run(example + CHECK, tmp_path, environment)
+    document = ROOT / "README.md"
+    assert "loss" in run_in_stated_time(document, python_blocks(document)[0] + CHECK, tmp_path, environment)
 
 
 RUNNABLE = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if path.parent != ROOT and python_blocks(path)]
@@ -92,7 +119,7 @@ def test_the_pages_with_examples_are_found():
     "document", [pytest.param(name, marks=[no_transfer] * (name == NOT_EVERYWHERE)) for name in RUNNABLE]
 )
 def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
-    run("\n".join(python_blocks(ROOT / document)), tmp_path, environment)
+    run_in_stated_time(ROOT / document, "\n".join(python_blocks(ROOT / document)), tmp_path, environment)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the tutorial needs xen-moe-jax[plot]")
@@ -108,7 +135,8 @@ for held, ran in zip(notebook.code_cells(notebook.read(path)), notebook.code_cel
     assert kinds[0] == kinds[1] and held["execution_count"], (kinds, held["source"])
     print(len(ran["outputs"]))
 """
-    assert sum(map(int, run(program, tmp_path, environment).split())) > 5
+    document = ROOT / "docs" / "user" / "tutorial.ipynb"
+    assert sum(map(int, run_in_stated_time(document, program, tmp_path, environment).split())) > 5
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -36,8 +36,11 @@ def lint(folder: pathlib.Path) -> subprocess.CompletedProcess:
 
 
 def copy_of_the_package(folder: pathlib.Path) -> pathlib.Path:
-    """`xen_moe_jax` with the TPU kernels as a real folder, and the layers."""
-    shutil.copytree(ROOT / "xen_moe_jax", folder / "xen_moe_jax", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    """`xen_moe_jax` with the TPU kernels as a real folder, the benchmarks, and the layers."""
+    for name in ("xen_moe_jax", "benchmarks"):
+        if not (ROOT / name).exists():
+            pytest.skip(f"{name} is not beside the tests")
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder / "xen_moe_jax"
 
@@ -63,6 +66,9 @@ def test_imports_fall(tmp_path):
         ("backends/reference/combine.py", "from xen_moe_jax.backends.pallas import plan", "a backend knows"),
         ("tuning/workload.py", "from xen_moe_jax.tuning import timing", "no circles"),
         ("stray.py", "import xen_moe_jax", "imports fall"),
+        ("doctor.py", "from benchmarks.lib import report", "the library knows nothing"),
+        ("../benchmarks/lib/report.py", "from benchmarks.ops import operations", "in benchmarks, imports fall"),
+        ("../benchmarks/ops/overlap.py", "from xen_moe_jax.transfer import _wire", "transfer is a closed room"),
     ],
 )
 def test_an_upward_import_is_noticed(tmp_path, file, line, contract):
