@@ -234,8 +234,8 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """As Markdown."""
-    columns = ("chip", "layer", "tokens", "active", "weights us", "experts us", "of it core us", "moved us", "XLA us")
-    columns += ("wire us", "layer us", "ratio")
+    columns = ["chip", "layer", "tokens", "active", "weights us", "experts us", "of it core us", "moved us", "XLA us"]
+    columns += ["wire us", "layer us", "ratio"]
     lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
     for row in rows:
         cells = [row["generation"], row["model"], row["tokens"], row["active_experts"], row["weights_us"]]
