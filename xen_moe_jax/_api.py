@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from xen_moe_jax import _layout, _prepare, _validate
@@ -38,7 +40,9 @@ def dispatch(
 
     Args:
       x: `[T, H]` float32, bfloat16 or float16, this rank's tokens; or a `BlockScaled` from `quantize`, which travels
-        as it is and arrives as a `BlockScaled`. `T` is the same on every rank.
+        as it is and arrives as a `BlockScaled`. `T` is the same on every rank. Tokens may have several dimensions,
+        `x [B, S, H]` with `topk_idx`, `topk_weights` `[B, S, K]`: `T` is then their product, `routed` is that of the
+        tokens in one row, and `combine` returns `[B, S, H_out]`.
       topk_idx: integer `[T, K]`, global expert of each slot; an entry outside `[0, num_experts)` is an unused slot. Any
         integer dtype that can name every expert.
       topk_weights: float `[T, K]`, router weights; None means 1.
@@ -155,7 +159,8 @@ def combine(
       config: tuning; never changes the result, but for the order of sums that `ranks_per_node` on a single axis says.
 
     Returns:
-      `[T, H_out]` of `y.dtype`. A token with no used slot, or whose rows were all dropped, is zero.
+      `[T, H_out]` of `y.dtype`, or `[..., H_out]` after a dispatch of `x [..., H]`. A token with no used slot, or whose
+      rows were all dropped, is zero.
 
     Raises:
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
@@ -164,7 +169,13 @@ def combine(
         "combine", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, active=active, config=config
     )
     (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
-    return checkpoint_name(out, primitives.OUT)
+    return combined(out, prepared.static.spec)
+
+
+def combined(out: jax.Array, spec: Spec) -> jax.Array:
+    """The public result of a combine: `[T, H]` in the dimensions of the tokens."""
+    shape = spec.tokens_shape(out.shape[-1])
+    return checkpoint_name(out if out.shape == shape else out.reshape(shape), primitives.OUT)
 
 
 @jax.named_scope("xen_moe_redispatch")
@@ -180,7 +191,8 @@ def redispatch(
     """Sends a new payload along a known routing: no layout work.
 
     Args:
-      x: `[T, H2]` float32, bfloat16 or float16; `H2` need not be the first payload's.
+      x: `[T, H2]` float32, bfloat16 or float16, or in the dimensions that the dispatch's tokens had; `H2` need not be
+        the first payload's.
       handle: `routed.handle` of an earlier `dispatch`.
       wire, gradient_wire, config: as in `dispatch`.
       active: as in `dispatch`; the default is the dispatch's own `active`. Rows of an inactive rank are zero.
@@ -201,23 +213,23 @@ def get_dispatch_layout(
     """Counts the tokens that a dispatch of `topk_idx` would send. Runs anywhere: nothing is communicated.
 
     Args:
-      topk_idx: integer `[T, K]`.
+      topk_idx: integer `[T, K]` or `[..., K]`.
       num_experts, num_ranks: `E` and `R`.
       ranks_per_node: also count tokens per node of this many ranks; must divide `num_ranks`.
 
     Returns:
       `DispatchLayout`: `num_tokens_per_rank [R]`, `num_tokens_per_node` or None, `num_tokens_per_expert [E]`,
-      `is_token_in_rank bool [T, R]`.
+      `is_token_in_rank bool [T, R]`, or `[..., R]`.
     """
     caller = "get_dispatch_layout"
-    topk_idx, _ = _validate.routing(topk_idx, None, None, caller)
+    idx, _ = _validate.routing(topk_idx, None, None, caller)
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
-    _validate.names_every_expert(topk_idx, num_experts, caller)
+    _validate.names_every_expert(idx, num_experts, caller)
     num_ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
     if ranks_per_node is not None:
         ranks_per_node = _validate.integer(ranks_per_node, "ranks_per_node", caller, minimum=1)
         if num_ranks % ranks_per_node:
             raise ValueError(f"{caller}: ranks_per_node={ranks_per_node}: must divide num_ranks={num_ranks}")
-    return _layout.dispatch_layout(
-        topk_idx, num_experts=num_experts, num_ranks=num_ranks, ranks_per_node=ranks_per_node
-    )
+    found = _layout.dispatch_layout(idx, num_experts=num_experts, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    in_rank = found.is_token_in_rank.reshape(*jnp.shape(topk_idx)[:-1], num_ranks)
+    return dataclasses.replace(found, is_token_in_rank=in_rank)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from xen_moe_jax import _active, _api, _async_primitives, _prepare
 from xen_moe_jax import _moe_primitives as primitives
@@ -160,7 +159,7 @@ def combine_start(
     static = prepared.static
     if not _async_primitives.runs_async(static.spec, static.config):
         (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
-        return Flight(checkpoint_name(out, primitives.OUT), "combine")
+        return Flight(_api.combined(out, static.spec), "combine")
     pending = _async_primitives.combine_start_p.bind(*prepared.operands, **prepared.params)
     return Flight(PendingCombine(prepared.operands, pending, static, prepared.weighted), "combine")
 
@@ -173,7 +172,7 @@ def combine_done(flight: Flight) -> jax.Array:
         return state
     params = {**state.static.params, "weighted": state.weighted}
     (out,) = _async_primitives.combine_done_p.bind(*state.operands, *state.pending, **params)
-    return checkpoint_name(out, primitives.OUT)
+    return _api.combined(out, state.static.spec)
 
 
 @jax.named_scope("xen_moe_overlap")

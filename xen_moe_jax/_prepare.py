@@ -122,9 +122,9 @@ def dispatch(
     config: KernelConfig | None,
 ) -> PreparedDispatch:
     config = _validate.config(config, caller)
-    values, scales = _validate.payload(x, caller)
+    values, scales, token_dims = _validate.payload(x, caller)
     num_tokens = values.shape[0]
-    topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, num_tokens, caller)
+    topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, token_dims, caller)
     drop = _validate.drop(drop, topk_weights is not None, caller)
     parsed_wire = _validate.wire(wire, caller)
     if scales is not None and parsed_wire is not None:
@@ -134,6 +134,7 @@ def dispatch(
         axis_name=axis_name,
         num_experts=num_experts,
         num_tokens=num_tokens,
+        token_dims=token_dims,
         top_k=topk_idx.shape[1],
         layout=layout,
         capacity=capacity,
@@ -194,11 +195,10 @@ def redispatch(
     config = _validate.config(config, caller)
     handle = _validate.handle(handle, caller)
     spec = handle.spec
-    values, scales = _validate.payload(x, caller)
+    values, scales, token_dims = _validate.payload(x, caller)
     if scales is not None:
         raise TypeError(f"{caller}: x is a BlockScaled: pass the float array and wire=... instead")
-    if values.shape[0] != spec.num_tokens:
-        raise ValueError(f"{caller}: x has {values.shape[0]} tokens: the handle was made for {spec.num_tokens}")
+    _validate.same_tokens(token_dims, spec, caller)
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, values.shape[1], caller)
     checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
     operands = [values, handle.topk_idx, handle.positions, handle.recv_counts, checked]
@@ -224,6 +224,7 @@ def _make_spec(
     axis_name: Any,
     num_experts: Any,
     num_tokens: int,
+    token_dims: tuple[int, ...],
     top_k: int,
     layout: Any,
     capacity: Any,
@@ -258,4 +259,5 @@ def _make_spec(
                 stacklevel=4,
             )
     _validate.row_limit(capacity, "capacity", caller)
-    return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment)
+    token_dims = token_dims if len(token_dims) > 1 else ()
+    return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment, token_dims)

@@ -57,13 +57,13 @@ def dispatch_replicated(
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
     caller = "dispatch_replicated"
-    values, scales = _validate.payload(x, caller)
-    topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, values.shape[0], caller)
+    values, scales, token_dims = _validate.payload(x, caller)
+    topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, token_dims, caller)
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
     _validate.names_every_expert(topk_idx, num_experts, caller)
     names, sizes = _validate.axes(axis_name, caller)
     num_local = -(-num_experts // math.prod(sizes))
-    spec = _spec(caller, names, num_local, topk_idx, layout, alignment)
+    spec = _spec(caller, names, num_local, token_dims, topk_idx.shape[1], layout, alignment)
     weights = jnp.ones(topk_idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     # As varying, so that a cotangent is summed over the ranks once for each token and not once for each row.
     values, weights = vary_over([values, weights], names)
@@ -113,7 +113,8 @@ def combine_replicated(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool
       weighted: multiply by router weights; None means True.
 
     Returns:
-      `[T, H_out]` of `y.dtype`, not varying over the expert axis (`out_specs=P()`). A token with no used slot is zero.
+      `[T, H_out]` of `y.dtype` (`[..., H_out]` for `x [..., H]`), not varying over the expert axis (`out_specs=P()`). A
+      token with no used slot is zero.
 
     Raises:
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
@@ -136,11 +137,17 @@ def combine_replicated(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool
     if chosen:
         slots = slots * handle.weights[..., None]
     out = lax.psum(jnp.sum(slots, axis=1), names).astype(y.dtype)
-    return checkpoint_name(out, OUT)
+    return checkpoint_name(out.reshape(spec.tokens_shape(out.shape[-1])), OUT)
 
 
 def _spec(
-    caller: str, names: tuple[str, ...], num_local: int, topk_idx: jax.Array, layout: Any, alignment: Any
+    caller: str,
+    names: tuple[str, ...],
+    num_local: int,
+    token_dims: tuple[int, ...],
+    top_k: int,
+    layout: Any,
+    alignment: Any,
 ) -> Spec:
     """Static description of this rank's rows, as of a dispatch on one rank."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -148,9 +155,10 @@ def _spec(
     alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
     if alignment > 1 and layout != "grouped":
         raise ValueError(f"{caller}: alignment={alignment} with layout={layout!r}: only 'grouped' has groups to align")
-    num_tokens, top_k = topk_idx.shape
+    num_tokens = math.prod(token_dims)
     capacity = worst_case_capacity(
         layout=layout, num_ranks=1, num_tokens=num_tokens, top_k=top_k, num_experts=num_local, alignment=alignment
     )
     _validate.row_limit(capacity, "capacity", caller)
-    return Spec(names, (1,) * len(names), num_local, num_tokens, top_k, layout, capacity, alignment)
+    token_dims = token_dims if len(token_dims) > 1 else ()
+    return Spec(names, (1,) * len(names), num_local, num_tokens, top_k, layout, capacity, alignment, token_dims)

@@ -30,6 +30,8 @@ class Spec:
       layout: "grouped", "ranked" or "padded".
       capacity: rows of `routed.x`.
       alignment: every group's row count is rounded up to a multiple of this (grouped layout only).
+      token_dims: dimensions of the tokens where `x` has several, `()` for `x [T, H]`; their product is `num_tokens`.
+        Primitives and backends know `[T, H]` alone.
     """
 
     axis_name: tuple[str, ...]
@@ -40,6 +42,7 @@ class Spec:
     layout: str
     capacity: int
     alignment: int = 1
+    token_dims: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +66,10 @@ class Spec:
     def weights_shape(self) -> tuple[int, ...]:
         """Shape of the router weights of the rows: one per row, or one per row and slot in the ranked layout."""
         return (self.capacity, self.top_k) if self.layout == "ranked" else self.row_dims
+
+    def tokens_shape(self, width: int) -> tuple[int, ...]:
+        """Shape of what has `width` numbers for each token, as the caller of the dispatch gave it."""
+        return (*(self.token_dims or (self.num_tokens,)), width)
 
     @property
     def row_dims(self) -> tuple[int, ...]:

@@ -90,54 +90,58 @@ def wire(value: Any, caller: str, *, name: str = "wire") -> Wire | None:
         raise ValueError(f"{caller}: {error}") from None
 
 
-def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Array | None]:
-    """Returns a `[T, H]` float array, or the values and scales of a `BlockScaled`."""
+def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
+    """Returns a `[T, H]` float array and None, or the values and scales of a `BlockScaled`; and the dimensions of its
+    tokens, which are `(T,)` or have the product `T`.
+    """
     if isinstance(x, BlockScaled):
         return _block_scaled(x, caller, name)
     x = _array(x, caller, name)
-    _rank(x, 2, "[T, H] (tokens of this rank, hidden)", caller, name)
+    _rank(x, "[T, H] (tokens of this rank, hidden), or [..., H]", caller, name)
     known_shape(x, caller, name)
     _has_tokens(x, caller, name)
     if x.dtype.name not in FLOATS:
         raise TypeError(
             f"{caller}: {name} has dtype {x.dtype}: must be one of {FLOATS}, or a BlockScaled from xm.quantize"
         )
-    return x, None
+    return _flat(x), None, x.shape[:-1]
 
 
-def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array]:
+def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
     values, scales = _array(x.values, caller, f"{name}.values"), _array(x.scales, caller, f"{name}.scales")
-    _rank(values, 2, "[T, H]", caller, f"{name}.values")
+    _rank(values, "[T, H] or [..., H]", caller, f"{name}.values")
     known_shape(values, caller, f"{name}.values")
     _has_tokens(values, caller, f"{name}.values")
     if values.dtype.name not in QMAX:
         raise TypeError(f"{caller}: {name}.values has dtype {values.dtype}: must be one of {tuple(QMAX)}")
-    wanted = (values.shape[0], scale_blocks(values.shape[1]))
+    wanted = (*values.shape[:-1], scale_blocks(values.shape[-1]))
     if scales.shape != wanted or scales.dtype != jnp.float32:
         raise ValueError(
             f"{caller}: {name}.scales is {scales.dtype}{list(scales.shape)}: must be float32{list(wanted)}, one "
             f"scale per 128 "
             "elements of the hidden dimension"
         )
-    return values, scales
+    return _flat(values), _flat(scales), values.shape[:-1]
 
 
 def routing(
-    topk_idx: Any, topk_weights: Any, num_tokens: int | None, caller: str
+    topk_idx: Any, topk_weights: Any, token_dims: tuple[int, ...] | None, caller: str
 ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns both as `[T, K]`, or None for weights that are None. `token_dims`: those of `x`; None if there is no
+    `x`.
+    """
     topk_idx = _array(topk_idx, caller, "topk_idx")
-    _rank(topk_idx, 2, "[T, K] (tokens, slots)", caller, "topk_idx")
+    _rank(topk_idx, "[T, K] (tokens, slots), or [..., K]", caller, "topk_idx")
     known_shape(topk_idx, caller, "topk_idx")
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
         raise TypeError(f"{caller}: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype (int32)")
-    if num_tokens is not None and topk_idx.shape[0] != num_tokens:
-        raise ValueError(
-            f"{caller}: topk_idx has {topk_idx.shape[0]} tokens and x has {num_tokens}: both must have this rank's T"
-        )
-    if topk_idx.shape[1] == 0:
+    if token_dims is not None and topk_idx.shape[:-1] != token_dims:
+        has, wanted = (_tokens(dims) for dims in (topk_idx.shape[:-1], token_dims))
+        raise ValueError(f"{caller}: topk_idx has {has} tokens and x has {wanted}: both must have this rank's T")
+    if topk_idx.shape[-1] == 0:
         raise ValueError(f"{caller}: topk_idx has shape {topk_idx.shape}: K must be >= 1")
     if topk_weights is None:
-        return topk_idx, None
+        return _flat(topk_idx), None
     topk_weights = _array(topk_weights, caller, "topk_weights")
     if topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -145,7 +149,7 @@ def routing(
         )
     if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
         raise TypeError(f"{caller}: topk_weights has dtype {topk_weights.dtype}: must be a float dtype")
-    return topk_idx, topk_weights
+    return _flat(topk_idx), _flat(topk_weights)
 
 
 def names_every_expert(topk_idx: jax.Array, num_experts: int, caller: str) -> None:
@@ -171,6 +175,13 @@ def active(value: Any, num_ranks: int, caller: str) -> Any:
             "the same on all of them"
         )
     return value
+
+
+def same_tokens(token_dims: tuple[int, ...], spec: Spec, caller: str) -> None:
+    """Raises ValueError unless these are the tokens of the dispatch, in its dimensions or as `[T]`."""
+    if token_dims not in ((spec.num_tokens,), spec.token_dims):
+        made_for = _tokens(spec.token_dims or (spec.num_tokens,))
+        raise ValueError(f"{caller}: x has {_tokens(token_dims)} tokens: the handle was made for {made_for}")
 
 
 def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
@@ -298,14 +309,23 @@ def _array(x: Any, caller: str, name: str) -> jax.Array:
         raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array") from None
 
 
-def _rank(x: jax.Array, ndim: int, meaning: str, caller: str, name: str) -> None:
-    if x.ndim != ndim:
+def _flat(x: jax.Array) -> jax.Array:
+    """`[..., N]` as `[T, N]`."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _tokens(token_dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, token_dims))
+
+
+def _rank(x: jax.Array, meaning: str, caller: str, name: str) -> None:
+    if x.ndim < 2:
         raise ValueError(f"{caller}: {name} has shape {x.shape}: must be {meaning}")
 
 
 def _has_tokens(x: jax.Array, caller: str, name: str) -> None:
     # XLA's own compiler crashes on a sharded program whose tokens are all of size zero.
-    if x.shape[0] == 0:
+    if 0 in x.shape[:-1]:
         raise ValueError(
             f"{caller}: {name} has shape {x.shape}: T must be >= 1; a rank without tokens passes unused ones, "
             "all slots -1"

@@ -1,8 +1,14 @@
-"""Routers: from scores to experts. Pure functions of one rank's logits; nothing is communicated."""
+"""Routers: from scores to experts. Pure functions of one rank's logits; nothing is communicated.
+
+Tokens may have several dimensions: `logits [..., E]` give `topk_idx` and `topk_weights` `[..., k]`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +22,35 @@ FLOOR = 1e-20
 """Added to the sum of the chosen scores before weights are divided by it (DeepSeek-V3). Softmax weights need none."""
 
 
+def _of_any_tokens[Router: Callable[..., Any]](router: Router) -> Router:
+    """A router of `[T, E]` for `[..., E]`: tokens of several dimensions are routed as `T` tokens, and the results get
+    these dimensions.
+    """
+    first = next(iter(inspect.signature(router).parameters))
+
+    @functools.wraps(router)
+    def of_any_tokens(*args: Any, **kwargs: Any) -> Any:
+        dims = getattr(args[0] if args else kwargs.get(first), "shape", ())[:-1]
+        if len(dims) < 2:
+            return router(*args, **kwargs)
+
+        def flat(value: Any) -> Any:
+            if getattr(value, "ndim", 0) < 2:
+                return value
+            if value.shape[:-1] != dims:
+                raise ValueError(
+                    f"{router.__name__}: an array has shape {value.shape}: its tokens must have the dimensions "
+                    f"{dims} of those of {first}"
+                )
+            return value.reshape(-1, value.shape[-1])
+
+        out = router(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()})
+        return jax.tree.map(lambda result: result.reshape(*dims, result.shape[-1]), out)
+
+    return of_any_tokens  # type: ignore[return-value]
+
+
+@_of_any_tokens
 def top_k(
     logits: jax.Array,
     k: int,
@@ -48,6 +83,7 @@ def top_k(
     return topk_idx, chosen_weights(logits, topk_idx, score=score, normalize=normalize, scale=scale)
 
 
+@_of_any_tokens
 def group_limited_top_k(
     scores: jax.Array,
     k: int,
@@ -115,6 +151,7 @@ def group_limited_top_k(
     return topk_idx, chosen_weights(given, topk_idx, score=score, normalize=normalize, scale=scale)
 
 
+@_of_any_tokens
 def chosen_weights(
     logits: jax.Array,
     topk_idx: jax.Array,
@@ -143,7 +180,7 @@ def chosen_weights(
     caller = "chosen_weights"
     logits = _check(logits, caller, "logits")
     _check_score(score, caller)
-    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
+    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[:-1], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
     normalize = score == "sigmoid" if normalize is None else normalize
@@ -160,6 +197,7 @@ def chosen_weights(
     return (_not_above(shares, logits, topk_idx, min_sum) if min_sum else shares) * scale
 
 
+@_of_any_tokens
 def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.01) -> jax.Array:
     """Router weights of SparseMixer-v2 at inference (GRIN MoE, arXiv:2409.12136; Phi-3.5-MoE).
 
@@ -177,7 +215,7 @@ def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.0
     """
     caller = "sparsemixer_weights"
     logits = _check(logits, caller, "logits")
-    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[0], caller)
+    topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[:-1], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
     _check_number(eps, "eps", caller)

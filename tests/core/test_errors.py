@@ -54,7 +54,7 @@ def ragged(x, idx, weights, *, output=None, **changes):
 
 INSIDE = {
     # dispatch
-    "x-rank": lambda x, i, w: good(x[None], i),
+    "x-rank": lambda x, i, w: good(x[0], i),
     "x-dtype": lambda x, i, w: good(x.astype(jnp.int32), i),
     "x-not-an-array": lambda x, i, w: good("tokens", i),
     "x-no-tokens": lambda x, i, w: good(x[:0], i[:0]),
@@ -63,6 +63,7 @@ INSIDE = {
     "topk-idx-rank": lambda x, i, w: good(x, i[:, 0]),
     "topk-idx-dtype": lambda x, i, w: good(x, i.astype(jnp.float32)),
     "topk-idx-tokens": lambda x, i, w: good(x, i[:3]),
+    "topk-idx-dimensions": lambda x, i, w: good(x.reshape(2, 4, H), i),
     "top-k-zero": lambda x, i, w: good(x, i[:, :0]),
     "topk-weights-shape": lambda x, i, w: good(x, i, w[:, :1]),
     "topk-weights-dtype": lambda x, i, w: good(x, i, i),
@@ -112,6 +113,9 @@ INSIDE = {
     "handle-weights": lambda x, i, w: with_handle(x, i, weights=jnp.ones(3)),
     "handle-not-an-array": lambda x, i, w: with_handle(x, i, topk_idx=None),
     "redispatch-tokens": lambda x, i, w: xm.redispatch(x[:3], good(x, i).handle),
+    "redispatch-dimensions": lambda x, i, w: xm.redispatch(
+        x.reshape(4, 2, H), good(x.reshape(2, 4, H), i.reshape(2, 4, K)).handle
+    ),
     "redispatch-block-scaled": lambda x, i, w: xm.redispatch(scaled(x), good(x, i).handle),
     "done-of-another-flight": lambda x, i, w: xm.combine_done(started(x, i)),
     "done-of-no-flight": lambda x, i, w: xm.dispatch_done(good(x, i)),
