@@ -184,6 +184,27 @@ def test_too_many_ranks_are_refused_with_a_remedy():
         call.check_limits(spec(8, ranks=257))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("drop, rows", [("source", (1, 8)), ("weight", (1, 128))])
+def test_what_a_rule_of_drops_needs_is_gathered_by_a_dispatch(drop, rows, masked):
+    """Every rank is an expert, and no collective of XLA waits for an inactive rank."""
+
+    def body(x, idx, weights):
+        active = jnp.array([True, False, True, True]) if masked else None
+        options = {"num_experts": 8, "axis_name": "ep", "capacity": 16, "drop": drop, "active": active}
+        return xm.dispatch(x, idx, weights, **options).x
+
+    text = lowered_for_nodes(body)
+    assert "all_gather" not in text and "all_to_all" not in text
+    calls = calls_in(text)
+    assert [name for name, _ in calls] == ["xen_moe_dispatch"] * 2
+    gathering, moving = (attributes for _, attributes in calls)
+    assert (gathering["num_tokens"], gathering["hidden"]) == rows and gathering["num_experts"] == gathering[
+        "top_k"
+    ] == 4
+    assert gathering["masked"] == moving["masked"] == masked and gathering["site"] != moving["site"]
+
+
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
