@@ -58,9 +58,10 @@ class Handle:
     """The routing of a dispatch: where each row went. Plain arrays: safe under jit, scan, remat, donation and export.
 
     Attributes:
-      topk_idx: int32 `[T, K]`, this rank's routing, unused slots `-1`.
+      topk_idx: int32 `[T, K]`, this rank's routing, unused slots `-1`, and so are slots whose rows were not sent.
       positions: int32 `[R, T, slots]`, row of `routed.x` of each (source rank, token, slot); `-1` none, `-2` dropped.
-      recv_counts: int32 `[R, L]`, real rows per source rank and local expert before dropping.
+      recv_counts: int32 `[R, L]`, real rows per source rank and local expert before those at positions beyond the
+        capacity are dropped; rows that `drop="source"` or `"weight"` dropped were not sent.
       weights: float32, router weight of each row of `routed.x` (ranked: per row and slot).
       spec: static description.
       active: bool `[R]`, the ranks that took part; None where the dispatch was given none.
