@@ -52,7 +52,8 @@ def _room_for_all(spec: Spec) -> bool:
     if spec.layout == "padded":
         return spec.top_k == 1
     rows = spec.num_ranks * spec.num_tokens * spec.slots
-    return spec.capacity >= rows + min(spec.local_experts, rows) * (spec.alignment - 1)
+    most = rows + min(spec.local_experts, rows) * (spec.alignment - 1)
+    return spec.capacity >= most // spec.alignment * spec.alignment
 
 
 # -- from all ranks to all ranks ---------------------------------------------------------------------------------------

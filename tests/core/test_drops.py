@@ -158,6 +158,7 @@ def test_nothing_is_added_where_positions_decide(mesh4):
     assert "keep_rows" in program(capacity=9, drop="source") and "keep_rows" in program(capacity=9, drop="weight")
     for drop in ("source", "weight"):
         assert program(drop=drop) == program()  # K <= L: the worst case holds every row
+        assert program(drop=drop, alignment=8) == program(alignment=8)
         assert program(layout="ranked", drop=drop) == program(layout="ranked")
     assert program(layout="ranked", capacity=9, drop="source") == program(layout="ranked", capacity=9)
 
