@@ -30,7 +30,7 @@ CASES = [
     ("granitemoeshared", {"shared_intermediate_size": 0}),
     ("granitemoehybrid", {}),
     ("ernie4_5_moe", {}),
-    ("ernie4_5_moe", {"moe_norm_min": 0.5}),
+    ("ernie4_5_moe", {"moe_norm_min": 0.9}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("deepseek_v2", {}),
     ("deepseek_v2", GROUPS),
