@@ -13,6 +13,7 @@ On other backends the derivatives belong to the done, and are synchronous operat
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,22 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from xen_moe_jax import _active, _shapes, backends
+from xen_moe_jax import _active, _mesh, _shapes, backends
 from xen_moe_jax import _moe_primitives as whole
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import Dispatched
-from xen_moe_jax._primitive import declare, declare_composite
+from xen_moe_jax._primitive import declare, declare_composite, in_turn
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Backend, Call
 
 
 def _backend(spec: Spec, config: KernelConfig) -> Backend | None:
-    return backends.for_async(platform(), spec, config)
+    return backends.for_async(_mesh.platform(), spec, config)
 
 
 def runs_async(spec: Spec, config: KernelConfig) -> bool:
@@ -224,9 +224,13 @@ def _dispatch_link_start(x: Any, *_: Any, **params: Any) -> tuple[Any, ...]:
     return *_zeros(_dispatch_link_start_shapes(x, **params)[:3]), x
 
 
-def _dispatch_link_done(rows: Any, held: Any, counts: Any, x: Any, *handle: Any, **params: Any) -> Any:
+def _dispatch_link_done(rows: Any, held: Any, counts: Any, *moved: Any, **params: Any) -> Any:
     del rows, held, counts
-    return whole.redispatch_p.bind(x, *handle, **{**params, "wire": params["gradient_wire"]})[0]
+    return _redispatch_link(*moved, **params)[0]
+
+
+def _redispatch_link(x: Any, *handle: Any, **params: Any) -> Any:
+    return whole.redispatch_p.bind(x, *handle, **_link_params(params))
 
 
 def _dispatch_link_done_shapes(rows: Any, *_: Any, **__: Any) -> list[ShapeDtype]:
@@ -252,8 +256,8 @@ def _dispatch_link_done_transpose(cotangents: Any, *operands: Any, **params: Any
 
 def _dispatch_link_start_transpose(cotangents: Any, x: Any, topk_idx: Any, active: Any, **params: Any) -> list[Any]:
     rows, held, counts, out = cotangents
-    if type(out) is ad.Zero:
-        return [ad.Zero(x.aval), None, None]
+    if type(rows) is ad.Zero:  # the done started no combine: `vmap` made a whole operation of it
+        return [out, None, None]
     handle = (topk_idx, held, counts, active, _no_weights(params))
     (x_ct,) = combine_done_p.bind(rows, *handle, out, rows, **_of_combine(params))
     return [x_ct, None, None]
@@ -419,3 +423,80 @@ def _redispatch_done_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 ad.primitive_jvps[redispatch_start_p] = _redispatch_start_jvp
 ad.primitive_jvps[redispatch_done_p] = _redispatch_done_jvp
+
+
+# -- vmap --------------------------------------------------------------------------------------------------------------
+# The operations of all entries of a batch would be pending at once, in the same buffers. So under vmap a start does
+# nothing, and its done runs the whole operation for one entry after the other: the same bits, without overlap.
+
+
+def _entry(a: Any, dim: int | None) -> Any:
+    return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], *a.shape[dim + 1 :]), a.dtype)
+
+
+def _batch_start(shapes: Any) -> Any:
+    """Batches a start: zeros, the same for every entry, stand for the pending arrays that `shapes` describes."""
+
+    def rule(operands: Any, dims: Any, **params: Any) -> Any:
+        entry = [_entry(a, dim) for a, dim in zip(operands, dims, strict=True)]
+        zeros = _mesh.vary_alike(*_zeros(shapes(*entry, **params)), *operands)[: -len(operands)]
+        return list(zeros), [None] * len(zeros)
+
+    return rule
+
+
+def _batch_done(operation: str, run: Any, first: int, last: int) -> Any:
+    """Batches a done: `run(*operands[first:last], **params)` is the whole operation, and nothing is pending."""
+
+    def rule(operands: Any, dims: Any, **params: Any) -> Any:
+        if all(dim is None for dim in dims[first:last]):
+            raise NotImplementedError(
+                f"vmap of {operation}: its start is outside of the vmap, and what is pending inside: finish the flight "
+                "before the vmap"
+            )
+        return in_turn(functools.partial(run, **params), operands[first:last], dims[first:last])
+
+    return rule
+
+
+def _combine(y: Any, *rest: Any, **params: Any) -> Any:
+    return whole.combine_p.bind(y, *_integers(rest), **params)
+
+
+def _combine_link(y_dot: Any, weights_dot: Any, y: Any, weights: Any, *handle: Any, **params: Any) -> list[Any]:
+    return [whole.combine_tangent(y_dot, weights_dot, y, weights, handle, params)]
+
+
+def _batch_combine_start(operands: Any, dims: Any, **params: Any) -> Any:
+    zeros, unmapped = _batch_start(_combine_start_shapes)(operands, dims, **params)
+    if not _start_returns_results(params):
+        return zeros, unmapped
+    return [zeros[0], operands[0]], [unmapped[0], dims[0]]  # `y` is passed on, and is what a backward pass sends
+
+
+def _batch_dispatch_link_start(operands: Any, dims: Any, **params: Any) -> Any:
+    zeros, unmapped = _batch_start(_dispatch_link_start_shapes)(operands, dims, **params)
+    return [*zeros[:3], operands[0]], [*unmapped[:3], dims[0]]
+
+
+def _batch_combine_link_start(operands: Any, dims: Any, **params: Any) -> Any:
+    (_, link), unmapped = _batch_start(_combine_link_start_shapes)(operands, dims, **params)
+    out, mapped = in_turn(functools.partial(_combine_link, **params), operands, dims)
+    return [*out, link], [*mapped, *unmapped[1:]]
+
+
+_batchers = {
+    dispatch_start_p: _batch_start(_dispatch_start_shapes),
+    dispatch_done_p: _batch_done("dispatch_done", whole.dispatch_p.bind, 0, 5),
+    combine_start_p: _batch_combine_start,
+    combine_done_p: _batch_done("combine_done", _combine, 0, 6),
+    redispatch_start_p: _batch_start(_shapes.redispatch),
+    redispatch_done_p: _batch_done("combine_done", whole.redispatch_p.bind, 0, 5),
+    dispatch_link_start_p: _batch_dispatch_link_start,
+    dispatch_link_done_p: _batch_done("dispatch_done", _redispatch_link, 3, 8),
+    combine_link_start_p: _batch_combine_link_start,
+    combine_link_done_p: lambda operands, dims, **params: (operands[:1], dims[:1]),
+    order_p: lambda operands, dims, num_pending: (order_p.bind(*operands, num_pending=num_pending), dims),
+}
+for _primitive, _rule in _batchers.items():
+    batching.primitive_batchers[_primitive] = _rule

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from xen_moe_jax import _ragged_gradient, _shapes
-from xen_moe_jax._primitive import declare
+from xen_moe_jax._primitive import declare, in_turn
 
 all_to_all_p = declare("all_to_all", _shapes.all_to_all)
 ragged_all_to_all_p = declare("ragged_all_to_all", _shapes.ragged_all_to_all)
@@ -80,13 +80,7 @@ def _ragged_batcher(operands: Any, dims: Any, **params: Any) -> Any:
             for a, dim in zip(operands[:2], dims[:2], strict=True)
         ]
         return bind(*rows, *operands[2:]), [1]
-    batched = [jnp.moveaxis(a, dim, 0) for a, dim in zip(operands, dims, strict=True) if dim is not None]
-
-    def one(entries: Any) -> Any:
-        entry = iter(entries)
-        return bind(*(a if dim is None else next(entry) for a, dim in zip(operands, dims, strict=True)))
-
-    return jax.lax.map(one, batched), [0]
+    return in_turn(bind, operands, dims)
 
 
 batching.primitive_batchers[ragged_all_to_all_p] = _ragged_batcher

@@ -12,8 +12,13 @@ from jax._src import config as jax_config
 from jax._src import dispatch as jax_dispatch
 from jax._src import distributed, effects, xla_bridge
 from jax._src.ad_checkpoint import name_p
+from jax._src.interpreters import batching
 from jax._src.interpreters import mlir as jax_mlir
+from jax._src.lax import lax
 from jax.interpreters import ad
+
+RAGGED_DOT = lax.ragged_dot_general_p
+"""The primitive of `jax.lax.ragged_dot` and of its transposes."""
 
 
 def without_varying_checks() -> AbstractContextManager[Any]:
@@ -29,6 +34,11 @@ def without_varying(aval: Any) -> Any:
 def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes that an array varies over."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def is_mapped(x: Any) -> bool:
+    """Returns True for one entry of a batch, as a function under `jax.vmap` sees it."""
+    return isinstance(x, batching.BatchTracer)
 
 
 def checks_varying(axis: str) -> bool:

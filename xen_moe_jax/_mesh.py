@@ -53,22 +53,17 @@ def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     """Makes all operands vary over `axis_name` and over every axis that one of them varies over; literals stay
     literals."""
-    known = [_jax_internals.varying_axes(x) for x in operands]
-    wanted = frozenset(axis_name).union(*known)
     if not _jax_internals.checks_varying(axis_name[0]):
         return list(operands)
-    return [
-        jax.lax.pcast(x, tuple(sorted(wanted - vma)), to="varying")
-        if wanted - vma and not isinstance(x, np.generic)
-        else x
-        for x, vma in zip(operands, known, strict=True)
-    ]
+    wanted = frozenset(axis_name).union(*map(_jax_internals.varying_axes, operands))
+    return [vary(x, wanted) for x in operands]
 
 
 def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Makes `array` vary over mesh `axes` too: as far as JAX knows, the result of a kernel varies over no axis."""
+    """Makes `array` vary over mesh `axes` too: as far as JAX knows, the result of a kernel varies over no axis. A
+    literal stays one."""
     missing = tuple(sorted(axes - _jax_internals.varying_axes(array)))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
+    return jax.lax.pcast(array, missing, to="varying") if missing and not isinstance(array, np.generic) else array
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:

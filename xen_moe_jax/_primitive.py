@@ -84,7 +84,7 @@ def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> P
 
     primitive.def_impl(outside)
     primitive.def_effectful_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = functools.partial(_no_vmap, operation)
+    batching.primitive_batchers[primitive] = functools.partial(_vmap, primitive)
     return primitive
 
 
@@ -206,8 +206,24 @@ def _as_tuple(f: Callable) -> Callable:
     return wrapped
 
 
-def _no_vmap(name: str, *_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        f"vmap of {name} is not supported: tokens already form a batch. Fold the mapped axis into the token axis "
-        "(reshape [B, T, ...] to [B*T, ...]) before the call, or loop over it with jax.lax.map."
-    )
+def in_turn(call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, Any]:
+    """A batching rule: `call(*operands)` for one entry of the batch after the other, in a loop.
+
+    A batch cannot join the tokens of one call: its capacity, drops and order of rows would be those of all entries
+    together. In a loop every entry gets the bits of a call of its own, and all ranks take the same number of turns.
+    """
+    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    operands = _mesh.vary_alike(*operands)  # vmap(spmd_axis_name=) makes mapped operands vary over one more mesh axis
+
+    def one(entries: Sequence[Any]) -> list[Any]:
+        given = list(operands)
+        for i, entry in zip(mapped, entries, strict=True):
+            given[i] = entry
+        return list(call(*given))
+
+    results = jax.lax.map(one, [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped])
+    return results, [0] * len(results)
+
+
+def _vmap(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+    return in_turn(functools.partial(primitive.bind, **params), operands, dims)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from xen_moe_jax import _jax_internals
 from xen_moe_jax._spec import Spec
 
 T = TypeVar("T")
@@ -177,12 +178,18 @@ def _is_used(flight: Flight) -> bool:
 
 
 def _children(flight: Flight) -> tuple[Any]:
-    """Raises ValueError for a flight that was used: the next turn of a loop would use it again."""
+    """Raises ValueError for a flight that was used: the next turn of a loop would use it again. Raises
+    NotImplementedError for a pending one of a `vmap`, whose start did nothing: a done outside would wait for ever."""
     if _is_used(flight):
         raise ValueError(
             f"Flight: a {flight.kind} flight is passed on (returned from the body of a loop, say) that was finished or "
             f"given to xm.overlap before: a flight is used once. Pass on what {flight.kind}_done or xm.overlap "
             f"returned, or the flight of another {flight.kind}_start"
+        )
+    if hasattr(flight.state, "pending") and any(map(_jax_internals.is_mapped, jax.tree.leaves(flight.state))):
+        raise NotImplementedError(
+            f"vmap of {flight.kind}_start: its flight is passed on (returned from the mapped function, say): call "
+            f"{flight.kind}_done in the function that called {flight.kind}_start, or loop with jax.lax.map"
         )
     return (flight.state,)
 

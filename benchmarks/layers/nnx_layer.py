@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(document))
+    print(f"{report.describe(document)}\n\n{table(document)}")
     return 0
 
 

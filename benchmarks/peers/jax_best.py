@@ -410,7 +410,8 @@ def describe(document: dict[str, Any]) -> str:
     """The comparison, how each setting ended, and the goal."""
     ends = [[name, entry["ended"], f"{entry['seconds']:.0f}"] for name, entry in document["settings"].items()]
     failed = [f"{name}: {failure(row)}" for name, entry in document["settings"].items() for row in failures(entry)]
-    parts = [report.format_table(COLUMNS, [cells(line) for line in compare(document)]), ""]
+    parts = [report.VIRTUAL_DEVICES, ""] if document.get("machine", {}).get("platform") == "cpu" else []
+    parts += [report.format_table(COLUMNS, [cells(line) for line in compare(document)]), ""]
     parts += [report.format_table(["setting", "how it ended", "s"], ends), ""]
     parts += failed
     if document["left_out"]:

@@ -1,6 +1,7 @@
 """The two front ends: equal outputs for equal weights, parameters with shardings, checkpoints, optimisers."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -191,3 +192,34 @@ def test_linen_bias_moves_only_when_mutable():
     assert not np.array_equal(after, before)
     initial = jax.jit(linen.init)(jax.random.key(0), x)["router_state"]["router_bias"]
     assert not np.asarray(initial).any(), "making the parameters moves nothing"
+
+
+def forward(moe, x):
+    return moe(x)[0]
+
+
+def without_state(moe, x):
+    graph, state = nnx.split(moe)
+    return jax.jit(lambda state, x: forward(nnx.merge(graph, state), x)).lower(state, x).compile()
+
+
+WAYS = {  # of a call that assigns nothing -> its compiled program
+    "nnx.jit": lambda moe, x: nnx.jit(forward).lower(moe, x).compile(),
+    "graph_updates=False": lambda moe, x: nnx.jit(forward, graph_updates=False).lower(moe, x).compile(),
+    "nnx.split and jax.jit": without_state,
+}
+
+
+def test_a_call_that_assigns_nothing_returns_and_copies_no_weights():
+    """The ways that docs/user/flax.md shows; Flax's default returns every weight, and XLA copies what it returns."""
+    moe, x = layer(CONFIG), tokens(8)
+    weights = weights_of(moe)
+    returned, copies = {}, {}
+    for name, compiled in WAYS.items():
+        program = compiled(moe, x)
+        returned[name] = program.memory_analysis().output_size_in_bytes
+        copies[name] = len(re.findall(r"= f32\[[\d,]+\]\S* copy\(", program.as_text()))
+    default, *others = WAYS
+    assert [returned[name] for name in others] == [x.nbytes] * len(others)
+    assert returned[default] >= x.nbytes + sum(w.nbytes for w in weights.values())
+    assert [copies[default] - copies[name] for name in others] == [len(weights)] * len(others)

@@ -16,8 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import batching
 
+from xen_moe_jax._jax_internals import RAGGED_DOT
 from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._primitive import in_turn
 from xen_moe_jax.flax import hopper
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -30,6 +33,23 @@ TOKAMAX_PLATFORMS = ("gpu", "cuda", "tpu")
 def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`jax.lax.ragged_dot`."""
     return jax.lax.ragged_dot(rows, weights, group_sizes)
+
+
+_mapped_in_front = batching.fancy_primitive_batchers[RAGGED_DOT]
+
+
+def _vmap_of_ragged_dot(axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    """JAX has `vmap` of a ragged dot only where every operand is mapped, along its first axis: a layer's tokens alone,
+    or the cotangents of one call, are not. The other cases, which JAX refuses, are a loop."""
+    if all(dim == 0 for dim in dims):
+        return _mapped_in_front(axis_data, operands, dims, **params)
+    if all(dim is None for dim in dims):
+        return RAGGED_DOT.bind(*operands, **params), None
+    (out,), (dim,) = in_turn(lambda *given: [RAGGED_DOT.bind(*given, **params)], operands, dims)
+    return out, dim
+
+
+batching.fancy_primitive_batchers[RAGGED_DOT] = _vmap_of_ragged_dot
 
 
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -26,6 +26,9 @@ class MoE(nnx.Module):
     `shared_gate`, `shared_up`, `shared_down`, each with its sharding in `out_sharding`; balancing="bias" adds the
     `RouterBias` `router_bias [E]`.
 
+    A plain `nnx.jit` copies all weights at every call, because it returns the module's state. Where nothing is
+    assigned, `nnx.jit(..., graph_updates=False)`, or `nnx.split` and `jax.jit`, does not.
+
         moe = MoE(MoEConfig(hidden_size=64, intermediate_size=128, num_experts=16, top_k=2), rngs=nnx.Rngs(0))
         y, metrics = moe(x)                     # x, y: [..., 64]
         loss = task_loss(y) + metrics.aux_loss

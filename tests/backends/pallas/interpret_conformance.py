@@ -168,6 +168,37 @@ def test_more_rows_than_one_wait_covers(mode):
         assert_bits(a, b, what)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "jacfwd", "jacrev", "hessian"])
+def test_mapped_calls_are_a_loop(transform):
+    """The kernels in the loop that `vmap` makes of them, by their values and by derivatives in both directions."""
+    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(3)
+    x, idx = rng.standard_normal((6, 128)).astype(np.float32), rng.integers(-1, 4, (6, 2)).astype(np.int32)
+    weights = rng.random((6, 2), np.float32)
+
+    def program(config):
+        def body(x, idx, weights, scales):
+            def sums(scales):
+                scaled = weights * scales[1]
+                routed = xm.dispatch(x * scales[0], idx, scaled, num_experts=4, axis_name="ep", config=config)
+                return xm.combine(jnp.sin(routed.x), routed.handle, config=config)[:, :2].sum(0)
+
+            if transform == "vmap":
+                return jax.vmap(sums)(scales)[None]
+            function = (lambda s: sums(s).sum()) if transform == "hessian" else sums
+            return getattr(jax, transform)(function)(scales[0])[None]
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(*[P("ep")] * 3, P()), out_specs=P("ep")))
+
+    scales = np.array([[1.0, 0.5], [0.25, 2.0]], np.float32)
+    ours = program(config("eager"))(x, idx, weights, scales)
+    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights, scales)
+    assert (
+        (np.abs(expected) > 1e-3).any(axis=-1).all()
+    )  # the last entry of a hessian is zero: router weights are linear
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
 def exchanged_at_once(x, runs, *, rows, axes, launch):
     """`exchange.start` with the whole exchange in one kernel: interpret mode cannot return semaphores from a kernel."""
     out = exchange.exchange(x, jnp.zeros((rows, *x.shape[1:]), x.dtype), runs, axes=axes, launch=launch)

@@ -62,8 +62,16 @@ def test_inactive_ranks(case):
     run_suite(f"test_inactive_ranks and [{case}]", 900)
 
 
+MAPPED = ["jacfwd", "hessian"]  # a program each
+
+
 def test_more_rows_than_one_wait_covers():
     run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jacrev", *[pytest.param(t, marks=pytest.mark.slow) for t in MAPPED]])
+def test_mapped_calls_are_a_loop(transform):
+    run_suite(f"test_mapped_calls and {transform}", 600)
 
 
 @pytest.mark.parametrize("axes", ["dp-ep", "ep-tp"])

@@ -136,21 +136,10 @@ def rows_and_handle(x, idx, weights):
     return routed.x, routed.handle
 
 
-def test_vmap_is_refused_as_without_a_mask(mesh):
+@pytest.mark.parametrize("loop", [jax.lax.map, lambda f, masks: jax.vmap(f)(masks)], ids=["map", "vmap"])
+def test_a_loop_over_masks_is_one_dispatch(mesh, loop):
     def body(x, idx, weights):
-        masks = jnp.ones((2, 4), bool)
-        one = lambda m: xm.dispatch(x, idx, weights, num_experts=E, axis_name="ep", active=m).num_dropped  # noqa: E731
-        return jax.vmap(one)(masks)
-
-    with pytest.raises(NotImplementedError, match="vmap of dispatch"):
-        jax.eval_shape(over(mesh, body), *operands())
-
-
-def test_a_loop_over_masks_is_one_dispatch(mesh):
-    """`lax.map` works where vmap is refused."""
-
-    def body(x, idx, weights):
-        return jax.lax.map(lambda m: layer(x, idx, weights, m), jnp.array(subsets(4)))[:, None]
+        return loop(lambda m: layer(x, idx, weights, m), jnp.array(subsets(4)))[:, None]
 
     out = jax.jit(over(mesh, body))(*operands())
     x, idx, weights = operands()
