@@ -20,10 +20,10 @@ from xen_moe_jax._command_line import Parser
 DATA_RANKS, EXPERT_RANKS = 2, 4
 DEVICES = DATA_RANKS * EXPERT_RANKS
 BATCH = 32
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 5e-3
 EVALUATIONS = 8
 """Times that the held-out loss is taken, the last one after training."""
-STEPS = 280
+STEPS = 200
 """Steps by default, and the fewest after which the loss is judged: a shorter run cannot have learned enough."""
 MARGIN = 0.4
 """Nats per byte that the model must be under the bigram model."""
@@ -108,7 +108,7 @@ def model_config() -> Any:
     from xen_moe_jax.flax import MoEConfig
 
     moe = MoEConfig(hidden_size=128, intermediate_size=64, num_experts=16, top_k=2, capacity_factor=1.5)
-    return ModelConfig(layers=4, heads=4, context=128, dense_size=384, moe=moe)
+    return ModelConfig(layers=4, heads=4, context=64, dense_size=384, moe=moe)
 
 
 def _run(options: argparse.Namespace, split: text.Split, mesh: jax.sharding.Mesh) -> int:
