@@ -59,7 +59,7 @@ def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     return [vary(x, wanted) for x in operands]
 
 
-def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+def vary(array: Any, axes: frozenset[str]) -> Any:
     """Makes `array` vary over mesh `axes` too: as far as JAX knows, the result of a kernel varies over no axis. A
     literal stays one."""
     missing = tuple(sorted(axes - _jax_internals.varying_axes(array)))

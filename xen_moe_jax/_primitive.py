@@ -212,7 +212,7 @@ def in_turn(call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[in
     A batch cannot join the tokens of one call: its capacity, drops and order of rows would be those of all entries
     together. In a loop every entry gets the bits of a call of its own, and all ranks take the same number of turns.
     """
-    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    mapped = {i: dim for i, dim in enumerate(dims) if dim is not None}
     operands = _mesh.vary_alike(*operands)  # vmap(spmd_axis_name=) makes mapped operands vary over one more mesh axis
 
     def one(entries: Sequence[Any]) -> list[Any]:
@@ -221,7 +221,7 @@ def in_turn(call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[in
             given[i] = entry
         return list(call(*given))
 
-    results = jax.lax.map(one, [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped])
+    results = jax.lax.map(one, [jnp.moveaxis(operands[i], dim, 0) for i, dim in mapped.items()])
     return results, [0] * len(results)
 
 
