@@ -59,7 +59,10 @@ def test(mode: str, given: list[str], outputs: pathlib.Path) -> int:
         given = [*given, "--json", str(figures)]
     print(f"python -m benchmarks {shlex.join([mode, *given])}", flush=True)
     with (outputs / f"{mode}.txt").open("w") as text, contextlib.redirect_stdout(Both(sys.stdout, text)):
-        status = main([mode, *given])
+        try:
+            status = main([mode, *given])
+        except SystemExit as ended:  # a mode of absl's ends its process
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     if not status and preset.writes and not figures.exists():
         print(f"{mode} ended well and wrote no figures")
         return 1

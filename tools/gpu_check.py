@@ -9,8 +9,9 @@ is killed and the step counts as failed, with the output that it had shown. Corr
 stress. OUTPUT_DIRECTORY gets `STEP.json` and one `logs.txt`; a short table is printed last. The exit status is the
 number of steps that failed or were left out.
 
-Needs jax with CUDA, pytest and hypothesis; the build needs nanobind, CMake and ninja, and is skipped when the modules
-are there already. Without a network, put wheels of the missing packages in a directory and name it with --wheels.
+Needs jax with CUDA, pytest, hypothesis and absl-py; the build needs nanobind, CMake and ninja, and is skipped when the
+modules are there already. Without a network, put wheels of the missing packages in a directory and name it with
+--wheels.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def random_calls_commands(context: Context, calls: int, seconds: float) -> list[
 
 def chaos_commands(context: Context, kills: int, stalls: int, seconds: float) -> list[list[str]]:
     ranks, gpus = max(4, context.gpus), min(8, context.gpus)  # fewer GPUs than ranks are shared, in turns
-    script = [sys.executable, str(ROOT / "tests" / "gpu" / "chaos.py"), "--ranks", str(ranks), "--gpus", str(gpus)]
+    script = [sys.executable, "-m", "tests.gpu.chaos", "--ranks", str(ranks), "--gpus", str(gpus)]
     limits = ["--kills", str(kills), "--stalls", str(stalls), "--seconds", str(seconds), "--together", "4"]
     return [[*script, *limits, "--json", str(context.out / "chaos-figures.json")]]
 

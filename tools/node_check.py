@@ -41,7 +41,7 @@ STEPS = (
     Step("failure", 240, ("--cases", "none", "--reset")),
     Step("conformance", 900, ("--cases", "all")),
     Step("large", 600, ("--cases", "grouped,ranked,grouped-scaled-fp8", "--tokens", "4096", "--hidden", "7168")),
-    Step("random", 600, ("--cases", "none", "--random-calls", "100000")),
+    Step("random", 600, ("--cases", "none", "--random_calls", "100000")),
     Step("time", 240, ("--cases", "none", "--time")),
 )
 
@@ -101,9 +101,9 @@ def run(out: pathlib.Path, place: Place, steps: list[Step], rank_options: tuple[
         seen = out / f"nodes-{step.name}.json"
         seen.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tests.gpu.rank_program", "--coordinator", place.at_step(number)]
-        command += ["--num-processes", str(place.num_processes), "--process-id", str(place.process)]
-        command += ["--ranks-per-node", str(place.per_node), "--real-nodes", "--found", "--json", str(seen)]
-        command += ["--local-gpu", str(place.gpu), *rank_options, *step.arguments]
+        command += ["--num_processes", str(place.num_processes), "--process_id", str(place.process)]
+        command += ["--ranks_per_node", str(place.per_node), "--real_nodes", "--found", "--json", str(seen)]
+        command += ["--local_gpu", str(place.gpu), *rank_options, *step.arguments]
         (done,) = processes.run_all([command], seconds=step.seconds, env=environment())
         with log.open("a") as file:
             file.write(f"===== {step.name}: status {done.returncode} after {done.seconds:.0f} s\n{done.output}\n")

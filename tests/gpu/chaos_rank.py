@@ -6,58 +6,46 @@ with the time at which it was known.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import pathlib
 import sys
 import threading
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 
-from tests.gpu import virtual_nodes
+from tests.gpu import gpu_flags
+from tests.support import rank_flags
+
+FLAGS = gpu_flags.FLAGS
+
+flags.adopt_module_key_flags(gpu_flags)
+flags.DEFINE_string("order", None, "processes in rank order: 2,0,1", required=True)
+flags.DEFINE_string("backend", "cuda", "of the config")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--num-processes", type=int, required=True)
-    parser.add_argument("--process-id", type=int, required=True)
-    parser.add_argument("--order", required=True, help="processes in rank order: 2,0,1")
-    parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
-    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes (virtual_nodes.py)")
-    parser.add_argument("--network", help="between them")
-    parser.add_argument("--faults", default=virtual_nodes.FAULTS)
-    parser.add_argument("--cpu", action="store_true", help="one virtual CPU device instead of a GPU")
-    options = parser.parse_args()
-    if options.ranks_per_node:
-        enter = options.process_id, options.ranks_per_node, options.network, options.faults, options.gpus
-        virtual_nodes.enter(*enter)
-    if options.cpu:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 1)
-    local = None if options.cpu else [options.process_id % (options.gpus or options.num_processes)]
-    jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
+def main(_: list[str]) -> None:
+    rank_flags.start_logging()
+    gpu_flags.enter_nodes()
+    gpu_flags.use_cpu()
+    gpu_flags.join(None if FLAGS.cpu_devices else [gpu_flags.own_gpu()])
 
     import xen_moe_jax as xm
     from tests.gpu import programs
 
     by_process = {d.process_index: d for d in jax.devices()}
-    mesh = jax.sharding.Mesh(np.array([by_process[int(p)] for p in options.order.split(",")]), ("ep",))
-    config = xm.KernelConfig(backend=options.backend)  # the default timeout: ten minutes
+    mesh = jax.sharding.Mesh(np.array([by_process[int(p)] for p in FLAGS.order.split(",")]), ("ep",))
+    config = xm.KernelConfig(backend=FLAGS.backend)  # the default timeout: ten minutes
 
     def body(x, idx, weights):
         out = programs.round_trip(config)(x, idx, weights)
         wrong = jnp.sum((out != x) & ~jnp.isnan(out))
         return (jnp.roll(x, 1, axis=0) + 1) % 8, wrong.reshape(1), jnp.sum(jnp.isnan(out)).reshape(1)
 
-    x, idx, weights = distributed_operands(mesh)
+    x, idx, weights = programs.distributed_operands(mesh)
     program = programs.over(mesh, body)
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
@@ -87,21 +75,5 @@ def main() -> None:
     os._exit(0)
 
 
-def distributed_operands(mesh):
-    from tests.gpu import programs
-
-    sizes = programs.SIZES
-    rng = np.random.default_rng(0)
-    rows = mesh.size * sizes.tokens
-    idx = np.argsort(rng.random((rows, sizes.experts)), axis=1)[:, : sizes.top_k].astype(np.int32)
-    values = (
-        rng.integers(0, 8, (rows, sizes.hidden)).astype(np.float32),
-        idx,
-        np.full((rows, sizes.top_k), 0.25, np.float32),
-    )
-    sharding = jax.sharding.NamedSharding(mesh, programs.EP)
-    return tuple(jax.make_array_from_callback(v.shape, sharding, lambda i, v=v: v[i]) for v in values)
-
-
 if __name__ == "__main__":
-    main()
+    app.run(main)

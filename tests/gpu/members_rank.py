@@ -5,7 +5,6 @@ Prints `ready`, and at the end one line of JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -13,31 +12,26 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.gpu import virtual_nodes
+from tests.gpu import gpu_flags
+from tests.support import rank_flags
+
+FLAGS = gpu_flags.FLAGS
+
+flags.adopt_module_key_flags(gpu_flags)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--num-processes", type=int, required=True)
-    parser.add_argument("--process-id", type=int, required=True)
-    parser.add_argument("--gpus", type=int, help="that the processes share (default: one each)")
-    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes")
-    parser.add_argument("--network", help="between them: the library that virtual_nodes.py builds")
-    options = parser.parse_args()
-    if options.ranks_per_node:
-        enter = options.process_id, options.ranks_per_node, options.network, virtual_nodes.FAULTS, options.gpus
-        virtual_nodes.enter(*enter)
-    jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends every process after a death
-    local = [options.process_id % (options.gpus or options.num_processes)]
-    jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
+def main(_: list[str]) -> None:
+    rank_flags.start_logging()
+    gpu_flags.enter_nodes()
+    jax.config.update("jax_enable_recoverability", True)  # else jax.distributed ends the others after a death
+    gpu_flags.join([gpu_flags.own_gpu()])
 
     import xen_moe_jax as xm
     from tests.gpu import programs
-    from tests.gpu.chaos_rank import distributed_operands
     from xen_moe_jax import cuda
 
     devices = sorted(jax.devices(), key=lambda d: d.process_index)
@@ -59,7 +53,7 @@ def main() -> None:
         return jnp.sum(out).reshape(1), (wrong + dropped * ~jnp.isnan(out).any()).reshape(1)
 
     step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3 + (P(),), out_specs=P("ep"), check_vma=False))
-    operands = distributed_operands(mesh)
+    operands = programs.distributed_operands(mesh)
     result = {"failure": "", "wrong": 0, "steps_before": 0}
 
     def members(active):
@@ -97,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -29,7 +29,7 @@ def run_ranks(arguments: list[str], *, num_processes: int, seconds: float, env: 
     coordinator = f"127.0.0.1:{free_port()}"
     program = [sys.executable, "-m", "tests.gpu.rank_program", "--coordinator", coordinator]
     commands = [
-        [*program, "--num-processes", str(num_processes), "--process-id", str(i), *arguments]
+        [*program, "--num_processes", str(num_processes), "--process_id", str(i), *arguments]
         for i in range(num_processes)
     ]
     return run_all(commands, seconds=seconds, env=env)

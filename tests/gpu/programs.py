@@ -44,6 +44,20 @@ def operands(mesh: Mesh, sizes: Sizes = SIZES, dtype: Any = np.float32, seed: in
     return tuple(jax.device_put(a, sharding) for a in (x.astype(jnp.dtype(dtype)), idx, weights))
 
 
+def distributed_operands(mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Returns tokens, experts and weights of a quarter for each slot, the same in every process of a job."""
+    rng = np.random.default_rng(0)
+    rows = mesh.size * SIZES.tokens
+    idx = np.argsort(rng.random((rows, SIZES.experts)), axis=1)[:, : SIZES.top_k].astype(np.int32)
+    values = (
+        rng.integers(0, 8, (rows, SIZES.hidden)).astype(np.float32),
+        idx,
+        np.full((rows, SIZES.top_k), 0.25, np.float32),
+    )
+    sharding = jax.sharding.NamedSharding(mesh, EP)
+    return tuple(jax.make_array_from_callback(v.shape, sharding, lambda i, v=v: v[i]) for v in values)
+
+
 def over(mesh: Mesh, body: Callable, num_operands: int = 3, **options: Any) -> Callable:
     """`body` on every rank of `mesh`, jitted."""
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(EP,) * num_operands, out_specs=EP, check_vma=False)

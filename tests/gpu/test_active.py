@@ -14,7 +14,7 @@ import pytest
 import xen_moe_jax as xm
 from tests.gpu import members, processes
 from tests.gpu.bodies import Setup
-from tests.gpu.chaos import START_S, Rank
+from tests.gpu.chaos_jobs import START_S, Rank
 from tests.support.cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}
@@ -49,8 +49,8 @@ def go_on_without_a_killed_process(*options: str, seconds_after: float = 10.0) -
     count, gpus = 4, min(4, jax.device_count())
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.08")
     program = ["-m", "tests.gpu.members_rank", *options, "--coordinator", f"127.0.0.1:{processes.free_port()}"]
-    command = [sys.executable, *program, "--num-processes", str(count), "--gpus", str(gpus)]
-    running = [Rank([*command, "--process-id", str(p)], environment) for p in range(count)]
+    command = [sys.executable, *program, "--num_processes", str(count), "--gpus", str(gpus)]
+    running = [Rank([*command, "--process_id", str(p)], environment) for p in range(count)]
     try:
         for rank in running:
             assert rank.line(START_S) == "ready", rank.last_words()

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import xen_moe_jax as xm
-from tests.gpu import bodies, chaos, members, processes, programs, random_calls, stress
+from tests.gpu import bodies, chaos_jobs, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
 from tests.support import quick_compiler
 from tests.support.cases import CASES
@@ -138,13 +138,13 @@ def test_two_processes():
         [
             "--backend",
             "reference",
-            "--chunk-tokens",
+            "--chunk_tokens",
             "3",
-            "--cpu-devices",
+            "--cpu_devices",
             "2",
             "--cases",
             "grouped,ranked",
-            "--stress-calls",
+            "--stress_calls",
             "20",
         ],
         num_processes=2,
@@ -221,6 +221,6 @@ def test_programs_of_the_failure_tests_give_back_what_they_got():
 def test_chaos_on_cpu_stops_ranks_and_finds_an_unnamed_death():
     """The plain backend has no liveness: stalls pass, and the kill is reported as the fault that it is here."""
     environment = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags())
-    extra = ("--cpu", "--backend", "reference")
-    tally = chaos.run(2, 1, 2, 60.0, *extra, environment=environment)
+    extra = ("--cpu_devices", "1", "--backend", "reference")
+    tally = chaos_jobs.run(2, 1, 2, 60.0, *extra, environment=environment)
     assert tally.kills == 1 and tally.stalls == 2 and tally.faults

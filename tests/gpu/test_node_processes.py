@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from tests.gpu import chaos, processes, test_active, virtual_nodes
+from tests.gpu import chaos_jobs, processes, test_active, virtual_nodes
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import module, nccl
 
@@ -38,7 +38,7 @@ def environment(share: str) -> dict[str, str]:
 def run(network: str, ranks: int, per_node: int, *arguments: str, share: float = 0.3) -> None:
     """`share`: of a GPU's memory, that XLA takes for all ranks on it."""
     gpus = min(ranks, jax.device_count())
-    nodes = ["--ranks-per-node", str(per_node), "--network", network, "--gpus", str(gpus)]
+    nodes = ["--ranks_per_node", str(per_node), "--network", network, "--gpus", str(gpus)]
     finished = processes.run_ranks(
         ["--backend", "cuda", *nodes, *arguments],
         num_processes=ranks,
@@ -60,13 +60,13 @@ def test_every_case(network, ranks, per_node, mode):
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_start_and_done(network, ranks, per_node, mode):
     """Several operations are pending at once, in scans and under gradients: bit for bit as synchronous operations."""
-    run(network, ranks, per_node, "--cases", "none", "--start-done", "--mode", mode)
+    run(network, ranks, per_node, "--cases", "none", "--start_done", "--mode", mode)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 def test_bytes_random_operations_and_a_new_beginning(network, ranks, per_node):
     """In the opposite order of processes: a rank is not its number in NCCL."""
-    several = "--count-bytes --random-calls 2000 --mode throughput --reset --buffers 2 --reverse".split()
+    several = "--count_bytes --random_calls 2000 --mode throughput --reset --buffers 2 --reverse".split()
     run(network, ranks, per_node, "--cases", "grouped", *several)
 
 
@@ -91,13 +91,13 @@ def test_every_subset(network, ranks, per_node, mode):
 @pytest.mark.parametrize("per_node", [2, 1])
 def test_a_server_goes_on_without_a_killed_process_of_another_node(network, per_node):
     """Four processes, in turns where there are fewer GPUs. Two hundred steps over the slow network of the tests."""
-    options = "--ranks-per-node", str(per_node), "--network", network
+    options = "--ranks_per_node", str(per_node), "--network", network
     test_active.go_on_without_a_killed_process(*options, seconds_after=60.0)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
 def test_a_stopped_process_is_waited_for_and_a_killed_one_is_named(network, ranks, per_node):
     options = "--gpus", str(min(ranks, jax.device_count())), "--network", network
-    tally = chaos.run(ranks, 1, 3, 100.0, *options, environment=environment("0.1"), per_node=per_node)
+    tally = chaos_jobs.run(ranks, 1, 3, 100.0, *options, environment=environment("0.1"), per_node=per_node)
     assert not tally.faults and not tally.not_started, tally
     assert tally.kills == 1 and tally.stalls >= 3 and tally.steps > 0

@@ -8,7 +8,7 @@ this kind. This process holds half of each GPU's memory (see conftest.py); each 
 import jax
 import pytest
 
-from tests.gpu import chaos, processes
+from tests.gpu import chaos_jobs, processes
 
 SECONDS = 240.0
 """Time limit of one multi-process run: start, compilation of every case for two backends, and the runs."""
@@ -74,7 +74,7 @@ def test_four_processes_large():
 
 @pytest.mark.gpu4
 def test_four_processes_stress():
-    run(4, "--cases", "grouped", "--stress-calls", "2000")
+    run(4, "--cases", "grouped", "--stress_calls", "2000")
 
 
 @pytest.mark.gpu8
@@ -88,6 +88,6 @@ def test_a_late_process_is_waited_for_and_a_killed_one_is_named():
     are fewer GPUs."""
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.08")
     gpus = str(min(4, jax.device_count()))
-    tally = chaos.run(4, 2, 6, 100.0, "--gpus", gpus, environment=environment)
+    tally = chaos_jobs.run(4, 2, 6, 100.0, "--gpus", gpus, environment=environment)
     assert not tally.faults and not tally.not_started, tally
     assert tally.kills == 2 and tally.stalls >= 6 and tally.steps > 0

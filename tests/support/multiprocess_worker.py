@@ -1,18 +1,24 @@
 """One process of several: it joins the job, runs fixed programs on the mesh of all devices, and saves its shards.
 
 Started by `tests/backends/reference/test_multiprocess.py`, which runs the same programs in one process, compares bytes:
-`python -m tests.support.multiprocess_worker COORDINATOR NUM_PROCESSES PROCESS_ID OUTPUT.npz NUMBERS`, devices set by
-the environment; `NUMBERS` are indices of `PROGRAMS`, with commas between.
+`python -m tests.support.multiprocess_worker --coordinator HOST:PORT --num_processes N --process_id I --output FILE.npz
+--programs 0,1`, devices set by the environment.
 """
-
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags, logging
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from tests.support import rank_flags
+
+FLAGS = rank_flags.FLAGS
+
+flags.adopt_module_key_flags(rank_flags)
+flags.DEFINE_string("output", None, "file for this process's shards", required=True)
+flags.DEFINE_string("programs", None, "indices of PROGRAMS, with commas between", required=True)
 
 T, H, K, E = 12, 192, 3, 19
 PROGRAMS = (  # axis names and sizes, layout, wire
@@ -87,17 +93,19 @@ def results(devices, numbers: str) -> dict[str, jax.Array]:
     return found
 
 
-def main() -> None:
-    coordinator, num_processes, process_id, output, numbers = sys.argv[1:]
-    jax.distributed.initialize(coordinator, int(num_processes), int(process_id), initialization_timeout=60)
-    assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // int(num_processes)
+def main(_: list[str]) -> None:
+    rank_flags.start_logging()
+    count = FLAGS.num_processes
+    jax.distributed.initialize(FLAGS.coordinator, count, FLAGS.process_id, initialization_timeout=60)
+    assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // count
     shards = {}
-    for name, value in results(jax.devices(), numbers).items():
+    for name, value in results(jax.devices(), FLAGS.programs).items():
+        logging.info("%s", name)
         for shard in value.addressable_shards:
             shards[f"{name}@{shard.device.id}"] = np.asarray(shard.data).view(np.uint8)
             shards[f"{name}#{shard.device.id}"] = np.array([shard.index[0].start or 0])
-    np.savez(output, **shards)
+    np.savez(FLAGS.output, **shards)
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

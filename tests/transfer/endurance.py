@@ -4,18 +4,27 @@
 
 The functions are those of `test_adversary.py` and `test_kills.py`: an array that is torn, counted twice or changed
 after its commit ends the program with an error, and nothing is written. Without `--json` the figures go to standard
-output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other-device 1` has the other
+output alone. On GPUs (`JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false`) `--other_device 1` has the other
 processes' arrays on the second GPU.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
 
+from absl import app, flags, logging
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+FLAGS = flags.FLAGS
+
+flags.DEFINE_integer("transfers", 100_000, "through the adversary; 0 leaves it out", lower_bound=0)
+flags.DEFINE_integer("kills", 500, "of senders, and as many of receivers; 0 leaves both out", lower_bound=0)
+flags.DEFINE_float("kill_seconds", None, "no more kills of either kind after so long")
+flags.DEFINE_integer("seed", 2, "of arrays and moments")
+flags.DEFINE_integer("other_device", None, "the device of the other processes' arrays")
+flags.DEFINE_string("json", None, "the file for the figures")
 
 
 def commit():
@@ -25,14 +34,14 @@ def commit():
     return done.stdout.strip() or "unknown"
 
 
-def timed(options, run, *arguments):
+def timed(run, *arguments):
     """Returns (its result, seconds), with an engine and other processes of its own."""
     import xen_moe_jax.transfer as xt
     from tests.transfer.other_process import Others
 
     begun = time.monotonic()
     with xt.Engine(name="here") as engine:
-        others = Others(engine, **({} if options.other_device is None else {"device": options.other_device}))
+        others = Others(engine, **({} if FLAGS.other_device is None else {"device": FLAGS.other_device}))
         try:
             return run(engine, others, *arguments), time.monotonic() - begun
         finally:
@@ -51,37 +60,28 @@ class Numbers:
             yield self.count
 
 
-def main():
+def main(_):
+    logging.set_verbosity(logging.INFO)
     from benchmarks.lib import report
     from tests.transfer import test_adversary, test_kills
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--transfers", type=int, default=100_000, help="through the adversary; 0 leaves it out")
-    parser.add_argument(
-        "--kills", type=int, default=500, help="of senders, and as many of receivers; 0 leaves both out"
-    )
-    parser.add_argument("--kill-seconds", type=float, help="no more kills of either kind after so long")
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--other-device", type=int, help="the device of the other processes' arrays")
-    parser.add_argument("--json", help="the file for the figures")
-    options = parser.parse_args()
     document = report.header(sys.argv[1:], None) | {
         "command": " ".join(["python -m tests.transfer.endurance", *sys.argv[1:]]),
         "commit": commit(),
-        "seed": options.seed,
+        "seed": FLAGS.seed,
     }
-    if options.transfers:
-        found, seconds = timed(options, test_adversary.run, options.transfers, options.seed, 3000)
+    if FLAGS.transfers:
+        found, seconds = timed(test_adversary.run, FLAGS.transfers, FLAGS.seed, 3000)
         names = ("writes", "failed writes", "lost connections", "generations thrown away")
         document["adversary"] = dict(zip(names, found, strict=True)) | {
-            "rows in committed generations, hashed": -(-options.transfers // test_adversary.ROWS) * test_adversary.ROWS,
+            "rows in committed generations, hashed": -(-FLAGS.transfers // test_adversary.ROWS) * test_adversary.ROWS,
             "torn generations": 0,
             "seconds": round(seconds),
         }
-        print(json.dumps(document["adversary"]), flush=True)
-    if options.kills:
-        numbers = Numbers(options.kills, options.kill_seconds)
-        (whole, thrown), seconds = timed(options, test_kills.kill_senders, numbers, options.seed)
+        logging.info("adversary: %s", json.dumps(document["adversary"]))
+    if FLAGS.kills:
+        numbers = Numbers(FLAGS.kills, FLAGS.kill_seconds)
+        (whole, thrown), seconds = timed(test_kills.kill_senders, numbers, FLAGS.seed)
         document["killed senders"] = {
             "kills": numbers.count,
             "whole generations": whole,
@@ -89,19 +89,20 @@ def main():
             "torn generations": 0,
             "seconds": round(seconds),
         }
-        print(json.dumps(document["killed senders"]), flush=True)
-        numbers = Numbers(options.kills, options.kill_seconds)
-        sent, seconds = timed(options, test_kills.kill_receivers, numbers, options.seed + 1)
+        logging.info("killed senders: %s", json.dumps(document["killed senders"]))
+        numbers = Numbers(FLAGS.kills, FLAGS.kill_seconds)
+        sent, seconds = timed(test_kills.kill_receivers, numbers, FLAGS.seed + 1)
         document["killed receivers"] = {
             "kills": numbers.count,
             "generations sent": sent,
             "torn generations": 0,
             "seconds": round(seconds),
         }
-        print(json.dumps(document["killed receivers"]), flush=True)
-    if options.json:
-        report.write_json(options.json, document)
+        logging.info("killed receivers: %s", json.dumps(document["killed receivers"]))
+    if FLAGS.json:
+        report.write_json(FLAGS.json, document)
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -17,8 +17,9 @@ def run_processes(count: int, folder: pathlib.Path, numbers: str) -> list[dict[s
     coordinator = f"127.0.0.1:{processes.free_port()}"
     env = processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags(8 // count))
     outputs = [folder / f"shards{i}.npz" for i in range(count)]
-    worker = [sys.executable, "-m", "tests.support.multiprocess_worker", coordinator, str(count)]
-    commands = [[*worker, str(i), str(output), numbers] for i, output in enumerate(outputs)]
+    worker = [sys.executable, "-m", "tests.support.multiprocess_worker", "--coordinator", coordinator]
+    worker += ["--num_processes", str(count), "--programs", numbers]
+    commands = [[*worker, "--process_id", str(i), "--output", str(output)] for i, output in enumerate(outputs)]
     processes.assert_finished(processes.run_all(commands, seconds=TIMEOUT_S, env=env))
     return [dict(np.load(output)) for output in outputs]
 
