@@ -85,6 +85,16 @@ THOROUGH = (
     # further directions of vmap: 2 to 3 s each
     "core/test_drop_ins_jax_suite.py::test_batching_all_to_all_over_two_axes[1]",
     "core/test_drop_ins_jax_suite.py::test_ragged_under_vmap_of_shard_map[1-1-all]",
+    # vmap of another layout, of flights and of further layers, and their derivatives: 3 to 8 s each
+    "core/test_vmap.py::test_vmap_is_a_loop[padded]",
+    "core/test_vmap.py::test_start_and_done_are_whole_operations_under_vmap[gradient of vmap]",
+    "core/test_vmap.py::test_start_and_done_are_whole_operations_under_vmap[jacfwd]",
+    "flax/test_vmap.py::test_vmap_is_a_loop[Auto-whole]",
+    "flax/test_vmap.py::test_vmap_is_a_loop[Auto-padded]",
+    "flax/test_vmap.py::test_the_front_ends",
+    "flax/test_vmap.py::test_derivatives_are_a_loop[tokens-hessian]",
+    "flax/test_vmap.py::test_derivatives_are_a_loop[tokens-jacfwd]",
+    "flax/test_vmap.py::test_derivatives_are_a_loop[weights-jacrev]",
     # derivatives of the other layouts
     "backends/reference/test_modes.py::test_global_modes_do_not_change_the_result[disable_jit]",
     # further cases of the conformance table on the reference backend, and of inactive ranks: 2 to 4 s each
