@@ -14,7 +14,7 @@ const char* const kOperations[] = {"dispatch", "redispatch", "combine", "all_to_
 const char* const kDtypes[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
 const char* const kWires[] = {"", "float8_e4m3fn", "int8"};
 const char* const kLayouts[] = {"grouped", "ranked", "padded"};
-// By Step: what the root had not done when another rank gave up on it.
+// By Step: the work that the root had not done when another rank gave up on it.
 const char* const kOwed[] = {"did not start it",
                              "did not send its routing",
                              "did not send its rows",

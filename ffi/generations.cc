@@ -88,7 +88,7 @@ void Workspace::Publish(Generation next, bool alone, double seconds) {
   while (alone && !generations_.empty()) {  // the GPUs must be idle while no thread can launch, not only before
     launching.lock();
     if (WaitIdle(0.2)) break;
-    launching.unlock();  // a launch of another rank may be what the running kernels wait for
+    launching.unlock();  // the running kernels may wait for a launch of another rank
     if (SecondsSince(began) > seconds) {
       Drop(&next);
       Refuse("the GPUs were not idle while the symmetric memory was to be replaced: try again");

@@ -340,7 +340,7 @@ NB_MODULE(_memory_test, m) {
     }
     return out;
   });
-  // Returns what the link of member 0 puts with: the newest window, the mailbox's window, the ranks' processes, the
+  // Returns the table of the link of member 0: the newest window, the mailbox's window, the ranks' processes, the
   // connection.
   m.def("windows", [](Workspace& w) {
     const Member& member = At(w, 0);

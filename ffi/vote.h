@@ -1,4 +1,4 @@
-// What processes tell each other in an agreement (ffi/agreement.h) about a change of symmetric memory.
+// The message of a process in an agreement (ffi/agreement.h) about a change of symmetric memory.
 #pragma once
 
 #include <cstdint>

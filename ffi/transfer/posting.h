@@ -47,9 +47,9 @@ class Posting {
   // false the link was closed, and there is nothing to flush. Returns after `polls` calls of the library that find
   // nothing to do.
   bool Advance(bool is_open, int polls);
-  // Calls Advance until it returns true, or for so many nanoseconds.
+  // Calls Advance until it returns true, or for `nanoseconds`.
   bool Spin(int64_t nanoseconds);
-  // Hands over nothing more. What is in flight still has to end.
+  // Hands over no more runs. The runs in flight still have to end.
   void Stop() { next_ = runs_.size(); }
 
   int64_t bytes_posted() const { return bytes_posted_; }
@@ -136,10 +136,10 @@ void UseDriver(Link& link, DriverCopies& copies);
 
 // --- Copies between the host memory of this process and of another one of the machine.
 
-// The other process: its number, and a descriptor that tells whether that is still the same process.
+// The other process: its number, and a descriptor that tells whether the number is still that process's.
 struct PeerProcess {
   int32_t id, descriptor;
-  int64_t checked = 0;  // when that was last asked, in nanoseconds
+  int64_t checked = 0;  // when the descriptor was last asked, in nanoseconds
 };
 
 // Sets the functions of a link whose endpoint is a PeerProcess and whose keys are PeerMemory.

@@ -18,7 +18,7 @@ int64_t Now() {
 
 }  // namespace
 
-// Handles what a function of the library has returned: null, a request to check later, or a negative status.
+// Handles the value that a function of the library has returned: null, a request to check later, or a negative status.
 void Posting::Keep(void* returned) {
   const intptr_t status = reinterpret_cast<intptr_t>(returned);
   if (status >= 0 || status <= kLowestStatus) {
