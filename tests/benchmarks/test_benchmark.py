@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,8 @@ QUICK = ("--inner", "2", "--repeats", "2")
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "one-hot"])
 def test_routing_names_distinct_experts_in_range(routing):
     idx = draw_topk_idx(dataclasses.replace(SMALL, routing=routing))
-    assert idx.shape == (3, 4, 24, 3) and idx.dtype == np.int32
+    chex.assert_shape(idx, (3, 4, 24, 3))
+    chex.assert_type(idx, np.int32)
     assert idx.min() >= 0 and idx.max() < SMALL.experts
     assert all(len(set(token)) == 3 for token in idx.reshape(-1, 3))
 

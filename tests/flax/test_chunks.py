@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def test_same_results_in_chunks(remat, flights, whole, monkeypatch):
     chunked = layer(dataclasses.replace(config, num_chunks=3, remat=remat))
     y_chunked, metrics_chunked, gradients_chunked = run_with_gradients(chunked, x, target, mesh)
     np.testing.assert_allclose(y_chunked, y, rtol=1e-6, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), metrics_chunked, metrics)
+    chex.assert_trees_all_close(metrics_chunked, metrics, rtol=1e-6)
     assert_same_gradients(gradients_chunked, gradients, rtol=1e-5, atol=1e-5)
 
 

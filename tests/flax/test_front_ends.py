@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,15 +38,14 @@ def test_front_ends_agree(config):
     with jax.set_mesh(mesh):
         linen_y, linen_metrics = jax.jit(LinenMoE(config).apply)(linen_variables(moe), x)
     np.testing.assert_array_equal(linen_y, y)
-    jax.tree.map(np.testing.assert_array_equal, linen_metrics, metrics)
+    chex.assert_trees_all_equal(linen_metrics, metrics, strict=True)
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["softmax", "DeepSeek-V3"])
 def test_same_parameters(config):
     moe = MoE(config, rngs=nnx.Rngs(0))
     variables = nn.unbox(jax.eval_shape(LinenMoE(config).init, jax.random.key(0), jnp.zeros((8, H))))
-    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), variables)
-    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), linen_variables(moe))
+    chex.assert_trees_all_equal_shapes_and_dtypes(variables, linen_variables(moe))
 
 
 def test_initial_weights_keep_the_size_of_activations():
@@ -103,7 +103,7 @@ def test_checkpoint_restores_on_another_mesh(tmp_path):
     nnx.replace_by_pure_dict(abstract, restored)
     again = nnx.merge(graph, abstract)
     y_again, metrics_again = run(again, x, second)
-    jax.tree.map(np.testing.assert_array_equal, weights_of(again), weights_of(moe))
+    chex.assert_trees_all_equal(weights_of(again), weights_of(moe), strict=True)
     np.testing.assert_allclose(y_again, y, rtol=1e-6, atol=1e-6)  # other ranks, another order of the float32 sums
     np.testing.assert_array_equal(metrics_again.tokens_per_expert, metrics.tokens_per_expert)
 
@@ -127,7 +127,7 @@ def test_checkpoint_restores_by_the_shapes_of_eval_shape(kind, tmp_path):
         restored = checkpointer.restore(tmp_path / "moe", nnx.to_pure_dict(target))
     assert {shard.data.shape for shard in restored["gate"].addressable_shards} == {(1, H, 24)}
     nnx.replace_by_pure_dict(state, restored)
-    jax.tree.map(np.testing.assert_array_equal, weights_of(nnx.merge(graph, state)), weights_of(moe))
+    chex.assert_trees_all_equal(weights_of(nnx.merge(graph, state)), weights_of(moe), strict=True)
 
 
 def test_optax_steps_lower_the_loss_nnx():

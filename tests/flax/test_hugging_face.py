@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -82,7 +83,7 @@ def test_any_mesh(axes, tmp_path):
     axis_name = axes[0] if len(axes) == 1 else axes
     split = load_hugging_face(tmp_path, layer, mesh=mesh, dtype=jnp.float32, axis_name=axis_name).weights
     assert {s.data.shape for s in split["up_bias"].addressable_shards} == {(E // 4, F)}
-    jax.tree.map(np.testing.assert_array_equal, split, whole)
+    chex.assert_trees_all_equal(split, whole, strict=True)
 
 
 def changed(tmp_path, **config):
@@ -147,7 +148,7 @@ def test_another_config_for_the_same_tensors(write, drop, config, tmp_path):
     rewritten(tmp_path, drop, **config)
     loaded = load_hugging_face(tmp_path, layer)
     assert loaded.config == expected.config
-    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+    chex.assert_trees_all_equal(loaded.weights, expected.weights, strict=True)
     if "mlp_layer_types" in config:
         with pytest.raises(ValueError, match="layer=2: .* not one with experts"):
             load_hugging_face(tmp_path, 2)
@@ -162,7 +163,7 @@ def test_config_and_tensors_of_a_model_of_text_and_images(start, tmp_path):
     (tmp_path / "both" / "config.json").write_text(json.dumps({"model_type": "sees_too", "text_config": text}))
     loaded = load_hugging_face(tmp_path / "both", layer)
     assert loaded.config == expected.config
-    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+    chex.assert_trees_all_equal(loaded.weights, expected.weights, strict=True)
 
 
 ELSEWHERE = {
@@ -214,7 +215,7 @@ def test_experts_in_one_tensor(out_first, tmp_path):
     rewritten(tmp_path / "fused", model_type="qwen3_5_moe" if out_first else "qwen3_vl_moe")
     for mesh in (None, make_mesh((2, 2), ("ep", "tp"))):
         loaded = load_hugging_face(tmp_path / "fused", layer, mesh=mesh, tensor_axis="tp" if mesh else None)
-        jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+        chex.assert_trees_all_equal(loaded.weights, expected.weights, strict=True)
 
 
 REFUSED = [
@@ -284,7 +285,7 @@ def test_tensors_that_no_parameter_is_read_from(tmp_path):
     try:
         rewritten(tmp_path, model_type="mine")
         register_family("mine", dataclasses.replace(KNOWN["mixtral"], unused=("w2.bias",)))
-        jax.tree.map(np.testing.assert_array_equal, load_hugging_face(tmp_path, layer).weights, expected)
+        chex.assert_trees_all_equal(load_hugging_face(tmp_path, layer).weights, expected, strict=True)
     finally:
         KNOWN.pop("mine", None)
 
@@ -317,7 +318,7 @@ def test_a_family_of_your_own(tmp_path):
         load_hugging_face(tmp_path, layer)
     try:
         register_family("mine", KNOWN["mixtral"])
-        jax.tree.map(np.testing.assert_array_equal, load_hugging_face(tmp_path, layer).weights, expected.weights)
+        chex.assert_trees_all_equal(load_hugging_face(tmp_path, layer).weights, expected.weights, strict=True)
     finally:
         KNOWN.pop("mine", None)
     with pytest.raises(TypeError, match="family='mixtral': must be a"):

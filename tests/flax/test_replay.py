@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,11 +77,12 @@ def test_own_choice_given_again_is_the_same_layer(name):
     mask = np.random.default_rng(0).random((8, 5)) < 0.8
     target = tokens(8, 5, seed=9)
     y, metrics, gradients = run_with_gradients(moe, x, target, mesh, mask=mask, **ids)
-    assert metrics.topk_idx.shape == (8, 5, config.top_k) and metrics.topk_idx.dtype == np.int32
+    chex.assert_shape(metrics.topk_idx, (8, 5, config.top_k))
+    chex.assert_type(metrics.topk_idx, np.int32)
     np.testing.assert_array_equal((metrics.topk_idx >= 0).all(-1), mask)  # padding is routed to -1 and not to expert 0
     np.testing.assert_array_equal((metrics.topk_idx == -1).all(-1), ~mask)
     *again, same_gradients = run_with_gradients(moe, x, target, mesh, mask=mask, topk_idx=metrics.topk_idx)
-    jax.tree.map(np.testing.assert_array_equal, tuple(again), (y, metrics))
+    chex.assert_trees_all_equal(tuple(again), (y, metrics), strict=True)
     assert_same_gradients(same_gradients, gradients, rtol=1e-5, atol=2e-6)
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -111,8 +112,8 @@ def test_staging_is_bounded(engine, other):
     plan = xt.plan(params, peer["weights"].layout, {"*": "bfloat16"})
     xt.push(params, plan, {"there": peer}, staging=1).wait(10)
     got = other.call("commit_weights", "weights", plan.arrivals["there"])
-    for here, there in zip(jax.tree.leaves(got), jax.tree.leaves(weights(3))):
-        np.testing.assert_array_equal(here, there.astype(ml_dtypes.bfloat16))
+    expected = jax.tree.map(lambda array: np.asarray(array).astype(ml_dtypes.bfloat16), weights(3))
+    chex.assert_trees_all_equal(got, expected, strict=True)
 
 
 @eight
