@@ -20,6 +20,7 @@ MODES = {
     "transfer": ("benchmarks.command", "writes to another process (xen_moe_jax.transfer)"),
     "tpu-static": ("benchmarks.command", "what compiled TPU programs say; no TPU needed"),
     "tpu-bundles": ("benchmarks.tpu.bundles", "issue cycles of compiled TPU kernels; no TPU needed"),
+    "tpu-chip": ("benchmarks.tpu.chip", "times on TPUs, beside the counts of the same chip"),
     "tpu-layer": ("benchmarks.tpu.layer", "a compiled layer with its gradients for TPUs; no TPU needed"),
     "cuda-tuning": ("benchmarks.ops.cuda_tuning", "CUDA operations over thread blocks and their roles"),
     "host-cost": ("benchmarks.ops.host_cost", "what a call costs the host"),

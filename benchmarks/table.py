@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks import layer_tables
 from benchmarks.peers import jax_best, jax_settings
 from benchmarks.tpu import budget as tpu_budget
+from benchmarks.tpu import chip as tpu_chip
 from benchmarks.tpu import layer as tpu_layer
 from tools import perf_curves
 
@@ -231,6 +232,11 @@ def tpu_static(lines: Callable[[list[dict[str, Any]]], list[str]]) -> str:
     return "\n".join(lines(json.loads((RESULTS / "tpu_static.json").read_text())["results"]))
 
 
+def tpu_hosts() -> str:
+    """Returns the static estimate for one host of each generation."""
+    return "\n".join(tpu_chip.hosts_table(json.loads((RESULTS / "tpu_hosts.json").read_text())))
+
+
 def tpu_left_out() -> str:
     missing = json.loads((RESULTS / "tpu_static.json").read_text())["left_out"]
     return f"Not compiled for this file: {', '.join(missing)}." if missing else "Every program was compiled."
@@ -373,6 +379,7 @@ QUOTES = {
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
     "TPU targets": lambda: tpu_static(tpu_budget.by_target),
     "TPU left out": tpu_left_out,
+    "TPU hosts": tpu_hosts,
     "on paper": perf_curves.tables,
     **layer_tables.TABLES,
 }

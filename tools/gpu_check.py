@@ -21,34 +21,21 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import processes  # noqa: E402
 from tools import node_check  # noqa: E402
+from tools.steps import Outcome, Step, choose, listing, run_step, table  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A command with a time limit in seconds. `default`: part of a run that names no steps."""
-
-    name: str
-    seconds: float
-    commands: Callable[[Context], list[list[str]]]
-    default: bool = True
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    about: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,58 +191,6 @@ STEPS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass
-class Outcome:
-    """The outcome of a step. `passed`, `failed` and `skipped` count its tests where it ran any."""
-
-    step: str
-    status: str
-    seconds: float
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    failures: list[str] = dataclasses.field(default_factory=list)
-    output_end: str = ""
-
-
-TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
-
-
-def run_step(step: Step, context: Context, seconds: float, log) -> Outcome:
-    """Runs the step's commands one after another within `seconds`."""
-    began = time.monotonic()
-    status, text = "passed", ""
-    for command in step.commands(context):
-        left = seconds - (time.monotonic() - began)
-        if left <= 1:
-            status = "out of time"
-            break
-        environment = processes.environment(**GPU_ENVIRONMENT, **step.environment)
-        (done,) = processes.run_all([command], seconds=left, env=environment)
-        text += done.output
-        log.write(f"\n===== {step.name}: {' '.join(command)}\n{done.output}\n")
-        log.write(f"===== status {done.returncode} after {done.seconds:.1f} s\n")
-        log.flush()
-        if not done.ok:
-            status = "killed at its limit" if done.returncode is None else f"exit status {done.returncode}"
-            break
-    tests = TEST_LINE.findall(text)
-    count = {kind: sum(result == kind for _, result in tests) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
-    failures = [name for name, result in tests if result in ("FAILED", "ERROR")]
-    if status == "passed" and tests and not count["PASSED"]:
-        status = "every test was skipped"
-    return Outcome(
-        step.name,
-        status,
-        round(time.monotonic() - began, 1),
-        count["PASSED"],
-        count["FAILED"] + count["ERROR"],
-        count["SKIPPED"],
-        failures[:40],
-        text[-6000:],
-    )
-
-
 def install_wheels(directory: str, target: pathlib.Path) -> None:
     """Unpacks wheels for this run alone and puts them on the path of every step."""
     wheels = sorted(str(p) for p in pathlib.Path(directory).glob("*.whl"))
@@ -289,28 +224,10 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def choose_steps(names: str | None) -> list[Step]:
-    if not names:
-        return [step for step in STEPS if step.default]
-    wanted = names.split(",")
-    unknown = [name for name in wanted if name not in {step.name for step in STEPS}]
-    if unknown:
-        raise SystemExit(f"--steps: unknown {unknown}; there are {[step.name for step in STEPS]}")
-    return [step for step in STEPS if step.name in wanted]
-
-
-def table(outcomes: list[Outcome]) -> str:
-    lines = [f"{'step':<14}{'status':<24}{'seconds':>8}{'passed':>8}{'failed':>8}{'skipped':>8}"]
-    for o in outcomes:
-        lines.append(f"{o.step:<14}{o.status:<24}{o.seconds:>8.1f}{o.passed:>8}{o.failed:>8}{o.skipped:>8}")
-    failures = [name for o in outcomes for name in o.failures]
-    return "\n".join([*lines, *(f"failed: {name}" for name in failures[:20])])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--steps", help=", ".join(f"{s.name}{'' if s.default else ' (not by default)'}" for s in STEPS))
+    parser.add_argument("--steps", help=listing(STEPS))
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
     parser.add_argument("--build", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--wheels", help="directory of wheels to use for this run")
@@ -328,7 +245,7 @@ def main() -> int:
     if options.memory:
         os.environ["XEN_MOE_MEMORY"] = options.memory  # every step inherits it
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = choose_steps(options.steps)
+    steps = choose(STEPS, options.steps)
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch, open(options.out / "logs.txt", "a") as log:
         if options.wheels:
@@ -343,7 +260,8 @@ def main() -> int:
             if left < 10:
                 outcomes.append(Outcome(step.name, "left out, no time", 0.0))
             else:
-                outcomes.append(run_step(step, context, min(step.seconds, left), log))
+                environment = processes.environment(**GPU_ENVIRONMENT)
+                outcomes.append(run_step(step, context, min(step.seconds, left), log, environment))
                 print("\n".join(outcomes[-1].output_end.splitlines()[-12:]), flush=True)
             result = dataclasses.asdict(outcomes[-1])
             (options.out / f"{step.name}.json").write_text(json.dumps(result, indent=1) + "\n")

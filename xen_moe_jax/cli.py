@@ -1,4 +1,4 @@
-"""The `xen-moe-jax` command: `doctor`, `benchmark`, `autotune` and `memory`, each with its own `--help`."""
+"""The `xen-moe-jax` command: `doctor`, `check`, `benchmark`, `autotune` and `memory`, each with its own `--help`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from xen_moe_jax._command_line import Parser
 
 COMMANDS = {
     "doctor": ("xen_moe_jax.doctor", "what this machine has, and which backend each platform would use"),
+    "check": (
+        "xen_moe_jax._check_command",
+        "proves the library on this machine's TPUs, GPUs or CPU; a file to send back",
+    ),
     "benchmark": ("xen_moe_jax.tuning.quick", "dispatch and combine beside jax.lax.all_to_all, timed in seconds"),
     "autotune": ("xen_moe_jax.tuning.command", "the fastest config of each shape on this machine, kept"),
     "memory": ("xen_moe_jax.flax.memory", "bytes of an MoE layer's buffers by capacity, chunks and remat"),

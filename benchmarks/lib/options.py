@@ -25,6 +25,7 @@ from xen_moe_jax.tuning.arguments import (
 
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_CASES = ("throughput", "throughput-bf16", "low-latency", "low-latency-bf16")
+TPU_OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
 LAYER_MODES = ("layer", "model")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)
@@ -146,6 +147,8 @@ def tpu_static(add: Add) -> None:
     """Compiled TPU programs."""
     add("--generations", nargs="+", choices=TPU_GENERATIONS, help="to compile for (default: all)")
     add("--cases", nargs="+", choices=TPU_CASES, help="to compile (default: all)")
+    add("--operations", nargs="+", dest="compiled", choices=TPU_OPERATIONS, help="to compile (default: all)")
+    add("--check", metavar="FILE", help="write nothing; compile for 8 devices, exit status 1 where a count has moved")
 
 
 def transfer(add: Add) -> None:

@@ -330,9 +330,28 @@ def pair_group(program: Program) -> int:
 
 
 def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
-    """Bundles of every kernel of a program that `works` knows."""
+    """Bundles of every kernel of a program that `works` knows.
+
+    Raises:
+      ValueError: a kernel does not have the loops that `works` names.
+    """
+    found, rest = counts_and_rest(program, routing, padded)
+    if rest:
+        raise ValueError("; ".join(f"{name}: {reason}" for name, reason in rest.items()))
+    return found
+
+
+def counts_and_rest(program: Program, routing: Routing, padded: bool) -> tuple[dict[str, Count], dict[str, str]]:
+    """`counts`, and why a kernel was not counted: small programs have fewer loops than `works` names."""
     known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, padded)
-    return {name: count(loop, known[name]) for name, loop in program.kernels.items() if name in known}
+    found, rest = {}, {}
+    for name, loop in program.kernels.items():
+        if name in known:
+            try:
+                found[name] = count(loop, known[name])
+            except ValueError as error:
+                rest[name] = str(error)
+    return found, rest
 
 
 def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:

@@ -68,9 +68,15 @@ def main(options: argparse.Namespace, line: list[str]) -> int:
     sizes = {"hidden": options.hidden or 7168, "experts": options.experts or 256, "top_k": options.top_k or 8}
     cases = {c.name: c if options.tokens is None else dataclasses.replace(c, tokens=options.tokens) for c in CASES}
     fixed = {"versions": report.versions(), "sizes": sizes, "seed": options.seed, "tokens": options.tokens}
-    rows = earlier_rows(options.json, fixed)
     compiler = Compiler(folder, sizes)
-    for key in wanted(options.generations, options.cases):
+    if options.check:
+        lines = check(
+            options.check, wanted(options.generations, options.cases, options.compiled), cases, fixed, compiler
+        )
+        print("\n".join(lines) or f"{options.check}: every count is as the kernels are")
+        return int(bool(lines))
+    rows = earlier_rows(options.json, fixed)
+    for key in wanted(options.generations, options.cases, options.compiled):
         report.progress(" ".join(key))
         generation, program, case, operation = key
         if program == "xen_moe_jax":
@@ -100,8 +106,10 @@ Key = tuple[str, str, str, str]
 """Generation, program, case, operation of a row."""
 
 
-def wanted(generations: Sequence[str] | None, cases: Sequence[str] | None) -> list[Key]:
-    """Keys of the rows of these generations and cases (None: all), in the order of the report."""
+def wanted(
+    generations: Sequence[str] | None, cases: Sequence[str] | None, operations: Sequence[str] | None = None
+) -> list[Key]:
+    """Keys of the rows of these generations, cases and operations (None: all), in the order of the report."""
     names = [case.name for case in CASES if cases is None or case.name in cases]
     found: list[Key] = []
     for generation in tpu_topologies.TOPOLOGIES:
@@ -112,7 +120,7 @@ def wanted(generations: Sequence[str] | None, cases: Sequence[str] | None) -> li
             found += [(generation, "xen_moe_jax", "throughput", operation) for operation in OPERATIONS[2:]]
         if PEER_CASE in names:
             found.append((generation, "jax.lax.ragged_all_to_all", PEER_CASE, "dispatch"))
-    return found
+    return [key for key in found if operations is None or key[3] in operations]
 
 
 def earlier_rows(path: str | None, fixed: dict[str, Any]) -> dict[Key, dict[str, Any]]:
@@ -176,10 +184,9 @@ class Compiler:
         return self.found[key]
 
 
-def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
-    """Compiles one operation of the library for 8 devices, and where it is synchronous for the most devices too, and
-    counts it."""
-    sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
+def row_of_eight(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
+    """Compiles one operation of the library for 8 devices, and counts it."""
+    sizes = compiler.sizes
     program, seconds = compiler(generation, case, operation, 8)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
     row: dict[str, Any] = {
@@ -189,17 +196,71 @@ def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Co
     row |= compiled_facts(program.compiled, seconds)
     row["scalar_operations"] = tpu_bundles.scalar_operations(program.text)
     if "halves" not in operation:
-        most = tpu_budget.CHIPS[-1]
-        large, seconds = compiler(generation, case, operation, most)
-        facts = compiled_facts(large.compiled, seconds)
-        row["largest"] = {"devices": most} | facts | {"scalar_operations": tpu_bundles.scalar_operations(large.text)}
         routing = tpu_bundles.random_routing(
             case.tokens, 8, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
         )
         found = tpu_bundles.counts(program, routing, case.layout == "padded")
         row["bundles"] = {name: {"step": c.step, "turn": c.turn, "cores": c.cores} for name, c in found.items()}
+    return row
+
+
+def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
+    """Compiles one operation of the library for 8 devices, and where it is synchronous for the most devices too, and
+    counts it."""
+    sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
+    row = row_of_eight(generation, case, operation, seed, compiler)
+    if "halves" not in operation:
+        program, _ = compiler(generation, case, operation, 8)
+        most = tpu_budget.CHIPS[-1]
+        large, seconds = compiler(generation, case, operation, most)
+        facts = compiled_facts(large.compiled, seconds)
+        row["largest"] = {"devices": most} | facts | {"scalar_operations": tpu_bundles.scalar_operations(large.text)}
         row["budget"] = tpu_budget.rows(topology, case, operation, {8: program, most: large}, sizes, seed)
     return row | lower_bounds(row, topology)
+
+
+COUNTED = (
+    "kernels",
+    "collective_bytes",
+    "scalar_operations",
+    "bundles",
+    "remote_dmas",
+    "local_dmas",
+    "ici_bytes",
+    "hbm_bytes",
+    "temp_bytes",
+    "argument_bytes",
+    "output_bytes",
+)
+"""What a compilation gives again, to the last bundle and byte."""
+
+
+def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """Returns a line for each count of a row that is another one when its program is compiled again."""
+    lines = []
+    for name in (n for n in COUNTED if n in known or n in again):
+        if name == "bundles" and known.get(name) and again.get(name):
+            pairs = [(kernel, known[name].get(kernel), again[name].get(kernel)) for kernel in known[name] | again[name]]
+            lines += [f"bundles of {kernel}: {now}, the file has {old}" for kernel, old, now in pairs if old != now]
+        elif known.get(name) != again.get(name):
+            lines.append(f"{name}: {again.get(name)}, the file has {known.get(name)}")
+    return lines
+
+
+def check(path: str, keys: list[Key], cases: dict[str, Case], fixed: dict[str, Any], compiler: Compiler) -> list[str]:
+    """Compiles these rows of a file again for 8 devices; returns a line for each count that has moved.
+
+    Raises:
+      ValueError: the file is of other versions, sizes, seed or tokens, or lacks a row.
+    """
+    rows, lines = earlier_rows(path, fixed), []
+    for key in (key for key in keys if key[1] == "xen_moe_jax"):
+        if key not in rows:
+            raise ValueError(f"--check {path}: has no row {' '.join(key)}; make it with --json {path}")
+        generation, _, case, operation = key
+        again = row_of_eight(generation, cases[case], operation, fixed["seed"], compiler)
+        lines += [f"{' '.join(key)}: {line}" for line in moved(rows[key], again)]
+    return lines
 
 
 def peer_row(generation: str, case: Case, sizes: dict[str, int], seed: int) -> dict[str, Any]:

@@ -15,9 +15,18 @@ from typing import Any
 GIGA = 1e9
 
 
-FLAT = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
 """Chips along each dimension of a two-dimensional torus; a dimension wraps around where it is 16 long."""
-CUBES = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8), 256: (4, 8, 8)}
+CUBES = {
+    1: (1, 1, 1),
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+    128: (4, 4, 8),
+    256: (4, 8, 8),
+}
 """Chips along each dimension of a three-dimensional torus; all dimensions wrap around where each is a multiple of 4."""
 
 
@@ -62,12 +71,26 @@ class Topology:
         cubes = all(n % 4 == 0 for n in sides)
         return Shape(sides, tuple(n == 16 if self.flat else cubes for n in sides))
 
+    def topology_of(self, devices: int) -> str:
+        """The topology of so many devices, as libtpu names it.
+
+        Raises:
+          ValueError: none of that size is known here.
+        """
+        table, chips = FLAT if self.flat else CUBES, devices // self.devices_per_chip
+        if chips not in table or chips * self.devices_per_chip != devices:
+            sizes = [n * self.devices_per_chip for n in table]
+            raise ValueError(f"{self.name} with {devices} devices: no such topology is known here, there are {sizes}")
+        return f"{self.name}:{'x'.join(map(str, table[chips]))}"
+
     def all_to_all_us(self, off_device_bytes: float, devices: int = 8) -> float:
         """Time of an all-to-all in which every device sends `off_device_bytes` to all other devices in equal parts.
 
         Dimension by dimension: along a line of `n` chips the link in the middle carries `n / 4` times the bytes that a
         chip sends, itself included; around a ring, where traffic goes the shorter way, `n / 8`. Dimensions overlap.
         """
+        if devices == self.devices_per_chip:
+            return 0.0  # nothing leaves the chip
         shape = self.shape(devices)
         per_chip = off_device_bytes * devices / (devices - 1) * self.devices_per_chip
         load = max(n / (8 if wraps else 4) for n, wraps in zip(shape.sides, shape.wraps, strict=True) if n > 1)
@@ -77,6 +100,8 @@ class Topology:
         """Time in which every device gets `off_device_bytes` from all other devices, each of which sends the same bytes
         to all. The links of a chip in a corner take them in (one link in each dimension, two in a ring).
         """
+        if devices == self.devices_per_chip:
+            return 0.0
         shape = self.shape(devices)
         links = sum(2 if wraps else 1 for n, wraps in zip(shape.sides, shape.wraps, strict=True) if n > 1)
         per_chip = off_device_bytes * (devices - self.devices_per_chip) / (devices - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 
 import pytest
 
@@ -11,7 +13,7 @@ from benchmarks.tpu import budget as tpu_budget
 from benchmarks.tpu import static as tpu_static
 from benchmarks.tpu.programs import CASES
 from benchmarks.tpu.topologies import TOPOLOGIES
-from tests.support import ROOT
+from tests.support import ROOT, processes
 
 RESULTS = ROOT / "benchmarks/results/tpu_static.json"
 FIXED = {"versions": {"jax": "1"}, "sizes": {"hidden": 8}, "seed": 0, "tokens": None}
@@ -20,6 +22,7 @@ FIXED = {"versions": {"jax": "1"}, "sizes": {"hidden": 8}, "seed": 0, "tokens": 
 def test_arguments_name_what_there_is():
     assert list(options.TPU_GENERATIONS) == list(TOPOLOGIES)
     assert list(options.TPU_CASES) == [case.name for case in CASES]
+    assert options.TPU_OPERATIONS == tpu_static.OPERATIONS
 
 
 def test_rows_of_a_generation_and_of_a_case():
@@ -96,3 +99,48 @@ def test_any_choice_of_cases_can_be_drawn(cases, tmp_path):
     path = tmp_path / "plot.png"
     tpu_budget.plot(str(path), [row for row in rows if cases is None or row["case"] in cases])
     assert path.stat().st_size > 1000
+
+
+def test_a_count_that_has_moved_is_named():
+    known = {"kernels": ["a"], "bundles": {"a": {"step": 1, "turn": {"send": 2}}, "b": {"step": 3}}, "temp_bytes": 5}
+    again = {"kernels": ["a"], "bundles": {"a": {"step": 1, "turn": {"send": 4}}, "b": {"step": 3}}, "temp_bytes": 6}
+    assert tpu_static.moved(known, known | {"compile_seconds": 9}) == []
+    assert tpu_static.moved(known, again) == [
+        "bundles of a: {'step': 1, 'turn': {'send': 4}}, the file has {'step': 1, 'turn': {'send': 2}}",
+        "temp_bytes: 6, the file has 5",
+    ]
+    assert tpu_static.moved(known, known | {"hbm_bytes": 7}) == ["hbm_bytes: 7, the file has None"]
+
+
+def test_a_row_that_a_file_lacks_is_no_agreement(tmp_path):
+    path = tmp_path / "static.json"
+    path.write_text(json.dumps(FIXED | {"results": []}))
+    keys = tpu_static.wanted(["v5p"], ["low-latency"], ["combine"])
+    assert keys == [("v5p", "xen_moe_jax", "low-latency", "combine")]
+    with pytest.raises(ValueError, match="has no row v5p xen_moe_jax low-latency combine"):
+        tpu_static.check(str(path), keys, {}, FIXED, None)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_the_counts_of_the_file_are_those_of_the_kernels(generation):
+    """Compiled again, every count is the same, to the last bundle; all cases by `slow`."""
+    check_file(generation, "--cases", "low-latency", "--operations", "dispatch", "combine")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_all_counts_of_the_file_are_those_of_the_kernels(generation):
+    check_file(generation)
+
+
+def check_file(generation: str, *arguments: str) -> None:
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    found = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    versions = json.loads(RESULTS.read_text())["versions"]
+    if found != {name: versions[name] for name in found}:
+        pytest.skip(f"the file was counted with {versions}, here are {found}")
+    command = [sys.executable, "-m", "benchmarks", "tpu-static", "--check", str(RESULTS), "--generations", generation]
+    (done,) = processes.run_all([[*command, *arguments]], seconds=3000, env=processes.environment())
+    assert done.ok, f"make the file again: python -m benchmarks tpu-static --json {RESULTS}\n{done.output[-4000:]}"

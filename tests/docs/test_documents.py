@@ -108,7 +108,9 @@ def test_readme_example_runs_and_equals_a_dense_layer(tmp_path, environment):
 
 RUNNABLE = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if path.parent != ROOT and python_blocks(path)]
 NOT_EVERYWHERE = "docs/user/transfer.md"
+WITH_LIBTPU = "docs/user/tpu.md"
 no_transfer = pytest.mark.skipif(bool(transfer.missing()), reason=f"the transfer page: {transfer.missing()}")
+no_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the page compiles with libtpu")
 
 
 def test_the_pages_with_examples_are_found():
@@ -116,7 +118,11 @@ def test_the_pages_with_examples_are_found():
 
 
 @pytest.mark.parametrize(
-    "document", [pytest.param(name, marks=[no_transfer] * (name == NOT_EVERYWHERE)) for name in RUNNABLE]
+    "document",
+    [
+        pytest.param(name, marks=[no_transfer] * (name == NOT_EVERYWHERE) + [no_libtpu] * (name == WITH_LIBTPU))
+        for name in RUNNABLE
+    ],
 )
 def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
     run_in_stated_time(ROOT / document, "\n".join(python_blocks(ROOT / document)), tmp_path, environment)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import IO
 
 from tests.support import ROOT
@@ -66,9 +67,16 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)} | changes
 
 
-def run_all(commands: list[list[str]], *, seconds: float, env: dict[str, str] | None = None) -> list[Finished]:
+def run_all(
+    commands: list[list[str]],
+    *,
+    seconds: float,
+    env: dict[str, str] | None = None,
+    give_up: Callable[[], bool] = lambda: False,
+) -> list[Finished]:
     """Runs `commands` side by side; when one fails, the remaining ones get five more seconds, and none outlives
-    `seconds`."""
+    `seconds`, or the moment at which `give_up()` is true.
+    """
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         began = time.monotonic()
@@ -79,7 +87,7 @@ def run_all(commands: list[list[str]], *, seconds: float, env: dict[str, str] | 
         ended = [0.0] * len(running)
         limit = began + seconds
         try:
-            while any(p.poll() is None for p in running) and time.monotonic() < limit:
+            while any(p.poll() is None for p in running) and time.monotonic() < limit and not give_up():
                 for i, process in enumerate(running):
                     if process.poll() is not None and not ended[i]:
                         ended[i] = time.monotonic() - began

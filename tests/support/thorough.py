@@ -16,6 +16,14 @@ THOROUGH = (
     "backends/pallas/test_planted_bugs.py::test_planted_bug_is_noticed",
     "backends/pallas/test_planted_bugs.py::test_nothing_is_noticed_without_a_bug",
     "backends/pallas/test_few_tokens.py::test_index_tokens[2-200-3-5-grouped-640-8]",
+    # faults planted in kernels under tools/tpu_check.py: 20 to 50 s each; the search for them stays in `make test`
+    "tools/test_tpu_check.py::test_a_kernel_that_hangs_is_named_with_its_semaphore",
+    "tools/test_tpu_check.py::test_a_wrong_kernel_fails_the_step_and_the_next_one_runs",
+    "tools/test_tpu_check.py::test_a_slow_kernel_is_named",
+    "tools/test_tpu_check.py::test_several_hosts_check_together",
+    "tools/test_tpu_check_programs.py::test_each_kind_of_program_compiles",
+    "benchmarks/test_tpu_static.py::test_the_counts_of_the_file_are_those_of_the_kernels",
+    "tools/test_tpu_check_programs.py::test_what_is_timed_of_a_decode_compiles",
     # whole programs compiled for a TPU: 10 to 30 s each; the program for v4 stays in `make test`
     "backends/pallas/test_aot.py::test_full_size_program[v5e-decode-int8]",
     "backends/pallas/test_aot.py::test_large_topology[v5e-64]",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -80,10 +82,21 @@ def compile_program(
 
 
 def compile_only(
-    program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = False
+    program: Program,
+    problem: Problem,
+    inner: int,
+    unroll: int = 1,
+    *,
+    with_memory: bool = False,
+    around: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008  it holds nothing
+    kept: list[Any] | None = None,
 ) -> Callable[[], Timed]:
     """Does the work of `compile_program` in two steps: compiling, which threads may do side by side, and preparing the
     operands, which runs collectives: every process must prepare one program after the other, in the same order.
+
+    Args:
+      around: entered while the loop is traced and compiled.
+      kept: gets the compiled loop.
     """
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
@@ -113,7 +126,10 @@ def compile_only(
         return program.step(prepared, carry, topk_idx, topk_weights)
 
     pools = (inputs.topk_idx, inputs.topk_weights)
-    compiled = on_ranks(loop, mesh, SPECS).lower(prepared, *pools).compile()
+    with around:
+        compiled = on_ranks(loop, mesh, SPECS).lower(prepared, *pools).compile()
+    if kept is not None:
+        kept.append(compiled)
     memory = {}
     if with_memory:
         one = (prepared, *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in pools))

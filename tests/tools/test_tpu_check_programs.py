@@ -1,0 +1,126 @@
+"""The programs that `tools/tpu_check.py` runs on TPUs, compiled ahead of time by libtpu for the chips of one host.
+
+CI compiles, for each generation, each kind of step once; `slow` compiles all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+pytest.importorskip("tools.tpu_check", reason="tools are part of a checkout alone")
+
+from benchmarks.tpu import chip
+from benchmarks.tpu.here import COMPILE_FOR
+from tests.support import processes
+from tools import tpu_check
+
+pytestmark = pytest.mark.tpu_aot
+
+HOSTS = {"v4-8": "v4:2x2x1", "v5e-8": "v5e:2x4", "v5p-8": "v5p:2x2x1", "v6e-8": "v6e:2x4", "7x-8": "tpu7x:2x2x1"}
+"""What a host is called, and its topology."""
+QUICK = "(TestHalves and [ranked/uniform]) or (TestFewTokens and [padded/uniform]) or (sizes and values[128])"
+EACH_KIND = " or ".join(
+    [
+        "(TestChips and ([grouped/uniform] or [grouped-fp8/uniform] or [padded-scaled-int8/uniform]))",
+        "(TestChips and (grouped-two-axes/uniform or in_segments or start_and_done))",
+        "(TestChips and test_gradients and grouped)",
+        "(TestFewTokens and [padded-fp8-ue8m0/uniform])",
+        "(TestHalves and ([grouped/uniform] or padded-two-axes))",
+        "values[1] or values[4096-fp8] or values[8192] or DeepSeek",
+    ]
+)
+OUTCOME = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
+
+
+def compile_tests(topology: str, expression: str) -> int:
+    """Returns how many tests' programs were compiled; the others say why they do not run on a TPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/tpu", "-k", expression]
+    (done,) = processes.run_all([command], seconds=3000, env=processes.environment(**{COMPILE_FOR: topology}))
+    assert done.returncode == 0 and " failed" not in done.output, done.output[-6000:]
+    found = [(int(number), reason) for number, reason in OUTCOME.findall(done.output)]
+    rest = {reason for _, reason in found if not reason.startswith(f"compiled for {topology}")}
+    assert all("float16" in reason or reason.startswith("needs ") for reason in rest), rest
+    return sum(number for number, reason in found if reason.startswith(f"compiled for {topology}"))
+
+
+def compile_part(topology: str, part: str, folder, *arguments: str) -> list[dict]:
+    """Returns the programs of a part of `benchmarks.tpu.chip`, with their kernels."""
+    path = folder / "part.json"
+    command = [sys.executable, "-m", "benchmarks.tpu.chip", part, "--json", str(path), *arguments]
+    (done,) = processes.run_all([command], seconds=3000, env=processes.environment(**{COMPILE_FOR: topology}))
+    assert done.ok, done.output[-4000:]
+    document = json.loads(path.read_text())
+    assert document["rows"] == []
+    return document["programs"]
+
+
+def test_some_programs_compile():
+    assert compile_tests(HOSTS["v5p-8"], QUICK) == 3
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_each_kind_of_program_compiles(host):
+    assert compile_tests(HOSTS[host], EACH_KIND) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_program_compiles(host):
+    assert compile_tests(HOSTS[host], "not TestOneChip and not small_tokens") > 300
+
+
+def test_one_chip():
+    """What a machine with a single chip runs."""
+    chosen = "TestOneChip and ([grouped/uniform] or (test_gradients and ranked) or in_segments)"
+    assert compile_tests("v5e:2x2", chosen) == 3
+
+
+def assert_timed(programs: list[dict], cases: int, peers: int) -> None:
+    """Dispatch and combine of each case; a round trip of those with peers, beside them."""
+    own = [p for p in programs if p["program"].endswith(", xen_moe_jax (pallas)")]
+    assert len(own) == 2 * cases + peers and all(p["kernels"] for p in own)
+    assert len(programs) == len(own) + peers * (len(chip.PEERS) + 1)
+
+
+def assert_fewer_and_fewer(programs: list[dict], cases: int) -> None:
+    """A program for each kernel of a dispatch and a combine, besides the whole, with so many kernels in their order."""
+    whole = [p for p in programs if p["program"].endswith(", whole")]
+    assert len(whole) == 2 * cases and len(programs) == sum(1 + len(p["kernels"]) for p in whole)
+    for all_of_them in whole:
+        label = all_of_them["program"].removesuffix("whole")
+        fewer = [p for p in programs if p["program"].startswith(label) and p is not all_of_them]
+        assert [p["compiled"] for p in fewer] == [all_of_them["kernels"][:kept] for kept in range(len(fewer))]
+
+
+def test_what_is_timed_of_a_decode_compiles(tmp_path):
+    decode = ("--cases", "low-latency-bf16")
+    assert_timed(compile_part(HOSTS["v5e-8"], "operations", tmp_path, *decode), 1, 1)
+    assert_fewer_and_fewer(compile_part(HOSTS["v4-8"], "kernels", tmp_path, *decode), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_all_that_is_timed_compiles(host, tmp_path):
+    cases = len(chip.cases(False))
+    assert_timed(compile_part(HOSTS[host], "operations", tmp_path), cases, len(chip.AGAINST_PEERS))
+    assert_fewer_and_fewer(compile_part(HOSTS[host], "kernels", tmp_path), cases)
+    layers = compile_part(HOSTS[host], "layer", tmp_path)
+    assert [bool(p["kernels"]) for p in layers] == [True, True, False]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_chip_of_a_host_is_known(host):
+    """The generation and number of devices are enough to count for the same chip."""
+    from benchmarks.tpu import topologies
+    from xen_moe_jax.backends.pallas.hardware import GENERATIONS
+
+    generation = HOSTS[host].partition(":")[0]
+    devices = topologies.devices(generation, topology=HOSTS[host])
+    assert GENERATIONS[devices[0].device_kind].name == generation
+    assert topologies.TOPOLOGIES[generation].topology_of(len(devices)) == HOSTS[host]
+    assert tpu_check.MESH <= len(devices) == {"v4": 4, "v5p": 4}.get(generation, 8)
