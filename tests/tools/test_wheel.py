@@ -87,7 +87,12 @@ def test_programs_compiled_for_gpus(python, tmp_path):
     compiler = tmp_path / "compiler"
     pip_install(python, "--no-deps", "--target", str(compiler), *packages, folder=tmp_path)
     run_tests(
-        python, "tests/backends/cuda/test_aot.py", "tests/flax/test_hopper_aot.py", folder=tmp_path, path=str(compiler)
+        python,
+        "tests/backends/cuda/test_aot.py",
+        "tests/flax/test_hopper_aot.py",
+        "tests/flax/test_state_aot.py",
+        folder=tmp_path,
+        path=str(compiler),
     )
 
 
