@@ -287,8 +287,9 @@ def measure_operations(small: bool, put: Callable[[dict], None]) -> Clock:
             one = clock.start(name, measured, program)
             if one is None:
                 continue
-            verify.check_timed_result(one[0], measured.problem)
             error = None
+            if program.name != EXCHANGE:
+                verify.check_timed_result(one[0], measured.problem)
             if program.round_trip is not None:
                 error = verify.check_round_trip(program, measured.problem)
             elif program.name == EXCHANGE:
