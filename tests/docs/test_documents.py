@@ -18,17 +18,9 @@ from tests.support import ROOT, quick_compiler, transfer
 from xen_moe_jax import cli
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+WITHOUT_FIGURES_OF_SPEED = ("README", "benchmarks", "gpu_checks", "nodes_nccl")
 PERFORMANCE = ["user/performance.md"] + [
-    f"lab/{name}.md"
-    for name in (
-        "operations",
-        "small_batches",
-        "layers",
-        "performance_model",
-        "benchmark_tables",
-        "tpu_checks",
-        "transfer_figures",
-    )
+    f"lab/{path.name}" for path in sorted(ROOT.glob("docs/lab/*.md")) if path.stem not in WITHOUT_FIGURES_OF_SPEED
 ]
 if not (ROOT / "docs" / "user" / "api.md").exists():
     pytest.skip("the documents are not beside the tests", allow_module_level=True)
