@@ -47,6 +47,7 @@ PRESETS = {
     "transfer": Preset("--sizes 2048 --peers none", ""),
     "tpu-static": Preset("--generations v5e --cases low-latency", None),
     "tpu-bundles": Preset("--case low-latency", None),
+    "tpu-chip": Preset("counted --generation v5e --cases low-latency", None),
     "tpu-layer": Preset("--topologies v5e:4x4 --matmuls ragged_dot", None),
     "cuda-tuning": Preset(None, ""),
     "host-cost": Preset("--trips 4 --repeats 2", ""),
