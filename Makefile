@@ -12,6 +12,7 @@ JAX ?= $(OLDEST_JAX)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MAXTEXT := .venv-maxtext
 PYTEST_ARGS ?=
 # test processes side by side; each has 8 virtual devices
 JOBS ?= 2
@@ -27,7 +28,7 @@ export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help versions setup transfer demo test test-thorough test-slow memory-test kernel-test lint format picture types docs doctor benchmark bazel-test wheel release clean
+.PHONY: help versions setup transfer demo test test-thorough test-slow memory-test kernel-test maxtext-test lint format picture types docs doctor benchmark bazel-test wheel release clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -67,18 +68,18 @@ transfer: $(READY)  ## the compiled part of xen_moe_jax.transfer, in place (make
 demo: $(READY)  ## train a small MoE language model, check it, draw its curves
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-# Every test is in exactly one of the five selections below, by its marks: tests/tools/test_selections.py holds them to it.
+# Every test is in exactly one of the six selections below, by its marks: tests/tools/test_selections.py holds them to it.
 RUN_TESTS = tools/run_tests.sh $(BIN)/python
 MEMORY_TESTS = tests/ffi/test_memory.py tests/ffi/test_memory_nodes.py tests/ffi/test_nccl.py tests/ffi/test_processes.py
 
-test: $(READY)  ## the test suite: minutes. What is slow, thorough or C++ alone has the four targets below
-	$(RUN_TESTS) "not slow and not thorough and not kernels and not memory" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+test: $(READY)  ## the test suite: minutes. What is slow, thorough, C++ alone or another library's has the five targets below
+	$(RUN_TESTS) "not slow and not thorough and not kernels and not memory and not clients" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-thorough: $(READY)  ## the long ones that CI runs too: further members of the families of make test
-	$(RUN_TESTS) "thorough and not slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(RUN_TESTS) "thorough and not slow and not clients" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what all others leave out: an hour or more
-	$(RUN_TESTS) "slow" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(RUN_TESTS) "slow and not clients" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 kernel-test: $(READY)  ## the CUDA kernels on host threads, and the networks that they are tested over: C++, no CUDA, no GPU
 	$(BIN)/python -m pytest tests/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -88,6 +89,15 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
 	$(BIN)/cmake --build build/memory
 	$(BIN)/python -m pytest $(MEMORY_TESTS) -m "memory and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+maxtext-test: $(MAXTEXT)/.ready  ## MaxText trains with this library: minutes, and 1.5 GB in an environment of its own
+	PYTHONPATH=. $(MAXTEXT)/bin/python -m pytest tests/clients -m "clients" $(PYTEST_ARGS)
+
+$(MAXTEXT)/.ready: tests/clients/maxtext_requirements.txt pyproject.toml
+	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m venv $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  "jax==$(JAX)" "jaxlib==$(JAX)" -r tests/clients/maxtext_requirements.txt
+	touch $@
 
 lint: $(READY)  ## ruff, the layers of imports, and clang-format
 	$(BIN)/ruff check .

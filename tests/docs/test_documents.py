@@ -120,6 +120,13 @@ def test_blocks_of_a_document_run_in_order(document, tmp_path, environment):
     run_in_stated_time(ROOT / document, "\n".join(python_blocks(ROOT / document)), tmp_path, environment)
 
 
+def test_the_page_on_migration_quotes_the_module_for_maxtext():
+    """`make maxtext-test` runs the module, so that the page shows what was run."""
+    text = (ROOT / "docs" / "user" / "migrating.md").read_text()
+    (quoted,) = [block for block in re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "def " in block]
+    assert "def permute(" in quoted and quoted in (ROOT / "examples" / "maxtext_experts.py").read_text()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the tutorial needs xen-moe-jax[plot]")
 def test_the_tutorial_runs_and_holds_the_output_of_a_run(tmp_path, environment):
     """Every cell runs in a process of its own, as a reader runs them; the file shows the output of this run."""

@@ -10,6 +10,8 @@ from tests.support import ROOT, transfer
 FOLDER = ROOT / "examples"
 CHECKED = {}
 TRANSFER = {"prefill_decode", "push_weights"}
+ELSEWHERE = {"maxtext_experts": "clients/test_maxtext.py"}
+"""Examples that need another library, and the file of tests that runs them."""
 
 
 def checks(name):
@@ -70,7 +72,8 @@ def _every_generation_is_whole(result):
 
 
 def test_every_example_is_checked():
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(CHECKED)
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(CHECKED) | set(ELSEWHERE)
+    assert all(name in (ROOT / "tests" / file).read_text() for name, file in ELSEWHERE.items())
 
 
 @pytest.mark.parametrize("name", sorted(CHECKED))

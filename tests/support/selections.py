@@ -1,5 +1,5 @@
-"""Selects the tests that are C++ alone, which have a target of their own: their folder decides, and conftest.py marks
-them.
+"""Selects the tests that are C++ alone or need another library, which have targets of their own: their folder decides,
+and conftest.py marks them.
 
 Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`.
 """
@@ -9,7 +9,9 @@ KERNELS = ("native/",)
 folder is one of them."""
 MEMORY = ("ffi/test_memory.py", "ffi/test_memory_nodes.py", "ffi/test_nccl.py", "ffi/test_processes.py")
 """`make memory-test`: files that need the module that it builds."""
-MARKS = {"kernels": KERNELS, "memory": MEMORY}
+CLIENTS = ("clients/",)
+"""`make maxtext-test`: files that need another library, which uses this one."""
+MARKS = {"kernels": KERNELS, "memory": MEMORY, "clients": CLIENTS}
 
 
 def marks(nodeid: str) -> list[str]:

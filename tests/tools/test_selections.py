@@ -8,8 +8,8 @@ from _pytest.mark.expression import Expression
 
 from tests.support import ROOT, selections
 
-TARGETS = ("test", "test-thorough", "test-slow", "kernel-test", "memory-test")
-NAMES = ("slow", "thorough", "kernels", "memory")
+TARGETS = ("test", "test-thorough", "test-slow", "kernel-test", "memory-test", "maxtext-test")
+NAMES = ("slow", "thorough", *selections.MARKS)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the Makefile is not beside the tests")
 
@@ -26,10 +26,10 @@ def marks(target):
 
 
 # no place is both: selections.py
-@pytest.mark.parametrize("has", [c for n in range(4) for c in itertools.combinations(NAMES, n)], ids="-".join)
+@pytest.mark.parametrize("has", [c for n in range(len(NAMES)) for c in itertools.combinations(NAMES, n)], ids="-".join)
 def test_every_test_has_one_target(has):
-    if {"kernels", "memory"} <= set(has):
-        assert not any(a.startswith(b) or b.startswith(a) for a in selections.KERNELS for b in selections.MEMORY)
+    for one, other in itertools.combinations([selections.MARKS[mark] for mark in has if mark in selections.MARKS], 2):
+        assert not any(a.startswith(b) or b.startswith(a) for a in one for b in other)
         return
     chosen = [target for target in TARGETS if marks(target).evaluate(lambda name, **_: name in has)]
     assert len(chosen) == 1, chosen
@@ -41,8 +41,9 @@ def test_the_targets_that_name_places_name_all_of_them():
         f"tests/{f}" for f in selections.MEMORY
     ]
     assert "$(MEMORY_TESTS)" in recipe("memory-test")
-    for place in selections.KERNELS:
-        assert f" tests/{place.rstrip('/')} " in recipe("kernel-test")
+    for target, places in (("kernel-test", selections.KERNELS), ("maxtext-test", selections.CLIENTS)):
+        for place in places:
+            assert f" tests/{place.rstrip('/')} " in recipe(target)
     for places in selections.MARKS.values():
         assert all((ROOT / "tests" / place).exists() for place in places)
     # marks alone select the tests of the other targets
@@ -54,6 +55,7 @@ def test_where_a_test_lies_gives_its_marks(request):
     assert selections.marks("tests/native/any/test_new.py::test_a[1]") == ["kernels"]
     assert selections.marks("native/emulator/test_kernels_emulated.py::test_scenario") == ["kernels"]
     assert selections.marks("tests/ffi/test_nccl.py::test_a") == ["memory"]
+    assert selections.marks("tests/clients/test_maxtext.py::test_a") == ["clients"]
     assert selections.marks("tests/gpu/test_nodes.py::test_a") == []
     for item in request.session.items:  # all that run beside this one
         assert [m for m in selections.MARKS if item.get_closest_marker(m)] == selections.marks(item.nodeid), item.nodeid
