@@ -290,11 +290,13 @@ def test_the_compiled_tpu_program_keeps_the_order():
     x = abstract(jnp.zeros((512, 256), jnp.bfloat16), jax.P("ep"))
     with jax.set_mesh(mesh):
         text = jax.jit(apply).lower(given, x).compile().as_text()
-    kernel = re.compile(r"\s*(?:ROOT )?%(xen_moe_start|xen_moe_done|ragged-dot-none)\S* = .*custom-call\(")
+    kernel = re.compile(
+        r"\s*(?:ROOT )?%(xen_moe_start|xen_moe_done|ragged-dot-none|xen_moe_decode_experts)\S* = .*custom-call\("
+    )
     order = []
     for line in text[text.index("\nENTRY") :].splitlines():
         if (found := kernel.match(line)) and order[-1:] != [found[1]]:
             order.append(found[1])
-    start, done, experts = "xen_moe_start", "xen_moe_done", "ragged-dot-none"
+    start, done, experts = "xen_moe_start", "xen_moe_done", "xen_moe_decode_experts"
     there, back = [start, experts, done], [start, experts, done]  # the second chunk's dispatch, the first one's combine
     assert order == [start, done, *there, *back, start, done]

@@ -79,7 +79,7 @@ def _why_not(config: MoEConfig) -> str | None:
     if (config.capacity, config.capacity_factor) != (None, None):
         return "a capacity, into which groups of rows at multiples of 16 might not fit: leave it out"
     if config.apply_weights_to != "rows":
-        return f"apply_weights_to={config.apply_weights_to!r}: leave it 'rows'"
+        return f"apply_weights_to={config.apply_weights_to!r}: the kernel computes 'rows' alone"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % GROUP:
             return f"{name}={getattr(config, name)}: must be a multiple of {GROUP}"
