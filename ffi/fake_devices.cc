@@ -1,4 +1,4 @@
-#include "tests/native/fakes/fake_devices.h"
+#include "ffi/fake_devices.h"
 
 #include <chrono>
 #include <cstdlib>
