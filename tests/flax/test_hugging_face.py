@@ -192,10 +192,17 @@ def test_llama4_elsewhere(axes, layout, tmp_path):
     assert_close(y, forward(X))
 
 
-@pytest.mark.parametrize("out_first", [True, False], ids=["Qwen3.5", "Qwen3-VL"])
-def test_experts_in_one_tensor(out_first, tmp_path):
-    """The same experts as published: `[E, out, in]` for Qwen3.5, `[E, in, out]` for Qwen3-VL."""
-    write = hugging_face.qwen2_moe if out_first else hugging_face.qwen3_moe
+@pytest.mark.parametrize(
+    "write, kind, out_first",
+    [
+        (hugging_face.qwen2_moe, "qwen3_5_moe", True),
+        (hugging_face.qwen3_moe, "qwen3_vl_moe", False),
+        (hugging_face.qwen3_moe, "qwen3_vl_moe", True),
+    ],
+    ids=["Qwen3.5", "Qwen3-VL", "Qwen3-VL by transformers 5"],
+)
+def test_experts_in_one_tensor(write, kind, out_first, tmp_path):
+    """The same experts as `[E, out, in]` or `[E, in, out]`. Gate and up are square here: `2 * F == H`."""
     layer, _ = write(tmp_path / "single", normalize=True)
     expected = load_hugging_face(tmp_path / "single", layer)
     shutil.copytree(tmp_path / "single", tmp_path / "fused")
@@ -212,7 +219,7 @@ def test_experts_in_one_tensor(out_first, tmp_path):
     tensors[f"{start}.gate_up_proj"] = both if out_first else np.ascontiguousarray(both.swapaxes(1, 2))
     tensors[f"{start}.down_proj"] = down if out_first else np.ascontiguousarray(down.swapaxes(1, 2))
     save_file(tensors, tmp_path / "fused" / "model.safetensors")
-    rewritten(tmp_path / "fused", model_type="qwen3_5_moe" if out_first else "qwen3_vl_moe")
+    rewritten(tmp_path / "fused", model_type=kind)
     for mesh in (None, make_mesh((2, 2), ("ep", "tp"))):
         loaded = load_hugging_face(tmp_path / "fused", layer, mesh=mesh, tensor_axis="tp" if mesh else None)
         chex.assert_trees_all_equal(loaded.weights, expected.weights, strict=True)

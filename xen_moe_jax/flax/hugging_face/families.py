@@ -205,7 +205,12 @@ def _qwen3_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
 
 
 def _qwen3_vl_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
-    yield from _mlp_readers(checkpoint, prefix, _num_experts(checkpoint.config), out_first=False)
+    """Published as `[E, in, out]`, saved by transformers 5 as `[E, out, in]`: both shapes together tell which it is."""
+    config, experts = checkpoint.config, f"{prefix}.mlp.experts"
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    shapes = [checkpoint.shape(f"{experts}.{name}")[1:] for name in ("gate_up_proj", "down_proj")]
+    out_first = shapes == [(2 * width, hidden), (hidden, width)]
+    yield from _mlp_readers(checkpoint, prefix, _num_experts(config), out_first=out_first)
 
 
 def _qwen2_readers(checkpoint: Checkpoint, prefix: str) -> Readers:
