@@ -85,6 +85,7 @@ def test_programs_compiled_for_gpus(python, tmp_path):
     version = run(python, "-c", "import jax; print(jax.__version__)", folder=tmp_path).strip()
     packages = [f"jax-cuda13-pjrt=={version}", f"jax-cuda13-plugin=={version}", "nvidia-cuda-nvcc<14", "nvidia-nvvm<14"]
     compiler = tmp_path / "compiler"
+    pip_install(python, "flax", folder=tmp_path)
     pip_install(python, "--no-deps", "--target", str(compiler), *packages, folder=tmp_path)
     run_tests(
         python,
