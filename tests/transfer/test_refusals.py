@@ -10,6 +10,7 @@ import pytest
 
 import xen_moe_jax.transfer as xt
 from tests.transfer.transfer_sides import slow_source
+from xen_moe_jax.transfer import _ucp
 
 
 class TestWhatErrorsSay:
@@ -107,6 +108,22 @@ class TestWhatErrorsSay:
         engine, sender, peer, _ = sides
         with pytest.raises(xt.TransferRefused, match="flat dict"):
             sender.send(peer, {"a": {"b": self.SOURCE}})
+
+
+def test_no_engine_of_the_process_is_in_progress_while_another_is_taken_down(engine, monkeypatch):
+    seen = []
+    loaded = _ucp.library()
+
+    class Library:
+        def __getattr__(self, name):
+            if name == "ucp_worker_destroy":
+                seen.append(engine._core.wire.progressing.locked())
+            return getattr(loaded, name)
+
+    monkeypatch.setattr(_ucp, "library", Library)
+    with xt.Engine(name="other") as other:
+        other.connect(engine.descriptor)
+    assert seen == [True]
 
 
 def deleted():
