@@ -43,7 +43,7 @@ def permute(layer, inputs, gate_logits, pre_bias_logits, use_custom_sort_vjp=Tru
     capacity = layer.get_ragged_buffer_size(slots, shards, layer.num_experts, experts.shape[-1], factor)
     routed = xm.dispatch(
         x.astype(layer.dtype), experts, weights, num_experts=layer.num_experts,
-        axis_name=layer._expert_parallelism_name, capacity=capacity if factor > 0 else None,
+        axis_name=layer._expert_parallelism_name, capacity=capacity if factor > 0 else None, drop="source",
     )  # fmt: skip
     overflow = routed.num_dropped > 0
     expert_of_row = jnp.minimum(routed.expert_ids(), layer.num_experts // shards - 1)  # valid past the last group, too
