@@ -91,7 +91,8 @@ memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness
 	$(BIN)/python -m pytest $(MEMORY_TESTS) -m "memory and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 maxtext-test: $(MAXTEXT)/.ready  ## MaxText trains with this library: minutes, and 1.5 GB in an environment of its own
-	PYTHONPATH=. $(MAXTEXT)/bin/python -m pytest tests/clients -m "clients" $(PYTEST_ARGS)
+	PYTHONPATH=. XLA_FLAGS="$$XLA_FLAGS --xla_cpu_enable_concurrency_optimized_scheduler=false" \
+	  $(MAXTEXT)/bin/python -m pytest tests/clients -m "clients" $(PYTEST_ARGS)
 
 $(MAXTEXT)/.ready: tests/clients/maxtext_requirements.txt pyproject.toml
 	python=$$(PYTHON="$(PYTHON)" tools/find_python.sh) && $$python -m venv $(MAXTEXT)
