@@ -27,12 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.record import LANES
 
 GROUP = 16
 """Groups of rows begin at multiples of this: a DMA addresses whole tiles of two-byte rows."""
 COLUMNS = 512
 """Columns of one matrix product: its sums stay in registers."""
-LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Refs:
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """Pieces of one size, one after the other.
+    """Slabs of one size, one after the other.
 
     Attributes:
       down: they are of down, else of gate and up.
@@ -114,6 +114,12 @@ def _for_columns(width: int, work: Callable[[Any, int], None]) -> None:
         work(0, COLUMNS)
     if width % COLUMNS:
         work(whole * COLUMNS, width % COLUMNS)
+
+
+def _rounded(total: jax.Array, bias: Any, expert: Any, at: Any, dtype: Any) -> jax.Array:
+    """Returns sums as the result of a matmul of its own, to which the bias is added: each is rounded."""
+    value = total.astype(dtype)
+    return value if bias is None else (value.astype(jnp.float32) + bias[expert, :, at]).astype(dtype)
 
 
 def _fill_tables(refs: _Refs, most: int, alignment: int) -> Any:
@@ -236,15 +242,12 @@ class _Streams:
         self._for_rows(i, work)
 
     def _activation(self, i: Any) -> None:
-        """Makes the operand of down out of both sums: each is rounded as the result of a matmul of its own would be."""
+        """Makes the operand of down out of the sums of gate and up."""
         refs, dtype = self.refs, self.refs.hidden.dtype
         expert = refs.experts[self._visit(i)]
 
         def rounded(total: Any, bias: Any, rows: Any, at: Any) -> jax.Array:
-            value = total[rows, at].astype(dtype)
-            if bias is not None:
-                value = (value.astype(jnp.float32) + bias[expert, :, at]).astype(dtype)
-            return value.astype(jnp.float32)
+            return _rounded(total[rows, at], bias, expert, at, dtype).astype(jnp.float32)
 
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
@@ -265,10 +268,7 @@ class _Streams:
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
                 at = pl.ds(at, size)
-                value = refs.out_sum[rows, at].astype(dtype)
-                if refs.down_bias is not None:
-                    value = (value.astype(jnp.float32) + refs.down_bias[expert, :, at]).astype(dtype)
-                refs.result[slot, rows, at] = value
+                refs.result[slot, rows, at] = _rounded(refs.out_sum[rows, at], refs.down_bias, expert, at, dtype)
 
             _for_columns(refs.out_sum.shape[1], columns)
 
@@ -292,7 +292,7 @@ class _Streams:
                 self._rows(mine - back, lambda copy: copy.wait(), out=True)
 
     def _phases(self) -> list[_Phase]:
-        """Pieces of gate and up, then those of down; a slab that is smaller than the others is a phase of its own."""
+        """Returns the slabs of gate and up, then those of down. A last slab that is smaller is a phase of its own."""
         phases = []
         for down, matrix, size in ((False, self.refs.up, self.pieces.depth), (True, self.refs.down, self.pieces.width)):
             whole, rest = divmod(matrix.shape[1], size)

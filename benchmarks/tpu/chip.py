@@ -110,7 +110,7 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
 
 
 HOSTS = {"v4-8": ("v4", 4), "v5e-8": ("v5e", 8), "v5p-8": ("v5p", 4), "v6e-8": ("v6e", 8), "7x-8": ("tpu7x", 8)}
-"""What one host is called, its generation and its JAX devices."""
+"""By the name of one host: its generation, and how many JAX devices it has."""
 
 
 def hosts_table(document: dict[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ def prepared(case: Case, small: bool) -> Measured:
 
 
 def operations_of(measured: Measured) -> list[Any]:
-    """What is timed in a case."""
+    """Returns the programs that are timed in a case: ours, and the peers' where the case has them."""
     from benchmarks.peers import registry
     from xen_moe_jax.tuning import programs
 

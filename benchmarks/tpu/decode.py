@@ -167,6 +167,8 @@ def largest_copy(text: str) -> int:
 def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder: str, seed: int) -> dict[str, Any]:
     """One layer: compiled, and counted."""
     from xen_moe_jax.flax import tpu_decode
+    from xen_moe_jax.pallas_kernels.decode_experts import GROUP
+    from xen_moe_jax.tuning.workload import round_up
 
     model, chip = MODELS[name], tpu_topologies.TOPOLOGIES[generation]
     us = 1e6 / chip.clock_hz
@@ -178,7 +180,7 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
     active = len(routing.experts)
     of_expert = 3 * model.hidden * model.width * 2
     weights_us = active * of_expert / chip.hbm_bytes_per_s * 1e6
-    rows = sum(-(-n // 16) * 16 for n in routing.experts)
+    of_experts = [round_up(n, GROUP) for n in routing.experts]
     works = tpu_bundles.works(
         routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, False
     )
@@ -220,9 +222,9 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
             limits[generation], model.hidden, (model.experts // RANKS, model.hidden, model.width), 2,
             gated=True, biased=model.biased,
         )  # fmt: skip
-        most = max(-(-n // 16) * 16 for n in routing.experts)
+        most = max(of_experts)
         cycles, last = expert_cycles(kernel, active, min(most, pieces.rows), model, pieces)
-        bytes_us = weights_us + 2 * rows * model.hidden * 2 / chip.hbm_bytes_per_s * 1e6
+        bytes_us = weights_us + 2 * sum(of_experts) * model.hidden * 2 / chip.hbm_bytes_per_s * 1e6
         row["core_us"] = round(cycles * us, 1)
         row["experts_us"] = round(max(bytes_us, cycles * us) + last * us, 1)
         row["most_rows"] = most
@@ -233,7 +235,7 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """As Markdown."""
+    """Returns the lines of a Markdown table, one layer a line."""
     columns = ["chip", "layer", "tokens", "active", "weights us", "experts us", "of it core us", "moved us", "XLA us"]
     columns += ["wire us", "layer us", "ratio"]
     lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]

@@ -1,4 +1,4 @@
-"""What a TPU program of this process runs on: TPUs, virtual CPU devices with the kernels interpreted, or a topology.
+"""Places that a TPU program can run on: TPUs, virtual CPU devices with the kernels interpreted, or a topology.
 
 The environment says which, so that tests and measurements serve all three (`tools/tpu_check.py` sets it):
 - nothing: the TPUs that JAX sees, on one host or, with `XEN_MOE_TPU_COORDINATOR`, several.
@@ -66,7 +66,7 @@ def join() -> None:
 
 @functools.cache
 def here() -> Here:
-    """What this process runs on."""
+    """Returns the place and the devices that this process runs its programs on."""
     if topology := os.environ.get(COMPILE_FOR):
         from benchmarks.tpu import topologies
 

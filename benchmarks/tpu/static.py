@@ -232,7 +232,7 @@ COUNTED = (
     "argument_bytes",
     "output_bytes",
 )
-"""What a compilation gives again, to the last bundle and byte."""
+"""Counts that a second compilation of the same program repeats, to the last bundle and byte."""
 
 
 def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:

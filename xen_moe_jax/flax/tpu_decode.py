@@ -24,8 +24,9 @@ from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.flax import _experts
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.pallas_kernels.decode_experts import GROUP, LANES, Pieces, decode_experts, vmem_bytes
+from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces, decode_experts, vmem_bytes
 from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.record import LANES
 
 DTYPES = ("bfloat16", "float32")
 CHOICES = ((128, 64, 512), (128, 64, 256), (64, 64, 256), (64, 64, 128), (32, 32, 128))

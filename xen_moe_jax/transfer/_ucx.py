@@ -163,7 +163,6 @@ class UcxWire:
         self.address = _ucp.worker_address(self._worker)
         self.event_fd = _ucp.worker_event_fd(self._worker)
         self.progressing = threading.Lock()  # Held while the library works.
-
         with self._teardown:
             self._living.append(self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,32 +15,31 @@ def require(ok: bool, name: str, value: Any, remedy: str) -> None:
         raise ValueError(f"MoEConfig.{name}={value!r}: {remedy}")
 
 
-def require_positive_ints(config: Any, *names: str) -> None:
-    """Raises ValueError for the first of these fields that is no positive int."""
+def _require_each(config: Any, names: tuple[str, ...], valid: Callable[[Any], bool], remedy: str) -> None:
+    """Raises ValueError for the first of these fields that is not valid."""
     for name in names:
         value = getattr(config, name)
-        require(is_int(value) and value > 0, name, value, "must be a positive int")
+        require(valid(value), name, value, remedy)
+
+
+def require_positive_ints(config: Any, *names: str) -> None:
+    """Raises ValueError for the first of these fields that is no positive int."""
+    _require_each(config, names, lambda value: is_int(value) and value > 0, "must be a positive int")
 
 
 def require_numbers(config: Any, *names: str) -> None:
     """Raises ValueError for the first of these fields that is no finite number >= 0."""
-    for name in names:
-        value = getattr(config, name)
-        require(is_number(value) and value >= 0, name, value, "must be a finite number >= 0")
+    _require_each(config, names, lambda value: is_number(value) and value >= 0, "must be a finite number >= 0")
 
 
 def require_positive_numbers(config: Any, *names: str) -> None:
     """Raises ValueError for the first of these fields that is no finite number > 0."""
-    for name in names:
-        value = getattr(config, name)
-        require(is_number(value) and value > 0, name, value, "must be a finite number > 0")
+    _require_each(config, names, lambda value: is_number(value) and value > 0, "must be a finite number > 0")
 
 
 def require_booleans(config: Any, *names: str) -> None:
     """Raises ValueError for the first of these fields that is neither True nor False."""
-    for name in names:
-        value = getattr(config, name)
-        require(isinstance(value, bool), name, value, "must be True or False")
+    _require_each(config, names, lambda value: isinstance(value, bool), "must be True or False")
 
 
 def require_choices(config: Any, name: str, choices: tuple[str, ...]) -> None:
