@@ -1,7 +1,7 @@
 """Tables of a combine of few tokens, from positions and routing in the layout that XLA keeps: slots by tokens.
 
-Where there are no more ranks than slots a token's partial record has a place of its own in staging: row `rank * T +
-token` of the token's rank. So nothing is exchanged, and nothing depends on other tokens. What moves: tables in VMEM
+A token's partial record has a place of its own in staging: row `rank * T + token` of the token's rank, also where the
+token reaches fewer ranks. So nothing is exchanged, and nothing depends on other tokens. What moves: tables in VMEM
 alone, all of them in one step: blocks of pairs as `order_pairs` makes them, and the table of `reduce_ranks`.
 """
 

@@ -37,7 +37,7 @@ def rows(
         moved = tpu_programs.traffic(
             case, operation, tpu_bundles.moves(routing), sizes["hidden"], sizes["top_k"], devices
         )
-        gathers = tpu_programs.gathered(case, operation, devices, sizes["top_k"])
+        gathers = tpu_programs.gathered(case, operation, devices, sizes["top_k"], sizes["hidden"])
         wire = topology.all_gather_us if gathers else topology.all_to_all_us
         few = "xen_moe_order_tokens" in program.kernels and devices > sizes["top_k"]
         if few or gathers != ("xen_moe_pack_tokens" in program.kernels):

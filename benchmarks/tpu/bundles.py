@@ -440,7 +440,7 @@ def main() -> int:
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"])["ici_bytes"]
-        gathers = tpu_programs.gathered(case, operation, 8, sizes["top_k"])
+        gathers = tpu_programs.gathered(case, operation, 8, sizes["top_k"], sizes["hidden"])
         wire_us = topology.all_gather_us(wire) if gathers else topology.all_to_all_us(wire)
         print(f"\n{operation}: wire {wire_us:.0f} us")
         for name, n in cycles.items():

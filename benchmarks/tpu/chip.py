@@ -92,7 +92,7 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
             us = 1e6 / topology.clock_hz
             top_k = sizes(small)["top_k"]
             moved = programs.traffic(case, operation, bundles.moves(routing), sizes(small)["hidden"], top_k, devices)
-            everybody = programs.gathered(case, operation, devices, top_k)
+            everybody = programs.gathered(case, operation, devices, top_k, sizes(small)["hidden"])
             wire = topology.all_gather_us if everybody else topology.all_to_all_us
             counts, uncounted = bundles.counts_and_rest(program, routing, case.layout == "padded")
             row: dict[str, Any] = {"case": case.name, "operation": operation, "tokens": case.tokens}

@@ -196,7 +196,7 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
         )["ici_bytes"]
         for operation in ("dispatch", "combine")
     }  # fmt: skip
-    everybody = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k)
+    everybody = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k, model.hidden)
     wire = (chip.all_gather_us if everybody else chip.all_to_all_us)(bytes_of["dispatch"])
     wire += chip.all_to_all_us(bytes_of["combine"])
     row: dict[str, Any] = {

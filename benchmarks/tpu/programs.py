@@ -73,11 +73,23 @@ def count_rows(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> 
     return Counts(busiest(reached), busiest(duplicated), int(reached.sum(0).max()), int(duplicated.sum(0).max()))
 
 
-def gathered(case: Case, operation: str, ranks: int, top_k: int) -> bool:
-    """Returns True if a dispatch gathers its records on all ranks (`backends.pallas.all_gather_dispatch.gathers`)."""
+def dispatch_record(case: Case, hidden: int, top_k: int) -> Any:
+    """The record of a token in a dispatch of bfloat16."""
+    from xen_moe_jax._quantize import parse_wire
+    from xen_moe_jax.backends.pallas.records import record_of
+    from xen_moe_jax.pallas_kernels.record import Header
+
+    return record_of(hidden, "bfloat16", False, parse_wire(case.dispatch_wire), Header(top_k).words)
+
+
+def gathered(case: Case, operation: str, ranks: int, top_k: int, hidden: int) -> bool:
+    """Returns True if a dispatch gathers its records on all ranks (`backends.pallas.all_gather_dispatch`)."""
+    from xen_moe_jax.backends.pallas.all_gather_dispatch import few_records
     from xen_moe_jax.backends.pallas.hardware import LOW_LATENCY_TOKENS
 
-    return operation == "dispatch" and case.tokens <= LOW_LATENCY_TOKENS and ranks <= top_k
+    if operation != "dispatch" or case.tokens > LOW_LATENCY_TOKENS:
+        return False
+    return few_records(ranks, case.tokens, top_k, dispatch_record(case, hidden, top_k))
 
 
 def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8, ranks: int = 8) -> dict[str, int]:
@@ -100,7 +112,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     header = Header(top_k).words if operation == "dispatch" else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
-    gathers = not halves and gathered(case, operation, ranks, top_k)
+    gathers = not halves and gathered(case, operation, ranks, top_k, hidden)
     if gathers:
         counts = dataclasses.replace(counts, off_rank=(ranks - 1) * case.tokens, records=ranks * case.tokens)
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2

@@ -44,7 +44,7 @@ DECODING = sorted(
 
 def fused(case: Case, top_k: int) -> list[str]:
     """Kernels of a dispatch and a combine on 8 devices: XLA's all-gather brings a decode's records to every rank."""
-    if tpu_programs.gathered(case, "dispatch", 8, top_k):
+    if tpu_programs.gathered(case, "dispatch", 8, top_k, DEEPSEEK["hidden"]):
         return DECODING
     return sorted(FUSED)
 

@@ -44,3 +44,5 @@ def test_the_experts_wait_for_their_weights(generation, model, tokens, tmp_path)
     assert row["weights_us"] < row["experts_us"] < 1.08 * row["weights_us"], row
     # Tokens of gpt-oss are padded on their way in; the rows of all capacity, 25 MB, and weights are not.
     assert row["largest_copy"] < 2**20, row
+    # With more ranks than slots (gpt-oss), too, kernels make the tables: XLA would need 74 to 143 us.
+    assert row["xla_us"] < 30, row

@@ -23,7 +23,13 @@ from xen_moe_jax.pallas_kernels import pack_tokens as pack_kernel
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch, block_rows, tile_rows
 from xen_moe_jax.pallas_kernels.order_pairs import BLOCK
-from xen_moe_jax.pallas_kernels.record import LANES, Header
+from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
+
+GATHERED_BYTES = 8 * hardware.MIB
+"""Records of all ranks where there are more ranks than slots. At the 100 GB/s of a corner of a v5e they take 84 us, an
+estimate, and the tables of XLA that they save take 74 to 143."""
+GATHERED_RANKS = 32
+"""Most ranks where there are more of them than slots: the kernels' programs grow with the ranks."""
 
 
 def gathers(spec: Spec, config: KernelConfig) -> bool:
@@ -35,10 +41,23 @@ def gathers(spec: Spec, config: KernelConfig) -> bool:
     return len(spec.axis_name) == 1 and hardware.low_latency(spec, config) and spec.num_ranks <= spec.top_k
 
 
-def supports(spec: Spec) -> bool:
+def few_records(num_ranks: int, num_tokens: int, top_k: int, record: Record) -> bool:
+    """Returns True if every rank can have a place for a record of every token of all ranks: there are no more ranks
+    than slots, or the records are few.
+
+    A token that reaches few of the ranks then costs more bytes, but no rank has to know how many records the others
+    send: counts and addresses would take some fifty operations of XLA, each of more than a microsecond.
+    """
+    if num_ranks <= top_k:
+        return True
+    return num_ranks <= GATHERED_RANKS and num_ranks * num_tokens * record.bytes <= GATHERED_BYTES
+
+
+def supports(spec: Spec, config: KernelConfig) -> bool:
     """Returns True if this module can run the dispatch: few tokens, and a row for every slot."""
     return (
         len(spec.axis_name) == 1
+        and hardware.low_latency(spec, config)
         and spec.layout != "ranked"
         and 0 < spec.num_tokens <= BLOCK
         and spec.capacity > 0
@@ -47,8 +66,10 @@ def supports(spec: Spec) -> bool:
 
 
 def fits(rows: Rows, spec: Spec, config: KernelConfig) -> bool:
-    """Returns True if the kernels can be lowered and the tables of all tokens of all ranks fit their memory."""
+    """Returns True if the kernels can be lowered, and records and tables of all tokens of all ranks are few enough."""
     if not hardware.lowers_flat_arrays(config):
+        return False
+    if not few_records(spec.num_ranks, spec.num_tokens, spec.top_k, rows.record):
         return False
     slabs = _slabs(_place_launch(rows, spec, config), rows, spec)
     sizes = rows.record, spec.top_k, spec.num_ranks, spec.num_tokens, slabs

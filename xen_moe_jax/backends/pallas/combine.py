@@ -14,7 +14,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Call
-from xen_moe_jax.backends.pallas import hardware, plan, records, two_axes
+from xen_moe_jax.backends.pallas import all_gather_dispatch, hardware, plan, records, two_axes
 from xen_moe_jax.backends.pallas.records import quantization, record_of
 from xen_moe_jax.backends.rounding import runtime_zero
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
@@ -55,9 +55,10 @@ def combine(
         return out[:, :hidden]
     pairs: slots_kernel.Pairs | Ordered
     source: jax.Array | ranks_kernel.Summands
-    entries = min(spec.num_ranks, spec.top_k)
+    few = _few(record, spec, config)
+    entries = spec.num_ranks if few else min(spec.num_ranks, spec.top_k)
     ranks = ranks_launch(record, y.dtype, entries, spec.num_tokens, config)
-    if _few(spec, config):
+    if few:
         block = ranks_kernel.block_tokens(ranks, spec.num_tokens, y.dtype)
         pairs, source, zero = order_tokens(
             positions.swapaxes(1, 2),
@@ -87,12 +88,12 @@ def combine(
     return out[:, :hidden]
 
 
-def _few(spec: Spec, config: KernelConfig) -> bool:
-    """Returns True if one kernel makes the tables: few tokens, each with a record from every rank."""
+def _few(record: Record, spec: Spec, config: KernelConfig) -> bool:
+    """Returns True if one kernel makes the tables: few tokens, each with a place for every rank's record."""
     return (
         hardware.lowers_flat_arrays(config)
         and hardware.low_latency(spec, config)
-        and spec.num_ranks <= spec.top_k
+        and all_gather_dispatch.few_records(spec.num_ranks, spec.num_tokens, spec.top_k, record)
         and spec.num_tokens <= BLOCK
         and _tables_bytes(spec) <= hardware.BLOCK_BUDGET
     )

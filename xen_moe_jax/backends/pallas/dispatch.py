@@ -35,7 +35,7 @@ def dispatch(
     spec, wire, config = call.spec, call.wire, call.config
     records.check("dispatch", x.dtype, spec, quantized=is_quantized(x))
     sent_scales = given_scales(x, scales)
-    if all_gather_dispatch.gathers(spec, config) and all_gather_dispatch.supports(spec):
+    if all_gather_dispatch.supports(spec, config):
         sent = rows_of(x, wire, header=Header(spec.top_k).words)
         if all_gather_dispatch.fits(sent, spec, config):
             placed, known = all_gather_dispatch.dispatch(

@@ -4,7 +4,7 @@ Staging of a dispatch: one region per source rank, records in token order inside
 (nothing to agree on) unless the capacity is smaller than that: then they are packed, so that staging is never larger
 than `routed.x`, and each rank tells every source which of its records the rank keeps and where its region starts.
 Staging of a combine, on the token's rank: one region per expert rank, records in token order; regions are `T` rows each
-while there are at most `K` ranks, else packed.
+while there are at most `K` ranks, else packed. A combine of few tokens has no plan: `order_tokens` makes its tables.
 """
 
 from __future__ import annotations
