@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +44,24 @@ class Pieces:
       rows: rows of one matrix product.
       depth: rows of a slab of gate and of up, a multiple of 128.
       width: rows of a slab of down, a multiple of 128.
+      ahead: slabs that travel before the slab that is multiplied has been.
     """
 
     rows_at_once: int
     rows: int
     depth: int
     width: int
+    ahead: int = 1
+
+    def slabs(self, hidden: int, width: int) -> tuple[int, int]:
+        """Returns how many slabs an expert's gate and up have (one of each makes a slab), and its down."""
+        return -(-hidden // self.depth), -(-width // self.width)
+
+    def buffers(self, hidden: int, width: int) -> tuple[int, int]:
+        """Returns how many slabs of gate and up, and of down, `ahead + 1` slabs in a row can be."""
+        each = self.slabs(hidden, width)
+        whole, rest = divmod(self.ahead + 1, sum(each))
+        return whole * each[0] + min(rest, each[0]), whole * each[1] + min(rest, each[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +81,8 @@ class _Refs:
     hidden: Any
     out_sum: Any
     result: Any
-    slab_semaphore: Any
+    up_semaphore: Any
+    down_semaphore: Any
     row_semaphore: Any
     out_semaphore: Any
     gate: Any = None
@@ -88,12 +101,14 @@ class _Phase:
       down: they are of down, else of gate and up.
       at: row of the matrix at which the first begins.
       size, turns: rows of a slab, and how many slabs there are.
+      first: number of the first slab among the expert's.
     """
 
     down: bool
     at: int
     size: int
     turns: int
+    first: int
 
     def rows(self, turn: Any) -> Any:
         """Returns the rows of the matrix that the slab of a turn has."""
@@ -102,7 +117,21 @@ class _Phase:
         return pl.ds(pl.multiple_of(self.at + turn * self.size, self.size), self.size)
 
 
-def _for_columns(width: int, work: Callable[[Any, int], None]) -> None:
+class _Place(NamedTuple):
+    """A slab of a core's visits, in the order in which they are multiplied.
+
+    Attributes:
+      visit, slab: number of the visit, and of the slab among the expert's.
+      up, down: buffers of the next slab of gate and up, and of down, from this one on.
+    """
+
+    visit: Any
+    slab: Any
+    up: Any
+    down: Any
+
+
+def for_columns(width: int, work: Callable[[Any, int], None]) -> None:
     """Calls `work(offset, size)` for pieces of `COLUMNS` columns: a loop, and then the rest of a width."""
     whole = width // COLUMNS
     if whole > 1:
@@ -116,7 +145,7 @@ def _for_columns(width: int, work: Callable[[Any, int], None]) -> None:
         work(whole * COLUMNS, width % COLUMNS)
 
 
-def _rounded(total: jax.Array, bias: Any, expert: Any, at: Any, dtype: Any) -> jax.Array:
+def rounded_sums(total: jax.Array, bias: Any, expert: Any, at: Any, dtype: Any) -> jax.Array:
     """Returns sums as the result of a matmul of its own, to which the bias is added: each is rounded."""
     value = total.astype(dtype)
     return value if bias is None else (value.astype(jnp.float32) + bias[expert, :, at]).astype(dtype)
@@ -152,61 +181,104 @@ def _body(refs: _Refs, *, pieces: Pieces, activate: Callable[..., jax.Array], al
         beyond = refs.result.shape[2] - refs.out_sum.shape[1]
         zeros = jnp.zeros((*refs.result.shape[:2], beyond), refs.result.dtype)
         refs.result[:, :, refs.out_sum.shape[1] :] = zeros
-    _Streams(refs, pieces, activate, core, cores, mine).run()
+    _Rows(refs, pieces, activate, core, cores, mine).run()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Streams:
-    """One core's visits: `i` counts them, `core + i * cores` is their place in the tables."""
+class Streams:
+    """One core's visits: `i` counts them, `core + i * cores` is their place in the tables.
 
-    refs: _Refs
+    A subclass brings the rows of a visit to `left`, and takes what `out_sum` has then.
+    """
+
+    refs: Any
     pieces: Pieces
     activate: Callable[..., jax.Array]
     core: Any
     cores: int
     mine: Any
 
-    def _visit(self, i: Any) -> Any:
+    def visit(self, i: Any) -> Any:
         return self.core + i * self.cores
 
+    def left(self, i: Any) -> Any:
+        """Returns the ref of the rows of visit `i`."""
+        raise NotImplementedError
+
+    def before(self, i: Any) -> None:
+        """Brings the rows of visit `i`."""
+        raise NotImplementedError
+
+    def after(self, i: Any) -> None:
+        """Takes the sums of visit `i` away."""
+        raise NotImplementedError
+
     # -- what travels --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def phases(self) -> list[_Phase]:
+        """The slabs of gate and up, then those of down. A last slab that is smaller is a phase of its own."""
+        phases: list[_Phase] = []
+        for down, matrix, size in ((False, self.refs.up, self.pieces.depth), (True, self.refs.down, self.pieces.width)):
+            whole, rest = divmod(matrix.shape[1], size)
+            for at, rows, turns in ((0, size, whole), (whole * size, rest, 1)):
+                if rows and turns:
+                    phases.append(_Phase(down, at, rows, turns, sum(phase.turns for phase in phases)))
+        return phases
 
     def _copies(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> list[Any]:
         """DMAs of the slabs of turn `turn` of a phase of visit `i`."""
         refs = self.refs
-        expert, rows = refs.experts[self._visit(i)], phase.rows(turn)
+        expert, rows = refs.experts[self.visit(i)], phase.rows(turn)
         pairs = [(refs.down, refs.downs)] if phase.down else [(refs.up, refs.ups), (refs.gate, refs.gates)]
-        semaphore = refs.slab_semaphore.at[slot]
+        semaphore = (refs.down_semaphore if phase.down else refs.up_semaphore).at[slot]
         return [
             pltpu.make_async_copy(source.at[expert, rows], buffer.at[slot, pl.ds(0, phase.size)], semaphore)
             for source, buffer in pairs
             if source is not None
         ]
 
-    def _rows(self, i: Any, act: Callable[[Any], None], *, out: bool) -> None:
-        """Calls `act` for the DMA of each group of rows of visit `i`, into VMEM or out of it."""
-        refs, visit = self.refs, self._visit(i)
-        slot, first = lax.rem(i, 2), refs.firsts[visit]
+    def _following(self, place: _Place, phase: _Phase) -> _Place:
+        """Returns the place behind one that is in `phase`."""
+        slab, slots = place.slab + 1, (self.refs.ups.shape[0], self.refs.downs.shape[0])
+        ends = slab == sum(p.turns for p in self.phases)
+        up, down = place.up, place.down
+        if phase.down:
+            down = jnp.where(down + 1 == slots[1], 0, down + 1)
+        else:
+            up = jnp.where(up + 1 == slots[0], 0, up + 1)
+        return _Place(jnp.where(ends, place.visit + 1, place.visit), jnp.where(ends, 0, slab), up, down)
 
-        @pl.loop(0, refs.counts[visit])
-        def _(n: Any) -> None:
-            there = pl.ds(pl.multiple_of((first + n) * GROUP, GROUP), GROUP)
-            here = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
-            if out:
-                act(pltpu.make_async_copy(refs.result.at[slot, here], refs.out.at[there], refs.out_semaphore.at[slot]))
-            else:
-                act(pltpu.make_async_copy(refs.x.at[there], refs.rows.at[slot, here], refs.row_semaphore.at[slot]))
+    def _start(self, place: _Place, most: Any) -> _Place:
+        """Starts the DMAs of a slab if its visit is one of the first `most`; returns the place behind it."""
+
+        def start(phase: _Phase) -> _Place:
+            @pl.when(place.visit < most)
+            def _() -> None:
+                slot = place.down if phase.down else place.up
+                for copy in self._copies(place.visit, phase, place.slab - phase.first, slot):
+                    copy.start()
+
+            return self._following(place, phase)
+
+        def of_one(phases: list[_Phase]) -> _Place:
+            if len(phases) == 1:
+                return start(phases[0])
+            here = place.slab < phases[1].first
+            return lax.cond(here, lambda: start(phases[0]), lambda: of_one(phases[1:]))
+
+        return of_one(self.phases)
 
     # -- what is computed ----------------------------------------------------------------------------------------------
 
-    def _for_rows(self, i: Any, work: Callable[[Any], None]) -> None:
+    def for_rows(self, i: Any, work: Callable[[Any], None]) -> None:
         """Calls `work(rows)` for the pieces of a visit's rows that one matrix product takes."""
         size = self.pieces.rows
         if self.pieces.rows_at_once == size:
             work(pl.ds(0, size))
             return
 
-        @pl.loop(0, lax.div(self.refs.counts[self._visit(i)] * GROUP + (size - 1), size))
+        @pl.loop(0, lax.div(self.refs.counts[self.visit(i)] * GROUP + (size - 1), size))
         def _(n: Any) -> None:
             work(pl.ds(pl.multiple_of(n * size, size), size))
 
@@ -218,9 +290,9 @@ class _Streams:
                     def columns(at: Any, size: int, total: Any = total) -> None:
                         total[rows, pl.ds(at, size)] = jnp.zeros((rows.size, size), jnp.float32)
 
-                    _for_columns(total.shape[1], columns)
+                    for_columns(total.shape[1], columns)
 
-        self._for_rows(i, work)
+        self.for_rows(i, work)
 
     def _multiply(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
         """Multiplies a slab of down, or of gate and up, and adds the products to their sums."""
@@ -229,7 +301,7 @@ class _Streams:
 
         def work(rows: Any) -> None:
             at = phase.rows(turn)
-            left = refs.hidden[rows, at] if phase.down else refs.rows[lax.rem(i, 2), rows, at]
+            left = refs.hidden[rows, at] if phase.down else self.left(i)[rows, at]
             for total, buffer in totals:
                 if total is not None:
 
@@ -237,17 +309,17 @@ class _Streams:
                         right = buffer[slot, pl.ds(0, phase.size), pl.ds(at, size)]
                         total[rows, pl.ds(at, size)] += jnp.dot(left, right, preferred_element_type=jnp.float32)
 
-                    _for_columns(total.shape[1], columns)
+                    for_columns(total.shape[1], columns)
 
-        self._for_rows(i, work)
+        self.for_rows(i, work)
 
     def _activation(self, i: Any) -> None:
         """Makes the operand of down out of the sums of gate and up."""
         refs, dtype = self.refs, self.refs.hidden.dtype
-        expert = refs.experts[self._visit(i)]
+        expert = refs.experts[self.visit(i)]
 
         def rounded(total: Any, bias: Any, rows: Any, at: Any) -> jax.Array:
-            return _rounded(total[rows, at], bias, expert, at, dtype).astype(jnp.float32)
+            return rounded_sums(total[rows, at], bias, expert, at, dtype).astype(jnp.float32)
 
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
@@ -256,102 +328,113 @@ class _Streams:
                 up = rounded(refs.up_sum, refs.up_bias, rows, at)
                 refs.hidden[rows, at] = self.activate(gate, up).astype(dtype)
 
-            _for_columns(refs.hidden.shape[1], columns)
+            for_columns(refs.hidden.shape[1], columns)
 
-        self._for_rows(i, work)
+        self.for_rows(i, work)
 
-    def _round(self, i: Any) -> None:
-        """Rounds the output sums into the buffer that leaves."""
+    # -- in which order ------------------------------------------------------------------------------------------------
+
+    def first_slabs(self, most: Any) -> _Place:
+        """Starts the DMAs of the first slabs, of the first `most` visits; returns the place behind them."""
+        zero = jnp.int32(0)
+        begin = _Place(zero, zero, zero, zero)
+        if self.pieces.ahead == 1:
+            return self._start(begin, most)
+        return lax.fori_loop(0, self.pieces.ahead, lambda _, place: self._start(place, most), begin)
+
+    def visits(self, ahead: _Place) -> None:
+        """Makes all visits; `ahead` is the place of the slab whose DMAs start next."""
+        zero = jnp.int32(0)
+        lax.fori_loop(0, self.mine, self._one, (zero, zero, ahead))
+
+    def _one(self, i: Any, state: Any) -> Any:
+        """One visit. The state: buffers of its first slabs of gate and up, and of down; the place of the slab whose
+        DMAs start next."""
+        self.before(i)
+        self._zero(i)
+        for phase in self.phases:
+            if phase.down and phase.at == 0:
+                self._activation(i)
+
+            def turn(n: Any, state: Any, phase: _Phase = phase) -> Any:
+                up, down, ahead = state
+                ahead = self._start(ahead, self.mine)
+                slot = down if phase.down else up
+                for copy in self._copies(i, phase, n, slot):
+                    copy.wait()
+                self._multiply(i, phase, n, slot)
+                here = self._following(_Place(i, jnp.int32(0), up, down), phase)
+                return here.up, here.down, ahead
+
+            state = lax.fori_loop(0, phase.turns, turn, state)
+        self.after(i)
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows(Streams):
+    """Visits whose rows lie in HBM, in groups, and leave for the same places."""
+
+    def left(self, i: Any) -> Any:
+        return self.refs.rows.at[lax.rem(i, 2)]
+
+    def _move(self, i: Any, act: Callable[[Any], None], *, out: bool) -> None:
+        """Calls `act` for the DMA of each group of rows of visit `i`, into VMEM or out of it."""
+        refs, visit = self.refs, self.visit(i)
+        slot, first = lax.rem(i, 2), refs.firsts[visit]
+
+        @pl.loop(0, refs.counts[visit])
+        def _(n: Any) -> None:
+            there = pl.ds(pl.multiple_of((first + n) * GROUP, GROUP), GROUP)
+            here = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
+            if out:
+                act(pltpu.make_async_copy(refs.result.at[slot, here], refs.out.at[there], refs.out_semaphore.at[slot]))
+            else:
+                act(pltpu.make_async_copy(refs.x.at[there], refs.rows.at[slot, here], refs.row_semaphore.at[slot]))
+
+    def before(self, i: Any) -> None:
+        self._move(i, lambda copy: copy.wait(), out=False)
+
+        @pl.when(i + 1 < self.mine)
+        def _() -> None:
+            self._move(i + 1, lambda copy: copy.start(), out=False)
+
+    def after(self, i: Any) -> None:
         refs, dtype = self.refs, self.refs.out.dtype
-        slot, expert = lax.rem(i, 2), refs.experts[self._visit(i)]
+        slot, expert = lax.rem(i, 2), refs.experts[self.visit(i)]
+
+        @pl.when(i >= 2)
+        def _() -> None:
+            self._move(i - 2, lambda copy: copy.wait(), out=True)
 
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
                 at = pl.ds(at, size)
-                refs.result[slot, rows, at] = _rounded(refs.out_sum[rows, at], refs.down_bias, expert, at, dtype)
+                refs.result[slot, rows, at] = rounded_sums(refs.out_sum[rows, at], refs.down_bias, expert, at, dtype)
 
-            _for_columns(refs.out_sum.shape[1], columns)
+            for_columns(refs.out_sum.shape[1], columns)
 
-        self._for_rows(i, work)
-
-    # -- in which order ------------------------------------------------------------------------------------------------
+        self.for_rows(i, work)
+        self._move(i, lambda copy: copy.start(), out=True)
 
     def run(self) -> None:
-        mine, phases = self.mine, self._phases()
-
-        @pl.when(mine > 0)
+        @pl.when(self.mine > 0)
         def _() -> None:
-            self._rows(0, lambda copy: copy.start(), out=False)
-            self._start(0, phases[0], 0, 0)
+            self._move(0, lambda copy: copy.start(), out=False)
 
-        lax.fori_loop(0, mine, functools.partial(self._one, phases), jnp.int32(0))
+        self.visits(self.first_slabs(self.mine))
         for back in (2, 1):
 
-            @pl.when(mine >= back)
+            @pl.when(self.mine >= back)
             def _(back: int = back) -> None:
-                self._rows(mine - back, lambda copy: copy.wait(), out=True)
-
-    def _phases(self) -> list[_Phase]:
-        """Returns the slabs of gate and up, then those of down. A last slab that is smaller is a phase of its own."""
-        phases = []
-        for down, matrix, size in ((False, self.refs.up, self.pieces.depth), (True, self.refs.down, self.pieces.width)):
-            whole, rest = divmod(matrix.shape[1], size)
-            if whole:
-                phases.append(_Phase(down, 0, size, whole))
-            if rest:
-                phases.append(_Phase(down, whole * size, rest, 1))
-        return phases
-
-    def _start(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
-        for copy in self._copies(i, phase, turn, slot):
-            copy.start()
-
-    def _one(self, phases: list[_Phase], i: Any, slot: Any) -> Any:
-        """One visit; `slot` is the buffer of its first slab. Returns that of the next visit."""
-        more = i + 1 < self.mine
-        self._rows(i, lambda copy: copy.wait(), out=False)
-
-        @pl.when(more)
-        def _() -> None:
-            self._rows(i + 1, lambda copy: copy.start(), out=False)
-
-        self._zero(i)
-        for phase, following in zip(phases, [*phases[1:], None], strict=True):
-            if phase.down and phase.at == 0:
-                self._activation(i)
-
-            def turn(n: Any, slot: Any, phase: _Phase = phase, following: _Phase | None = following) -> Any:
-                @pl.when(n + 1 < phase.turns)
-                def _() -> None:
-                    self._start(i, phase, n + 1, 1 - slot)
-
-                @pl.when((n + 1 == phase.turns) & (more if following is None else True))
-                def _() -> None:
-                    if following is None:
-                        self._start(i + 1, phases[0], 0, 1 - slot)
-                    else:
-                        self._start(i, following, 0, 1 - slot)
-
-                for copy in self._copies(i, phase, n, slot):
-                    copy.wait()
-                self._multiply(i, phase, n, slot)
-                return 1 - slot
-
-            slot = lax.fori_loop(0, phase.turns, turn, slot)
-
-        @pl.when(i >= 2)
-        def _() -> None:
-            self._rows(i - 2, lambda copy: copy.wait(), out=True)
-
-        self._round(i)
-        self._rows(i, lambda copy: copy.start(), out=True)
-        return slot
+                self._move(self.mine - back, lambda copy: copy.wait(), out=True)
 
 
 def vmem_bytes(pieces: Pieces, hidden: int, width: int, gated: bool, itemsize: int) -> int:
     """VMEM that the kernel needs beside biases."""
     wide, narrow = (-(-n // LANES) * LANES for n in (hidden, width))
-    in_slabs = 2 * ((1 + gated) * pieces.depth * narrow + pieces.width * wide) * itemsize
+    ups, downs = pieces.buffers(hidden, width)
+    in_slabs = (ups * (1 + gated) * pieces.depth * narrow + downs * pieces.width * wide) * itemsize
     in_rows = pieces.rows_at_once * (wide * (4 * itemsize + 4) + narrow * (itemsize + 4 * (1 + gated)))
     return in_slabs + in_rows
 
@@ -393,28 +476,30 @@ def decode_experts(
     for name, bias in (biases or {}).items():
         operands[f"{name}_bias"] = bias
 
-    def slab(size: int, columns: int) -> Any:
-        return pltpu.VMEM((2, size, columns), dtype)
+    def slab(size: int, columns: int, count: int = 2) -> Any:
+        return pltpu.VMEM((count, size, columns), dtype)
 
     table, semaphores = pltpu.SMEM((visits,), jnp.int32), pltpu.SemaphoreType.DMA((2,))
+    ups, downs = pieces.buffers(hidden, width)
     most = pieces.rows_at_once
     scratch: dict[str, Any] = {
         "experts": table,
         "firsts": table,
         "counts": table,
         "rows": slab(most, wide),
-        "ups": slab(min(pieces.depth, hidden), width),
-        "downs": slab(min(pieces.width, width), hidden),
+        "ups": slab(min(pieces.depth, hidden), width, ups),
+        "downs": slab(min(pieces.width, width), hidden, downs),
         "up_sum": pltpu.VMEM((most, width), jnp.float32),
         "hidden": pltpu.VMEM((most, width), dtype),
         "out_sum": pltpu.VMEM((most, hidden), jnp.float32),
         "result": slab(most, wide),
-        "slab_semaphore": semaphores,
+        "up_semaphore": pltpu.SemaphoreType.DMA((ups,)),
+        "down_semaphore": pltpu.SemaphoreType.DMA((downs,)),
         "row_semaphore": semaphores,
         "out_semaphore": semaphores,
     }
     if gated:
-        scratch["gates"] = slab(min(pieces.depth, hidden), width)
+        scratch["gates"] = slab(min(pieces.depth, hidden), width, ups)
         scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
