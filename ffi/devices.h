@@ -1,5 +1,5 @@
 // Everything that workspaces ask of GPUs, so that the code of workspaces compiles, runs and is tested without a GPU
-// (ffi/fake_devices.h). cuda_devices.cc implements it.
+// (tests/native/fakes/fake_devices.h). cuda_devices.cc implements it.
 //
 // After Prepare, no function but Idle waits for a running kernel, and none waits without a limit: growth and reset
 // happen while kernels of this library wait for each other.

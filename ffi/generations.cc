@@ -1,17 +1,18 @@
-// The part of Workspace that handles generations of memory: the tables in which kernels find them, how a generation
-// comes into use and how it is freed.
+// The part of StagingMemory that handles generations: the tables in which kernels find them, how a generation comes
+// into use and how it is freed.
 #include <algorithm>
 #include <chrono>
 #include <thread>
 
-#include "ffi/symmetric_memory.h"
+#include "ffi/seconds.h"
+#include "ffi/staging_memory.h"
 
 namespace xen_moe {
 
-uint32_t Workspace::OldestInUse() const {
+uint32_t StagingMemory::OldestInUse() const {
   const uint32_t newest = newest_.load();
   uint32_t oldest = newest;
-  for (const Member& member : members_) {
+  for (const Member& member : persistent_.members()) {
     const uint32_t last = *reinterpret_cast<const volatile uint32_t*>(&member.record->generation);
     oldest = std::min(oldest, newest - ((newest - last) & 0xFF));
   }
@@ -19,22 +20,14 @@ uint32_t Workspace::OldestInUse() const {
 }
 
 // Returns whether the ring of memory tables takes another generation.
-bool Workspace::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
-
-bool Workspace::WaitIdle(double seconds) {
-  const auto began = std::chrono::steady_clock::now();
-  for (const Member& member : members_) {
-    if (!job_.gpus->Idle(member.ordinal, std::max(0.01, seconds - SecondsSince(began)))) return false;
-  }
-  return true;
-}
+bool StagingMemory::HasRoom() const { return newest_.load() + 1 - OldestInUse() < kGenerations; }
 
 // Returns true when the ring of memory tables takes another generation. Returns false when no operation has run since
 // the ring filled up, and none runs: then all generations may be replaced at once.
-bool Workspace::WaitForRoom(double seconds) {
+bool StagingMemory::WaitForRoom(double seconds) {
   const auto began = std::chrono::steady_clock::now();
   while (!HasRoom()) {
-    if (WaitIdle(std::min(1.0, seconds))) return HasRoom();
+    if (persistent_.WaitIdle(std::min(1.0, seconds))) return HasRoom();
     if (SecondsSince(began) > seconds) {
       Refuse("the symmetric memory on channel " + std::to_string(channel_) + " has grown " +
              std::to_string(kGenerations - 1) +
@@ -45,11 +38,13 @@ bool Workspace::WaitForRoom(double seconds) {
   return true;
 }
 
-MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
+MemoryTable StagingMemory::TableOf(const Generation* generation, size_t i) const {
   MemoryTable table{};
   if (generation == nullptr) return table;
   const Block& block = generation->blocks[i];
-  for (int rank = 0; rank < ranks_; ++rank) table.staging[rank] = SameNode(i, rank) ? block.peers[rank] : nullptr;
+  for (int rank = 0; rank < groups_.ranks(); ++rank) {
+    table.staging[rank] = groups_.SameNode(i, rank) ? block.peers[rank] : nullptr;
+  }
   table.scratch = block.scratch;
   table.flag_bytes = generation->flag_bytes;
   table.data_bytes = generation->data_bytes;
@@ -58,36 +53,46 @@ MemoryTable Workspace::TableOf(const Generation* generation, size_t i) const {
   return table;
 }
 
-// Writes the whole ring each time, which makes good an earlier write that failed. `alone`: nothing runs, and the newest
-// generation is used from now on.
-void Workspace::WriteTables(bool alone) {
+StagingRing StagingMemory::RingOf(size_t i) const {
+  StagingRing ring;
+  for (const Generation& generation : generations_) {
+    const Block& block = generation.blocks[i];
+    ring.own[generation.number % kGenerations] = block.staging;
+    std::copy_n(block.peers.begin(), groups_.ranks(), ring.of_rank[generation.number % kGenerations]);
+  }
+  return ring;
+}
+
+// Writes the whole ring each time, which makes good an earlier write that failed.
+void StagingMemory::WriteTables(bool alone) {
   const uint32_t newest = newest_.load();
-  for (size_t i = 0; i < members_.size(); ++i) {
+  for (size_t i = 0; i < persistent_.members().size(); ++i) {
     MemoryTable ring[kGenerations] = {};
     for (MemoryTable& table : ring) table.generation = newest;
     for (const Generation& generation : generations_) ring[generation.number % kGenerations] = TableOf(&generation, i);
-    Control* control = members_[i].control;
-    const int ordinal = members_[i].ordinal;
+    const Member& member = persistent_.members()[i];
+    Control* control = member.control;
+    const int ordinal = member.ordinal;
     job_.gpus->Write(ordinal, control->memory, ring, sizeof(ring));
-    if (members_[i].rail != nullptr) WriteRail(i);
+    if (member.rail != nullptr) persistent_.rails().WriteStaging(i, RingOf(i));
     if (alone) {
       MemoryTable current = TableOf(generations_.empty() ? nullptr : &generations_.back(), i);
       current.generation = newest;
       job_.gpus->Write(ordinal, &control->current, &current, sizeof(current));
       const uint32_t reported = newest & 0xFF;
       job_.gpus->Write(ordinal, &control->reported, &reported, sizeof(reported));
-      members_[i].record->generation = reported;
+      member.record->generation = reported;
     }
     job_.gpus->Write(ordinal, &control->newest, &newest, sizeof(newest));
   }
 }
 
-void Workspace::Publish(Generation next, bool alone, double seconds) {
+void StagingMemory::Publish(Generation next, bool alone, double seconds) {
   std::unique_lock<std::shared_mutex> launching(launching_, std::defer_lock);
   const auto began = std::chrono::steady_clock::now();
   while (alone && !generations_.empty()) {  // the GPUs must be idle while no thread can launch, not only before
     launching.lock();
-    if (WaitIdle(0.2)) break;
+    if (persistent_.WaitIdle(0.2)) break;
     launching.unlock();  // the running kernels may wait for a launch of another rank
     if (SecondsSince(began) > seconds) {
       Drop(&next);
@@ -101,7 +106,7 @@ void Workspace::Publish(Generation next, bool alone, double seconds) {
   WriteTables(alone);
   if (alone) FreeOlderThan(newest_.load());
   const Generation& now = generations_.back();
-  staging_bytes_ = 2 * Half(now.flag_bytes, now.data_bytes);
+  staging_bytes_ = 2 * now.half();
   scratch_bytes_ = now.scratch_bytes;
   capacity_[1] = now.data_bytes;
   capacity_[2] = now.scratch_bytes;
@@ -110,7 +115,7 @@ void Workspace::Publish(Generation next, bool alone, double seconds) {
   stale_ = generations_.size() > 1;
 }
 
-void Workspace::FreeOlderThan(uint32_t number) {
+void StagingMemory::FreeOlderThan(uint32_t number) {
   while (!generations_.empty() && generations_.front().number < number) {
     Drop(&generations_.front());
     generations_.pop_front();
@@ -119,14 +124,27 @@ void Workspace::FreeOlderThan(uint32_t number) {
   stale_ = generations_.size() > 1;
 }
 
-void Workspace::Reclaim() {
+void StagingMemory::Reclaim() {
   if (stale_) FreeOlderThan(OldestInUse());
 }
 
-void Workspace::ReclaimIfStale() {
-  if (!stale_.load(std::memory_order_relaxed)) return;
-  std::unique_lock<std::timed_mutex> lock(changing_, std::try_to_lock);
+void StagingMemory::ReclaimIfStale() {
+  if (!stale()) return;
+  const auto lock = changes_.TryBegin();
   if (lock.owns_lock()) Reclaim();
+}
+
+void StagingMemory::ClearFlags() {
+  FreeOlderThan(newest_.load());
+  for (size_t i = 0; i < groups_.local().size(); ++i) {
+    const int ordinal = groups_.local()[i].ordinal;
+    for (const Generation& generation : generations_) {
+      char* staging = generation.blocks[i].staging;
+      if (staging == nullptr || generation.flag_bytes == 0) continue;
+      job_.gpus->Zero(ordinal, staging, generation.flag_bytes);
+      job_.gpus->Zero(ordinal, staging + generation.half(), generation.flag_bytes);
+    }
+  }
 }
 
 }  // namespace xen_moe

@@ -4,7 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "ffi/symmetric_memory.h"
+#include "ffi/registry.h"
 
 namespace nb = nanobind;
 

@@ -1,4 +1,5 @@
-// The Python bindings of workspaces, for GPUs (ffi/module.cc) and for host memory (ffi/memory_test_module.cc).
+// The Python bindings of workspaces, for GPUs (ffi/module.cc) and for host memory
+// (tests/native/memory_test_module.cc).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda_kernels/node/nccl_kernels.h"
-#include "ffi/symmetric_memory.h"
+#include "ffi/persistent_memory.h"
 
 namespace xen_moe {
 

@@ -18,7 +18,7 @@
 #include "cuda_kernels/node/rail_plan.h"
 #include "ffi/attributes.h"
 #include "ffi/flights.h"
-#include "ffi/symmetric_memory.h"
+#include "ffi/registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xen_moe {

@@ -1,107 +1,85 @@
-// The part of Workspace that serves the rails of a group of several nodes (cuda_kernels/node/rail_memory.h): counters
-// that other nodes raise, and the tables of links through which a rank's kernels reach other nodes. They are made with
-// the persistent memory, updated with every generation, and cleared by a reset.
-#include <cstddef>
-#include <memory>
+#include "ffi/rails.h"
 
-#include "ffi/symmetric_memory.h"
+#include <cstddef>
 
 namespace xen_moe {
 
-void Workspace::MakeRails(std::vector<PersistentBlock>* blocks) {
-  for (size_t i = 0; i < members_.size(); ++i) {
-    const int ordinal = members_[i].ordinal;
-    std::vector<int> readers;  // all GPUs of the group: ranks of other nodes raise the counters
-    for (DeviceKey key : groups_[group_of_[i]].devices) readers.push_back(OrdinalOf(key));
-    (*blocks)[i].counters = job_.gpus->Allocate(ordinal, CounterBytes(), readers);
-    (*blocks)[i].rail = job_.gpus->Allocate(ordinal, RailBytes(ranks_, Nodes()), {ordinal});
+void Rails::AllocateWithin() {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const int ordinal = groups_.local()[i].ordinal;
+    ranks_[i].counters = job_.gpus->Allocate(ordinal, CounterBytes(), groups_.OrdinalsOf(i));
+    ranks_[i].memory = job_.gpus->Allocate(ordinal, RailBytes(groups_.ranks(), groups_.nodes()), {ordinal});
   }
 }
 
-// Fills the only table in which kernels find pointers to memory of other nodes.
-void Workspace::AddRail(size_t i) {
-  members_[i].rail = reinterpret_cast<RailMemory*>(persistent_[i].rail);
-  ClearRail(i);
+// This table is the only place where kernels find pointers to memory of other nodes.
+void Rails::FillWithin(size_t i, const std::vector<char*>& mailboxes) {
+  Clear(i);
   PeerTable table{};
-  for (size_t j = 0; j < members_.size(); ++j) {
-    if (group_of_[i] != group_of_[j]) continue;
-    table.counters[members_[j].rank] = reinterpret_cast<uint64_t*>(persistent_[j].counters);
-    table.mailbox[members_[j].rank] = reinterpret_cast<Mailbox*>(persistent_[j].mailbox);
+  for (size_t j = 0; j < ranks_.size(); ++j) {
+    if (!groups_.SameGroup(i, j)) continue;
+    const int rank = groups_.local()[j].rank;
+    table.counters[rank] = reinterpret_cast<uint64_t*>(ranks_[j].counters);
+    table.mailbox[rank] = reinterpret_cast<Mailbox*>(mailboxes[j]);
   }
-  job_.gpus->Write(members_[i].ordinal, &members_[i].rail->peers, &table, sizeof(table));
+  job_.gpus->Write(groups_.local()[i].ordinal, &memory(i)->peers, &table, sizeof(table));
 }
 
-// Between processes, collective, once the mailbox has been shown: makes the connection that puts go over.
-void Workspace::Connect(double seconds) {
+void Rails::AllocateAcross() {
+  const int ordinal = groups_.local().front().ordinal;
+  ranks_.front().memory = job_.gpus->Allocate(ordinal, RailBytes(groups_.ranks(), groups_.nodes()), {ordinal});
+}
+
+void Rails::Connect(double seconds) {
   auto made = std::make_shared<std::string>(job_.link->made_bytes, '\0');
-  if (!job_.provider->connect(job_.link->request(ranks_, Nodes()), made.get(), seconds)) {
+  if (!job_.provider->connect(job_.link->request(groups_.ranks(), groups_.nodes()), made.get(), seconds)) {
     Refuse(job_.provider->reason());
   }
-  persistent_.front().connection = std::move(made);
+  connection_ = std::move(made);
   settled_times_ = 0;
 }
 
-// Between processes: fills the table of the one member of this process, as AddRail does within a process.
-void Workspace::AddWindows() {
-  Member& member = members_.front();
-  const PersistentBlock& block = persistent_.front();
-  job_.link->prepare(member.ordinal, ranks_);
-  member.rail = reinterpret_cast<RailMemory*>(block.rail);
-  member.connection = block.connection;
-  job_.gpus->Zero(member.ordinal, member.rail, RailBytes(ranks_, Nodes()));
+void Rails::FillAcross(char* mailbox) {
+  const int ordinal = groups_.local().front().ordinal;
+  job_.link->prepare(ordinal, groups_.ranks());
+  job_.gpus->Zero(ordinal, memory(0), RailBytes(groups_.ranks(), groups_.nodes()));
   auto windows = std::make_unique<WindowTable>();
-  windows->mailbox = job_.provider->window(block.mailbox);
-  windows->ranks = ranks_;
-  for (int rank = 0; rank < ranks_; ++rank) windows->process[rank] = ProcessOf(groups_.front().devices[rank]);
-  job_.gpus->Write(member.ordinal, &member.rail->windows, windows.get(), offsetof(WindowTable, reserved));
+  windows->mailbox = job_.provider->window(mailbox);
+  windows->ranks = groups_.ranks();
+  for (int rank = 0; rank < groups_.ranks(); ++rank) windows->process[rank] = ProcessOf(groups_.DevicesOf(0)[rank]);
+  job_.gpus->Write(ordinal, &memory(0)->windows, windows.get(), offsetof(WindowTable, reserved));
 }
 
-// Waits for puts from before a failure, which may still be in progress: no memory may be cleared before they have
-// arrived. Processes that have ended take no part; there are such processes only where programs have an `active` mask.
-void Workspace::Settle(double seconds) {
-  const Member& member = members_.front();
-  uint64_t gone[kGoneWords] = {};
-  {
-    std::lock_guard<std::mutex> lock(dead_mutex_);
-    for (int rank = 0; masked_ && rank < ranks_; ++rank) {
-      if (dead_.count(ProcessOf(groups_.front().devices[rank]))) gone[rank / 64] |= uint64_t{1} << rank % 64;
-    }
+void Rails::WriteStaging(size_t i, const StagingRing& ring) {
+  const int ordinal = groups_.local()[i].ordinal;
+  if (!groups_.across()) {
+    job_.gpus->Write(ordinal, memory(i)->peers.staging, ring.of_rank, sizeof(ring.of_rank));
+    return;
   }
-  job_.link->settle(member.ordinal, *member.connection, member.rail, member.rank, ranks_, ranks_per_node_, gone,
+  void* windows[kGenerations] = {};
+  for (int entry = 0; entry < kGenerations; ++entry) {
+    if (ring.own[entry] != nullptr) windows[entry] = job_.provider->window(ring.own[entry]);
+  }
+  job_.gpus->Write(ordinal, memory(i)->windows.staging, windows, sizeof(windows));
+}
+
+// Between processes the counters belong to the link, and Settle has set them to zero.
+void Rails::Clear(size_t i) {
+  const int ordinal = groups_.local()[i].ordinal;
+  if (!groups_.across()) job_.gpus->Zero(ordinal, ranks_[i].counters, CounterBytes());
+  job_.gpus->Zero(ordinal, ExpectedOf(memory(i), groups_.ranks(), groups_.nodes()), CounterBytes());
+}
+
+void Rails::Settle(const uint64_t (&gone)[kGoneWords], double seconds) {
+  const LocalRank& own = groups_.local().front();
+  job_.link->settle(own.ordinal, *connection_, memory(0), own.rank, groups_.ranks(), groups_.ranks_per_node(), gone,
                     ++settled_times_, seconds);
 }
 
-// Writes the whole ring, as WriteTables does, before kernels learn of the newest generation.
-void Workspace::WriteRail(size_t i) {
-  if (across_) {
-    void* windows[kGenerations] = {};
-    for (const Generation& generation : generations_) {
-      char* const own = generation.blocks[i].staging;
-      if (own != nullptr) windows[generation.number % kGenerations] = job_.provider->window(own);
-    }
-    job_.gpus->Write(members_[i].ordinal, members_[i].rail->windows.staging, windows, sizeof(windows));
-    return;
-  }
-  char* ring[kGenerations][kMaxRanks] = {};
-  for (const Generation& generation : generations_) {
-    for (int rank = 0; rank < ranks_; ++rank) {
-      ring[generation.number % kGenerations][rank] = generation.blocks[i].peers[rank];
-    }
-  }
-  job_.gpus->Write(members_[i].ordinal, members_[i].rail->peers.staging, ring, sizeof(ring));
-}
-
-// Called when no put of any rank is in progress. Between processes the counters belong to the link, and Settle has set
-// them to zero.
-void Workspace::ClearRail(size_t i) {
-  if (!across_) job_.gpus->Zero(members_[i].ordinal, persistent_[i].counters, CounterBytes());
-  job_.gpus->Zero(members_[i].ordinal, ExpectedOf(members_[i].rail, ranks_, Nodes()), CounterBytes());
-}
-
-void Workspace::FreePersistent(size_t i, const PersistentBlock& block) {
-  for (char* memory : {block.mailbox, block.control, block.counters, block.rail}) {
-    job_.gpus->Free(members_[i].ordinal, memory);
-  }
+void Rails::Free(size_t i) {
+  job_.gpus->Free(groups_.local()[i].ordinal, ranks_[i].counters);
+  job_.gpus->Free(groups_.local()[i].ordinal, ranks_[i].memory);
+  ranks_[i] = Rank{};
 }
 
 }  // namespace xen_moe

@@ -1,10 +1,10 @@
-// All workspaces of this process.
+#include "ffi/registry.h"
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
 
 #include "ffi/flights.h"
-#include "ffi/symmetric_memory.h"
 
 namespace xen_moe {
 namespace {
@@ -170,13 +170,12 @@ void Registry::MarkDead(int process, bool clean) {
 }
 
 std::set<int> Registry::Gone() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return gone_;
-}
-
-void Registry::LeaveOut(const std::vector<int>& processes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  gone_.insert(processes.begin(), processes.end());
+  std::set<int> gone;
+  for (const auto& workspace : All()) {
+    const std::set<int> left_out = workspace->LeftOut();
+    gone.insert(left_out.begin(), left_out.end());
+  }
+  return gone;
 }
 
 std::string Registry::Failure() {
@@ -203,7 +202,6 @@ void Registry::Clear() {
   std::lock_guard<std::mutex> leaving_lock(leaving_mutex_);
   leaving_.clear();
   job_ = Job{};
-  gone_.clear();
   configured_ = false;
 }
 

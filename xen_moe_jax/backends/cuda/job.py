@@ -17,7 +17,7 @@ def has_gpus() -> bool:
 
 
 def device_key(compiled: Any, device: Any) -> int:
-    """Returns `process * devices_per_process + CUDA ordinal`, as in ffi/symmetric_memory.h.
+    """Returns `process * devices_per_process + CUDA ordinal`, as in ffi/job.h.
 
     JAX does not tell the ordinal of another process's device, which may be 0 in every process. The device's number in
     the job stands for it, and only the words of an error depend on it.

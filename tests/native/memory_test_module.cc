@@ -12,11 +12,11 @@
 #include <stdexcept>
 
 #include "ffi/failure_text.h"
-#include "ffi/fake_devices.h"
 #include "ffi/flights.h"
 #include "ffi/memory_bindings.h"
 #include "ffi/nccl_memory.h"
-#include "ffi/symmetric_memory.h"
+#include "ffi/registry.h"
+#include "tests/native/fakes/fake_devices.h"
 
 namespace nb = nanobind;
 

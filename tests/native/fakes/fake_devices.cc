@@ -1,4 +1,4 @@
-#include "ffi/fake_devices.h"
+#include "tests/native/fakes/fake_devices.h"
 
 #include <chrono>
 #include <cstdlib>
