@@ -126,6 +126,8 @@ STEPS = (
     Step("grouped", 2, _round("grouped")),
     Step("grouped-fp8", 2, _round("grouped", wire="float8_e4m3fn")),
     Step("grouped-align-capacity", 2, _round("grouped", alignment=8, capacity=96)),
+    Step("grouped-drop-source", 3, _round("grouped", capacity=96, drop="source")),
+    Step("grouped-drop-weight-fp8", 3, _round("grouped", capacity=96, drop="weight", wire="float8_e4m3fn")),
     Step("ranked", 2, _round("ranked")),
     Step("padded", 2, _round("padded")),
     Step("redispatch", 2, _redispatch),
