@@ -24,7 +24,7 @@ from xen_moe_jax import backends as backend_choice
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl
-from xen_moe_jax.flax import grouped_matmul
+from xen_moe_jax.experts import grouped_matmul
 
 PACKAGES = (
     "xen-moe-jax",

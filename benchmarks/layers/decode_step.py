@@ -32,8 +32,8 @@ from benchmarks.lib import report
 from benchmarks.lib.verify import WrongResultError
 from benchmarks.peers import registry as peers
 from xen_moe_jax import cuda
+from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax import MoEConfig
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.tuning.problem import AXIS, POOL_SPEC, RANK_SPEC, Problem, make_mesh, make_problem
 from xen_moe_jax.tuning.programs import Experts, RoundTrip, own_round_trip
 from xen_moe_jax.tuning.timing import on_ranks

@@ -230,7 +230,7 @@ def build(kind: str, options: argparse.Namespace) -> tuple[Callable[..., Any], c
     if kind == "ragged_dot":
         return jax.lax.ragged_dot, nothing
     if kind == "hopper":
-        from xen_moe_jax.flax import hopper
+        from xen_moe_jax.experts import hopper
 
         return hopper.grouped_matmul, nothing
     if kind == "dense":
@@ -287,7 +287,7 @@ def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any]
     SwiGLU in one kernel."""
     import jax
 
-    from xen_moe_jax.flax import hopper
+    from xen_moe_jax.experts import hopper
 
     gate, up, down = weights
     if matmul is hopper.grouped_matmul:

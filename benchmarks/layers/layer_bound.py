@@ -49,9 +49,10 @@ from benchmarks.lib import report, turns
 from benchmarks.lib.options import positive
 from benchmarks.lib.verify import WrongResultError
 from benchmarks.ops import overlap
-from xen_moe_jax.flax import _chunks, hopper
+from xen_moe_jax.experts import hopper
+from xen_moe_jax.experts.mlp import built_in
+from xen_moe_jax.flax import _chunks
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.tuning import timing
 from xen_moe_jax.tuning.problem import RANK_SPEC, make_problem
 from xen_moe_jax.tuning.workload import Workload, round_up
@@ -59,7 +60,7 @@ from xen_moe_jax.tuning.workload import Workload, round_up
 PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
 KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
-"""Functions of `flax/hopper.py` that take `num_sms`."""
+"""Functions of `experts/hopper.py` that take `num_sms`."""
 DEALT = "dealt"
 """Name of the overlapping layers whose matmuls do not claim their tiles."""
 COMPILING = 8

@@ -42,8 +42,8 @@ from benchmarks.layers.layer_bound import (
 from benchmarks.lib import report, turns
 from benchmarks.lib.options import positive
 from benchmarks.lib.verify import WrongResultError
-from xen_moe_jax.flax import _experts, grouped_matmul
-from xen_moe_jax.flax._experts import activate
+from xen_moe_jax.experts import grouped_matmul, mlp
+from xen_moe_jax.experts.mlp import activate
 from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC
 
 TOLERANCE = 0.01
@@ -168,7 +168,7 @@ def projected(given: Any, rows: jax.Array, sizes: jax.Array, weights: Any, facto
     """Rows that enter the experts' last matmul."""
     config = given.config
     if grouped_matmul.by_hopper(config.grouped_matmul, rows, weights["gate"]):
-        return _experts.hopper.swiglu(rows, weights["gate"], weights["up"], sizes, factors)
+        return mlp.hopper.swiglu(rows, weights["gate"], weights["up"], sizes, factors)
     multiply = grouped_matmul.choose(config.grouped_matmul)
     activation = activate(config, *(multiply(rows, weights[name], sizes) for name in ("gate", "up")))
     return (activation.astype(jnp.float32) * factors[:, None]).astype(rows.dtype)

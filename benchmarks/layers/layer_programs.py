@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.peers import registry as peers
-from xen_moe_jax.flax import MoEConfig, grouped_matmul
+from xen_moe_jax.experts import grouped_matmul
+from xen_moe_jax.experts.mlp import built_in
+from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.flax._chunks import Chunk, through_experts
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.flax._logits import router_logits
 from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC, Problem
 from xen_moe_jax.tuning.workload import Capacities, Workload, round_up, rows_per_expert

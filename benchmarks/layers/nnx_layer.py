@@ -27,7 +27,8 @@ from flax import nnx
 from benchmarks.lib import report, turns
 from benchmarks.lib.options import positive
 from benchmarks.lib.verify import WrongResultError
-from xen_moe_jax.flax import MoEConfig, grouped_matmul
+from xen_moe_jax.experts import grouped_matmul
+from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.flax.nnx import MoE
 from xen_moe_jax.tuning import timing
 

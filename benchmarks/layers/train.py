@@ -32,7 +32,8 @@ from flax import nnx
 from benchmarks.lib import report, turns
 from examples.demo import text
 from examples.demo.model import LanguageModel, ModelConfig, next_byte_losses
-from xen_moe_jax.flax import MoEConfig, grouped_matmul
+from xen_moe_jax.experts import grouped_matmul
+from xen_moe_jax.flax import MoEConfig
 
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""

@@ -58,9 +58,9 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
     from jax.sharding import NamedSharding, PartitionSpec
 
     import xen_moe_jax as xm
+    from xen_moe_jax.experts.mlp import built_in
     from xen_moe_jax.flax import MoEConfig, tpu_decode
     from xen_moe_jax.flax._chunks import Chunk, through_experts
-    from xen_moe_jax.flax._experts import built_in
 
     mesh = tpu_topologies.mesh(generation)
     config = MoEConfig(

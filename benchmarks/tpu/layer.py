@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     from benchmarks.tpu.layer_programs import OWN, PEER
-    from xen_moe_jax.flax import grouped_matmul
+    from xen_moe_jax.experts import grouped_matmul
 
     document = earlier(options.json) or {"results": [], "left_out": []}
     document |= {

@@ -24,8 +24,8 @@ from benchmarks.layers import layer_programs
 from benchmarks.layers.layer_programs import Layer, Weights
 from benchmarks.peers.ragged import exclusive
 from benchmarks.tpu import topologies as tpu_topologies
+from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax import MoEConfig
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC
 from xen_moe_jax.tuning.workload import Workload, round_up
 

@@ -19,8 +19,8 @@ from benchmarks.layers import layer, layer_bound, layer_programs
 from benchmarks.lib import options
 from benchmarks.lib.verify import WrongResultError
 from tests.support import ROOT, quick_compiler
+from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._chunks import Chunk, through_experts
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.tuning.problem import make_problem
 
 SIZES = "--platform cpu --tokens 16 --hidden 128 --experts 8 --top-k 2 --ranks 2 --capacity-factor 4 --dtype float32"

@@ -29,7 +29,7 @@ from tests.support.layers import (
     tokens,
 )
 from xen_moe_jax import doctor
-from xen_moe_jax.flax import grouped_matmul, hopper
+from xen_moe_jax.experts import grouped_matmul, hopper
 
 
 def dense_groups(rows, weights, group_sizes):

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 import xen_moe_jax as xm
 from tests.support import hopper_kernels, plain_hopper
 from xen_moe_jax import _overlap
-from xen_moe_jax.flax import hopper
+from xen_moe_jax.experts import hopper
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import gpu_topology, hopper_kernels
-from xen_moe_jax.flax import hopper
+from xen_moe_jax.experts import hopper
 
 pytestmark = pytest.mark.gpu_aot
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xen_moe_jax.flax import hopper
+from xen_moe_jax.experts import hopper
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 

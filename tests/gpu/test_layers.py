@@ -12,7 +12,8 @@ pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 import xen_moe_jax as xm
 from tests.gpu import layers
 from xen_moe_jax import cuda
-from xen_moe_jax.flax import _chunks, hopper
+from xen_moe_jax.experts import hopper
+from xen_moe_jax.flax import _chunks
 
 
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xen_moe_jax.flax import grouped_matmul, hopper
+from xen_moe_jax.experts import grouped_matmul, hopper
 
 
 def groups_of(sizes, rows):

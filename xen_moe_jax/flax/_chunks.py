@@ -25,7 +25,8 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
-from xen_moe_jax.flax import grouped_matmul, tpu_decode
+from xen_moe_jax.experts import grouped_matmul
+from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._config import MoEConfig
 
 RowExperts = Callable[..., jax.Array]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._mesh import vary_over
+from xen_moe_jax.experts.mlp import built_in, shared_expert
 from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._experts import built_in, shared_expert, shared_share
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
 from xen_moe_jax.flax._replicated import through_own_experts
-from xen_moe_jax.flax._router import route
+from xen_moe_jax.flax._router import route, shared_share
 
 
 class Tokens(NamedTuple):

@@ -143,3 +143,8 @@ def _mixed(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
+
+
+def shared_share(x: jax.Array, shared_router: jax.Array) -> jax.Array:
+    """Returns the sigmoid of one logit for each token, float32 `[T]`; `shared_router` is float32 `[H, 1]`."""
+    return routing.router_scores(router_logits(x, shared_router), "sigmoid")[:, 0]

@@ -17,7 +17,15 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-WATCHED = ("jax.lax", "jax.numpy", "jax.nn", "jax.random", "tokamax", "xen_moe_jax", "xen_moe_jax.flax.grouped_matmul")
+WATCHED = (
+    "jax.lax",
+    "jax.numpy",
+    "jax.nn",
+    "jax.random",
+    "tokamax",
+    "xen_moe_jax",
+    "xen_moe_jax.experts.grouped_matmul",
+)
 """Modules whose functions a layer calls by name."""
 
 _found: dict[str, list[tuple[str, Any, Any]]] = {}

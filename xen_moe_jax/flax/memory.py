@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax._spec import worst_case_capacity
+from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._experts import built_in
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
 
 

@@ -22,7 +22,7 @@ from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
-from xen_moe_jax.flax import _experts
+from xen_moe_jax.experts import mlp
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces, decode_experts, vmem_bytes
 from xen_moe_jax.pallas_kernels.launch import Launch
@@ -108,7 +108,7 @@ class Experts:
         groups = (jnp.sum(received, axis=0, dtype=jnp.int32) + (self.alignment - 1)) // self.alignment
         ends = jnp.minimum(jnp.cumsum(groups * self.alignment), rows.shape[0])  # rows past the capacity were dropped
         hidden = self.config.hidden_size
-        out = _experts.grouped_experts(self.config, rows[:, :hidden], jnp.diff(ends, prepend=0), weights)
+        out = mlp.grouped_experts(self.config, rows[:, :hidden], jnp.diff(ends, prepend=0), weights)
         return jnp.pad(out, ((0, 0), (0, rows.shape[1] - hidden)))
 
 
@@ -148,7 +148,7 @@ def _lowered(
     pieces, launch = _policy(experts.config, rows.shape[1], shape, rows.dtype.itemsize, bool(biases), config)
 
     def activate(gate: jax.Array | None, up: jax.Array) -> jax.Array:
-        return _experts.activate(experts.config, gate, up)
+        return mlp.activate(experts.config, gate, up)
 
     out = decode_experts(
         rows,

@@ -64,11 +64,6 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
         """True where every rank of the expert axes has the same tokens."""
         return self.token_axes is not None and not set(self.expert_axes) & set(self.token_axes)
 
-    @property
-    def gated(self) -> bool:
-        """True where an expert multiplies two projections, `gate` and `up`; False where it has `up` alone."""
-        return self.activation.endswith("glu")
-
     def chunk_capacity(self, num_tokens: int, num_ranks: int) -> int | None:
         """Rows to ask `xm.dispatch` for, one chunk of `num_tokens` tokens a rank; None is the exact worst case."""
         if self.capacity_factor is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from xen_moe_jax.experts.function import ACTIVATIONS, GROUPED_MATMULS, ExpertFunction
 from xen_moe_jax.flax._config.checks import (
     is_float_dtype,
     is_int,
@@ -18,12 +18,9 @@ from xen_moe_jax.flax._config.checks import (
     require_positive_numbers,
 )
 
-ACTIVATIONS = ("swiglu", "geglu", "clipped_swiglu", "gelu", "relu2")
-GROUPED_MATMULS = ("auto", "ragged_dot", "tokamax", "hopper")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertFields:
+class ExpertFields(ExpertFunction):
     """Experts: their sizes and the function that they compute.
 
     Attributes:
@@ -47,7 +44,7 @@ class ExpertFields:
         `weights` by name. Grouped: `rows [C, H]`, int32 `group_sizes [L]`; padded: `rows [L, M, H]` of which expert `l`
         uses the first `group_sizes[l]`. Rows outside the groups are unspecified, and the layer ignores their results.
       grouped_matmul: "auto" (the fastest one installed), "ragged_dot", "tokamax", "hopper", or a callable
-        `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.flax.grouped_matmul`).
+        `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.experts.grouped_matmul`).
       dtype: dtype of the computation; None is that of the input. The router always computes in float32.
       param_dtype: dtype of the parameters. The router's are always float32.
     """
@@ -58,13 +55,6 @@ class ExpertFields:
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
-    activation: str = "swiglu"
-    activation_limit: float = 7.0
-    activation_alpha: float = 1.702
-    expert_bias: bool = False
-    apply_weights_to: str = "rows"
-    experts: Callable[..., Any] | None = None
-    grouped_matmul: str | Callable[..., Any] = "auto"
     dtype: Any = None
     param_dtype: Any = jnp.float32
 

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax import routing
 from xen_moe_jax._types import experts_of_rows
-from xen_moe_jax.flax import grouped_matmul, hopper
-from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax._logits import router_logits
+from xen_moe_jax.experts import grouped_matmul, hopper
+from xen_moe_jax.experts.function import ExpertFunction
 
 Weights = dict[str, Any]
 Experts = Callable[..., jax.Array]
@@ -22,7 +20,7 @@ Experts = Callable[..., jax.Array]
 for each row, where `MoEConfig.apply_weights_to` is "activation" (factors in front of the last matmul) or "input"."""
 
 
-def built_in(config: MoEConfig) -> Experts:
+def built_in(config: ExpertFunction) -> Experts:
     """Returns the layer's own experts, or `MoEConfig.experts` with a check of the rows that it returns."""
     own = functools.partial(grouped_experts if config.layout == "grouped" else padded_experts, config)
     experts = own if config.experts is None else functools.partial(_experts_of_the_caller, config.experts)
@@ -67,7 +65,7 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * _normal_cdf(x)
 
 
-def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+def activate(config: ExpertFunction, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     """Computes an expert's activation between its matmuls, element by element; `gate` is None for experts without
     one."""
     if gate is None:
@@ -81,7 +79,7 @@ def activate(config: MoEConfig, gate: jax.Array | None, up: jax.Array) -> jax.Ar
     return gate * jax.nn.sigmoid(config.activation_alpha * gate) * (up + 1)
 
 
-def _activated(config: MoEConfig, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]) -> jax.Array:
+def _activated(config: ExpertFunction, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]) -> jax.Array:
     """Computes the activation of an expert; `project(x, name)` multiplies by the weights of that name and adds their
     bias."""
     gate = project(x, "gate") if config.gated else None
@@ -101,7 +99,7 @@ def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
 
 
 def grouped_experts(
-    config: MoEConfig, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+    config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
     """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`,
     float32 `row_weights [C]`.
@@ -141,7 +139,7 @@ def grouped_experts(
 
 
 def padded_experts(
-    config: MoEConfig, x: jax.Array, num_rows: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+    config: ExpertFunction, x: jax.Array, num_rows: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
     """Rows `[L, M, H]`, of which expert `l` uses the first `num_rows[l]` -> `[L, M, H]`; `row_weights [L, M]`."""
     used = jnp.arange(x.shape[1])[None, :] < num_rows[:, None]
@@ -160,7 +158,7 @@ def padded_experts(
     return project(_weighted(_activated(config, x, project), row_weights), "down", row_weights)
 
 
-def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
+def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
     """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias.
 
     Args:
@@ -171,8 +169,3 @@ def shared_expert(config: MoEConfig, x: jax.Array, weights: Weights, share: jax.
         return rows @ weights[f"shared_{name}"]
 
     return _weighted(project(_activated(config, x, project), "down"), share)
-
-
-def shared_share(x: jax.Array, shared_router: jax.Array) -> jax.Array:
-    """Returns the sigmoid of one logit for each token, float32 `[T]`; `shared_router` is float32 `[H, 1]`."""
-    return routing.router_scores(router_logits(x, shared_router), "sigmoid")[:, 0]

@@ -21,7 +21,7 @@ from jax.interpreters import batching
 from xen_moe_jax._jax_internals import RAGGED_DOT
 from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._primitive import in_turn
-from xen_moe_jax.flax import hopper
+from xen_moe_jax.experts import hopper
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows [C, A], weights [L, A, B], group_sizes int32 [L]) -> [C, B]`; rows past the last group are unspecified."""
