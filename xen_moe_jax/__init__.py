@@ -3,7 +3,7 @@
 import importlib
 import types
 
-from xen_moe_jax import cuda, routing
+from xen_moe_jax import balance, cuda, routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
@@ -34,6 +34,7 @@ __all__ = [
     "Routed",
     "Wire",
     "all_to_all",
+    "balance",
     "buffer_size_hint",
     "check",
     "combine",

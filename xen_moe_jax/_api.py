@@ -12,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from xen_moe_jax import _layout, _prepare, _validate
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._home_sums import combine_at_home_p
+from xen_moe_jax._placement import Placement
 from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Handle, Routed
 
@@ -31,6 +33,7 @@ def dispatch(
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
+    placement: Placement | None = None,
     config: KernelConfig | None = None,
 ) -> Routed:
     """Sends every token's hidden state to the ranks that hold its experts. Call it inside `jax.shard_map`.
@@ -72,6 +75,9 @@ def dispatch(
         The results of its tokens are zero; rows that other ranks would have sent to it are left out and counted in
         `routed.num_dropped`. On GPUs no rank waits for an inactive rank, whether or not the inactive rank runs the
         program; docs/user/failures.md says how it comes back. None means all ranks.
+      placement: from `xm.balance`, the same on every rank: experts are where it says, and some on several ranks. `L`
+        becomes `S`, and what `routed` says of a local expert holds for a slot; `num_experts` and `topk_idx` are of
+        experts as before. Data, as `active` is: another placement is no new program. None: experts are as said above.
       config: tuning; never changes the result.
 
     Returns:
@@ -94,25 +100,15 @@ def dispatch(
         wire=wire,
         gradient_wire=gradient_wire,
         active=active,
+        placement=placement,
         config=config,
     )
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)
-    return routed(
-        primitives.Dispatched(*results),
-        prepared.static.spec,
-        active=prepared.handle_active,
-        withheld=prepared.withheld,
-    )
+    return routed(primitives.Dispatched(*results), prepared.static.spec, prepared.known)
 
 
-def routed(
-    out: primitives.Dispatched,
-    spec: Spec,
-    *,
-    active: jax.Array | None = None,
-    withheld: jax.Array | None = None,
-) -> Routed:
-    """The public result of a dispatch; its arrays carry `checkpoint_name`s. `withheld`: rows that did not leave."""
+def routed(out: primitives.Dispatched, spec: Spec, known: _prepare.Known) -> Routed:
+    """The public result of a dispatch; its arrays carry `checkpoint_name`s."""
     out = out.named()
     ranked = spec.layout == "ranked"
     if ranked:
@@ -123,11 +119,20 @@ def routed(
         x=out.rows if out.rows.dtype.itemsize > 1 else BlockScaled(out.rows, out.row_scales),
         group_sizes=counts.group_sizes,
         num_tokens_per_expert=counts.num_tokens_per_expert,
-        num_dropped=counts.num_dropped if withheld is None else counts.num_dropped + withheld,
+        num_dropped=counts.num_dropped if known.withheld is None else counts.num_dropped + known.withheld,
         weights=None if ranked else out.weights,
         topk_idx=out.local_idx,
         topk_weights=out.weights if ranked else None,
-        handle=Handle(out.topk_idx, out.positions, out.recv_counts, out.weights, spec, active),
+        handle=Handle(
+            out.topk_idx,
+            out.positions,
+            out.recv_counts,
+            out.weights,
+            spec,
+            known.active,
+            known.placement,
+            known.topk_weights,
+        ),
     )
 
 
@@ -140,13 +145,15 @@ def combine(
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
+    placement: Placement | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array:
     """Brings expert outputs back to their tokens and adds them up, in an order that every backend shares.
 
     On each expert rank a token's rows are multiplied by their router weights and added in float32 in slot order, then
     rounded to the wire dtype; on the token's rank these partial sums are added in float32 in ascending rank order and
-    rounded to `y.dtype`.
+    rounded to `y.dtype`. After a dispatch with a placement, "expert rank" in this sentence is the expert's home: the
+    result has the bits of the result without a placement, whatever the placement is. Every row then travels by itself.
 
     Args:
       y: expert outputs in the layout that `dispatch` returned: `[C, H_out]`, or `[L, R*T, H_out]` in the padded layout.
@@ -156,6 +163,9 @@ def combine(
       wire: as in `dispatch`; the default sends partial sums in `y.dtype`.
       gradient_wire: as in `dispatch`.
       active: as in `dispatch`; the default is the dispatch's own `active`.
+      placement: as in `dispatch`; the default is the dispatch's own. In the ranked layout, and with a quantized `wire`,
+        rows are added on the ranks that hold them all the same, and the last bits depend on the placement. So they do,
+        with fewer bytes, for `dataclasses.replace(handle, placement=None)`.
       config: tuning; never changes the result, but for the order of sums that `ranks_per_node` on a single axis says.
 
     Returns:
@@ -166,9 +176,25 @@ def combine(
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
     """
     prepared = _prepare.combine(
-        "combine", y, handle, weighted=weighted, wire=wire, gradient_wire=gradient_wire, active=active, config=config
+        "combine",
+        y,
+        handle,
+        weighted=weighted,
+        wire=wire,
+        gradient_wire=gradient_wire,
+        active=active,
+        placement=placement,
+        config=config,
     )
-    (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
+    return combined_whole(prepared)
+
+
+def combined_whole(prepared: _prepare.PreparedCombine) -> jax.Array:
+    """Runs a combine as one operation; returns its public result."""
+    if prepared.at_home is None:
+        (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
+    else:
+        (out,) = combine_at_home_p.bind(*prepared.operands, *prepared.at_home, **prepared.params)
     return combined(out, prepared.static.spec)
 
 

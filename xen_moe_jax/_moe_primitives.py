@@ -165,7 +165,7 @@ weights_from_rows_p = declare(
 )
 
 
-def _transposed_by(primitive: Any, transpose: Any) -> None:
+def transposed_by(primitive: Any, transpose: Any) -> None:
     """Declares the derivatives of `primitive`: it is linear in the first operand, and `transpose` is its transpose."""
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -184,8 +184,8 @@ def _transposed_by(primitive: Any, transpose: Any) -> None:
     ad.primitive_transposes[primitive] = transposed
 
 
-_transposed_by(weights_to_rows_p, weights_from_rows_p)
-_transposed_by(weights_from_rows_p, weights_to_rows_p)
+transposed_by(weights_to_rows_p, weights_from_rows_p)
+transposed_by(weights_from_rows_p, weights_to_rows_p)
 
 
 def _dispatch_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -320,7 +320,7 @@ def zero_if(wanted: bool, value: Any) -> Any:
     return ad.Zero(value.aval) if wanted else None
 
 
-def _combine_transpose(cotangents: Any, y: Any, *rest: Any, **params: Any) -> list[Any]:
+def combine_transpose(cotangents: Any, y: Any, *rest: Any, **params: Any) -> list[Any]:
     *handle, weights = rest
     wanted = ad.is_undefined_primal(y), ad.is_undefined_primal(weights)
     if are_zero(*cotangents):
@@ -353,6 +353,6 @@ def _combine_tangent_transpose(
 
 
 ad.primitive_jvps[combine_p] = _combine_jvp
-ad.primitive_transposes[combine_p] = _combine_transpose
+ad.primitive_transposes[combine_p] = combine_transpose
 ad.primitive_jvps[combine_tangent_p] = _combine_tangent_jvp
 ad.primitive_transposes[combine_tangent_p] = _combine_tangent_transpose

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from xen_moe_jax import _active, _api, _async_primitives, _prepare
+from xen_moe_jax import _api, _async_primitives, _prepare
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._placement import Placement
 from xen_moe_jax._types import BlockScaled, Flight, Handle, Routed, pytree, use_flight
 
 _IN_OVERLAP = contextvars.ContextVar("_IN_OVERLAP", default=False)
@@ -43,12 +44,12 @@ class PendingDispatch:
 
     Attributes:
       operands: operands of the start, which the done operation takes again.
-      withheld: number of rows that are not sent because of `active` or `drop`, or None.
+      known: what the results say besides those of the primitive.
       pending: arrays that the backend has started to fill.
     """
 
     operands: Any
-    withheld: Any
+    known: _prepare.Known
     pending: Any
     static: _prepare.Static
 
@@ -78,6 +79,7 @@ def dispatch_start(
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
+    placement: Placement | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """Starts a `dispatch`, with the same arguments. Finish it with `dispatch_done`.
@@ -98,20 +100,15 @@ def dispatch_start(
         wire=wire,
         gradient_wire=gradient_wire,
         active=active,
+        placement=placement,
         config=config,
     )
     static = prepared.static
     if not _async_primitives.runs_async(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
-        whole = _api.routed(
-            primitives.Dispatched(*results),
-            static.spec,
-            active=prepared.handle_active,
-            withheld=prepared.withheld,
-        )
-        return Flight(whole, "dispatch")
+        return Flight(_api.routed(primitives.Dispatched(*results), static.spec, prepared.known), "dispatch")
     pending = _async_primitives.dispatch_start_p.bind(*prepared.start_operands, **static.params)
-    return Flight(PendingDispatch(prepared.start_operands, prepared.withheld, pending, static), "dispatch")
+    return Flight(PendingDispatch(prepared.start_operands, prepared.known, pending, static), "dispatch")
 
 
 @jax.named_scope("xen_moe_dispatch_done")
@@ -125,13 +122,7 @@ def dispatch_done(flight: Flight) -> Routed:
     if not isinstance(state, PendingDispatch):
         return state
     results = _async_primitives.dispatch_done_p.bind(*state.operands, *state.pending, **state.static.params)
-    *_, active = state.operands
-    return _api.routed(
-        primitives.Dispatched(*results),
-        state.static.spec,
-        active=active if _active.given(active) else None,
-        withheld=state.withheld,
-    )
+    return _api.routed(primitives.Dispatched(*results), state.static.spec, state.known)
 
 
 @jax.named_scope("xen_moe_combine_start")
@@ -143,9 +134,13 @@ def combine_start(
     wire: Any = None,
     gradient_wire: Any = None,
     active: jax.Array | None = None,
+    placement: Placement | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
-    """Starts a `combine`, with the same arguments. Finish it with `combine_done`."""
+    """Starts a `combine`, with the same arguments. Finish it with `combine_done`.
+
+    With a placement the start is the whole operation, unless the layout or `wire` adds where the rows are.
+    """
     prepared = _prepare.combine(
         "combine_start",
         y,
@@ -154,12 +149,12 @@ def combine_start(
         wire=wire,
         gradient_wire=gradient_wire,
         active=active,
+        placement=placement,
         config=config,
     )
     static = prepared.static
-    if not _async_primitives.runs_async(static.spec, static.config):
-        (out,) = primitives.combine_p.bind(*prepared.operands, **prepared.params)
-        return Flight(_api.combined(out, static.spec), "combine")
+    if prepared.at_home is not None or not _async_primitives.runs_async(static.spec, static.config):
+        return Flight(_api.combined_whole(prepared), "combine")
     pending = _async_primitives.combine_start_p.bind(*prepared.operands, **prepared.params)
     return Flight(PendingCombine(prepared.operands, pending, static, prepared.weighted), "combine")
 

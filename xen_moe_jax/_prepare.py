@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from xen_moe_jax import _active, _drops, _layout, _nodes, _validate, backends
+from xen_moe_jax import _active, _drops, _home_sums, _layout, _nodes, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._numbers import as_bool
+from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
+from xen_moe_jax._types import Handle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +36,27 @@ class Static:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+class Known(NamedTuple):
+    """What a `Routed` says besides the results of the primitive; a pytree.
+
+    `withheld`: int32 `[]`, rows of this rank that are not sent because of `active`, and rows for this rank that are not
+    sent because of `drop`; None where there are neither. `active`, `placement` and `topk_weights` are the handle's.
+    """
+
+    withheld: jax.Array | None
+    active: jax.Array | None
+    placement: Placement | None
+    topk_weights: jax.Array | None
+
+
 class PreparedDispatch(NamedTuple):
     """`x [T, H]`, float32 `scales [T, ceil(H/128)]` or `[T, 0]`, sanitised `topk_idx`, `topk_weights` `[T, K]`.
 
     `given_topk_idx`: int32, as the caller gave it; the operand of a dispatch, which handles indices out of range.
     It also returns the indices sanitised, with -1 for slots that `active` leaves out, so that nothing else need run
     before a dispatch. `dispatch_start` takes `topk_idx`. Where `drop` chose rows, both hold its choice (`_drops.py`).
-    `active`: bool `[R]`, or `_active.EVERY_RANK`; `withheld`: rows of this rank that are not sent because of it, and
-    rows for this rank that are not sent because of `drop`; None where there are neither.
+    With a placement both hold slots, which `static.spec` counts as experts. `active`: bool `[R]`, or
+    `_active.EVERY_RANK`.
     """
 
     static: Static
@@ -50,7 +66,7 @@ class PreparedDispatch(NamedTuple):
     topk_weights: jax.Array
     given_topk_idx: jax.Array
     active: jax.Array
-    withheld: jax.Array | None
+    known: Known
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
@@ -62,17 +78,16 @@ class PreparedDispatch(NamedTuple):
         """Operands of `dispatch_start`; `dispatch_done` reads the routing again."""
         return self.x, self.scales, self.topk_idx, self.topk_weights, self.active
 
-    @property
-    def handle_active(self) -> jax.Array | None:
-        """The mask of ranks that the handle keeps; None for every rank."""
-        return self.active if _active.given(self.active) else None
-
 
 class PreparedCombine(NamedTuple):
-    """`y` in the rows' shape, and the arrays of the handle."""
+    """`y` in the rows' shape, and the arrays of the handle.
+
+    `at_home`: further operands of a combine whose rows are added as at their homes (`_home_sums.py`), or None.
+    """
 
     static: Static
     weighted: bool
+    at_home: tuple[jax.Array, jax.Array] | None
     y: jax.Array
     topk_idx: jax.Array
     positions: jax.Array
@@ -82,7 +97,7 @@ class PreparedCombine(NamedTuple):
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
-        return self[2:]
+        return self[3:]
 
     @property
     def params(self) -> dict[str, Any]:
@@ -119,6 +134,7 @@ def dispatch(
     wire: Any,
     gradient_wire: Any,
     active: Any,
+    placement: Any,
     config: KernelConfig | None,
 ) -> PreparedDispatch:
     config = _validate.config(config, caller)
@@ -129,10 +145,16 @@ def dispatch(
     parsed_wire = _validate.wire(wire, caller)
     if scales is not None and parsed_wire is not None:
         raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantized already; pass wire=None")
+    num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    _validate.names_every_expert(topk_idx, num_experts, caller)
+    names, sizes = _validate.axes(axis_name, caller)
+    if placement is not None:
+        _validate.placement(placement, num_experts, math.prod(sizes), caller)
     spec = _make_spec(
         caller,
-        axis_name=axis_name,
-        num_experts=num_experts,
+        names,
+        sizes,
+        num_experts=num_experts if placement is None else placement.experts.size,
         num_tokens=num_tokens,
         token_dims=token_dims,
         top_k=topk_idx.shape[1],
@@ -140,8 +162,9 @@ def dispatch(
         capacity=capacity,
         alignment=alignment,
     )
-    _validate.names_every_expert(topk_idx, spec.num_experts, caller)
     static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
+    if placement is not None:
+        topk_idx = placement.route(topk_idx, lax.axis_index(spec.axis_name))
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:
@@ -157,7 +180,13 @@ def dispatch(
     if decided is not None:
         kept, dropped = decided
         given, withheld = kept, dropped if withheld is None else withheld + dropped
-    return PreparedDispatch(static, values, scales, kept, weights, given, checked, withheld)
+    known = Known(
+        withheld,
+        checked if _active.given(checked) else None,
+        placement,
+        None if placement is None else weights,
+    )
+    return PreparedDispatch(static, values, scales, kept, weights, given, checked, known)
 
 
 def combine(
@@ -169,6 +198,7 @@ def combine(
     wire: Any,
     gradient_wire: Any,
     active: Any,
+    placement: Any,
     config: KernelConfig | None,
 ) -> PreparedCombine:
     config = _validate.config(config, caller)
@@ -186,7 +216,34 @@ def combine(
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, y.shape[-1], caller)
     checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, checked, handle.weights]
-    return PreparedCombine(static, chosen, *vary_over(operands, spec.axis_name))
+    operands = vary_over(operands, spec.axis_name)
+    return PreparedCombine(static, chosen, _at_home(handle, placement, static, caller), *operands)
+
+
+def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tuple[jax.Array, jax.Array] | None:
+    """Operands that a combine needs to add rows as their homes would; None where it adds them on the ranks that hold
+    them: without a placement, and where rows were added before or are quantized on the way."""
+    spec = handle.spec
+    if placement is None:
+        placement = handle.placement
+    elif handle.placement is None:
+        raise ValueError(
+            f"{caller}: placement was given, and the dispatch that made the handle had none: pass it to dispatch, "
+            "which routes by it; combine then knows it"
+        )
+    if placement is None:
+        return None
+    _validate.placement(placement, handle.placement.num_experts, spec.num_ranks, caller)
+    if placement.experts.size != spec.num_experts:
+        raise ValueError(
+            f"{caller}: placement has {placement.slots_per_rank} slots on a rank, and the dispatch had "
+            f"{spec.local_experts}: pass the dispatch's own placement, or None"
+        )
+    if spec.layout == "ranked" or static.wire is not None:
+        return None
+    home = _home_sums.homes(handle.topk_idx, jnp.asarray(placement.experts), placement.num_experts)
+    home, weights = vary_over([home, lax.stop_gradient(handle.topk_weights)], spec.axis_name)
+    return home, weights
 
 
 def redispatch(
@@ -220,9 +277,10 @@ def _static(
 
 def _make_spec(
     caller: str,
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
     *,
-    axis_name: Any,
-    num_experts: Any,
+    num_experts: int,
     num_tokens: int,
     token_dims: tuple[int, ...],
     top_k: int,
@@ -231,11 +289,9 @@ def _make_spec(
     alignment: Any,
 ) -> Spec:
     layout = _validate.layout(layout, caller)
-    num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
     alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
     if alignment > 1 and layout != "grouped":
         raise ValueError(f"{caller}: alignment={alignment} with layout={layout!r}: only 'grouped' has groups to align")
-    names, sizes = _validate.axes(axis_name, caller)
     worst = worst_case_capacity(
         layout=layout,
         num_ranks=math.prod(sizes),

@@ -66,6 +66,9 @@ class Handle:
       weights: float32, router weight of each row of `routed.x` (ranked: per row and slot).
       spec: static description.
       active: bool `[R]`, the ranks that took part; None where the dispatch was given none.
+      placement: the `Placement` of the dispatch, whose slots `topk_idx`, `recv_counts` and `spec` number as experts;
+        None where it was given none.
+      topk_weights: float32 `[T, K]`, router weights of this rank's tokens; None without a placement.
     """
 
     topk_idx: Any
@@ -74,6 +77,8 @@ class Handle:
     weights: Any
     spec: Spec
     active: Any = None
+    placement: Any = None
+    topk_weights: Any = None
 
 
 @pytree(static=("spec",))
@@ -219,7 +224,7 @@ class DispatchLayout:
     is_token_in_rank: Any
 
 
-def _export_as(cls: type, to_json, from_json) -> None:
+def export_as(cls: type, to_json, from_json) -> None:
     export.register_pytree_node_serialization(
         cls,
         serialized_name=f"xen_moe_jax.{cls.__name__}",
@@ -235,6 +240,6 @@ def _spec_from_json(fields: list[dict[str, Any]]) -> tuple[Spec]:
 
 
 for _handle in (Handle, ReplicatedHandle):
-    _export_as(_handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
+    export_as(_handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
 for _cls in (BlockScaled, Routed, Flight, DispatchLayout):
-    _export_as(_cls, list, tuple)
+    export_as(_cls, list, tuple)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import as_int
+from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
@@ -175,6 +176,21 @@ def active(value: Any, num_ranks: int, caller: str) -> Any:
             "the same on all of them"
         )
     return value
+
+
+def placement(value: Any, num_experts: int, num_ranks: int, caller: str) -> None:
+    """Raises unless `value` is a `Placement` of these experts over these ranks."""
+    if not isinstance(value, Placement):
+        raise TypeError(f"{caller}: placement is a {type(value).__name__}: must be a Placement of xm.balance, or None")
+    if value.num_experts != num_experts:
+        raise ValueError(
+            f"{caller}: placement has {value.num_experts} experts, and num_experts={num_experts}: they must be equal"
+        )
+    if value.num_ranks != num_ranks:
+        raise ValueError(
+            f"{caller}: placement is for {value.num_ranks} ranks, and axis_name has {num_ranks}: plan with "
+            f"num_ranks={num_ranks}"
+        )
 
 
 def same_tokens(token_dims: tuple[int, ...], spec: Spec, caller: str) -> None:

@@ -96,6 +96,9 @@ INSIDE = {
     "layout-unknown": lambda x, i, w: good(x, i, layout="sorted"),
     "layout-type": lambda x, i, w: good(x, i, layout=np.arange(2)),
     "active-shape": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),
+    "placement-type": lambda x, i, w: good(x, i, placement=np.zeros((RANKS, 2), int)),
+    "placement-experts": lambda x, i, w: good(x, i, placement=xm.balance.home(E + 1, RANKS)),
+    "placement-ranks": lambda x, i, w: good(x, i, placement=xm.balance.home(E, 2)),
     "active-dtype": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
     "wire-unknown": lambda x, i, w: good(x, i, wire="float4"),
     "wire-scale-format": lambda x, i, w: good(x, i, wire="int8:bf16"),
@@ -110,6 +113,12 @@ INSIDE = {
     "backend-not-here-pallas": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="pallas")),
     "ranks-per-node": lambda x, i, w: good(x, i, config=xm.KernelConfig(ranks_per_node=3)),
     # combine and redispatch
+    "placement-of-combine-alone": lambda x, i, w: combined(x, i, placement=xm.balance.home(E, RANKS)),
+    "placement-of-combine-slots": lambda x, i, w: xm.combine(
+        (r := good(x, i, placement=xm.balance.home(E, RANKS))).x,
+        r.handle,
+        placement=xm.balance.plan(np.ones(E), RANKS, 3),
+    ),
     "y-rows": lambda x, i, w: combined(x, i, y=x),
     "y-layout": lambda x, i, w: combined(x, i, y=jnp.ones((2, RANKS * T, H))),
     "y-dtype": lambda x, i, w: combined(x, i, y=jnp.ones((RANKS * T * K, H), jnp.int32)),

@@ -1,0 +1,374 @@
+"""`Placement`: which slot of which rank holds which expert, as arrays; and what moves weights and gradients by it.
+
+Rank `r` of `R` has slots `[r*S, (r+1)*S)`. The home of expert `e` is rank `e // L`, `L = ceil(E / R)`, as without a
+placement. Everything here is data: another placement of the same shapes runs in the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xen_moe_jax import _layout, _mesh
+from xen_moe_jax import _single_ops as ops
+from xen_moe_jax._collective_primitives import ragged_all_to_all_p
+from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._moe_primitives import transposed_by
+from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._types import export_as, pytree
+
+
+@pytree()
+class Placement:
+    """Which expert each slot holds, and which slots hold each expert. Arrays: pass it to a program as an argument.
+
+    Make one with `xm.balance.plan`, `xm.balance.home` or `xm.balance.from_experts`. No rank holds an expert twice.
+
+    Attributes:
+      experts: int32 `[R, S]`, the expert in each slot of each rank; -1 for an empty slot.
+      slots: int32 `[E, R]`, the slots of each expert in ascending order, numbered `rank * S + slot`; then -1.
+      num_replicas: int32 `[E]`, how many slots hold each expert; 0 for an expert that is nowhere.
+    """
+
+    experts: Any
+    slots: Any
+    num_replicas: Any
+
+    @property
+    def num_ranks(self) -> int:
+        """`R`."""
+        return self.experts.shape[-2]
+
+    @property
+    def slots_per_rank(self) -> int:
+        """`S`."""
+        return self.experts.shape[-1]
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return self.slots.shape[-2]
+
+    def route(self, topk_idx: jax.Array, rank: Any) -> jax.Array:
+        """Chooses a replica for every slot of a token. Runs inside jit; nothing is communicated.
+
+        The `n`-th slot of this rank's tokens that names an expert goes to replica `(rank + n) mod num_replicas`: the
+        same batch gives the same choice, and replicas get equally many rows, to within one for each rank.
+
+        Args:
+          topk_idx: integer `[..., K]`, experts; an entry outside `[0, E)` is an unused slot.
+          rank: this rank's number, `jax.lax.axis_index(axis_name)`.
+
+        Returns:
+          int32 `[..., K]`: slots, numbered `rank * S + slot`. -1 for unused slots and for experts that are nowhere.
+        """
+        idx = _layout.sanitize(jnp.asarray(topk_idx), self.num_experts)
+        expert = idx.reshape(-1)
+        order, _ = _layout.order_within_bins(expert, self.num_experts)
+        known = jnp.maximum(expert, 0)
+        copies = ops.take(jnp.asarray(self.num_replicas), known)
+        which = lax.rem(order + jnp.asarray(rank, jnp.int32), jnp.maximum(copies, 1))
+        slot = ops.take(jnp.asarray(self.slots).reshape(-1), known * self.num_ranks + which)
+        return jnp.where((expert >= 0) & (copies > 0), slot, -1).reshape(idx.shape)
+
+    def without(self, alive: Any) -> Placement:
+        """The same slots on the ranks that are left: nothing moves, and replicas serve at once.
+
+        Args:
+          alive: bool `[R]`, False for a rank that is gone. Its slots become empty. An expert that only it had is
+            nowhere, `num_replicas` 0: `route` gives -1 for it, and its rows are zero until it is fetched.
+
+        Returns:
+          `Placement`, of NumPy arrays if all arrays are NumPy's.
+        """
+        if alive.shape != (self.num_ranks,):
+            raise ValueError(
+                f"Placement.without: alive has shape {alive.shape}: must be ({self.num_ranks},), one for each rank"
+            )
+        np_or_jnp = _arrays_of(self.experts, alive)
+        return of_experts(np_or_jnp.where(alive[:, None], self.experts, -1), self.num_experts)
+
+    @staticmethod
+    def move(
+        weights: Any,
+        old: Placement | None,
+        new: Placement | None,
+        *,
+        axis_name: Any = None,
+        config: KernelConfig | None = None,
+    ) -> Any:
+        """Brings weights from the slots of `old` to those of `new`; its transpose adds up gradients as `reduce` does.
+
+        Inside `jax.shard_map` a rank gives and gets its own slots; a slot's weights come from this rank where it has
+        them, else from one of the replicas, in one exchange for each slot. Outside, arrays are global.
+
+        Args:
+          weights: pytree of arrays `[S_old, ...]`, or `[R * S_old, ...]` outside `shard_map`.
+          old, new: placements of the same experts over the same ranks; None is the experts' homes, `S = L`.
+          axis_name: mesh axis, or a pair of axes; None is all manual axes, or the one that has `R` ranks.
+          config: tuning; never changes the result.
+
+        Returns:
+          pytree of arrays `[S_new, ...]` or `[R * S_new, ...]`. Empty slots are zero. A slot whose expert `old` has
+          nowhere is NaN, or zero if its dtype is an integer.
+
+        Raises:
+          ValueError: both placements are None, they differ in ranks or experts, or weights have other dimensions.
+        """
+        old, new = _both(old, new, "move")
+        return _apply(move_p, weights, old, new, old.slots_per_rank, axis_name, config, "move")
+
+    def reduce(
+        self,
+        gradients: Any,
+        home: Placement | None = None,
+        *,
+        axis_name: Any = None,
+        config: KernelConfig | None = None,
+    ) -> Any:
+        """Adds up the gradients of an expert's replicas at its home: the transpose of `move(weights, home, self)`.
+
+        They are added in float32 in ascending order of the slots, one after another, and rounded once.
+
+        Args:
+          gradients: pytree of float arrays `[S, ...]`, or `[R * S, ...]` outside `shard_map`.
+          home: where the sums go; None is the experts' homes.
+          axis_name, config: as in `move`.
+
+        Returns:
+          pytree of arrays `[L, ...]`, this rank's experts (`[S_home, ...]` with `home`), or `[R * L, ...]`. Zero for an
+          expert without replicas.
+        """
+        home, placement = _both(home, self, "reduce")
+        return _apply(reduce_p, gradients, home, placement, self.slots_per_rank, axis_name, config, "reduce")
+
+
+def _arrays_of(*arrays: Any) -> Any:
+    """NumPy where all arrays are NumPy's, else `jax.numpy`."""
+    return np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
+
+
+def of_experts(experts: Any, num_experts: int) -> Placement:
+    """The placement with these `experts [R, S]`. No rank may hold an expert twice; this is not checked here."""
+    xp = _arrays_of(experts)
+    ranks, per_rank = experts.shape
+    numbers = xp.arange(ranks * per_rank, dtype=xp.int32)
+    flat = xp.where(experts >= 0, experts, num_experts).reshape(-1)
+    nowhere = ranks * per_rank
+    table: Any
+    if xp is np:
+        table = np.full((num_experts + 1, ranks), nowhere, np.int32)
+        table[flat, numbers // per_rank] = numbers
+    else:
+        table = jnp.full((num_experts + 1, ranks), nowhere, jnp.int32).at[flat, numbers // per_rank].set(numbers)
+    table = xp.sort(table[:num_experts], axis=1)
+    found = table < nowhere
+    return Placement(
+        experts.astype(xp.int32), xp.where(found, table, -1).astype(xp.int32), found.sum(axis=1, dtype=xp.int32)
+    )
+
+
+def home(num_experts: int, num_ranks: int) -> Placement:
+    """Experts where they are without a placement: expert `e` on rank `e // ceil(E / R)`."""
+    local = -(-num_experts // num_ranks)
+    experts = np.arange(num_ranks * local, dtype=np.int32).reshape(num_ranks, local)
+    return of_experts(np.where(experts < num_experts, experts, -1), num_experts)
+
+
+# -- between ranks -----------------------------------------------------------------------------------------------------
+
+
+def sources(old: Placement, new: Placement) -> Any:
+    """int32 `[R, S_new]`: the slot of `old` from which each slot of `new` gets its expert; -1 for an empty slot, -2 for
+    an expert that `old` has nowhere.
+
+    A rank takes its own replica where it has one. Otherwise rank `r` takes replica `r mod num_replicas`.
+    """
+    xp = _arrays_of(*jax.tree.leaves((old, new)))
+    expert = xp.maximum(new.experts, 0)
+    found = xp.asarray(old.slots)[expert]  # [R, S_new, R]
+    copies = xp.asarray(old.num_replicas)[expert]
+    rank = xp.arange(new.num_ranks, dtype=xp.int32)[:, None]
+    own = xp.max(xp.where(found // old.slots_per_rank == rank[..., None], found, -1), axis=-1)  # -1 // S is -1
+    other = xp.take_along_axis(found, (rank % xp.maximum(copies, 1))[..., None], axis=-1)[..., 0]
+    source = xp.where(copies > 0, xp.where(own >= 0, own, other), -2)
+    return xp.where(new.experts >= 0, source, -1).astype(xp.int32)
+
+
+def _both(old: Placement | None, new: Placement | None, caller: str) -> tuple[Placement, Placement]:
+    given = [p for p in (old, new) if p is not None]
+    if not given:
+        raise ValueError(f"Placement.{caller}: both placements are None, the experts' homes: nothing would move")
+    for placement in given:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"Placement.{caller}: got a {type(placement).__name__}: must be a Placement, or None")
+    default = home(given[0].num_experts, given[0].num_ranks)
+    old, new = old or default, new or default
+    if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
+        raise ValueError(
+            f"Placement.{caller}: one placement has {old.num_experts} experts on {old.num_ranks} ranks and the other "
+            f"{new.num_experts} on {new.num_ranks}: both must be of the same experts and ranks"
+        )
+    return old, new
+
+
+def _apply(
+    primitive: Any, tree: Any, old: Placement, new: Placement, slots: int, axis_name: Any, config: Any, caller: str
+) -> Any:
+    """Runs `primitive` on every array of `tree`, which has `slots` rows a rank."""
+    source = jnp.asarray(sources(old, new))
+    names = _axis(axis_name, old.num_ranks, caller)
+    shape = {"old_slots": old.slots_per_rank, "new_slots": new.slots_per_rank}
+    rows = slots if names else slots * old.num_ranks
+
+    def one(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            where = "a rank's slots" if names else f"the slots of all {old.num_ranks} ranks"
+            raise ValueError(f"Placement.{caller}: an array has shape {leaf.shape}: must be [{rows}, ...], {where}")
+        if caller == "reduce" and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"Placement.reduce: an array has dtype {leaf.dtype}: gradients must be floating point")
+        if not names:
+            everywhere = _move_everywhere if primitive is move_p else _reduce_everywhere
+            return everywhere(leaf, source.reshape(-1), old.slots_per_rank * old.num_ranks)
+        sizes = tuple(_mesh.axis_size(name) for name in names)
+        operands = _mesh.vary_over([leaf, source], names)
+        params = {"axis_name": names, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG, **shape}
+        return primitive.bind(*operands, **params)[0]
+
+    return jax.tree.map(one, tree)
+
+
+def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:
+    """The mesh axes over which the placement's ranks are numbered; () outside `shard_map`."""
+    manual = _mesh.manual_axes()
+    if axis_name is None:
+        candidates = [manual, *((name,) for name in manual)]
+        fitting = [names for names in candidates if names and math.prod(map(_mesh.axis_size, names)) == num_ranks]
+        if not manual or len(set(fitting)) == 1 or manual in fitting:
+            return tuple(fitting[0]) if manual else ()
+        raise ValueError(
+            f"Placement.{caller}: the placement has {num_ranks} ranks, and the manual axes here are "
+            f"{ {name: _mesh.axis_size(name) for name in manual} }: say which with axis_name="
+        )
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    missing = [name for name in names if name not in manual]
+    if missing or math.prod(map(_mesh.axis_size, names)) != num_ranks:
+        raise ValueError(
+            f"Placement.{caller}: axis_name={axis_name!r}: must be manual axes (inside jax.shard_map) with the "
+            f"placement's {num_ranks} ranks; the manual axes here are {manual}"
+        )
+    return names
+
+
+def _column(mask: Any, ndim: int) -> Any:
+    return mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
+
+
+def _lost(dtype: Any) -> Any:
+    return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
+
+
+def _move_everywhere(weights: Any, source: Any, _: int) -> Any:
+    moved = jnp.where(_column(source >= 0, weights.ndim), weights[jnp.maximum(source, 0)], jnp.zeros((), weights.dtype))
+    return jnp.where(_column(source == -2, weights.ndim), _lost(weights.dtype), moved)
+
+
+def _reduce_everywhere(gradients: Any, source: Any, rows: int) -> Any:
+    order, _ = _layout.order_within_bins(source, rows)
+
+    def add(state: Any) -> Any:
+        turn, total = state
+        to = jnp.where((source >= 0) & (order == turn), source, rows)
+        came = jnp.zeros(rows, jnp.bool_).at[to].set(True, mode="drop")
+        part = jnp.zeros_like(total).at[to].set(gradients.astype(jnp.float32), mode="drop")
+        return turn + 1, jnp.where(_column(came, total.ndim), jnp.where(turn == 0, part, total + part), total)
+
+    deepest = jnp.max(jnp.where(source >= 0, order, -1))
+    start = jnp.zeros((rows, *gradients.shape[1:]), jnp.float32)
+    total = lax.while_loop(lambda state: state[0] <= deepest, add, (jnp.int32(0), start))[1]
+    return total.astype(gradients.dtype)
+
+
+def _ragged(operand: Any, output: Any, sent: Any, sent_to: Any, landed: Any, came: Any, params: Any) -> Any:
+    """One ragged exchange of at most a row between any two ranks: `sent`, `came` bool `[R]`, by peer; `sent_to`: the
+    row of `operand`; `landed [R]`: its row in the peer's `output`."""
+    peers = came.shape[0]
+    segments = (jnp.broadcast_to(sent_to, (peers,)), sent, jnp.broadcast_to(landed, (peers,)), came)
+    known = {name: params[name] for name in ("axis_name", "axis_sizes", "config")}
+    return ragged_all_to_all_p.bind(
+        operand, output, *(a.astype(jnp.int32) for a in segments), axis_index_groups=None, **known
+    )[0]
+
+
+def _move(weights: Any, source: Any, **params: Any) -> Any:
+    """An exchange for each slot of `new`: every rank gets the expert that is in this slot of its own."""
+    old_slots, new_slots = params["old_slots"], params["new_slots"]
+    me = lax.axis_index(params["axis_name"])
+    peers = jnp.arange(source.shape[0], dtype=jnp.int32)
+
+    def slot(output: Any, at: Any) -> Any:
+        wanted = lax.dynamic_index_in_dim(source, at, 1, keepdims=False)  # [R], by the rank that gets
+        owner = jnp.where(wanted >= 0, wanted // old_slots, -1)
+        mine = lax.dynamic_index_in_dim(owner, me, 0, keepdims=False)
+        row = jnp.where(owner == me, wanted % old_slots, 0)
+        return _ragged(weights, output, owner == me, row, at, peers == mine, params), None
+
+    start = jnp.zeros((new_slots, *weights.shape[1:]), weights.dtype)
+    own = lax.dynamic_index_in_dim(source, me, 0, keepdims=False)
+    start = jnp.where(_column(own == -2, start.ndim), _lost(start.dtype), start)
+    return lax.scan(slot, start, jnp.arange(new_slots, dtype=jnp.int32))[0]
+
+
+def _reduce(gradients: Any, source: Any, **params: Any) -> Any:
+    """For each row of the homes and each turn an exchange, in which every home gets the next replica's gradient of this
+    row. Turns in which no home gets one are skipped: all ranks know that, since all have `source`."""
+    old_slots, new_slots = params["old_slots"], params["new_slots"]
+    ranks = source.shape[0]
+    me = lax.axis_index(params["axis_name"])
+    peers = jnp.arange(ranks, dtype=jnp.int32)
+    flat = source.reshape(-1)
+    order, _ = _layout.order_within_bins(flat, ranks * old_slots)
+    order = jnp.where(flat >= 0, order, -1)
+
+    def row(at: Any, total: Any) -> Any:
+        homes = peers * old_slots + at
+        here = flat[None, :] == homes[:, None]  # [home, new slot]
+        deepest = jnp.max(jnp.where(here, order[None, :], -1))
+
+        def turn(state: Any) -> Any:
+            number, acc = state
+            next_one = here & (order[None, :] == number)
+            slot = jnp.where(jnp.any(next_one, axis=1), jnp.argmax(next_one, axis=1), -1).astype(jnp.int32)  # by home
+            owner = jnp.where(slot >= 0, slot // new_slots, -1)
+            mine = lax.dynamic_index_in_dim(owner, me, 0, keepdims=False)
+            came = _ragged(
+                gradients, jnp.zeros((1, *acc.shape), gradients.dtype), owner == me,
+                jnp.where(owner == me, slot % new_slots, 0), 0, peers == mine, params,
+            )[0].astype(jnp.float32)  # fmt: skip
+            return number + 1, jnp.where(mine >= 0, jnp.where(number == 0, came, acc + came), acc)
+
+        acc = jnp.zeros(gradients.shape[1:], jnp.float32)
+        acc = lax.while_loop(lambda state: state[0] <= deepest, turn, (jnp.int32(0), acc))[1]
+        return lax.dynamic_update_index_in_dim(total, acc.astype(total.dtype), at, 0)
+
+    return lax.fori_loop(0, old_slots, row, jnp.zeros((old_slots, *gradients.shape[1:]), gradients.dtype))
+
+
+def _rows(rows: str, array: Any, *_: Any, **params: Any) -> Any:
+    return [((params[rows], *array.shape[1:]), array.dtype)]
+
+
+# Operands: the weights of a rank's slots, and `source int32 [R, S_new]` (`sources`), the same on every rank.
+move_p = declare_composite("move_weights", functools.partial(_rows, "new_slots"), _move)
+reduce_p = declare_composite("reduce_gradients", functools.partial(_rows, "old_slots"), _reduce)
+transposed_by(move_p, reduce_p)
+transposed_by(reduce_p, move_p)
+
+export_as(Placement, list, tuple)

@@ -1,0 +1,244 @@
+"""Balanced experts: `plan` makes a `Placement` from statistics. Which slot holds which expert is data.
+
+counts = xm.balance.count(topk_idx, num_experts=E)             # int32 [E]; add up over batches and ranks
+placement = xm.balance.plan(counts, num_ranks=R, slots_per_rank=S)
+weights = placement.move(weights, None, placement)             # from the experts' homes to their slots
+routed = xm.dispatch(x, topk_idx, topk_weights, num_experts=E, axis_name="ep", placement=placement)
+out = xm.combine(experts(routed.x, routed.group_sizes, weights), routed.handle)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax import _layout, _validate
+from xen_moe_jax._placement import Placement, of_experts, sources
+from xen_moe_jax._placement import home as _home
+
+__all__ = ["Placement", "count", "from_experts", "home", "moves", "plan"]
+
+TRIALS = 32
+"""Numbers of replicas that `plan` tries."""
+
+
+def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) -> jax.Array:
+    """Slots that name each expert: the statistics of `plan`. Runs anywhere; nothing is communicated.
+
+    Args:
+      topk_idx: integer `[..., K]`. Entries outside `[0, num_experts)`, unused slots, count nowhere.
+      num_experts: `E`.
+      mask: bool `[...]`, False for tokens that are padding or whose rank takes no part: they count nowhere.
+
+    Returns:
+      int32 `[E]`. `MoEMetrics.tokens_per_expert` of the Flax layers is this sum over all ranks.
+    """
+    caller = "balance.count"
+    idx, _ = _validate.routing(topk_idx, None, None, caller)
+    num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    _validate.names_every_expert(idx, num_experts, caller)
+    idx = _layout.sanitize(idx, num_experts)
+    if mask is not None:
+        if jnp.shape(mask) != jnp.shape(topk_idx)[:-1] or jnp.asarray(mask).dtype != jnp.bool_:
+            raise ValueError(
+                f"{caller}: mask is {jnp.asarray(mask).dtype}{list(jnp.shape(mask))}: must be "
+                f"bool{list(jnp.shape(topk_idx)[:-1])}"
+            )
+        idx = jnp.where(jnp.asarray(mask).reshape(-1, 1), idx, -1)
+    return jnp.sum(idx[..., None] == jnp.arange(num_experts, dtype=jnp.int32), axis=(0, 1), dtype=jnp.int32)
+
+
+def home(num_experts: int, num_ranks: int) -> Placement:
+    """The placement of a dispatch without one: expert `e` on rank `e // L` alone, `S = L = ceil(E / R)`."""
+    caller = "balance.home"
+    experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    return _home(experts, _validate.integer(num_ranks, "num_ranks", caller, minimum=1))
+
+
+def from_experts(experts: Any, num_experts: int) -> Placement:
+    """The placement with the given slots.
+
+    Args:
+      experts: integers `[R, S]`, the expert in each slot of each rank; -1 for an empty slot. Values, not traced.
+      num_experts: `E`.
+
+    Raises:
+      ValueError: a slot holds an expert outside `[-1, E)`, or a rank holds an expert twice.
+    """
+    caller = "balance.from_experts"
+    num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
+    held = np.asarray(experts)
+    if held.ndim != 2 or 0 in held.shape or not np.issubdtype(held.dtype, np.integer):
+        raise ValueError(f"{caller}: experts is {held.dtype}{list(held.shape)}: must be integers [R, S]")
+    if held.min() < -1 or held.max() >= num_experts:
+        raise ValueError(f"{caller}: experts has entries outside [-1, {num_experts}): -1 is an empty slot")
+    for rank, row in enumerate(held):
+        full = row[row >= 0]
+        if len(set(full.tolist())) < full.size:
+            raise ValueError(f"{caller}: rank {rank} holds an expert twice in {row.tolist()}: use -1 for empty slots")
+    return of_experts(held.astype(np.int32), num_experts)
+
+
+def plan(
+    counts: Any,
+    num_ranks: int,
+    slots_per_rank: int,
+    ranks_per_node: int | None = None,
+    alive: Any = None,
+) -> Placement:
+    """Places experts so that all ranks get about equally many rows, if batches resemble `counts`. NumPy; not traced.
+
+    Greedy, as published (EPLB, DeepSeek-V3: arXiv:2412.19437, section 3.4): the expert with the largest load for each
+    replica gets one more; then replicas go, the largest load first, to the node with the least load for each of its
+    ranks, and inside the node to the rank with the least. Some numbers of replicas are tried (`TRIALS`), and the one
+    with the least busy rank is taken: more replicas are not always better. Slots without use stay empty.
+
+    Args:
+      counts: rows of each expert, numbers `>= 0`, `[E]`, or `[..., E]` to be added up: `count`, without padding.
+      num_ranks, slots_per_rank: `R` and `S`.
+      ranks_per_node: consecutive ranks that share a fast link; None is all of them. Must divide `num_ranks`.
+      alive: bool `[R]`, False for a rank that gets no expert; None is all ranks.
+
+    Returns:
+      `Placement` of NumPy arrays, whose shapes depend on `R`, `S` and `E` alone.
+
+    Raises:
+      ValueError: an argument is wrong, or there are fewer slots than experts.
+    """
+    caller = "balance.plan"
+    ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
+    slots = _validate.integer(slots_per_rank, "slots_per_rank", caller, minimum=1)
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    per_node = _validate.integer(per_node, "ranks_per_node", caller, minimum=1)
+    if ranks % per_node:
+        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
+    load = _load(counts, caller)
+    up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
+    if up.shape != (ranks,) or up.dtype != np.bool_:
+        raise ValueError(f"{caller}: alive is {up.dtype}{list(up.shape)}: must be bool[{ranks}], one for each rank")
+    room = int(up.sum()) * slots
+    if room < load.size:
+        raise ValueError(
+            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {load.size} experts: "
+            f"slots_per_rank must be at least {-(-load.size // max(int(up.sum()), 1))}"
+        )
+    nodes = [[r for r in range(first, first + per_node) if up[r]] for first in range(0, ranks, per_node)]
+    nodes = [node for node in nodes if node]
+    more = _order_of_replicas(load, room - load.size, int(up.sum()))
+    best: tuple[float, list[list[int]]] | None = None
+    for extra in sorted({round(len(more) * i / (TRIALS - 1)) for i in range(TRIALS)}):
+        copies = 1 + np.bincount(more[:extra], minlength=load.size)
+        held = _pack_nodes(load / copies, copies, nodes, ranks, slots)
+        if held is None:
+            continue
+        busiest = max(float(np.sum(load[row] / copies[row])) for row in held)
+        if best is None or busiest < best[0]:
+            best = busiest, held
+    assert best is not None  # without replicas there is room
+    experts = np.full((ranks, slots), -1, np.int32)
+    for rank, row in enumerate(best[1]):
+        experts[rank, : len(row)] = sorted(row)
+    return of_experts(experts, load.size)
+
+
+def _load(counts: Any, caller: str) -> np.ndarray:
+    array = np.asarray(counts)
+    if array.ndim == 0 or array.shape[-1] == 0 or array.dtype.kind not in "iuf":
+        raise ValueError(f"{caller}: counts is {array.dtype}{list(array.shape)}: must be numbers [E] or [..., E]")
+    load = array.astype(np.float64).reshape(-1, array.shape[-1]).sum(axis=0)
+    if not np.isfinite(load).all() or (array < 0).any():
+        raise ValueError(f"{caller}: counts has negative or infinite entries: must be numbers of rows, >= 0")
+    return load if load.any() else np.ones_like(load)
+
+
+def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
+    """The experts that get a replica each, in this order: always the one with the largest load for each replica."""
+    heap = [(-value, expert, 1) for expert, value in enumerate(load.tolist()) if ranks > 1 and value > 0]
+    heapq.heapify(heap)
+    order: list[int] = []
+    while heap and len(order) < most:
+        _, expert, copies = heapq.heappop(heap)
+        order.append(expert)
+        if copies + 1 < ranks:
+            heapq.heappush(heap, (-load[expert] / (copies + 1), expert, copies + 1))
+    return np.asarray(order, np.int64)
+
+
+def _pack_nodes(
+    each: np.ndarray, copies: np.ndarray, nodes: list[list[int]], ranks: int, slots: int
+) -> list[list[int]] | None:
+    """Experts of each rank, replicas of `each` expert's load packed to nodes and then to the ranks of a node."""
+    sizes = [len(node) for node in nodes]
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    by_node = _pack(each, copies, [slots * size for size in sizes], sizes)
+    if by_node is None:
+        return None
+    for node, experts in zip(nodes, by_node, strict=True):
+        inside = np.bincount(np.asarray(experts, np.int64), minlength=each.size)
+        by_rank = _pack(each, inside, [slots] * len(node), [1] * len(node))
+        if by_rank is None:
+            return None
+        for rank, row in zip(node, by_rank, strict=True):
+            held[rank] = row
+    return held
+
+
+def _pack(each: np.ndarray, copies: np.ndarray, room: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
+    """Replicas into bins, the largest load first, each into the bin with the least load for its size. A bin takes at
+    most `room` replicas, and as many of one expert as its size. None: the last replicas found no bin."""
+    heap = [(0.0, b) for b in range(len(room)) if room[b]]
+    held: list[list[int]] = [[] for _ in room]
+    loads, numbers = each.tolist(), copies.tolist()
+    for expert in np.argsort(-each, kind="stable").tolist():
+        full: list[tuple[float, int]] = []
+        taken: dict[int, int] = {}
+        for _ in range(numbers[expert]):
+            if not heap:
+                return None
+            load, b = heapq.heappop(heap)
+            held[b].append(expert)
+            taken[b] = taken.get(b, 0) + 1
+            if len(held[b]) < room[b]:
+                entry = load + loads[expert] / sizes[b], b
+                if taken[b] < sizes[b]:
+                    heapq.heappush(heap, entry)
+                else:
+                    full.append(entry)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return held
+
+
+def moves(old: Placement | None, new: Placement | None) -> np.ndarray:
+    """What has to travel between ranks from one placement to another, for a transfer outside of jit.
+
+    Args:
+      old, new: as in `Placement.move`; values, not traced.
+
+    Returns:
+      int32 `[N, 4]`, in ascending order of the last two: (rank, slot) of `old` that gives and (rank, slot) of `new`
+      that gets. Slots that a rank fills from its own are among them, with equal ranks.
+
+    Raises:
+      ValueError: `old` holds an expert of `new` nowhere; fetch it from a checkpoint and move the rest.
+    """
+    given = old if old is not None else new
+    if not isinstance(given, Placement):
+        raise TypeError("balance.moves: pass a Placement: both are None or of another type")
+    default = _home(given.num_experts, given.num_ranks)
+    old, new = (jax.tree.map(np.asarray, p if p is not None else default) for p in (old, new))
+    if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
+        raise ValueError("balance.moves: the placements must be of the same experts and ranks")
+    source = np.asarray(sources(old, new))
+    lost = sorted(set(new.experts[source == -2].tolist()))
+    if lost:
+        raise ValueError(f"balance.moves: experts {lost} are nowhere in the old placement: fetch them elsewhere")
+    rank, slot = np.nonzero(source >= 0)
+    gives = source[rank, slot]
+    table = [gives // old.slots_per_rank, gives % old.slots_per_rank, rank, slot]
+    return np.stack(table, axis=1).astype(np.int32)
