@@ -40,6 +40,17 @@ EXPERT_ROWS = "xen_moe_expert_rows"
 saves these rows, and not the rows before the barrier as well."""
 
 
+class Members(NamedTuple):
+    """Which ranks take part, and where the experts are: `active` and `placement` of `xm.dispatch`, or None."""
+
+    active: jax.Array | None = None
+    placement: xm.balance.Placement | None = None
+
+
+ALL_AT_HOME = Members()
+"""Every rank takes part, and experts are where they are without a placement."""
+
+
 class Chunk(NamedTuple):
     """A part of a rank's tokens: `x [T/c, H]`, `topk_idx` int32 `[T/c, K]`, `topk_weights` float32 `[T/c, K]`."""
 
@@ -53,7 +64,7 @@ def through_experts(
     experts: Callable[..., jax.Array],
     weights: Any,
     tokens: Chunk,
-    active: jax.Array | None = None,
+    members: Members = ALL_AT_HOME,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs dispatch, experts and combine.
 
@@ -62,18 +73,18 @@ def through_experts(
         `apply_weights_to` is "activation" or "input".
       weights: its third argument; derivatives go to it.
       tokens: all tokens of this rank.
-      active: as in `xm.dispatch`.
+      members: `weights` are those of the slots of its placement, where it has one.
 
     Returns:
       `[T, H]`, and int32 `[]`, the rows that this rank dropped.
     """
     num_tokens = tokens.x.shape[0]
     chunks = _split(tokens, config.num_chunks)
-    overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], active)
+    overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], members)
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
         run_here = _pipelined if overlap else functools.partial(_whole, add_up=_adder(config, weights, tokens.x))
-        return run_here(config, lambda rows, sizes, *factors: experts(rows, sizes, weights, *factors), chunks, active)
+        return run_here(config, lambda rows, sizes, *factors: experts(rows, sizes, weights, *factors), chunks, members)
 
     if config.remat == "all":
         run = jax.checkpoint(run)
@@ -90,11 +101,11 @@ def through_experts(
     return out[:num_tokens], dropped
 
 
-def _overlaps(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> bool:
+def _overlaps(config: MoEConfig, chunk: Chunk, members: Members) -> bool:
     """True where start and done of such a chunk's operations are two programs, which `_pipelined` can put in order."""
     if platform() not in OVERLAPPING:
         return False
-    return is_pending(jax.eval_shape(lambda chunk, active: _start(config, chunk, active), chunk, active))
+    return is_pending(jax.eval_shape(lambda chunk, members: _start(config, chunk, members), chunk, members))
 
 
 def _split(tokens: Chunk, num_chunks: int) -> list[Chunk]:
@@ -137,11 +148,11 @@ def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tu
 
 
 def _whole(
-    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None, add_up: Callable[..., Any]
+    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], members: Members, add_up: Callable[..., Any]
 ) -> tuple[list[jax.Array], jax.Array]:
     """Sends one chunk through the experts; `add_up(config, rows, handle)` is a combine."""
     (chunk,) = chunks
-    routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
+    routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, members))
     y = experts(*for_experts(config, routed))
     return [add_up(config, y, routed.handle)], routed.num_dropped
 
@@ -175,7 +186,7 @@ _unweighted.defvjp(_unweighted_forward, _unweighted_backward)
 
 
 def _pipelined(
-    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], active: jax.Array | None
+    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], members: Members
 ) -> tuple[list[jax.Array], jax.Array]:
     """Handles two chunks or more: the next chunk's dispatch and the previous chunk's combine travel while the experts
     work."""
@@ -187,13 +198,13 @@ def _pipelined(
 
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
-    sending = _start(config, chunks[0], active)
+    sending = _start(config, chunks[0], members)
     returning: xm.Flight | None = None
     for upcoming in [*chunks[1:], None]:
         routed = xm.dispatch_done(sending)
         flights = {} if returning is None else {"back": returning}
         if upcoming is not None:
-            flights["there"] = _start(config, upcoming, active)
+            flights["there"] = _start(config, upcoming, members)
         flights, y = xm.overlap(flights, work, *for_experts(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
@@ -205,21 +216,25 @@ def _pipelined(
     return [*outs, xm.combine_done(returning)], dropped
 
 
-def _start(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> xm.Flight:
-    return xm.dispatch_start(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, active))
+def _start(config: MoEConfig, chunk: Chunk, members: Members) -> xm.Flight:
+    return xm.dispatch_start(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, members))
 
 
-def _options(config: MoEConfig, chunk: Chunk, active: jax.Array | None) -> dict[str, Any]:
+def _options(config: MoEConfig, chunk: Chunk, members: Members) -> dict[str, Any]:
     """Options of the dispatch of a chunk."""
+    num_ranks = jax.lax.axis_size(config.axis_name)
+    placement = members.placement
+    entries = config.num_experts if placement is None else num_ranks * placement.slots_per_rank
     return {
         "num_experts": config.num_experts,
         "axis_name": config.axis_name,
         "layout": config.layout,
-        "capacity": config.chunk_capacity(chunk.x.shape[0], jax.lax.axis_size(config.axis_name)),
+        "capacity": config.chunk_capacity(chunk.x.shape[0], num_ranks, entries),
         "alignment": config.alignment,
         "drop": config.drop,
         "wire": config.wire,
-        "active": active,
+        "active": members.active,
+        "placement": placement,
         "config": config.kernel,
     }
 

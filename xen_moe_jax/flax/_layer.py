@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax import _validate
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax.experts.mlp import built_in, shared_expert
 from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
-from xen_moe_jax.flax._chunks import Chunk, through_experts
+from xen_moe_jax.flax._chunks import Chunk, Members, through_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
 from xen_moe_jax.flax._replicated import through_own_experts
@@ -43,7 +44,7 @@ def moe_on_rank(
     num_sequences: int | None,
     weights: dict[str, jax.Array],
     given: Tokens,
-    active: jax.Array | None = None,
+    members: Members,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs inside `shard_map`, with `config.layer_axes` manual.
 
@@ -53,7 +54,7 @@ def moe_on_rank(
       weights: by the names of `parameter_table`, plus the router bias if there is one; of each one this rank's part, or
         all of it.
       given: this rank's tokens.
-      active: as in `xm.dispatch`.
+      members: the ranks that take part, and a placement. Weights are moved to its slots, unless they are there.
     """
     dtype = config.dtype or given.x.dtype
     sequences = _sequences(config, num_sequences, given)
@@ -77,6 +78,10 @@ def moe_on_rank(
         share = None if share is None else vary_over([share], (config.tensor_axis,))[0]
     shared = {name: parts.pop(name) for name in list(parts) if name.startswith("shared_")}
 
+    if members.placement is not None:
+        _validate.placement(members.placement, config.num_experts, jax.lax.axis_size(config.axis_name), "MoE")
+    if members.placement is not None and config.num_slots is None:
+        parts = members.placement.move(parts, None, members.placement, axis_name=config.axis_name, config=config.kernel)
     if config.replicated_tokens:
         out, dropped = through_own_experts(config, built_in(config), parts, tokens)
         # Only a choice of the caller's can name an expert twice.
@@ -86,7 +91,7 @@ def moe_on_rank(
         # and the alignment decides which ones are dropped: it must not depend on the platform.
         chosen = tpu_decode.adapted(config, x.shape[0]) if topk_idx is None else config
         sent = tokens if chosen is config else tokens._replace(x=tpu_decode.padded(tokens.x))
-        out, dropped = through_experts(chosen, built_in(chosen), parts, sent, active)
+        out, dropped = through_experts(chosen, built_in(chosen), parts, sent, members)
         out = out[:, : config.hidden_size]
     out = out.astype(dtype)  # experts=... may have returned another one
     if config.shared_features:

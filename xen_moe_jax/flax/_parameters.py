@@ -50,9 +50,9 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
     expert, hidden, inner = config.expert_sharding or (config.axis_name, None, config.tensor_axis)
     if mesh is not None and expert == config.axis_name:
         ranks = math.prod(mesh.shape[axis] for axis in config.expert_axes)
-        expert = expert if config.num_experts % ranks == 0 else None
+        expert = expert if config.expert_entries % ranks == 0 else None
     names = {"expert": expert, "hidden": hidden, "intermediate": inner, None: None}
-    sizes = {"expert": config.num_experts, "hidden": config.hidden_size}
+    sizes = {"expert": config.expert_entries, "hidden": config.hidden_size}
     wide = config.shared_features
 
     def parameter(
@@ -133,5 +133,5 @@ def _own(
 
 def pad_experts(config: MoEConfig, weights: jax.Array, num_ranks: int) -> jax.Array:
     """Expert weights `[E, ...]` with zeros up to `R * ceil(E / R)` experts, so that every rank owns as many."""
-    extra = -config.num_experts % num_ranks
+    extra = -config.expert_entries % num_ranks
     return jnp.pad(weights, [(0, extra)] + [(0, 0)] * (weights.ndim - 1)) if extra else weights

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
+from xen_moe_jax.flax._chunks import Members
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
 from xen_moe_jax.flax._parameters import pad_experts, parameter_table, rank_specs
@@ -84,6 +86,7 @@ def apply_moe(
     token_ids: jax.Array | None = None,
     active: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the MoE layer on `x [..., H]`, inside or outside `shard_map`.
 
@@ -96,6 +99,7 @@ def apply_moe(
       token_ids: integer, `x.shape[:-1]`; with choice="hash" and only then.
       active: bool, one entry for every rank of `config.axis_name`.
       topk_idx: integer `[*x.shape[:-1], K]`, the experts to use in place of the router's choice; -1 is an unused slot.
+      placement: where the experts are, as in `xm.dispatch`; None is at home.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
@@ -106,12 +110,14 @@ def apply_moe(
             f"active with MoEConfig.token_axes={config.token_axes}: where tokens are replicated the ranks' outputs are "
             "added up by XLA, which waits for every rank; split the tokens over the expert axis, or pass active=None"
         )
+    _check_placement(config, placement)
+    members = Members(active, placement)
     given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids, topk_idx)
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
     inside = [axis for axis in config.layer_axes if axis in manual]
     if len(inside) == len(config.layer_axes):
-        return moe_on_rank(config, _varying_axes(config, x), None, weights, given, active)
+        return moe_on_rank(config, _varying_axes(config, x), None, weights, given, members)
     if inside:
         name = "axis_name" if set(config.expert_axes) - manual else "tensor_axis"
         raise ValueError(
@@ -120,8 +126,8 @@ def apply_moe(
         )
     mesh = None if manual else _mesh_of(config, mesh, weights, x)
     if mesh is None and not manual:
-        return _on_one_device(config, weights, given, active)
-    return _on_mesh(config, _place(config, mesh, context, manual), weights, given, active)
+        return _on_one_device(config, weights, given, members)
+    return _on_mesh(config, _place(config, mesh, context, manual), weights, given, members)
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
@@ -143,6 +149,26 @@ def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx:
         raise ValueError(
             f"token_ids is {token_ids.dtype}{list(token_ids.shape)}: must be integers of shape {list(x.shape[:-1])}"
         )
+
+
+def _check_placement(config: MoEConfig, placement: Any) -> None:
+    if placement is None:
+        if config.num_slots is not None:
+            raise ValueError(
+                f"placement is None with MoEConfig.num_slots={config.num_slots}: the weights are in slots, and only a "
+                "placement says which experts they are; pass it to each call"
+            )
+        return
+    if not isinstance(placement, Placement):
+        raise TypeError(f"placement is a {type(placement).__name__}: must be a Placement of xm.balance, or None")
+    if config.replicated_tokens:
+        raise ValueError(
+            f"placement with MoEConfig.token_axes={config.token_axes}: where tokens are replicated, each rank computes "
+            "its own experts; split the tokens over the expert axis, or pass placement=None"
+        )
+    slots = placement.num_ranks * placement.slots_per_rank
+    if config.num_slots not in (None, slots):
+        raise ValueError(f"placement has {slots} slots, and MoEConfig.num_slots={config.num_slots}: they must be equal")
 
 
 def _check_topk_idx(config: MoEConfig, x: Any, topk_idx: Any) -> None:
@@ -223,7 +249,7 @@ def _place(config: MoEConfig, mesh: Any, context: AbstractMesh, manual: set[str]
 
 @functools.partial(shared_jit, num_static=1)
 def _on_one_device(
-    config: MoEConfig, weights: dict[str, jax.Array], given: Tokens, active: jax.Array | None
+    config: MoEConfig, weights: dict[str, jax.Array], given: Tokens, members: Members
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer on a mesh of one device, so that a single rank runs the same code as many ranks."""
     axes = config.layer_axes
@@ -236,7 +262,7 @@ def _on_one_device(
         explicit=False,
     )
     tokens, num_sequences = _in_shards(config, given, 1)
-    results = _mapped(config, place, num_sequences, weights, tokens, active)
+    results = _mapped(config, place, num_sequences, weights, tokens, members)
     return _per_token(lambda a: _as_it_came(a, given.x), *results)
 
 
@@ -246,14 +272,14 @@ def _mapped(
     num_sequences: int | None,
     weights: dict[str, jax.Array],
     given: Tokens,
-    active: jax.Array | None,
+    members: Members,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `shard_map`; the mesh divides tokens and weights."""
     over_tokens = PartitionSpec(place.token_axes)
     specs = {name: spec for name, spec in rank_specs(config).items() if name in weights}
     weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
     given = Tokens(*(a if a is None else place.reshard(a, over_tokens) for a in given))
-    active = None if active is None else place.reshard(jnp.asarray(active), PartitionSpec())
+    members = jax.tree.map(lambda a: place.reshard(jnp.asarray(a), PartitionSpec()), members)
     mapped = jax.shard_map(
         functools.partial(moe_on_rank, config, place.token_axes, num_sequences),
         mesh=place.mesh,
@@ -261,7 +287,7 @@ def _mapped(
         out_specs=(over_tokens, metric_specs(config, over_tokens)),
         axis_names=set(place.free_axes),
     )
-    return mapped(weights, given, active)
+    return mapped(weights, given, members)
 
 
 def _in_shards(config: MoEConfig, given: Tokens, num_shards: int) -> tuple[Tokens, int | None]:
@@ -306,7 +332,7 @@ def _on_mesh(
     place: _Placement,
     weights: dict[str, jax.Array],
     given: Tokens,
-    active: jax.Array | None,
+    members: Members,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in its own `shard_map`. Dimensions that the mesh does not divide are padded; padding tokens are
     masked."""
@@ -318,10 +344,10 @@ def _on_mesh(
         given = Tokens(*(a if a is None else place.reshard(a, PartitionSpec()) for a in given))
         given, num_sequences = _in_shards(config, given, place.num_shards)
     for name, parameter in parameter_table(config).items():
-        if parameter.dims[0] == "expert" and config.num_experts % place.num_ranks:
+        if parameter.dims[0] == "expert" and config.expert_entries % place.num_ranks:
             whole = place.reshard(weights[name], PartitionSpec())
             weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
-    results = _mapped(config, place, num_sequences, weights, given, active)
+    results = _mapped(config, place, num_sequences, weights, given, members)
     if not divides:
         results = _per_token(lambda a: _as_it_came(place.reshard(a, PartitionSpec()), came), *results)
     if place.explicit:

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
@@ -66,6 +67,7 @@ class MoE(nn.Module):
         token_ids: jax.Array | None = None,
         active: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        placement: Placement | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -80,6 +82,8 @@ class MoE(nn.Module):
           topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
             dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
+          placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
+            home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -95,7 +99,7 @@ class MoE(nn.Module):
         if config.balancing == "bias":
             bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
             weights[ROUTER_BIAS] = bias.value
-        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active, topk_idx)
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement)
         if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
@@ -87,6 +88,7 @@ class MoE(nnx.Module):
         token_ids: jax.Array | None = None,
         active: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
+        placement: Placement | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -101,6 +103,8 @@ class MoE(nnx.Module):
           topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
             dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
+          placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
+            home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -108,7 +112,7 @@ class MoE(nnx.Module):
         weights = {name: getattr(self, name)[...] for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
-        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx)
+        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""

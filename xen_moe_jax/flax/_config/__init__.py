@@ -64,8 +64,15 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
         """True where every rank of the expert axes has the same tokens."""
         return self.token_axes is not None and not set(self.expert_axes) & set(self.token_axes)
 
-    def chunk_capacity(self, num_tokens: int, num_ranks: int) -> int | None:
-        """Rows to ask `xm.dispatch` for, one chunk of `num_tokens` tokens a rank; None is the exact worst case."""
+    @property
+    def expert_entries(self) -> int:
+        """Entries of the experts' parameters: experts, or slots of a placement."""
+        return self.num_slots or self.num_experts
+
+    def chunk_capacity(self, num_tokens: int, num_ranks: int, entries: int | None = None) -> int | None:
+        """Rows to ask `xm.dispatch` for, one chunk of `num_tokens` tokens a rank; None is the exact worst case.
+        `entries`: slots of all ranks; None is all experts."""
+        entries = entries or self.num_experts
         if self.capacity_factor is None:
             return None if self.capacity is None else -(-self.capacity // self.num_chunks)
         worst = worst_case_capacity(
@@ -73,10 +80,10 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
             num_ranks=num_ranks,
             num_tokens=num_tokens,
             top_k=self.top_k,
-            num_experts=self.num_experts,
+            num_experts=entries,
             alignment=self.alignment,
         )
-        padding = -(-self.num_experts // num_ranks) * (self.alignment - 1)
+        padding = -(-entries // num_ranks) * (self.alignment - 1)
         return min(worst, math.ceil(self.capacity_factor * num_tokens * self.top_k) + padding)
 
 

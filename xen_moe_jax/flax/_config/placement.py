@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from xen_moe_jax.flax._config.checks import require
+from xen_moe_jax.flax._config.checks import is_int, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,16 @@ class PlacementFields:
         and the parts are summed. Tokens are replicated over it.
       expert_sharding: sharding names of the dimensions (expert, hidden, intermediate) of the expert weights, written
         into the parameters' metadata; None is `(axis_name, None, tensor_axis)`.
+      num_slots: the experts' parameters have this many entries in place of `num_experts`, one for each slot of the
+        `placement` that every call then needs: weights stay in their slots, and each slot has a gradient of its own
+        (`placement.reduce`). None: weights are at home, and a call with a placement moves them to their slots.
     """
 
     axis_name: str | tuple[str, str] = "ep"
     token_axes: tuple[str, ...] | None = None
     tensor_axis: str | None = None
     expert_sharding: tuple[Any, Any, Any] | None = None
+    num_slots: int | None = None
 
 
 def check_placement(config: Any) -> None:
@@ -52,6 +56,10 @@ def check_placement(config: Any) -> None:
         known = isinstance(tokens, tuple) and (set(axes) <= set(tokens) or not set(axes) & set(tokens))
         require(known, "token_axes", tokens, remedy)
         require(tensor is None or tensor not in tokens, "token_axes", tokens, f"tokens are replicated over {tensor!r}")
+    slots, remedy = config.num_slots, f"must be None or an int >= num_experts={config.num_experts}"
+    require(slots is None or (is_int(slots) and slots >= config.num_experts), "num_slots", slots, remedy)
+    remedy = "tokens are replicated over the experts' ranks, where no placement is taken; use None"
+    require(slots is None or not config.replicated_tokens, "num_slots", slots, remedy)
     if config.expert_sharding is not None:
         require(
             isinstance(config.expert_sharding, tuple) and len(config.expert_sharding) == 3,

@@ -1,0 +1,114 @@
+"""Flax layers with a placement: values, gradients, weights that stay in their slots, one program for all plans."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import xen_moe_jax as xm
+from tests.support.layers import (
+    CONFIG,
+    DEEPSEEK,
+    GPT_OSS,
+    assert_same_gradients,
+    biased,
+    layer,
+    make_mesh,
+    run,
+    run_with_gradients,
+    tokens,
+    weights_of,
+)
+from xen_moe_jax.flax import linen
+from xen_moe_jax.flax.linen import variables_of
+from xen_moe_jax.flax.nnx import MoE
+
+RANKS = 4
+E = CONFIG.num_experts
+
+
+def plan(seed, slots=3):
+    return xm.balance.plan(np.random.default_rng(seed).integers(1, 99, E) ** 2, RANKS, slots)
+
+
+def mesh(*more):
+    return make_mesh((RANKS, *[2] * len(more)), ("ep", *more))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        dataclasses.replace(DEEPSEEK, layout="padded"),
+        dataclasses.replace(GPT_OSS, num_chunks=2, remat="experts"),
+        dataclasses.replace(CONFIG, capacity_factor=float(RANKS), alignment=8, apply_weights_to="activation"),
+    ],
+    ids=["plain", "deepseek-padded", "biases-chunks-remat", "capacity-aligned"],
+)
+def test_values_and_gradients_are_those_without_a_placement(config):
+    moe = biased(layer(config))
+    x, target = tokens(16), tokens(16, seed=5)
+    y, metrics, gradients = run_with_gradients(moe, x, target, mesh())
+    placed_y, placed_metrics, placed = run_with_gradients(moe, x, target, mesh(), placement=plan(1))
+    np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-6)
+    assert (placed_metrics.tokens_per_expert == metrics.tokens_per_expert).all()
+    assert placed_metrics.num_dropped == 0
+    assert_same_gradients(placed, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_axis_and_linen_take_it():
+    config = dataclasses.replace(CONFIG, tensor_axis="tp")
+    moe, x = layer(config), tokens(16)
+    over = mesh("tp")
+    y, _ = run(moe, x, over)
+    np.testing.assert_allclose(run(moe, x, over, placement=plan(2))[0], y, rtol=1e-5, atol=1e-6)
+    with jax.set_mesh(over):
+        variables = variables_of(weights_of(moe))
+        out, _ = jax.jit(lambda v, x, p: linen.MoE(config).apply(v, x, placement=p))(variables, x, plan(3))
+    np.testing.assert_allclose(out, y, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_stay_in_their_slots_and_another_plan_is_no_other_program():
+    """Serving: weights are moved once for each plan, and the step has no exchange of weights."""
+    moe, x = layer(CONFIG), tokens(16)
+    in_slots = dataclasses.replace(CONFIG, num_slots=RANKS * 3)
+    weights = weights_of(moe)
+    held = {name: weights.pop(name) for name in ("gate", "up", "down")}
+    expected, _ = run(moe, x, mesh())
+    with jax.set_mesh(mesh()):
+        graph, _ = nnx.split(MoE.from_weights(in_slots, weights | plan(0).move(held, None, plan(0))))
+        step = jax.jit(lambda state, x, placement: nnx.merge(graph, state)(x, placement=placement)[0])
+        old = None
+        for seed in range(3):
+            new = plan(seed)
+            held, old = new.move(held, old, new), new
+            state = nnx.split(MoE.from_weights(in_slots, weights | held))[1]
+            state = jax.device_put(state, nnx.get_named_sharding(state, mesh()))
+            np.testing.assert_allclose(step(state, x, new), expected, rtol=1e-5, atol=1e-6)
+        assert step._cache_size() == 1
+        assert "move_weights" not in str(jax.make_jaxpr(step)(state, x, new))
+
+
+@pytest.mark.parametrize(
+    ("config", "placement", "error", "text"),
+    [
+        ({}, np.zeros((RANKS, 2), int), TypeError, "placement is a ndarray"),
+        ({}, xm.balance.home(E + 1, RANKS), ValueError, "placement has 9 experts, and num_experts=8"),
+        ({}, xm.balance.home(E, 2), ValueError, "placement is for 2 ranks"),
+        ({"num_slots": 12}, None, ValueError, "placement is None with MoEConfig.num_slots=12"),
+        ({"num_slots": 12}, xm.balance.home(E, RANKS), ValueError, "placement has 8 slots"),
+        ({"token_axes": ()}, xm.balance.home(E, RANKS), ValueError, "tokens are replicated"),
+    ],
+)  # fmt: skip
+def test_errors(config, placement, error, text):
+    moe = layer(dataclasses.replace(CONFIG, **config))
+    with pytest.raises(error, match=text):
+        run(moe, tokens(16), mesh(), placement=placement)
+
+
+@pytest.mark.parametrize("fields", [{"num_slots": 7}, {"num_slots": 8.5}, {"num_slots": 12, "token_axes": ()}])
+def test_num_slots_is_checked(fields):
+    with pytest.raises(ValueError, match="MoEConfig.num_slots"):
+        dataclasses.replace(CONFIG, **fields)
