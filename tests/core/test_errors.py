@@ -64,113 +64,135 @@ def ragged(x, idx, weights, *, output=None, **changes):
 
 INSIDE = {
     # dispatch
-    "x-rank": lambda x, i, w: good(x[0], i),
-    "x-dtype": lambda x, i, w: good(x.astype(jnp.int32), i),
-    "x-not-an-array": lambda x, i, w: good("tokens", i),
-    "x-no-tokens": lambda x, i, w: good(x[:0], i[:0]),
-    "x-scales-shape": lambda x, i, w: good(scaled(x, scales=jnp.ones((T, 3))), i),
-    "x-values-dtype": lambda x, i, w: good(scaled(x, values=x), i),
-    "topk-idx-rank": lambda x, i, w: good(x, i[:, 0]),
-    "topk-idx-dtype": lambda x, i, w: good(x, i.astype(jnp.float32)),
-    "topk-idx-tokens": lambda x, i, w: good(x, i[:3]),
-    "topk-idx-dimensions": lambda x, i, w: good(x.reshape(2, 4, H), i),
-    "top-k-zero": lambda x, i, w: good(x, i[:, :0]),
-    "topk-weights-shape": lambda x, i, w: good(x, i, w[:, :1]),
-    "topk-weights-dtype": lambda x, i, w: good(x, i, i),
-    "topk-idx-cannot-name-expert-256": lambda x, i, w: good(x, i.astype(jnp.uint8), num_experts=257),
-    "topk-idx-cannot-name-expert-128": lambda x, i, w: good(x, i.astype(jnp.int8), num_experts=129),
-    "topk-idx-cannot-name-expert-start": lambda x, i, w: xm.dispatch_start(
+    "`x` is a single token": lambda x, i, w: good(x[0], i),
+    "`x` is not a float array": lambda x, i, w: good(x.astype(jnp.int32), i),
+    "`x` is not an array": lambda x, i, w: good("tokens", i),
+    "no tokens at all": lambda x, i, w: good(x[:0], i[:0]),
+    "scales of a `BlockScaled` do not match its values": lambda x, i, w: good(scaled(x, scales=jnp.ones((T, 3))), i),
+    "values of a `BlockScaled` are not quantized": lambda x, i, w: good(scaled(x, values=x), i),
+    "`topk_idx` is not `[T, K]`": lambda x, i, w: good(x, i[:, 0]),
+    "`topk_idx` holds floats": lambda x, i, w: good(x, i.astype(jnp.float32)),
+    "`topk_idx` has another number of tokens than `x`": lambda x, i, w: good(x, i[:3]),
+    "`topk_idx` has the same tokens in other dimensions": lambda x, i, w: good(x.reshape(2, 4, H), i),
+    "no slots": lambda x, i, w: good(x, i[:, :0]),
+    "`topk_weights` has another shape than `topk_idx`": lambda x, i, w: good(x, i, w[:, :1]),
+    "`topk_weights` holds integers": lambda x, i, w: good(x, i, i),
+    "the dtype of `topk_idx` has no number for the last expert": lambda x, i, w: good(
+        x, i.astype(jnp.uint8), num_experts=257
+    ),
+    "a signed dtype of `topk_idx` has none for it": lambda x, i, w: good(x, i.astype(jnp.int8), num_experts=129),
+    "`dispatch_start` gets such a `topk_idx`": lambda x, i, w: xm.dispatch_start(
         x, i.astype(jnp.uint8), num_experts=300, axis_name="ep"
     ),
-    "num-experts-zero": lambda x, i, w: good(x, i, num_experts=0),
-    "num-experts-negative": lambda x, i, w: good(x, i, num_experts=-8),
-    "num-experts-traced": lambda x, i, w: good(x, i, num_experts=i[0, 0]),
-    "num-experts-float": lambda x, i, w: good(x, i, num_experts=8.0),
-    "capacity-negative": lambda x, i, w: good(x, i, capacity=-1),
-    "capacity-padded": lambda x, i, w: good(x, i, capacity=16, layout="padded"),
-    "capacity-too-many-rows": lambda x, i, w: good(x, i, capacity=2**31),
-    "alignment-zero": lambda x, i, w: good(x, i, alignment=0),
-    "alignment-ranked": lambda x, i, w: good(x, i, alignment=8, layout="ranked"),
-    "drop-unknown": lambda x, i, w: good(x, i, w, drop="random"),
-    "drop-weight-without-weights": lambda x, i, w: good(x, i, capacity=4, drop="weight"),
-    "layout-unknown": lambda x, i, w: good(x, i, layout="sorted"),
-    "layout-type": lambda x, i, w: good(x, i, layout=np.arange(2)),
-    "active-shape": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),
-    "placement-type": lambda x, i, w: good(x, i, placement=np.zeros((RANKS, 2), int)),
-    "placement-experts": lambda x, i, w: good(x, i, placement=xm.balance.home(E + 1, RANKS)),
-    "placement-ranks": lambda x, i, w: good(x, i, placement=xm.balance.home(E, 2)),
-    "active-dtype": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
-    "wire-unknown": lambda x, i, w: good(x, i, wire="float4"),
-    "wire-scale-format": lambda x, i, w: good(x, i, wire="int8:bf16"),
-    "wire-object": lambda x, i, w: good(x, i, wire=xm.Wire("int4")),
-    "wire-object-scale-format": lambda x, i, w: good(x, i, wire=xm.Wire("int8", "bf16")),
-    "wire-of-block-scaled": lambda x, i, w: good(scaled(x), i, wire="int8"),
-    "axis-unknown": lambda x, i, w: good(x, i, axis_name="expert"),
-    "axis-three": lambda x, i, w: good(x, i, axis_name=("a", "b", "c")),
-    "config-type": lambda x, i, w: good(x, i, config={"num_sms": 8}),
-    "gradient-wire": lambda x, i, w: good(x, i, gradient_wire="bf8"),
-    "backend-not-here-cuda": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="cuda")),
-    "backend-not-here-pallas": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="pallas")),
-    "ranks-per-node": lambda x, i, w: good(x, i, config=xm.KernelConfig(ranks_per_node=3)),
+    "no experts": lambda x, i, w: good(x, i, num_experts=0),
+    "a negative number of experts": lambda x, i, w: good(x, i, num_experts=-8),
+    "`num_experts` that only the run time knows": lambda x, i, w: good(x, i, num_experts=i[0, 0]),
+    "`num_experts` is not an int": lambda x, i, w: good(x, i, num_experts=8.0),
+    "a negative capacity": lambda x, i, w: good(x, i, capacity=-1),
+    "a capacity in the padded layout": lambda x, i, w: good(x, i, capacity=16, layout="padded"),
+    "more rows than int32 can count": lambda x, i, w: good(x, i, capacity=2**31),
+    "alignment below one": lambda x, i, w: good(x, i, alignment=0),
+    "alignment in a layout without groups": lambda x, i, w: good(x, i, alignment=8, layout="ranked"),
+    "unknown drop rule": lambda x, i, w: good(x, i, w, drop="random"),
+    "a drop by weight without weights": lambda x, i, w: good(x, i, capacity=4, drop="weight"),
+    "unknown layout": lambda x, i, w: good(x, i, layout="sorted"),
+    "a layout that is not a name": lambda x, i, w: good(x, i, layout=np.arange(2)),
+    "`active` does not have one entry for each rank": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),
+    "`placement` is not a `Placement`": lambda x, i, w: good(x, i, placement=np.zeros((RANKS, 2), int)),
+    "a placement of another number of experts": lambda x, i, w: good(x, i, placement=xm.balance.home(E + 1, RANKS)),
+    "a placement for another number of ranks": lambda x, i, w: good(x, i, placement=xm.balance.home(E, 2)),
+    "`active` is not bool": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
+    "unknown wire dtype": lambda x, i, w: good(x, i, wire="float4"),
+    "unknown scale format of a wire": lambda x, i, w: good(x, i, wire="int8:bf16"),
+    "a `Wire` of unknown dtype": lambda x, i, w: good(x, i, wire=xm.Wire("int4")),
+    "a `Wire` of unknown scale format": lambda x, i, w: good(x, i, wire=xm.Wire("int8", "bf16")),
+    "a wire for quantized input": lambda x, i, w: good(scaled(x), i, wire="int8"),
+    "the mesh does not have the axis": lambda x, i, w: good(x, i, axis_name="expert"),
+    "more than two axes": lambda x, i, w: good(x, i, axis_name=("a", "b", "c")),
+    "not a `KernelConfig`": lambda x, i, w: good(x, i, config={"num_sms": 8}),
+    "unknown wire for gradients": lambda x, i, w: good(x, i, gradient_wire="bf8"),
+    "the CUDA backend on another platform": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="cuda")),
+    "the TPU backend on another platform": lambda x, i, w: good(x, i, config=xm.KernelConfig(backend="pallas")),
+    "nodes of unequal size": lambda x, i, w: good(x, i, config=xm.KernelConfig(ranks_per_node=3)),
     # combine and redispatch
-    "placement-of-combine-alone": lambda x, i, w: combined(x, i, placement=xm.balance.home(E, RANKS)),
-    "placement-of-combine-slots": lambda x, i, w: xm.combine(
+    "a placement for `combine` alone": lambda x, i, w: combined(x, i, placement=xm.balance.home(E, RANKS)),
+    "a placement for `combine` of another number of slots": lambda x, i, w: xm.combine(
         (r := good(x, i, placement=xm.balance.home(E, RANKS))).x,
         r.handle,
         placement=xm.balance.plan(np.ones(E), RANKS, 3),
     ),
-    "y-rows": lambda x, i, w: combined(x, i, y=x),
-    "y-layout": lambda x, i, w: combined(x, i, y=jnp.ones((2, RANKS * T, H))),
-    "y-dtype": lambda x, i, w: combined(x, i, y=jnp.ones((RANKS * T * K, H), jnp.int32)),
-    "y-block-scaled": lambda x, i, w: combined(x, i, y=scaled(jnp.ones((RANKS * T * K, H)))),
-    "weighted-ranked": lambda x, i, w: combined(x, i, layout="ranked", weighted=True),
-    "weighted-type": lambda x, i, w: combined(x, i, weighted="yes"),
-    "weighted-array": lambda x, i, w: combined(x, i, weighted=np.ones(2, bool)),
-    "handle-type": lambda x, i, w: xm.combine(x, good(x, i)),
-    "handle-shape": lambda x, i, w: with_handle(x, i, positions=jnp.zeros((RANKS, T), jnp.int32)),
-    "handle-dtype": lambda x, i, w: with_handle(x, i, recv_counts=jnp.zeros((RANKS, E // RANKS))),
-    "handle-weights": lambda x, i, w: with_handle(x, i, weights=jnp.ones(3)),
-    "handle-not-an-array": lambda x, i, w: with_handle(x, i, topk_idx=None),
-    "redispatch-tokens": lambda x, i, w: xm.redispatch(x[:3], good(x, i).handle),
-    "redispatch-dimensions": lambda x, i, w: xm.redispatch(
+    "`y` has another number of rows than `routed.x`": lambda x, i, w: combined(x, i, y=x),
+    "`y` comes from another layout": lambda x, i, w: combined(x, i, y=jnp.ones((2, RANKS * T, H))),
+    "`y` is not a float array": lambda x, i, w: combined(x, i, y=jnp.ones((RANKS * T * K, H), jnp.int32)),
+    "`y` is quantized": lambda x, i, w: combined(x, i, y=scaled(jnp.ones((RANKS * T * K, H)))),
+    "weights in the ranked layout": lambda x, i, w: combined(x, i, layout="ranked", weighted=True),
+    "`weighted` is not a bool": lambda x, i, w: combined(x, i, weighted="yes"),
+    "`weighted` is an array of bools": lambda x, i, w: combined(x, i, weighted=np.ones(2, bool)),
+    "`handle` is not a handle": lambda x, i, w: xm.combine(x, good(x, i)),
+    "an array of a handle in another shape": lambda x, i, w: with_handle(
+        x, i, positions=jnp.zeros((RANKS, T), jnp.int32)
+    ),
+    "an array of a handle of another dtype": lambda x, i, w: with_handle(
+        x, i, recv_counts=jnp.zeros((RANKS, E // RANKS))
+    ),
+    "a handle with weights for another number of rows": lambda x, i, w: with_handle(x, i, weights=jnp.ones(3)),
+    "a handle that lost an array": lambda x, i, w: with_handle(x, i, topk_idx=None),
+    "a payload of another number of tokens": lambda x, i, w: xm.redispatch(x[:3], good(x, i).handle),
+    "a payload in other dimensions": lambda x, i, w: xm.redispatch(
         x.reshape(4, 2, H), good(x.reshape(2, 4, H), i.reshape(2, 4, K)).handle
     ),
-    "redispatch-block-scaled": lambda x, i, w: xm.redispatch(scaled(x), good(x, i).handle),
-    "done-of-another-flight": lambda x, i, w: xm.combine_done(started(x, i)),
-    "done-of-no-flight": lambda x, i, w: xm.dispatch_done(good(x, i)),
-    "done-twice": lambda x, i, w: [xm.dispatch_done(flight) for flight in [started(x, i)] * 2],
-    "overlap-no-flight": lambda x, i, w: xm.overlap(x, jnp.sin, x),
-    "overlap-no-array": lambda x, i, w: xm.overlap(started(x, i), lambda: x),
-    "overlap-no-work": lambda x, i, w: xm.overlap(started(x, i), x, x),
+    "a quantized payload": lambda x, i, w: xm.redispatch(scaled(x), good(x, i).handle),
+    "`combine_done` of a dispatch": lambda x, i, w: xm.combine_done(started(x, i)),
+    "`dispatch_done` of something that is no flight": lambda x, i, w: xm.dispatch_done(good(x, i)),
+    "a flight that is finished a second time": lambda x, i, w: [
+        xm.dispatch_done(flight) for flight in [started(x, i)] * 2
+    ],
+    "`overlap` of something that is no flight": lambda x, i, w: xm.overlap(x, jnp.sin, x),
+    "work that nothing holds back": lambda x, i, w: xm.overlap(started(x, i), lambda: x),
+    "work that is no function": lambda x, i, w: xm.overlap(started(x, i), x, x),
     # tokens that every rank has
-    "replicated-layout": lambda x, i, w: replicated(x, i, layout="ranked"),
-    "replicated-alignment": lambda x, i, w: replicated(x, i, layout="padded", alignment=8),
-    "replicated-topk-idx-tokens": lambda x, i, w: replicated(x, i[:3]),
-    "replicated-handle": lambda x, i, w: xm.combine_replicated(good(x, i).x, good(x, i).handle),
-    "replicated-handle-of-combine": lambda x, i, w: xm.combine(replicated(x, i).x, replicated(x, i).handle),
-    "replicated-y": lambda x, i, w: xm.combine_replicated(x, replicated(x, i).handle),
-    "replicated-weighted": lambda x, i, w: xm.combine_replicated(
+    "a layout that only a dispatch has": lambda x, i, w: replicated(x, i, layout="ranked"),
+    "alignment in the padded layout": lambda x, i, w: replicated(x, i, layout="padded", alignment=8),
+    "`topk_idx` does not have the tokens of `x`": lambda x, i, w: replicated(x, i[:3]),
+    "`combine_replicated` gets the handle of a dispatch": lambda x, i, w: xm.combine_replicated(
+        good(x, i).x, good(x, i).handle
+    ),
+    "`combine` gets the handle of a `dispatch_replicated`": lambda x, i, w: xm.combine(
+        replicated(x, i).x, replicated(x, i).handle
+    ),
+    "`y` does not have the rows of `routed.x`": lambda x, i, w: xm.combine_replicated(x, replicated(x, i).handle),
+    "`weighted` of `combine_replicated` is not a bool": lambda x, i, w: xm.combine_replicated(
         replicated(x, i).x, replicated(x, i).handle, weighted="yes"
     ),
     # transformations
-    "vmap-flight": lambda x, i, w: started_under_vmap(x, i),
-    "gradient-of-block-scaled": lambda x, i, w: jax.grad(
+    "a flight that leaves the `vmap` that started it, on a backend where it is pending": lambda x, i, w: (
+        started_under_vmap(x, i)
+    ),
+    "a gradient through quantized input": lambda x, i, w: jax.grad(
         lambda s: good(xm.BlockScaled(scaled(x).values, s), i).x.scales.sum()
     )(scaled(x).scales),
     # drop-ins
-    "all-to-all-not-divisible": lambda x, i, w: xm.all_to_all(x[:6], "ep", 0, 0, tiled=True),
-    "all-to-all-not-ranks": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0),
-    "all-to-all-axis": lambda x, i, w: xm.all_to_all(x, "ep", 2, 0, tiled=True),
-    "all-to-all-groups": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, axis_index_groups=[[0, 1], [2]], tiled=True),
-    "all-to-all-group-entry": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, axis_index_groups=[[0.5]], tiled=True),
-    "ragged-over-vmap": lambda x, i, w: jax.vmap(
+    "`tiled`, and the ranks do not divide the axis": lambda x, i, w: xm.all_to_all(x[:6], "ep", 0, 0, tiled=True),
+    "not `tiled`, and the axis is not the ranks": lambda x, i, w: xm.all_to_all(x, "ep", 0, 0),
+    "an axis that `x` does not have": lambda x, i, w: xm.all_to_all(x, "ep", 2, 0, tiled=True),
+    "groups that do not cover the ranks": lambda x, i, w: xm.all_to_all(
+        x, "ep", 0, 0, axis_index_groups=[[0, 1], [2]], tiled=True
+    ),
+    "a group that does not hold rank numbers": lambda x, i, w: xm.all_to_all(
+        x, "ep", 0, 0, axis_index_groups=[[0.5]], tiled=True
+    ),
+    "an exchange over the axis of a `vmap`": lambda x, i, w: jax.vmap(
         lambda x: xm.ragged_all_to_all(x, x, *[jnp.zeros(2, jnp.int32)] * 4, axis_name="batch"), axis_name="batch"
     )(jnp.stack([x, x])),
-    "ragged-trailing-shape": lambda x, i, w: ragged(x, i, w, output=x[:, :5]),
-    "ragged-dtype": lambda x, i, w: ragged(x, i, w, output=x.astype(jnp.bfloat16)),
-    "ragged-sizes-shape": lambda x, i, w: ragged(x, i, w, send_sizes=jnp.zeros(3, jnp.int32)),
-    "ragged-sizes-differ": lambda x, i, w: ragged(x, i, w, send_sizes=jnp.zeros(2 * RANKS, jnp.int32)),
-    "ragged-sizes-dtype": lambda x, i, w: ragged(x, i, w, recv_sizes=jnp.zeros(RANKS)),
+    "rows of different shape": lambda x, i, w: ragged(x, i, w, output=x[:, :5]),
+    "rows of different dtype": lambda x, i, w: ragged(x, i, w, output=x.astype(jnp.bfloat16)),
+    "the number of sizes is no multiple of the ranks": lambda x, i, w: ragged(
+        x, i, w, send_sizes=jnp.zeros(3, jnp.int32)
+    ),
+    "the four arrays of sizes and offsets differ in length": lambda x, i, w: ragged(
+        x, i, w, send_sizes=jnp.zeros(2 * RANKS, jnp.int32)
+    ),
+    "sizes that are floats": lambda x, i, w: ragged(x, i, w, recv_sizes=jnp.zeros(RANKS)),
 }
 
 
@@ -210,73 +232,109 @@ def exported_for(mesh, *platforms):
 
 
 OUTSIDE = {
-    "several-platforms": lambda mesh: exported_for(mesh, "cpu", "tpu"),
-    "outside-shard-map": lambda mesh: good(tokens(), slots()),
-    "outside-shard-map-jit": lambda mesh: jax.jit(lambda x: good(x, slots()))(tokens()),
-    "replicated-outside": lambda mesh: replicated(tokens(), slots()),
-    "handle-other-axis": lambda mesh: combine_with_a_handle_over(("data",), (RANKS,), mesh),
-    "handle-other-size": lambda mesh: combine_with_a_handle_over(("ep",), (2,), mesh),
-    "backend-unknown": lambda mesh: xm.KernelConfig(backend="triton"),
-    "mode-unknown": lambda mesh: xm.KernelConfig(mode="fast"),
-    "num-sms": lambda mesh: xm.KernelConfig(num_sms=0),
-    "num-sms-float": lambda mesh: xm.KernelConfig(num_sms=8.0),
-    "interpret": lambda mesh: xm.KernelConfig(interpret="yes"),
-    "collective-id": lambda mesh: xm.KernelConfig(collective_id=-1),
-    "channel": lambda mesh: xm.KernelConfig(channel=99),
-    "ranks-per-node-zero": lambda mesh: xm.KernelConfig(ranks_per_node=0),
-    "hint-ranks-per-node": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, ranks_per_node=3),
-    "timeout": lambda mesh: xm.KernelConfig(timeout_s=-1.0),
-    "quantize-dtype": lambda mesh: xm.quantize(jnp.ones((4, 128), jnp.int32)),
-    "quantize-not-an-array": lambda mesh: xm.quantize("tokens"),
-    "quantize-wire": lambda mesh: xm.quantize(tokens(), dtype="float4"),
-    "quantize-scale-format": lambda mesh: xm.quantize(tokens(), scale_format="e5m2"),
-    "quantize-scalar": lambda mesh: xm.quantize(jnp.float32(1)),
-    "dequantize-type": lambda mesh: xm.dequantize(tokens()),
-    "dequantize-not-arrays": lambda mesh: xm.dequantize(xm.BlockScaled(1, 2)),
-    "dequantize-values": lambda mesh: xm.dequantize(xm.BlockScaled(tokens(), jnp.ones((T, 1)))),
-    "dequantize-dtype": lambda mesh: xm.dequantize(xm.quantize(tokens()), "int32"),
-    "dequantize-scales": lambda mesh: xm.dequantize(xm.BlockScaled(jnp.zeros((T, 256), jnp.int8), jnp.ones((T, 1)))),
-    "layout-ranks-per-node": lambda mesh: xm.get_dispatch_layout(slots(), num_experts=E, num_ranks=4, ranks_per_node=3),
-    "router-k": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 9),
-    "router-score": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, score="tanh"),
-    "router-bias": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, bias=jnp.ones(3)),
-    "router-k-float": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2.0),
-    "router-groups-float": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=4.0),
-    "router-groups": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=3),
-    "layout-narrow-indices": lambda mesh: xm.get_dispatch_layout(slots(jnp.uint8), num_experts=257, num_ranks=4),
-    "router-narrow-indices": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, 257)), slots(jnp.uint8)),
-    "router-weights-tokens": lambda mesh: xm.routing.chosen_weights(jnp.ones((T + 1, E)), slots()),
-    "router-weights-score": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, E)), slots(), score="tanh"),
-    "router-group-best": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, group_best=0),
-    "router-min-sum": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, E)), slots(), normalize=True, min_sum=-1.0),
-    "router-min-sum-score": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, E)), slots(), min_sum=1e-12),
-    "router-eps": lambda mesh: xm.routing.sparsemixer_weights(jnp.ones((T, E)), slots(), float("nan")),
-    "router-group-score": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, score="tanh"),
-    "router-group-size": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 3, num_groups=4, topk_groups=1),
-    "buffer-axis": lambda mesh: xm.Buffer(mesh, "expert", num_tokens=T, hidden=H),
-    "buffer-mesh": lambda mesh: xm.Buffer(None, "ep", num_tokens=T, hidden=H),
-    "buffer-size": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, size_bytes=-1),
-    "buffer-channel": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, channel=16),
-    "buffer-dtype": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, dtype="float7"),
-    "buffer-backend": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, backend="nccl"),
-    "hint-dtype": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, dtype="complex64"),
-    "hint-backend": lambda mesh: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=4, backend="triton"),
-    "buffer-size-hint": lambda mesh: xm.buffer_size_hint(num_tokens=0, hidden=H, num_ranks=4),
-    "reset-timeout": lambda mesh: cuda.reset(timeout_s=0),
+    "`jax.export` for more than one platform": lambda mesh: exported_for(mesh, "cpu", "tpu"),
+    "called outside `jax.shard_map`": lambda mesh: good(tokens(), slots()),
+    "called in `jit` outside `jax.shard_map`": lambda mesh: jax.jit(lambda x: good(x, slots()))(tokens()),
+    "`dispatch_replicated` outside `jax.shard_map`": lambda mesh: replicated(tokens(), slots()),
+    "a handle made over another axis": lambda mesh: combine_with_a_handle_over(("data",), (RANKS,), mesh),
+    "a handle made over another number of ranks": lambda mesh: combine_with_a_handle_over(("ep",), (2,), mesh),
+    "unknown backend": lambda mesh: xm.KernelConfig(backend="triton"),
+    "unknown mode": lambda mesh: xm.KernelConfig(mode="fast"),
+    "`num_sms` is not positive": lambda mesh: xm.KernelConfig(num_sms=0),
+    "`num_sms` is not an integer": lambda mesh: xm.KernelConfig(num_sms=8.0),
+    "a word for interpret mode": lambda mesh: xm.KernelConfig(interpret="yes"),
+    "a negative barrier id": lambda mesh: xm.KernelConfig(collective_id=-1),
+    "a channel that does not exist": lambda mesh: xm.KernelConfig(channel=99),
+    "nodes of no ranks": lambda mesh: xm.KernelConfig(ranks_per_node=0),
+    "memory for nodes of unequal size": lambda mesh: xm.buffer_size_hint(
+        num_tokens=T, hidden=H, num_ranks=4, ranks_per_node=3
+    ),
+    "a negative timeout": lambda mesh: xm.KernelConfig(timeout_s=-1.0),
+    "quantizing integers": lambda mesh: xm.quantize(jnp.ones((4, 128), jnp.int32)),
+    "quantizing something that is no array": lambda mesh: xm.quantize("tokens"),
+    "quantizing to an unknown dtype": lambda mesh: xm.quantize(tokens(), dtype="float4"),
+    "quantizing with an unknown scale format": lambda mesh: xm.quantize(tokens(), scale_format="e5m2"),
+    "quantizing a scalar": lambda mesh: xm.quantize(jnp.float32(1)),
+    "dequantizing something that is no `BlockScaled`": lambda mesh: xm.dequantize(tokens()),
+    "a `BlockScaled` without arrays": lambda mesh: xm.dequantize(xm.BlockScaled(1, 2)),
+    "a `BlockScaled` whose values are not quantized": lambda mesh: xm.dequantize(
+        xm.BlockScaled(tokens(), jnp.ones((T, 1)))
+    ),
+    "dequantizing to a dtype that is not a float": lambda mesh: xm.dequantize(xm.quantize(tokens()), "int32"),
+    "scales of another number of blocks": lambda mesh: xm.dequantize(
+        xm.BlockScaled(jnp.zeros((T, 256), jnp.int8), jnp.ones((T, 1)))
+    ),
+    "counting for nodes of unequal size": lambda mesh: xm.get_dispatch_layout(
+        slots(), num_experts=E, num_ranks=4, ranks_per_node=3
+    ),
+    "more experts per token than there are": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 9),
+    "unknown score": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, score="tanh"),
+    "a bias of another length": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2, bias=jnp.ones(3)),
+    "`k` is not an int": lambda mesh: xm.routing.top_k(jnp.ones((T, E)), 2.0),
+    "`num_groups` is not an int": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, num_groups=4.0),
+    "groups that do not divide the experts": lambda mesh: xm.routing.group_limited_top_k(
+        jnp.ones((T, E)), 2, num_groups=3
+    ),
+    "such a dtype for `get_dispatch_layout`": lambda mesh: xm.get_dispatch_layout(
+        slots(jnp.uint8), num_experts=257, num_ranks=4
+    ),
+    "a dtype of the indices that cannot name every expert": lambda mesh: xm.routing.chosen_weights(
+        jnp.ones((T, 257)), slots(jnp.uint8)
+    ),
+    "indices of other tokens than the logits": lambda mesh: xm.routing.chosen_weights(jnp.ones((T + 1, E)), slots()),
+    "unknown score of chosen experts": lambda mesh: xm.routing.chosen_weights(jnp.ones((T, E)), slots(), score="tanh"),
+    "groups scored by no expert": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, group_best=0),
+    "a negative least sum": lambda mesh: xm.routing.chosen_weights(
+        jnp.ones((T, E)), slots(), normalize=True, min_sum=-1.0
+    ),
+    "a least sum where nothing is divided by a sum": lambda mesh: xm.routing.chosen_weights(
+        jnp.ones((T, E)), slots(), min_sum=1e-12
+    ),
+    "`eps` is not a number": lambda mesh: xm.routing.sparsemixer_weights(jnp.ones((T, E)), slots(), float("nan")),
+    "unknown score of groups": lambda mesh: xm.routing.group_limited_top_k(jnp.ones((T, E)), 2, score="tanh"),
+    "groups too small for `k`": lambda mesh: xm.routing.group_limited_top_k(
+        jnp.ones((T, E)), 3, num_groups=4, topk_groups=1
+    ),
+    "a `Buffer` over an axis that the mesh does not have": lambda mesh: xm.Buffer(
+        mesh, "expert", num_tokens=T, hidden=H
+    ),
+    "a `Buffer` without a mesh, or whose mesh has no devices": lambda mesh: xm.Buffer(
+        None, "ep", num_tokens=T, hidden=H
+    ),
+    "a `Buffer` smaller than the shapes need": lambda mesh: xm.Buffer(
+        mesh, "ep", num_tokens=T, hidden=H, size_bytes=-1
+    ),
+    "a `Buffer` of a channel that does not exist": lambda mesh: xm.Buffer(
+        mesh, "ep", num_tokens=T, hidden=H, channel=16
+    ),
+    "a `Buffer` of an unknown dtype": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, dtype="float7"),
+    "a `Buffer` of an unknown backend": lambda mesh: xm.Buffer(mesh, "ep", num_tokens=T, hidden=H, backend="nccl"),
+    "`buffer_size_hint` for a dtype that cannot travel": lambda mesh: xm.buffer_size_hint(
+        num_tokens=T, hidden=H, num_ranks=4, dtype="complex64"
+    ),
+    "`buffer_size_hint` for an unknown backend": lambda mesh: xm.buffer_size_hint(
+        num_tokens=T, hidden=H, num_ranks=4, backend="triton"
+    ),
+    "`buffer_size_hint` for a size that is not positive": lambda mesh: xm.buffer_size_hint(
+        num_tokens=0, hidden=H, num_ranks=4
+    ),
+    "`reset` without time": lambda mesh: cuda.reset(timeout_s=0),
 }
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
+ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError": NotImplementedError}
+
+
 def read_table() -> dict[str, tuple[type, list[str]]]:
-    """Rows `| id | mistake | error | the message says |` of docs/user/errors.md."""
+    """Rows `| mistake | error | the message says |` of docs/user/errors.md."""
     rows = {}
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and (match := re.fullmatch(r"`([\w-]+)`", cells[0])):
-            name, says = match[1], re.findall(r"`([^`]+)`", cells[3])
+        if len(cells) == 3 and (error := ERRORS.get(cells[1].strip("`"))):
+            name, says = cells[0], re.findall(r"`([^`]+)`", cells[2])
             assert name not in rows and says, line
-            error = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError": NotImplementedError}
-            rows[name] = error[cells[2].strip("`")], says
+            rows[name] = error, says
     return rows
 
 

@@ -125,7 +125,7 @@ def test_how_often_the_backward_pass_dispatches(num_chunks, kernel):
 
 
 def test_a_policy_of_your_own_repeats_no_dispatch():
-    """The example of docs/user/memory.md, beside the policy that saves nothing."""
+    """The example of docs/user/performance.md, beside the policy that saves nothing."""
     names = jax.checkpoint_policies.save_only_these_names("xen_moe_rows", "xen_moe_handle", "xen_moe_out")
     nothing = jax.checkpoint_policies.nothing_saveable
     for config in (CONFIG, dataclasses.replace(CONFIG, layout="padded"), dataclasses.replace(CONFIG, num_chunks=2)):

@@ -13,7 +13,7 @@ from tests.support.layers import CONFIG
 from xen_moe_jax import cli
 from xen_moe_jax.flax import memory
 
-PAGE = ROOT / "docs" / "user" / "memory.md"
+PAGE = ROOT / "docs" / "user" / "performance.md"
 T, R, K, H, F = 64, 4, 2, 256, 32
 WIDE = dataclasses.replace(CONFIG, hidden_size=H, intermediate_size=F, capacity_factor=1.25)
 

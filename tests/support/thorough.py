@@ -58,7 +58,7 @@ THOROUGH = (
     "benchmarks/test_layer_benchmark.py::test_a_stack_of_layers",
     "benchmarks/test_layer_benchmark.py::test_the_training_benchmark",
     "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/flax.md]",
-    "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/memory.md]",
+    "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/performance.md]",
     "docs/test_documents.py::test_blocks_of_a_document_run_in_order[docs/user/migrating.md]",
     "docs/test_documents.py::test_the_tutorial_runs_and_holds_the_output_of_a_run",
     "examples/test_examples.py::test_example[dual_batch]",
