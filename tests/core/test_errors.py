@@ -326,6 +326,62 @@ OUTSIDE = {
 ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError": NotImplementedError}
 
 
+VARIANTS = {  # of mistakes that the page lists: error, parts of the message
+    "`topk_idx` has the same tokens in other dimensions": (ValueError, ["topk_idx has 8 tokens and x has 2x4"]),
+    "a signed dtype of `topk_idx` has none for it": (ValueError, ["int8", "127", "expert 128", "int32"]),
+    "`dispatch_start` gets such a `topk_idx`": (ValueError, ["dispatch_start", "uint8", "expert 299"]),
+    "a negative number of experts": (ValueError, ["num_experts=-8: must be >= 1"]),
+    "`num_experts` is not an int": (TypeError, ["num_experts=8.0: must be an int"]),
+    "a layout that is not a name": (
+        ValueError,
+        ["layout=array([0, 1]): must be one of ('grouped', 'ranked', 'padded')"],
+    ),
+    "a `Wire` of unknown dtype": (ValueError, ["Wire.dtype='int4': must be one of ('float8_e4m3fn', 'int8')"]),
+    "a `Wire` of unknown scale format": (ValueError, ["Wire.scale_format='bf16': must be one of ('float32', 'ue8m0')"]),
+    "called in `jit` outside `jax.shard_map`": (
+        ValueError,
+        ["axis_name='ep': there is no manual axis here", "Call it inside jax.shard_map"],
+    ),
+    "`weighted` is an array of bools": (TypeError, ["weighted=array([ True,  True]): must be True, False or None"]),
+    "an array of a handle of another dtype": (ValueError, ["handle.recv_counts is float32[4, 2]: must be int32[4, 2]"]),
+    "a payload in other dimensions": (ValueError, ["redispatch: x has 4x2 tokens: the handle was made for 2x4"]),
+    "`dispatch_done` of something that is no flight": (
+        TypeError,
+        ["dispatch_done: flight is Routed", "what dispatch_start returned"],
+    ),
+    "alignment in the padded layout": (
+        ValueError,
+        ["dispatch_replicated: alignment=8 with layout='padded'", "only 'grouped'"],
+    ),
+    "`topk_idx` does not have the tokens of `x`": (
+        ValueError,
+        ["dispatch_replicated: topk_idx has 3 tokens and x has 8"],
+    ),
+    "`weighted` of `combine_replicated` is not a bool": (
+        TypeError,
+        ["combine_replicated: weighted='yes': must be True, False or None"],
+    ),
+    "`dispatch_replicated` outside `jax.shard_map`": (
+        ValueError,
+        ["dispatch_replicated: axis_name='ep': there is no manual axis here"],
+    ),
+    "`num_sms` is not an integer": (ValueError, ["KernelConfig.num_sms=8.0: must be None or a positive int"]),
+    "nodes of no ranks": (ValueError, ["KernelConfig.ranks_per_node=0: must be None or a positive int"]),
+    "memory for nodes of unequal size": (ValueError, ["buffer_size_hint: ranks_per_node=3: must divide num_ranks=4"]),
+    "quantizing something that is no array": (TypeError, ["quantize: x is a str: must be an array"]),
+    "`k` is not an int": (ValueError, ["k=2.0: must be an int in [1, E=8]"]),
+    "`num_groups` is not an int": (ValueError, ["num_groups=4.0: must be an int in [1, E=8]"]),
+    "unknown score of chosen experts": (ValueError, ["score='tanh'", "'sigmoid'"]),
+    "such a dtype for `get_dispatch_layout`": (ValueError, ["uint8", "num_experts=257", "int32"]),
+    "a `Buffer` of a channel that does not exist": (ValueError, ["channel=16", "[0, 16)"]),
+    "a `Buffer` of an unknown backend": (
+        ValueError,
+        ["backend='nccl': must be one of (None, 'reference', 'pallas', 'cuda')"],
+    ),
+    "`buffer_size_hint` for an unknown backend": (ValueError, ["backend='triton': must be one of"]),
+}
+
+
 def read_table() -> dict[str, tuple[type, list[str]]]:
     """Rows `| mistake | error | the message says |` of docs/user/errors.md."""
     rows = {}
@@ -338,10 +394,11 @@ def read_table() -> dict[str, tuple[type, list[str]]]:
     return rows
 
 
-TABLE = read_table()
+TABLE = read_table() | VARIANTS
 
 
 def test_every_row_of_the_table_has_a_test_and_every_test_a_row():
+    assert not read_table().keys() & VARIANTS.keys()
     assert set(TABLE) == INSIDE.keys() | OUTSIDE.keys()
     assert not INSIDE.keys() & OUTSIDE.keys()
 
