@@ -83,7 +83,7 @@ def rings(program, ranks, multiprocessors, calls=0):
     ],
 )
 def test_rounds_of_many_ranks(harness, ranks, multiprocessors, calls):
-    """More tokens than their rings hold: docs/design/nodes_rings.md. One multiprocessor: one block at a time."""
+    """More tokens than their rings hold: docs/design/nodes_kernels.md. One multiprocessor: one block at a time."""
     done = rings(harness, ranks, multiprocessors, calls)
     assert done.returncode == 0 and " passed " in done.stdout, done.stdout + done.stderr
 
