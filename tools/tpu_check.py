@@ -5,17 +5,17 @@
     python tools/tpu_check.py OUT --rehearse         all of it on 4 virtual CPU devices, in the interpreter
 
 Needs a checkout with jax[tpu], flax, pytest and hypothesis (`pip install -e '.[tpu,flax]' pytest hypothesis`). Steps:
-what is there; what is counted for this very chip; conformance with the NumPy oracle (whole, few tokens, halves, two
+versions and devices; the counts for this very chip; conformance with the NumPy oracle (whole, few tokens, halves, two
 axes, drop-ins, gradients); a Flax layer; planted values at DeepSeek-V3's sizes; times of operations, kernels, a layer.
 
-Each step is a process group with a limit, and a process tells through a file what it is about to run
-(`benchmarks/tpu/watch.py`). From outside this can be told of a program that does not end:
+Each step is a process group with a limit, and a process writes into a file which program it is about to run
+(`benchmarks/tpu/watch.py`). From outside the check can tell of a program that does not end:
 - the program, and its kernels in the order of their traces: from that file, as soon as it has run for --hang-seconds.
   It is then killed, and the step is over.
-- the kernel: the same test is run again in processes that keep only the first kernels of each program and put zeros in
-  the place of the others. The fewest that still hang end with the kernel in which it hangs.
+- the kernel: the same test is run again in processes that keep only the first kernels of each program and replace
+  the results of all later ones by zeros. The last of the fewest kernels that still hang is the one that hangs.
 - the semaphore: that kernel is run again without one of its kinds of waits, in turn. If it ends without the wait for
-  one semaphore, it hangs in that wait. What cannot be told is which of the peers did not signal, or why: a rank that
+  one semaphore, it hangs in that wait. It cannot tell which of the peers did not signal, or why: a rank that
   waits and the rank that is late are one SPMD program. A start half and its done half count as one kernel.
 Kernels and semaphores are looked for on one host, and in steps that are tests; elsewhere the program is named.
 
@@ -152,7 +152,7 @@ def describe(environment: dict[str, str], scratch: pathlib.Path, seconds: float)
 
 
 class Progress:
-    """What the process of a step has said last, and since when it runs the same program."""
+    """The last line that the process of a step has printed, and since when it runs the same program."""
 
     def __init__(self, path: pathlib.Path, seconds: float):
         self.path, self.seconds = path, seconds
@@ -182,7 +182,7 @@ class Search:
     log: TextIO
 
     def ends(self, kept: int, without: str | None = None) -> bool:
-        """Whether the test's program ends with so many kernels, and without one kind of wait; rightly or not."""
+        """Returns True if the test's program ends, rightly or not, with `kept` kernels and without the wait `without`."""
         self.progress.clear()
         changed = {f"{PREFIX}KEEP": str(kept)} | ({f"{PREFIX}WITHOUT": without} if without else {})
         command = [*PYTEST, self.test]
@@ -211,7 +211,7 @@ class Search:
 
 
 def name_hang(outcome: Outcome, search: Search | None, last: dict[str, Any]) -> dict[str, Any]:
-    """What can be told of a program that did not end."""
+    """Describes a program that did not end, as far as the check can tell."""
     found: dict[str, Any] = {"program": last.get("program"), "kernels": [name for name, _ in last.get("kernels", [])]}
     if search is None or "::" not in (last.get("program") or ""):
         why = "kernels are told apart in tests, on one host"
@@ -235,7 +235,7 @@ def name_hang(outcome: Outcome, search: Search | None, last: dict[str, Any]) -> 
 
 
 def environment_of(options: argparse.Namespace, progress: pathlib.Path) -> dict[str, str]:
-    """What every step inherits."""
+    """Returns the environment that every step inherits."""
     changes = {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if options.rehearse else "tpu,cpu"}
     changes[f"{PREFIX}PROGRESS"] = str(progress)
     if options.rehearse:
@@ -249,7 +249,7 @@ def environment_of(options: argparse.Namespace, progress: pathlib.Path) -> dict[
 
 
 def joined(options: argparse.Namespace, number: int) -> dict[str, str]:
-    """Where the processes of a step meet: a port that an earlier one may still hold is not used again."""
+    """Returns an address where the processes of a step meet; it uses no port again that an earlier step may hold."""
     if not options.coordinator:
         return {}
     if options.coordinator == "auto":
@@ -266,7 +266,7 @@ def settle(environment: dict[str, str], scratch: pathlib.Path) -> None:
 
 
 def measured(context: Context) -> dict[str, Any]:
-    """What the measuring steps left, and the comparison with what was counted."""
+    """Returns the measurements of the steps, beside the counts."""
     from benchmarks.tpu import chip
 
     parts: dict[str, Any] = {}

@@ -44,7 +44,7 @@ class PendingDispatch:
 
     Attributes:
       operands: operands of the start, which the done operation takes again.
-      known: what the results say besides those of the primitive.
+      known: the fields of the result that are no results of the primitive.
       pending: arrays that the backend has started to fill.
     """
 

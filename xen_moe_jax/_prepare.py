@@ -37,7 +37,7 @@ class Static:
 
 
 class Known(NamedTuple):
-    """What a `Routed` says besides the results of the primitive; a pytree.
+    """The fields of a `Routed` that are no results of the primitive; a pytree.
 
     `withheld`: int32 `[]`, rows of this rank that are not sent because of `active`, and rows for this rank that are not
     sent because of `drop`; None where there are neither. `active`, `placement` and `topk_weights` are the handle's.

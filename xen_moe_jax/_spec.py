@@ -68,7 +68,7 @@ class Spec:
         return (self.capacity, self.top_k) if self.layout == "ranked" else self.row_dims
 
     def tokens_shape(self, width: int) -> tuple[int, ...]:
-        """Shape of what has `width` numbers for each token, as the caller of the dispatch gave it."""
+        """Returns the shape of an array with `width` numbers for each token of the caller."""
         return (*(self.token_dims or (self.num_tokens,)), width)
 
     @property

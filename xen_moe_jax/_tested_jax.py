@@ -1,4 +1,4 @@
-"""The newest jax that the whole test suite has run on, and what is said about a newer one.
+"""The newest jax that the whole test suite has run on, and the warning about a newer one.
 
 A newer jax is not refused: that would keep users away for nothing where a release only adds to JAX, and the few places
 that rest on what JAX does not promise (`_jax_internals`, the FFI) fail aloud. The oldest is the requirement in

@@ -215,7 +215,7 @@ def _pack(each: np.ndarray, copies: np.ndarray, room: Sequence[int], sizes: Sequ
 
 
 def moves(old: Placement | None, new: Placement | None) -> np.ndarray:
-    """What has to travel between ranks from one placement to another, for a transfer outside of jit.
+    """Returns the experts that must travel between ranks from one placement to another, for a transfer outside of jit.
 
     Args:
       old, new: as in `Placement.move`; values, not traced.

@@ -45,9 +45,9 @@ AGAINST_PEERS = ("throughput-bf16", "low-latency-bf16")
 OPERATIONS = ("dispatch", "combine")
 OURS = "xen_moe_jax"
 SLOW = 8.0
-"""A kernel is called slow where its measured time over its counted one is so many times the median of all kernels."""
+"""A kernel is called slow where its measured time over its counted one is this many times the median of all kernels."""
 SMALLEST_SHARE = 0.1
-"""And where it takes at least this share of its operation's kernels."""
+"""A slow kernel also takes at least this share of the time of its operation's kernels."""
 
 
 def sizes(small: bool) -> dict[str, int]:
@@ -92,8 +92,8 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
             us = 1e6 / topology.clock_hz
             top_k = sizes(small)["top_k"]
             moved = programs.traffic(case, operation, bundles.moves(routing), sizes(small)["hidden"], top_k, devices)
-            everybody = programs.gathered(case, operation, devices, top_k, sizes(small)["hidden"])
-            wire = topology.all_gather_us if everybody else topology.all_to_all_us
+            by_all_gather = programs.gathered(case, operation, devices, top_k, sizes(small)["hidden"])
+            wire = topology.all_gather_us if by_all_gather else topology.all_to_all_us
             counts, uncounted = bundles.counts_and_rest(program, routing, case.layout == "padded")
             row: dict[str, Any] = {"case": case.name, "operation": operation, "tokens": case.tokens}
             row |= {"kernels": {kernel: round(c.total * us, 3) for kernel, c in counts.items()}}
@@ -331,7 +331,7 @@ def unlike(got: Any, expected: Any) -> float:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNEL = re.compile(r"^%?(xen_moe_[a-z_]*[a-z])(?=[.\s=]|$)")
-"""How the profiler names a kernel: as the compiled program does, with a number behind it."""
+"""The profiler's name of a kernel: its name in the compiled program, with a number behind it."""
 
 
 def kernels_of_profile(profile: Any, calls: int) -> dict[str, float]:
@@ -366,8 +366,9 @@ def profiled(run: Callable[[], Any], calls: int) -> dict[str, float]:
 
 
 def differences(names: list[str], us: list[float]) -> dict[str, float]:
-    """Microseconds of each kernel, from those of programs with none, one, two ... of them: what each adds, and never
-    less than nothing.
+    """Returns the microseconds that each kernel adds, from the times of programs with none, one, two ... of them.
+
+    No time is negative.
     """
     found: dict[str, float] = {}
     for name, before, after in zip(names, us, us[1:], strict=False):

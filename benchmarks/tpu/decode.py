@@ -144,7 +144,7 @@ def expert_cycles(kernel: Loop, visits: int, rows: int, model: Model, pieces: An
 
 def moving_cycles(kernel: Loop, work: tpu_bundles.Work, rows: int) -> float:
     """Bundles of a kernel of dispatch or combine. For few tokens it may have fewer loops than `work` says: then at most
-    so many bundles as if each loop inside its grid turned once for each of the `rows` that the rank receives."""
+    as many bundles as if each loop inside its grid turned once for each of the `rows` that the rank receives."""
     depths = {loop.depth for loop in kernel.all_inner()}
     if len(depths) < 2:
         return tpu_bundles.count(kernel, tpu_bundles.Work(work.steps)).total
@@ -196,8 +196,8 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
         )["ici_bytes"]
         for operation in ("dispatch", "combine")
     }  # fmt: skip
-    everybody = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k, model.hidden)
-    wire = (chip.all_gather_us if everybody else chip.all_to_all_us)(bytes_of["dispatch"])
+    by_all_gather = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k, model.hidden)
+    wire = (chip.all_gather_us if by_all_gather else chip.all_to_all_us)(bytes_of["dispatch"])
     wire += chip.all_to_all_us(bytes_of["combine"])
     row: dict[str, Any] = {
         "generation": generation,

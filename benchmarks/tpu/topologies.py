@@ -72,7 +72,7 @@ class Topology:
         return Shape(sides, tuple(n == 16 if self.flat else cubes for n in sides))
 
     def topology_of(self, devices: int) -> str:
-        """The topology of so many devices, as libtpu names it.
+        """Returns libtpu's name of the topology of `devices` devices.
 
         Raises:
           ValueError: none of that size is known here.

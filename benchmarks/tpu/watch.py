@@ -1,12 +1,12 @@
 """Watches the kernels of this process for `tools/tpu_check.py`, which sees it only from outside.
 
-What it writes: one JSON file, replaced at every step: the program (a test's name), whether it is being compiled or
+It writes one JSON file, replaced at every step: the program (a test's name), whether it is being compiled or
 runs, and the names of its kernels in the order in which they were traced. When a process is killed because nothing
 moved, the file says which program that was.
 
-What it changes, where the environment asks for it, so that a process can say more about a program that hung:
-- `XEN_MOE_TPU_KEEP=N` leaves the first N kernels of each program and puts zeros in the place of the others. The first
-  N that hangs names the kernel. Also how much longer a program takes with one kernel more is that kernel's time.
+It changes programs where the environment asks for it, so that a process can say more about a program that hung:
+- `XEN_MOE_TPU_KEEP=N` leaves the first N kernels of each program and replaces the results of later ones by zeros. The
+  smallest N that hangs names the kernel, and the time that one kernel more adds is that kernel's time.
 - `XEN_MOE_TPU_WITHOUT=WAIT` leaves out one kind of wait (`WAITS`). The kernel that ends without it hangs in it.
 - `XEN_MOE_TPU_PLANT=hang:KERNEL | wrong:KERNEL | slow:KERNEL` makes a kernel faulty, so that reports can be tested.
 """
@@ -39,10 +39,10 @@ FAULTS = ("hang", "wrong", "slow")
 SLOW_SECONDS = 3.0
 
 PEER, HERE = "peer", "here"
-"""What a kernel reaches: other ranks, or this rank alone."""
+"""Reach of a kernel: other ranks, or this rank alone."""
 
 traced: list[tuple[str, str]] = []
-"""(kernel, what it reaches) of the program that is being compiled, in the order of their traces."""
+"""(kernel, its reach) of the program that is being compiled, in the order of their traces."""
 _state: dict[str, Any] = {"program": "", "phase": "starting"}
 _current: list[str] = []
 _keep: list[int | None] = [None]
@@ -77,7 +77,7 @@ def finished() -> None:
 
 @contextlib.contextmanager
 def keep(kernels: int | None) -> Iterator[None]:
-    """Programs that are traced inside keep so many kernels (None: all)."""
+    """Programs that are traced inside keep this number of kernels (None: all)."""
     before, _keep[0] = _keep[0], kernels
     traced.clear()
     try:
@@ -146,7 +146,7 @@ def _never_removed() -> Iterator[None]:
 
 
 def _zeros(out_shape: Any) -> Callable:
-    """What takes the place of a kernel: zeros that depend on its operands, so that XLA keeps what makes those."""
+    """Replaces a kernel: returns zeros that depend on its operands, so that XLA keeps what makes those."""
 
     def zeros(*operands: Any) -> Any:
         arrays = [a for a in operands if jnp.issubdtype(a.dtype, jnp.number)]  # no semaphores
@@ -207,7 +207,7 @@ def _off_by_one(a: Any) -> Any:
 
 
 def _late(results: Any) -> Any:
-    """The same results, after a sleep on the host."""
+    """Returns the results unchanged, after a sleep on the host."""
     leaves, tree = jax.tree.flatten(results)
 
     def sleep(first: Any) -> Any:

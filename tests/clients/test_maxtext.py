@@ -43,7 +43,7 @@ MODEL = {
     "ici_expert_parallelism": 4, "ici_fsdp_parallelism": 2, "attention": "dot_product", "megablox": False,
     "dtype": "float32", "matmul_precision": "highest",
 }  # fmt: skip
-"""A tiny Mixtral, and what a CPU has."""
+"""A tiny Mixtral, and the settings for a CPU."""
 RUN = {
     "dataset_type": "synthetic", "steps": STEPS, "learning_rate": 0.01, "warmup_steps_fraction": 0.0,
     "enable_checkpointing": False, "hardware": "cpu", "skip_jax_distributed_system": True, "log_config": False,

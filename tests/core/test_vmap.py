@@ -44,7 +44,7 @@ def batch():
 
 
 def moe(x, idx, weights, **options):
-    """Returns the combined tokens, what a redispatch brings back, and the number of dropped rows."""
+    """Returns the combined tokens, the rows of a redispatch, and the number of dropped rows."""
     routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep", **options)
     again = xm.redispatch(2 * x, routed.handle)
     rows = jnp.sin(routed.x)

@@ -1,7 +1,7 @@
 """Flags and logging of the programs that run once for each rank of a job (absl).
 
-What a program logs goes to standard error, each line with the time and the rank. Standard output is left to what the
-test that started the program reads: `ready`, a line of JSON, PASSED.
+Log messages go to standard error, each line with the time and the rank. Standard output is for the test that started
+the program: `ready`, a line of JSON, PASSED.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_only_a_program_that_runs_can_hang(tmp_path):
 
 
 def test_measured_over_counted():
-    """One of five kernels takes thirty times as long for its count as the others; one was not counted."""
+    """One of five kernels takes thirty times as long for its count as the other four; one was not counted."""
     row = {"case": "c", "operation": "dispatch", "kernels": dict.fromkeys("abcde", 10.0), "floor_us": 40.0}
     us = {"a": 20.0, "b": 22.0, "c": 600.0, "d": 18.0, "e": 25.0, "f": 5.0}
     measured = [{"case": "c", "operation": "dispatch", "by": "profile", "us": us}]

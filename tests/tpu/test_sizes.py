@@ -21,7 +21,7 @@ from benchmarks.tpu.here import here
 from tests.tpu import chips
 
 CODE_COLUMNS, CODE_BITS = 4, 6
-"""The first columns of a token hold its number, so many bits in each."""
+"""The first columns of a token hold its number, this many bits in each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def test_planted_values(name):
 @pytest.mark.tpu4
 @pytest.mark.parametrize(("tokens", "layout"), [(1, "padded"), (24, "grouped")], ids=["1", "24"])
 def test_planted_values_of_small_tokens(tokens, layout):
-    """What a rehearsal runs."""
+    """The sizes that a rehearsal runs."""
     run(Planted(tokens, layout, hidden=256, experts=10, top_k=3))
 
 
