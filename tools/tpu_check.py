@@ -182,7 +182,7 @@ class Search:
     log: TextIO
 
     def ends(self, kept: int, without: str | None = None) -> bool:
-        """Returns True if the test's program ends, rightly or not, with `kept` kernels and without the wait `without`."""
+        """Returns True if the program ends, rightly or not, with `kept` kernels and without the wait `without`."""
         self.progress.clear()
         changed = {f"{PREFIX}KEEP": str(kept)} | ({f"{PREFIX}WITHOUT": without} if without else {})
         command = [*PYTEST, self.test]
