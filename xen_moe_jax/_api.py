@@ -34,6 +34,8 @@ def dispatch(
     gradient_wire: Any = None,
     active: jax.Array | None = None,
     placement: Placement | None = None,
+    balance: str | None = None,
+    slots_per_rank: int | None = None,
     config: KernelConfig | None = None,
 ) -> Routed:
     """Sends every token's hidden state to the ranks that hold its experts. Call it inside `jax.shard_map`.
@@ -78,6 +80,12 @@ def dispatch(
       placement: from `xm.balance`, the same on every rank: experts are where it says, and some on several ranks. `L`
         becomes `S`, and what `routed` says of a local expert holds for a slot; `num_experts` and `topk_idx` are of
         experts as before. Data, as `active` is: another placement is no new program. None: experts are as said above.
+      balance: "exact": a placement is computed from this batch's counts, which one more all-gather brings to all ranks.
+        No rank gets more than `T * K` rows, and none is dropped, whatever the routing: `C = T * K`, and room for the
+        padding of `alignment`. `routed.handle.placement.move(weights, None, routed.handle.placement)` brings weights
+        from the experts' homes to the slots; it does not wait for the rows. Grouped layout only.
+      slots_per_rank: `S` of `balance="exact"`, `L + 1` or more; None is `L + ceil(L / 4)`. A rank fetches at most
+        `S - L` experts, but where many small experts have to move: then up to `S`.
       config: tuning; never changes the result.
 
     Returns:
@@ -101,6 +109,8 @@ def dispatch(
         gradient_wire=gradient_wire,
         active=active,
         placement=placement,
+        balance=balance,
+        slots_per_rank=slots_per_rank,
         config=config,
     )
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)

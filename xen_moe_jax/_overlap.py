@@ -80,6 +80,8 @@ def dispatch_start(
     gradient_wire: Any = None,
     active: jax.Array | None = None,
     placement: Placement | None = None,
+    balance: str | None = None,
+    slots_per_rank: int | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
     """Starts a `dispatch`, with the same arguments. Finish it with `dispatch_done`.
@@ -101,6 +103,8 @@ def dispatch_start(
         gradient_wire=gradient_wire,
         active=active,
         placement=placement,
+        balance=balance,
+        slots_per_rank=slots_per_rank,
         config=config,
     )
     static = prepared.static

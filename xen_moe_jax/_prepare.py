@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _active, _drops, _home_sums, _layout, _nodes, _validate, backends
+from xen_moe_jax import _active, _drops, _exact, _home_sums, _layout, _nodes, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._numbers import as_bool
@@ -135,6 +135,8 @@ def dispatch(
     gradient_wire: Any,
     active: Any,
     placement: Any,
+    balance: Any,
+    slots_per_rank: Any,
     config: KernelConfig | None,
 ) -> PreparedDispatch:
     config = _validate.config(config, caller)
@@ -148,13 +150,24 @@ def dispatch(
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
     _validate.names_every_expert(topk_idx, num_experts, caller)
     names, sizes = _validate.axes(axis_name, caller)
+    entries = num_experts
     if placement is not None:
         _validate.placement(placement, num_experts, math.prod(sizes), caller)
+        entries = placement.experts.size
+    exact = _validate.balance(
+        balance, slots_per_rank, num_experts, math.prod(sizes), caller,
+        layout=layout, capacity=capacity, placement=placement, active=active,
+    )  # fmt: skip
+    if exact is not None:
+        entries = math.prod(sizes) * exact
+        alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
+        rows = num_tokens * topk_idx.shape[1]
+        capacity = (rows + min(exact, rows) * (alignment - 1)) // alignment * alignment
     spec = _make_spec(
         caller,
         names,
         sizes,
-        num_experts=num_experts if placement is None else placement.experts.size,
+        num_experts=entries,
         num_tokens=num_tokens,
         token_dims=token_dims,
         top_k=topk_idx.shape[1],
@@ -165,6 +178,8 @@ def dispatch(
     static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
     if placement is not None:
         topk_idx = placement.route(topk_idx, lax.axis_index(spec.axis_name))
+    elif exact is not None:
+        topk_idx, placement = _exact.assign(topk_idx, num_experts, spec, static.config)
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:

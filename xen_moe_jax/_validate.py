@@ -193,6 +193,40 @@ def placement(value: Any, num_experts: int, num_ranks: int, caller: str) -> None
         )
 
 
+def balance(
+    value: Any,
+    slots_per_rank: Any,
+    num_experts: int,
+    num_ranks: int,
+    caller: str,
+    *,
+    layout: Any,
+    capacity: Any,
+    placement: Any,
+    active: Any,
+) -> int | None:
+    """Returns the slots of a rank with balance="exact"; None without."""
+    if value is None:
+        if slots_per_rank is not None:
+            raise ValueError(f"{caller}: slots_per_rank={slots_per_rank!r} without balance='exact': leave it None")
+        return None
+    if not isinstance(value, str) or value != "exact":
+        raise ValueError(f"{caller}: balance={value!r}: must be None or 'exact'")
+    if layout != "grouped":
+        raise ValueError(f"{caller}: balance='exact' with layout={layout!r}: only the grouped layout can be balanced")
+    for name, given, why in (
+        ("capacity", capacity, "its rows are always T * K"),
+        ("placement", placement, "it makes a placement of its own"),
+        ("active", active, "plan with alive= and pass the placement"),
+    ):
+        if given is not None:
+            raise ValueError(f"{caller}: balance='exact' with {name}: {why}; pass {name}=None")
+    local = -(-num_experts // num_ranks)
+    if slots_per_rank is None:
+        return local + (-(-local // 4) if num_ranks > 1 else 0)
+    return integer(slots_per_rank, "slots_per_rank", caller, minimum=local + (num_ranks > 1))
+
+
 def same_tokens(token_dims: tuple[int, ...], spec: Spec, caller: str) -> None:
     """Raises ValueError unless these are the tokens of the dispatch, in its dimensions or as `[T]`."""
     if token_dims not in ((spec.num_tokens,), spec.token_dims):

@@ -100,6 +100,13 @@ INSIDE = {
     "`active` does not have one entry for each rank": lambda x, i, w: good(x, i, active=jnp.ones(3, bool)),
     "`placement` is not a `Placement`": lambda x, i, w: good(x, i, placement=np.zeros((RANKS, 2), int)),
     "a placement of another number of experts": lambda x, i, w: good(x, i, placement=xm.balance.home(E + 1, RANKS)),
+    "another balance than the one there is": lambda x, i, w: good(x, i, balance="even"),
+    "balance in a layout without a capacity": lambda x, i, w: good(x, i, balance="exact", layout="padded"),
+    "balance and a capacity": lambda x, i, w: good(x, i, balance="exact", capacity=8),
+    "balance and a placement": lambda x, i, w: good(x, i, balance="exact", placement=xm.balance.home(E, RANKS)),
+    "balance and inactive ranks": lambda x, i, w: good(x, i, balance="exact", active=jnp.ones(RANKS, bool)),
+    "balance without a slot for a borrowed expert": lambda x, i, w: good(x, i, balance="exact", slots_per_rank=2),
+    "slots without balance": lambda x, i, w: good(x, i, slots_per_rank=3),
     "a placement for another number of ranks": lambda x, i, w: good(x, i, placement=xm.balance.home(E, 2)),
     "`active` is not bool": lambda x, i, w: good(x, i, active=jnp.ones(RANKS)),
     "unknown wire dtype": lambda x, i, w: good(x, i, wire="float4"),
@@ -327,6 +334,9 @@ ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError
 
 
 VARIANTS = {  # of mistakes that the page lists: error, parts of the message
+    "balance and a placement": (ValueError, ["balance='exact' with placement", "pass placement=None"]),
+    "balance and inactive ranks": (ValueError, ["balance='exact' with active", "plan with alive="]),
+    "slots without balance": (ValueError, ["slots_per_rank=3 without balance='exact'"]),
     "`topk_idx` has the same tokens in other dimensions": (ValueError, ["topk_idx has 8 tokens and x has 2x4"]),
     "a signed dtype of `topk_idx` has none for it": (ValueError, ["int8", "127", "expert 128", "int32"]),
     "`dispatch_start` gets such a `topk_idx`": (ValueError, ["dispatch_start", "uint8", "expert 299"]),

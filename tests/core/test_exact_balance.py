@@ -1,0 +1,138 @@
+"""`balance="exact"`: no rank gets more than `T * K` rows, whatever the routing; the same bits, no drops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support.cases import ROUTINGS
+from tests.support.checks import assert_bits
+from xen_moe_jax import _exact
+
+R, E, T, K, H = 4, 11, 12, 4, 16
+L, EP = 3, P("ep")
+
+
+@functools.cache
+def divide(slots, most):
+    return jax.jit(functools.partial(_exact.divide, slots=slots, most=most))
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("shape", [(4, 11, 40), (1, 3, 7), (8, 8, 24), (5, 3, 18)], ids=lambda s: f"R{s[0]}-E{s[1]}")
+@pytest.mark.parametrize("more", [1, 3])
+def test_every_routing_is_divided_with_one_slot_more_than_experts(shape, more, data):
+    """Counts of all kinds: any mass on any expert, ranks with nothing, all rows for the experts of one rank."""
+    ranks, experts, most = shape
+    slots = -(-experts // ranks) + more
+    counts = np.zeros((ranks, experts), np.int32)
+    for rank in range(ranks):
+        heavy = data.draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=4))
+        rows = data.draw(st.sampled_from([most, most, most, most // 3, 0]))
+        for row in range(rows):
+            counts[rank, heavy[row * row % len(heavy)] if row % 5 else row % experts] += 1
+    parts = np.asarray(divide(slots, most)(counts))
+    assert (parts.sum(axis=0) == counts.sum(axis=0)).all() and (parts >= 0).all()
+    assert parts.sum(axis=1).max() <= most
+    assert (parts > 0).sum(axis=1).max() <= slots
+
+
+def test_experts_stay_at_home_where_that_is_balanced_and_few_are_lent_elsewhere():
+    counts = np.full((R, 12), 4, np.int32)
+    home = xm.balance.home(12, R).experts
+    parts = np.asarray(divide(4, 48)(counts))
+    assert all(set(np.flatnonzero(parts[rank])) == set(home[rank]) for rank in range(R))
+    counts[:, 5] += 8  # rank 1 has 80 rows and the others 48: with room for 56, one expert goes to three ranks
+    parts = np.asarray(divide(4, 56)(counts))
+    assert np.flatnonzero((parts > 0).sum(axis=0) > 1).tolist() == [5]
+    assert (parts[:, 5] > 0).all() and parts.sum(axis=1).max() <= 56
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+@functools.cache
+def mesh():
+    if jax.device_count() < R:
+        pytest.skip(f"needs {R} devices, has {jax.device_count()}")
+    return jax.make_mesh((R,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:R])
+
+
+def layer(x, idx, topk_weights, weights, **options):
+    """Row by row, so that the bits of a row do not depend on where it lies; sizes and drops beside it."""
+    options = {"num_experts": E, "axis_name": "ep", **options}
+    routed = xm.dispatch(x, idx, topk_weights, **options)
+    placement = routed.handle.placement
+    if placement is not None:
+        weights = placement.move(weights, None, placement)
+    of_row = jnp.minimum(routed.expert_ids(), len(weights) - 1)
+    y = routed.x * weights[of_row, :, 0]
+    return (
+        xm.combine(y, routed.handle),
+        routed.num_tokens_per_expert,
+        routed.num_dropped[None],
+        jnp.zeros(len(routed.x)),
+    )
+
+
+@functools.cache
+def program(**options):
+    body = functools.partial(layer, **options)
+    return jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(EP,) * 4, out_specs=EP))
+
+
+def operands(seed, routing):
+    rng = np.random.default_rng(seed)
+    idx = ROUTINGS[routing](rng, (R, T, K), E).astype(np.int32).reshape(R * T, K)
+    x = rng.standard_normal((R * T, H)).astype("bfloat16")
+    return (
+        x,
+        idx,
+        rng.uniform(-1, 1, idx.shape).astype(np.float32),
+        rng.standard_normal((R * L, H, 2)).astype("bfloat16"),
+    )
+
+
+@pytest.mark.parametrize(("slots", "alignment"), [(4, 1), (6, 8)])
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+def test_exact_has_the_bits_of_a_layer_with_room_for_all(slots, alignment, routing):
+    args = operands(1, routing)
+    expected, _, dropped, _ = program(capacity=R * T * K)(*args)
+    assert (np.asarray(dropped) == 0).all()
+    out, rows, dropped, room = program(balance="exact", slots_per_rank=slots, alignment=alignment)(*args)
+    assert_bits(out, expected, routing)
+    assert (np.asarray(dropped) == 0).all()
+    rows = np.asarray(rows).reshape(R, slots)
+    used = ((args[1] >= 0) & (args[1] < E)).sum()
+    assert rows.sum() == used and rows.sum(axis=1).max() <= T * K
+    if routing == "hammer":
+        assert (rows.sum(axis=1) == T * K).all(), "all rows for one expert: every rank computes the same number"
+    assert room.shape == (R * ((T * K + slots * (alignment - 1)) // alignment * alignment),)
+
+
+def test_gradients_go_home():
+    x, idx, topk_weights, weights = operands(2, "zipf")
+    target = np.random.default_rng(9).standard_normal(x.shape).astype(np.float32)
+
+    def gradients(**options):
+        def body(x, topk_weights, weights):
+            out = layer(x, idx_of(), topk_weights, weights, **options)[0]
+            return jax.lax.psum(jnp.sum(out * target_of()), "ep")
+
+        def idx_of():
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(idx), jax.lax.axis_index("ep") * T, T)
+
+        def target_of():
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(target), jax.lax.axis_index("ep") * T, T)
+
+        ranks = jax.shard_map(body, mesh=mesh(), in_specs=EP, out_specs=P())
+        args = (x.astype(np.float32), topk_weights, weights.astype(np.float32))
+        return jax.jit(jax.grad(ranks, argnums=(0, 1, 2)))(*args)
+
+    for name, a, e in zip("xtw", gradients(balance="exact"), gradients(), strict=True):
+        assert np.abs(e).max() > 0.1
+        np.testing.assert_allclose(a, e, rtol=2e-6, atol=2e-6, err_msg=name)

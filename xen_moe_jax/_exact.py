@@ -1,0 +1,165 @@
+"""`balance="exact"`: from the counts of one batch, an assignment in which no rank gets more than `T * K` rows.
+
+Every rank computes the same assignment from the counts of all ranks, integers alone. First experts keep their homes: a
+rank that has too many rows lends its largest experts to the ranks with the most room, at most `S - L` to each. Where
+that does not work out, because many small experts would have to move, all experts are packed anew, at most `L + 1` on
+a rank, which is always possible (`_pack`). Rows of an expert are numbered by (source rank, token, slot), and each rank
+that holds the expert takes consecutive ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from xen_moe_jax import _layout
+from xen_moe_jax import _single_ops as ops
+from xen_moe_jax._active import EVERY_RANK
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._drops import gather_words_p
+from xen_moe_jax._mesh import vary_over
+from xen_moe_jax._moe_primitives import HANDLE
+from xen_moe_jax._placement import Placement, of_experts
+from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._spec import Spec
+
+
+def assign(topk_idx: jax.Array, num_experts: int, spec: Spec, config: KernelConfig) -> tuple[Any, Placement]:
+    """Chooses a slot for every slot of this rank's tokens.
+
+    Args:
+      topk_idx: integer `[T, K]`, experts; any other entry is an unused slot.
+      num_experts: `E`.
+      spec: of the dispatch, whose experts are the slots of all ranks.
+
+    Returns:
+      int32 `[T, K]`, slots, -1 for unused ones; and the placement, the same on every rank.
+    """
+    (topk_idx,) = vary_over([_layout.sanitize(topk_idx, num_experts)], spec.axis_name)
+    slots, experts = assign_p.bind(topk_idx, spec=spec, num_experts=num_experts, config=config)
+    placement = of_experts(experts, num_experts)
+    return slots, jax.tree.map(lambda array: checkpoint_name(array, HANDLE), placement)
+
+
+def _assign(topk_idx: Any, *, spec: Spec, num_experts: int, config: KernelConfig) -> tuple[Any, Any]:
+    slots = spec.local_experts
+    flat = topk_idx.reshape(-1)
+    order, own = _layout.order_within_bins(flat, num_experts)
+    (counts,) = gather_words_p.bind(own, EVERY_RANK, spec=spec, config=config)
+    parts = divide(counts, slots, spec.num_tokens * spec.top_k)
+    me = lax.axis_index(spec.axis_name)
+    before = lax.dynamic_index_in_dim(_layout.exclusive_cumsum(counts, axis=0), me, 0, keepdims=False)
+    expert = jnp.maximum(flat, 0)
+    number = ops.take(before, expert) + order  # of this row among all rows of its expert
+    ends = ops.take(jnp.cumsum(parts, axis=0, dtype=jnp.int32).T, expert)  # [T * K, R]
+    rank = jnp.minimum(jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32), spec.num_ranks - 1)
+    places = jnp.cumsum(parts > 0, axis=1, dtype=jnp.int32) - 1
+    slot = rank * slots + ops.take(places.reshape(-1), rank * num_experts + expert)
+    return jnp.where(flat >= 0, slot, -1).reshape(topk_idx.shape), _experts(parts, slots)
+
+
+assign_p = declare_composite(
+    "assign_slots",
+    lambda topk_idx, *, spec, **_: [
+        (topk_idx.shape, jnp.int32),
+        ((spec.num_ranks, spec.local_experts), jnp.int32),
+    ],
+    _assign,
+)
+
+
+def divide(counts: jax.Array, slots: int, most: int) -> jax.Array:
+    """int32 `[R, E]`: rows of each expert that a rank computes, at most `most` in all and of at most `slots` experts.
+
+    Args:
+      counts: int32 `[R, E]`, rows of each source for each expert; a source has at most `most`.
+      slots: `S`, at least `L + 1` where there are several ranks.
+    """
+    ranks, num_experts = counts.shape
+    local = -(-num_experts // ranks)
+    rows = jnp.pad(jnp.sum(counts, axis=0, dtype=jnp.int32), (0, ranks * local - num_experts))
+    lent, done = _lend(rows.reshape(ranks, local), slots - local, most)
+    parts = lax.cond(done, lambda: lent, lambda: _pack(rows, ranks, most))
+    return parts[:, :num_experts]
+
+
+def _lend(home: jax.Array, lendings: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """Lends experts from their homes, rows `home [R, L]`. Returns `[R, R * L]`, and whether no rank is left with more
+    than `most` rows."""
+    ranks, local = home.shape
+    load = jnp.sum(home, axis=1, dtype=jnp.int32)
+    here = jnp.arange(ranks, dtype=jnp.int32)
+    parts = jnp.zeros((ranks, ranks, local), jnp.int32).at[here, here].set(home)
+
+    def one(state: Any) -> Any:
+        turn, home, load, left, parts, _ = state
+        giver = jnp.argmax(load)
+        expert = jnp.argmax(home[giver])
+        room = jnp.where(left > 0, most - load, 0)
+        taker = jnp.argmax(room)
+        rows = jnp.minimum(jnp.minimum(load[giver] - most, home[giver, expert]), room[taker])
+        return (
+            turn + 1,
+            home.at[giver, expert].add(-rows),
+            load.at[giver].add(-rows).at[taker].add(rows),
+            left.at[taker].add(-1),
+            parts.at[giver, giver, expert].add(-rows).at[taker, giver, expert].add(rows),
+            rows > 0,
+        )
+
+    def more(state: Any) -> Any:
+        turn, _, load, _, _, moved = state
+        return (turn < ranks * lendings) & moved & (jnp.max(load) > most)
+
+    left = jnp.full(ranks, lendings, jnp.int32)
+    state = jnp.int32(0), home, load, left, parts, jnp.bool_(True)
+    _, _, load, _, parts, _ = lax.while_loop(more, one, state)
+    return parts.reshape(ranks, ranks * local), jnp.max(load) <= most
+
+
+def _pack(rows: jax.Array, ranks: int, most: int) -> jax.Array:
+    """`[R, R * L]`: one rank after another gets `L` experts that are neighbours in the order of their rows, and as much
+    of the next larger one as fits.
+
+    Of `n * L` experts with at most `n * most` rows, the `L` smallest have at most `most`. The last run of `L`
+    neighbours that has at most `most` rows is taken: then the next larger expert does not fit as a whole, or there is
+    none and no run has more. In both cases `(n - 1) * L` experts are left, with at most `(n - 1) * most` rows.
+    """
+    local = rows.shape[0] // ranks
+    numbers = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    gone = jnp.iinfo(jnp.int32).max
+
+    def one(step: Any, state: Any) -> Any:
+        rows, used, parts = state
+        values, order = ops.stable_order(rows, 0)
+        known = jnp.where(values < gone, values, 0)
+        total = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(known, dtype=jnp.int32)])
+        runs = total[local:] - total[:-local]
+        count = rows.shape[0] - step * local  # experts that are left
+        fits = (runs <= most) & (numbers[: runs.shape[0]] <= count - local)
+        first = jnp.max(jnp.where(fits, numbers[: runs.shape[0]], 0))
+        whole = (numbers >= first) & (numbers < first + local)
+        rest = jnp.where((numbers == first + local) & (numbers < count), most - runs[first], 0)
+        part = jnp.zeros_like(rows).at[order].set(jnp.where(whole, known, rest))
+        taken = jnp.zeros_like(rows, bool).at[order].set(whole)
+        # The rank that is the home of most of these rows gets them.
+        at_home = jnp.where(used, -1, jnp.sum(part.reshape(ranks, local), axis=1))
+        rank = jnp.argmax(at_home)
+        rows = jnp.where(taken, gone, rows - jnp.where(taken, 0, part))
+        return rows, used.at[rank].set(True), parts.at[rank].set(part)
+
+    state = rows, jnp.zeros(ranks, bool), jnp.zeros((ranks, rows.shape[0]), jnp.int32)
+    return lax.fori_loop(0, ranks, one, state)[2]
+
+
+def _experts(parts: jax.Array, slots: int) -> jax.Array:
+    """int32 `[R, S]`: experts of which a rank has rows, ascending; then -1."""
+    numbers = lax.broadcasted_iota(jnp.int32, parts.shape, 1)
+    nothing = parts.shape[1]
+    held = jnp.sort(jnp.where(parts > 0, numbers, nothing), axis=1)
+    held = jnp.pad(held, ((0, 0), (0, max(slots - nothing, 0))), constant_values=nothing)[:, :slots]
+    return jnp.where(held < nothing, held, -1)
