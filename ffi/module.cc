@@ -133,7 +133,6 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_redispatch"] = Stages(kDispatchInstantiate, kRedispatch);
     d["xen_moe_combine"] = Stages(kCombineInstantiate, kCombine);
     d["xen_moe_dispatch_start"] = Stages(kDispatchInstantiate, kDispatchStart);
-    d["xen_moe_redispatch_start"] = Stages(kDispatchInstantiate, kRedispatchStart);
     d["xen_moe_combine_start"] = Stages(kCombineInstantiate, kCombineStart);
     nb::dict done;
     done["execute"] = Target(kDone);

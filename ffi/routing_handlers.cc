@@ -252,7 +252,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Trait
 
 // Start and done cannot be part of a CUDA graph: a graph may end between the two.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatchStart, Redispatch, RedispatchArguments());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineStart, Combine, CombineArguments());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDone, Done,
                               ffi::Ffi::Bind()

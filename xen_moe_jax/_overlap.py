@@ -179,8 +179,8 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
     """Runs `work(*args)` while `flights` are pending: after their starts and before they are finished.
 
     XLA orders operations by their data alone, and would otherwise run done right after start. Here the arguments of
-    `work` wait for the starts, and the returned flights wait for everything that `work` returns. The backward pass has
-    the same order, between the asynchronous operations that it makes of these flights and the transpose of `work`.
+    `work` wait for the starts, and the returned flights wait for everything that `work` returns. The backward pass
+    is made of whole operations.
 
         flight = xm.dispatch_start(x, topk_idx, topk_weights, num_experts=E, axis_name="ep")
         flight, dense = xm.overlap(flight, shared_expert, x)

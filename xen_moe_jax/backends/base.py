@@ -81,9 +81,7 @@ class Backend:
       supports_async: `supports_async(spec, config)` returns True if start and done of an operation can be two programs.
         The functions `*_start` and `*_done` then run them.
       dispatch_pending, combine_pending: return the shapes and dtypes of the arrays that a start returns and its done
-        takes. Not needed with `start_returns_results`.
-      start_returns_results: a start returns the buffers of the results themselves, still pending. Derivatives then run
-        asynchronously too (`_async_primitives`), which needs `redispatch_start` and `redispatch_done`.
+        takes. None: they are the buffers of the results themselves.
       received_by_xla: `received_by_xla(spec)` returns the places of pending arrays that a collective of XLA receives.
         `overlap` leaves them out of its order, because XLA would complete the collective first.
       operand_avals: `operand_avals(operation, avals, call)` returns the avals under which an operation is traced, if
@@ -113,11 +111,8 @@ class Backend:
     dispatch_done: Operation | None = None
     combine_start: Operation | None = None
     combine_done: Operation | None = None
-    redispatch_start: Operation | None = None
-    redispatch_done: Operation | None = None
     dispatch_pending: Callable[..., list[ShapeDtype]] | None = None
     combine_pending: Callable[..., list[ShapeDtype]] | None = None
-    start_returns_results: bool = False
     received_by_xla: Callable[[Spec], tuple[int, ...]] = lambda spec: ()
     operand_avals: Callable[[str, Sequence[Any], Call | Exchange], Sequence[Any]] = lambda operation, avals, call: avals
 

@@ -37,10 +37,7 @@ def dispatch(
     *,
     start: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Returns the results in the order of docs/design/internals.md.
-
-    With `start` they are pending, and two held arrays follow.
-    """
+    """Returns the results in the order of docs/design/internals.md; with `start`, pending."""
     spec, config, wire = call.spec, call.config, call.wire
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
@@ -58,8 +55,6 @@ def dispatch(
     )
     operands = (x, scales, topk_idx, topk_weights, active_operand(active))
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes.dispatch(x, scales, spec=spec)]
-    if start:
-        results += [jax.ShapeDtypeStruct(results[i].shape, jnp.float32) for i in (2, 3)]
     out = ffi_call("xen_moe_dispatch", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     if original is not None:
         out[0] = lax.bitcast_convert_type(out[0], original)
@@ -73,18 +68,13 @@ def redispatch(
     positions: jax.Array,
     recv_counts: jax.Array,
     active: jax.Array,
-    *,
-    start: bool = False,
 ) -> jax.Array:
     """Sends a new payload along a known routing."""
     spec, config, wire = call.spec, call.config, call.wire
-    config = schedules.for_async(config) if start else config
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
     schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
-    if start:
-        schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire))
     attrs = attributes(
         spec,
         hidden,
@@ -94,7 +84,6 @@ def redispatch(
         wire=wire,
         known_positions=True,
         masked=_active.given(active),
-        flight=start,
     )
     results = [jax.ShapeDtypeStruct(spec.rows_shape(hidden), x.dtype)]
     operands = (x, topk_idx, positions, recv_counts, active_operand(active))

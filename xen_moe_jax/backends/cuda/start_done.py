@@ -18,10 +18,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import BackendUnavailable, Call
 from xen_moe_jax.backends.cuda import module
 from xen_moe_jax.backends.cuda.combine import combine
-from xen_moe_jax.backends.cuda.dispatch import dispatch, redispatch
-
-HELD = 2
-"""Number of held arrays (`_async_primitives`) that follow the results of a dispatch, before `x`."""
+from xen_moe_jax.backends.cuda.dispatch import dispatch
 
 
 def supports_async(spec: Spec, config: KernelConfig) -> bool:
@@ -34,35 +31,23 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
     return spec.num_tokens > 0
 
 
-def dispatch_start(call: Call, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the pending results of the dispatch, two held arrays, and `x`."""
-    return (*dispatch(call, *_apart(x, *operands), start=True), x)
+def dispatch_start(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return dispatch(call, *_apart(*operands), start=True)
 
 
 def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Takes the operands and the results of the start; returns the results of the dispatch."""
-    results = 7 if call.spec.layout == "ranked" else 6
-    first = len(operands) - results - HELD - 1
-    return tuple(_wait(operands[first : first + results], operands[:first]))
+    first = len(operands) - (7 if call.spec.layout == "ranked" else 6)
+    return tuple(_wait(operands[first:], operands[:first]))
 
 
-def combine_start(call: Call, y: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the pending `out`, and `y`."""
-    return combine(call, *_apart(y, *operands), start=True), y
+def combine_start(call: Call, *operands: jax.Array) -> jax.Array:
+    return combine(call, *_apart(*operands), start=True)
 
 
 def combine_done(_: Call, *operands: jax.Array) -> jax.Array:
-    *alive, out, _y = operands
+    *alive, out = operands
     return _wait([out], alive)[0]
-
-
-def redispatch_start(call: Call, *operands: jax.Array) -> jax.Array:
-    return redispatch(call, *_apart(*operands), start=True)
-
-
-def redispatch_done(_: Call, *operands: jax.Array) -> jax.Array:
-    *alive, rows = operands
-    return _wait([rows], alive)[0]
 
 
 def _apart(*operands: jax.Array) -> list[jax.Array]:

@@ -15,7 +15,4 @@ BACKEND = Backend(
     dispatch_done=start_done.dispatch_done,
     combine_start=start_done.combine_start,
     combine_done=start_done.combine_done,
-    redispatch_start=start_done.redispatch_start,
-    redispatch_done=start_done.redispatch_done,
-    start_returns_results=True,
 )
