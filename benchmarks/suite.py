@@ -56,7 +56,7 @@ DECODE_SUITE = {
     f"--num-sms 64 --operations dispatch,combine --inner 200 {OWN}",
 }
 
-# the einsum's masks grow with the fullest expert: half a minute a call
+# without the one-hot einsum, whose masks grow with the fullest expert: it would take half a minute a call
 GATHERING = "--operations 'round trip' --peers 'padded all_to_all,all_gather + psum_scatter'"
 
 CPU = {

@@ -1,10 +1,9 @@
 """Staged records -> rows of `routed.x`.
 
-What moves: for each block of output rows, the records that belong there, by one local DMA each, into VMEM; there they
-are unpacked, dequantized where asked, and leave as a block in XLA's own layout of `[C, H]`. A record that several
-experts need is read once for each of them; padding rows are zeros that never were in memory. Blocks without live rows
-are not visited at all. Where a device has two cores, each visits one half of the blocks; where they do not halve, the
-last one is visited twice.
+What moves: for each block of output rows, one local DMA a row fetches its record into VMEM. The kernel unpacks the
+records there, dequantizes them where asked, and stores the block in XLA's own layout of `[C, H]`. A record that several
+experts need is read once for each of them; padding rows are zeros that are never read. Blocks without live rows are not
+visited. Where a device has two cores, each visits one half of the blocks; of an odd number, both visit the last one.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ TOKEN_BITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """Blocks of rows that `place` visits, of which `last[0] + 1` are.
+    """The `last[0] + 1` visits of `place`: visit `v` writes block `blocks[v]` of the rows.
 
     Attributes:
-      blocks: int32 `[V]`, number of each. gathered: int32 `[V]`, records that it gets.
-      last: int32 `[N]`, number of the last visit, first.
-      records: int32 `[V * block]` at least, record of each row, `-1` for none, as `TOKEN_BITS` says.
+      blocks: int32 `[V]`. gathered: int32 `[V]`, number of records that each visit fetches.
+      last: int32 `[N]`, whose first entry is the number of the last visit.
+      records: int32 `[V * block]` at least, record of each row in the numbering of `TOKEN_BITS`; `-1` for none.
       block: rows of a block.
     """
 
@@ -195,8 +194,10 @@ def _launched(
     padding_rows: bool,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """The kernel on `operands`, which `_Refs` has as `names`: the first are scalars, `blocks` and `last` among them, as
-    many as `in_specs` leave.
+    """Runs the kernel on `operands`, which the body finds in `_Refs` by `names`.
+
+    The last `len(in_specs)` operands are blocked by `in_specs`; the ones in front, `blocks` and `last` among them, are
+    prefetched scalars.
     """
 
     def rows_of_block(core: Any, turn: Any, blocks: Any, last: Any, *_: Any) -> Any:
@@ -240,7 +241,9 @@ def place_visits(
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """`place` from int32 `staged [R, S, T, 128]`, for few visits: their tables are in SMEM as a whole."""
-    if not launch.interpret:  # so small an array XLA puts into VMEM, where a row is not fetched but loaded and stored
+    if (
+        not launch.interpret
+    ):  # XLA would put so small an array into VMEM, where rows are loaded and stored instead of fetched
         staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
     return _launched(
         ["blocks", "last", "gathered", "records", "staged"],

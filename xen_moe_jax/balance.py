@@ -157,7 +157,7 @@ def _load(counts: Any, caller: str) -> np.ndarray:
 
 
 def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
-    """The experts that get a replica each, in this order: always the one with the largest load for each replica."""
+    """Returns the experts that get one replica more, in order: the next is the one with the largest load per replica."""
     heap = [(-value, expert, 1) for expert, value in enumerate(load.tolist()) if ranks > 1 and value > 0]
     heapq.heapify(heap)
     order: list[int] = []
@@ -172,7 +172,12 @@ def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
 def _pack_nodes(
     each: np.ndarray, copies: np.ndarray, nodes: list[list[int]], ranks: int, slots: int
 ) -> list[list[int]] | None:
-    """Experts of each rank, replicas of `each` expert's load packed to nodes and then to the ranks of a node."""
+    """Returns the experts of each rank, or None if they do not fit. Replicas are packed into nodes, and then into ranks.
+
+    Args:
+      each, copies: `[E]`, the load of one replica, and the number of replicas, of each expert.
+      nodes: ranks of each node. ranks: number of all ranks. slots: of a rank.
+    """
     sizes = [len(node) for node in nodes]
     held: list[list[int]] = [[] for _ in range(ranks)]
     by_node = _pack(each, copies, [slots * size for size in sizes], sizes)
@@ -189,8 +194,11 @@ def _pack_nodes(
 
 
 def _pack(each: np.ndarray, copies: np.ndarray, room: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
-    """Replicas into bins, the largest load first, each into the bin with the least load for its size. A bin takes at
-    most `room` replicas, and as many of one expert as its size. None: the last replicas found no bin."""
+    """Returns the experts of each bin, or None if a replica finds no bin with room.
+
+    Replicas are packed in descending order of their load, each into the bin with the least load for its size. Bin `b`
+    takes `room[b]` replicas at most, and `sizes[b]` of one expert.
+    """
     heap = [(0.0, b) for b in range(len(room)) if room[b]]
     held: list[list[int]] = [[] for _ in room]
     loads, numbers = each.tolist(), copies.tolist()

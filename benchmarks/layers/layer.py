@@ -22,9 +22,9 @@ from xen_moe_jax.tuning.problem import make_problem
 TOLERANCE = {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
 """Largest difference from the library's plain layer, relative to the largest element."""
 COMPILING = 8
-"""Programs at a time."""
+"""Programs that are compiled at a time."""
 FP8_TOLERANCE = 0.3
-"""With an fp8 wire: three bits of mantissa, there and back."""
+"""The same with an fp8 wire, which rounds to three bits of mantissa twice."""
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
@@ -77,8 +77,10 @@ def measure(
 def measured(
     given: LayerProblem, operands: Operands, pairs: list[Any], programs: list[Any], calls: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows, one after the other. Ways with capacities of their own drop other rows: where one of two drops any,
-    their results are not compared."""
+    """Yields a row of the table for each way and operation.
+
+    Ways with capacities of their own drop different rows, so results are compared only where neither way drops any.
+    """
     expected: dict[str, Any] = {}
     for (operation, name), program in zip(pairs, programs, strict=True):
         row: dict[str, Any] = {"name": name, "operation": operation}
@@ -107,7 +109,7 @@ def measured(
 
 
 def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float:
-    """The largest difference from the library's plain layer.
+    """Returns the largest difference from the library's plain layer.
 
     Raises:
       WrongResultError: it is more than rounding explains.
@@ -120,7 +122,7 @@ def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float
 
 
 def lowered(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
-    """The program of an operation on the mesh, not compiled yet."""
+    """Returns the lowered program of an operation on the mesh."""
     program = OPERATIONS[operation](layer_programs.stacked(layer, given.layers))
     mapped = jax.shard_map(
         program,
@@ -141,7 +143,7 @@ def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands
 
 
 def times(program: Any, operands: Operands, calls: int, repeats: int, given: LayerProblem) -> dict[str, Any]:
-    """Microseconds a call, of `calls` that are queued at once and run one after the other."""
+    """Returns the microseconds of a call, measured over `calls` calls that are queued at once."""
     taken = [timing.slowest_process(us) for us in turns.queued(program, operands, calls, repeats)]
     median = statistics.median(taken)
     return {
@@ -155,7 +157,10 @@ def times(program: Any, operands: Operands, calls: int, repeats: int, given: Lay
 
 
 def add_shares(results: list[dict[str, Any]]) -> None:
-    """`matmul_share`: the experts' own time over the layer's; `times_own`: over the library's plain layer's time."""
+    """Adds two ratios to each row.
+
+    `matmul_share` is the time of the experts alone over its time, `times_own` its time over the library's plain layer's.
+    """
     for row in results:
         same = {r["name"]: r["us_median"] for r in results if r["operation"] == row["operation"] and "us_median" in r}
         if "us_median" not in row:
@@ -167,7 +172,7 @@ def add_shares(results: list[dict[str, Any]]) -> None:
 
 
 def results_table(results: list[dict[str, Any]]) -> str:
-    """A line for each way and operation."""
+    """Formats a line for each way and operation."""
     columns = ["way", "operation", "us", "min..max", "tokens/s/rank", "matmuls", "vs ours", "temp MiB", "difference"]
     columns.append("dropped")
     lines = []

@@ -109,7 +109,7 @@ def rewritten(folder, drop=(), **config):
         (hugging_face.deepseek_v3, ["topk_method", "moe_layer_freq"], {"model_type": "dots1"}),
         (
             functools.partial(hugging_face.qwen2_moe, normalize=True),
-            ["norm_topk_prob"],  # transformers' default of these is another one than Qwen2's
+            ["norm_topk_prob"],  # the default of transformers for these types differs from that of Qwen2
             {"model_type": "qwen3_next"},
         ),
         (

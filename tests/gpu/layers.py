@@ -31,7 +31,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     PLAIN, score="sigmoid", balancing="bias", num_groups=4, topk_groups=2, weight_scale=2.5, num_shared_experts=1
 )
 GPT_OSS = dataclasses.replace(PLAIN, activation="clipped_swiglu", expert_bias=True, logits_bias=True)
-"""With a limit that clips nothing here: a gradient that ends there would end for other elements after rounding."""
+"""The limit clips nothing here: after rounding, other elements would be clipped and lose their gradient."""
 IN_FRONT = dataclasses.replace(PLAIN, apply_weights_to="activation")
 CASES = {
     "swiglu": PLAIN,
@@ -45,15 +45,15 @@ CASES = {
     "tensor axis": dataclasses.replace(PLAIN, intermediate_size=256, tensor_axis="tp"),
 }
 OVERLAPPING = {
-    "chunks whose flights overlap": dataclasses.replace(PLAIN, num_chunks=2),
-    "those with weights in front": dataclasses.replace(IN_FRONT, num_chunks=2, remat="experts"),
+    "chunks that overlap": dataclasses.replace(PLAIN, num_chunks=2),
+    "chunks that overlap, weights in front": dataclasses.replace(IN_FRONT, num_chunks=2, remat="experts"),
 }
 TOLERANCE = 0.03
 """Allowed difference as a share of the largest element: bfloat16 rounds to 0.4 %, several times in a row."""
 
 
 def axes_of(config: MoEConfig, devices: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and names of a mesh for the case."""
+    """Returns sizes and names of the mesh's axes for a case."""
     return ((1, devices), ("ep", "tp")) if config.tensor_axis else ((devices,), ("ep",))
 
 
@@ -61,7 +61,9 @@ def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
     """Returns a layer with values in its biases, tokens, and the factors of the output."""
     rng = np.random.default_rng(3)
     x, target = (jnp.asarray(rng.standard_normal((TOKENS, HIDDEN), np.float32), jnp.bfloat16) for _ in range(2))
-    with jax.set_mesh(mesh):  # where the ranks do not divide the experts, it says how the weights lie
+    with jax.set_mesh(
+        mesh
+    ):  # the layer shards its weights by the mesh, and replicates them where the ranks do not divide the experts
         moe = layers.layer(config)
     for name in moe.weight_names:
         if name.endswith("_bias"):
@@ -71,9 +73,10 @@ def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
 
 
 def differences(config: MoEConfig, mesh: Mesh, kept: list | None = None) -> dict[str, float]:
-    """From the dense layer, of the output ("y") and of each gradient by name ("x" too), over the largest element.
+    """Returns the differences from the dense layer, over the largest element: of the output ("y"), of the gradient of the
+    tokens ("x"), and of the gradient of each weight by its name.
 
-    `kept` gets the layer's program."""
+    `kept`, if given, gets the layer's compiled program."""
     moe, x, target = draw(config, mesh)
     y, metrics, gradients = layers.run_with_gradients(moe, x, target, mesh, kept)
     assert metrics.num_dropped == 0

@@ -16,7 +16,7 @@ from xen_moe_jax.transfer._errors import TransferRefused, about
 
 Imm = int | str
 MAX_NUMBERS = 1 << 20
-"""Numbers with arrivals whose counter was not closed yet: a peer that counts more is refused."""
+"""Most numbers that may have arrivals and no closed counter; arrivals of further numbers are refused."""
 
 Origin = tuple[Connection, int, int]
 """(peer, window's number, generation) of an arrival."""

@@ -76,7 +76,7 @@ class Layout:
 
 
 def distinct(shards: Sequence[Shard]) -> tuple[Shard, ...]:
-    """Returns one shard of each box: a reader needs no replicas."""
+    """Returns the first shard of each box: a reader needs no replicas."""
     return tuple({shard.box: shard for shard in reversed(shards)}.values())
 
 
@@ -92,6 +92,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
+    """Returns the coordinates that both boxes hold, or None if there are none."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in both) else both
 
@@ -101,6 +102,7 @@ def shift(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def _strides(box: Box) -> list[int]:
+    """Returns the distance of neighbours along each dimension of a row-major box, in elements."""
     strides, total = [1] * len(box), 1
     for axis in reversed(range(len(box))):
         strides[axis] = total
@@ -128,7 +130,7 @@ def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None 
         inner *= stop - start
         if (start, stop) != source[outer] or (start, stop) != destination[outer]:
             break
-    # Dimensions from `outer` on are one run; of a partly covered one the run begins inside.
+    # The elements of the dimensions from `outer` on lie in one run. It begins at the first common element of each.
     offsets = np.zeros((1, 2), np.int64)
     for dimension in range(len(common)):
         if pages is not None and dimension == axis:
@@ -150,6 +152,7 @@ def copy_runs(source: Box, destination: Box, itemsize: int, pages: Pages | None 
 
 
 def _joined(runs: np.ndarray) -> np.ndarray:
+    """Joins each run with the next one where that continues it in both source and destination."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]
