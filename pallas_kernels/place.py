@@ -241,9 +241,7 @@ def place_visits(
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """`place` from int32 `staged [R, S, T, 128]`, for few visits: their tables are in SMEM as a whole."""
-    if (
-        not launch.interpret
-    ):  # XLA would put so small an array into VMEM, where rows are loaded and stored instead of fetched
+    if not launch.interpret:  # XLA would put so small an array into VMEM, where rows are loaded and not fetched
         staged = pltpu.with_memory_space_constraint(staged, pltpu.HBM)
     return _launched(
         ["blocks", "last", "gathered", "records", "staged"],

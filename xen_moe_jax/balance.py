@@ -157,7 +157,7 @@ def _load(counts: Any, caller: str) -> np.ndarray:
 
 
 def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
-    """Returns the experts that get one replica more, in order: the next is the one with the largest load per replica."""
+    """Returns the experts that get one more replica, in order: the next has the largest load per replica."""
     heap = [(-value, expert, 1) for expert, value in enumerate(load.tolist()) if ranks > 1 and value > 0]
     heapq.heapify(heap)
     order: list[int] = []
@@ -172,7 +172,7 @@ def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
 def _pack_nodes(
     each: np.ndarray, copies: np.ndarray, nodes: list[list[int]], ranks: int, slots: int
 ) -> list[list[int]] | None:
-    """Returns the experts of each rank, or None if they do not fit. Replicas are packed into nodes, and then into ranks.
+    """Packs replicas into nodes and then into ranks. Returns the experts of each rank, or None if they do not fit.
 
     Args:
       each, copies: `[E]`, the load of one replica, and the number of replicas, of each expert.

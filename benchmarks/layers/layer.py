@@ -159,7 +159,7 @@ def times(program: Any, operands: Operands, calls: int, repeats: int, given: Lay
 def add_shares(results: list[dict[str, Any]]) -> None:
     """Adds two ratios to each row.
 
-    `matmul_share` is the time of the experts alone over its time, `times_own` its time over the library's plain layer's.
+    `matmul_share` is the time of the experts alone over its time, `times_own` its time over the plain layer's.
     """
     for row in results:
         same = {r["name"]: r["us_median"] for r in results if r["operation"] == row["operation"] and "us_median" in r}

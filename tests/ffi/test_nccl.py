@@ -1,5 +1,5 @@
-"""NCCL as memory between processes, without a GPU: the choice of the library, the start of a job, growth in all processes
-or in none, a process that dies or gets stuck inside NCCL.
+"""NCCL as memory between processes, without a GPU: the choice of the library, the start of a job, growth in all
+processes or in none, a process that dies or gets stuck inside NCCL.
 
 Real processes over a stand-in for NCCL (tests/native/fakes/fake_nccl.cc), which `make memory-test` builds.
 """
@@ -68,7 +68,7 @@ def results(running: list[subprocess.Popen], *who: int) -> list[dict]:
 
 @pytest.fixture
 def nccl_home(tmp_path, monkeypatch):
-    """Gives `nccl_home(library=None)`, which points NCCL_HOME to a folder whose library is the fake, or the given file."""
+    """Gives `nccl_home(library=None)`: it points NCCL_HOME to a folder with the fake, or the given file, as NCCL."""
     nccl.usable.cache_clear()
 
     def make(library: pathlib.Path | None = None) -> pathlib.Path:

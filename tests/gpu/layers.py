@@ -61,9 +61,7 @@ def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
     """Returns a layer with values in its biases, tokens, and the factors of the output."""
     rng = np.random.default_rng(3)
     x, target = (jnp.asarray(rng.standard_normal((TOKENS, HIDDEN), np.float32), jnp.bfloat16) for _ in range(2))
-    with jax.set_mesh(
-        mesh
-    ):  # the layer shards its weights by the mesh, and replicates them where the ranks do not divide the experts
+    with jax.set_mesh(mesh):  # weights are replicated where the ranks do not divide the experts
         moe = layers.layer(config)
     for name in moe.weight_names:
         if name.endswith("_bias"):
@@ -73,8 +71,9 @@ def draw(config: MoEConfig, mesh: Mesh) -> tuple[Any, jax.Array, jax.Array]:
 
 
 def differences(config: MoEConfig, mesh: Mesh, kept: list | None = None) -> dict[str, float]:
-    """Returns the differences from the dense layer, over the largest element: of the output ("y"), of the gradient of the
-    tokens ("x"), and of the gradient of each weight by its name.
+    """Returns the differences from the dense layer, over the largest element.
+
+    They are those of the output ("y"), of the gradient of the tokens ("x"), and of that of each weight, by its name.
 
     `kept`, if given, gets the layer's compiled program."""
     moe, x, target = draw(config, mesh)
