@@ -41,7 +41,7 @@ class Chain:
     links: int
 
     def start(self, key: int) -> tuple[jax.Array, jax.Array]:
-        """The first operand, and weights that keep its size: several, so that no cache holds them all."""
+        """Returns the first operand and the weights, which are several matrices so that no cache holds them all."""
         keys = jax.random.split(jax.random.key(key))
         shape = (min(self.links, MOST_WEIGHTS), self.columns, self.columns)
         w = jax.random.normal(keys[0], shape, jnp.float32) / self.columns**0.5
@@ -59,10 +59,10 @@ def shape_of_chain(tokens: int, hidden: int) -> tuple[int, int]:
 
 
 def chain_of(shape: tuple[int, int], us: float, link_us: float) -> Chain:
-    """A chain that takes about `us`, where a link of this shape takes `link_us`.
+    """Returns a chain that takes about `us`, where a link of this shape takes `link_us`.
 
-    Of two links at least, an even number, so that a loop finds the operand where it left it and copies nothing; where
-    whole links are too coarse for that, of fewer rows.
+    The number of links is even and at least two, so that a loop finds the operand where it left it and copies nothing.
+    Rows are fewer than in `shape` where whole links are too coarse.
     """
     rows, columns = shape
     wanted = us / max(link_us, 1e-3)

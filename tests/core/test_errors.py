@@ -389,6 +389,24 @@ VARIANTS = {  # of mistakes that the page lists: error, parts of the message
         ["backend='nccl': must be one of (None, 'reference', 'pallas', 'cuda')"],
     ),
     "`buffer_size_hint` for an unknown backend": (ValueError, ["backend='triton': must be one of"]),
+    "quantizing to an unknown dtype": (ValueError, ["dtype='float4': must be one of ('float8_e4m3fn', 'int8')"]),
+    "quantizing with an unknown scale format": (
+        ValueError,
+        ["scale_format='e5m2': must be one of ('float32', 'ue8m0')"],
+    ),
+    "dequantizing to a dtype that is not a float": (TypeError, ["dtype='int32': must be a float dtype"]),
+    "counting for nodes of unequal size": (ValueError, ["ranks_per_node=3: must divide num_ranks=4"]),
+    "unknown score of groups": (ValueError, ["score='tanh'", "'sigmoid'"]),
+    "a `Buffer` over an axis that the mesh does not have": (
+        ValueError,
+        ["axis_name='expert': the mesh has axes ('ep',)"],
+    ),
+    "a `Buffer` of an unknown dtype": (
+        ValueError,
+        ["dtype='float7': must be one of ('float32', 'bfloat16', 'float16'"],
+    ),
+    "`buffer_size_hint` for a dtype that cannot travel": (ValueError, ["dtype='complex64': must be one of"]),
+    "`buffer_size_hint` for a size that is not positive": (ValueError, ["num_tokens=0: must be >= 1"]),
 }
 
 

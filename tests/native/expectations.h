@@ -147,7 +147,7 @@ inline int ExpectToShow(World& world, int absent, Step step, double timeout_s, c
                        static_cast<int>(ProgressStep(word)), absent, static_cast<int>(step)) +
                       what);
   }
-  Expect(all > 0, Text("nobody shows that it waits for %d in step %d: ", absent, static_cast<int>(step)) + what);
+  Expect(all > 0, Text("no rank shows that it waits for %d in step %d: ", absent, static_cast<int>(step)) + what);
   return all;
 }
 

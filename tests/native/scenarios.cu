@@ -19,7 +19,7 @@ std::string Normal(const Options& o) {
     for (const RankState& state : world.states) {
       uint32_t begun = 0;
       NATIVE_CHECK(cudaMemcpy(&begun, state.begun, 4, cudaMemcpyDeviceToHost));
-      Expect(begun == ranks[state.rank]->call_id(), "nobody showed the beginning of " + Name(ranks[0]->problem));
+      Expect(begun == ranks[state.rank]->call_id(), "no kernel showed the beginning of " + Name(ranks[0]->problem));
     }
   }
   return Text("%zu problems, each 3 times", pool.size());

@@ -33,7 +33,7 @@ def test_memory_is_zero_free_at_once_when_given_back_and_used_again():
     before = used()
     memory = _shared_memory.SharedMemory(NBYTES)
     pointer = memory.pointer
-    assert used() == before + NBYTES, "whoever writes first would pay for the memory"
+    assert used() == before + NBYTES, "the first writer would pay for the memory"
     assert not any(ctypes.string_at(pointer, NBYTES))
     ctypes.memset(pointer, 5, NBYTES)
     del memory

@@ -127,7 +127,7 @@ def test_a_stopped_writer_delays_a_commit_but_not_a_reset(engine, window, others
             time.sleep(0.02)
     array = window.commit(10)
     np.testing.assert_array_equal(np.asarray(array), content(7, SHAPE, np.uint8))
-    engine._core.wait(lambda: not engine._windows.retired, 5, lambda: "memory was kept for nobody", "test")
+    engine._core.wait(lambda: not engine._windows.retired, 5, lambda: "memory was kept for no peer", "test")
 
 
 def test_commit_may_be_called_again_after_a_timeout(engine, window, other):

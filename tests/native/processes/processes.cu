@@ -212,7 +212,7 @@ std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   uint64_t heard = 0;
   for (const uint64_t of_rank : world.Meet(HeardOfRanks(world, o))) heard += of_rank;
   // Of two ranks one is left, which has no rank to tell.
-  Expect(heard > 0 || o.ranks == 2, "nobody was told for whom others wait");
+  Expect(heard > 0 || o.ranks == 2, "no rank was told for which rank other ranks wait");
   return Text("the last rank named by all others after %.2f s; ranks of which another node heard that they waited: %d",
               took, static_cast<int>(heard));
 }

@@ -138,7 +138,7 @@ class Group {
       const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
       int from = -1;
       if (fd < 0 || !Transfer(fd, &from, sizeof(from), false) || from < 0 || from >= Ranks() || peers_[from].in >= 0) {
-        throw std::runtime_error("a connection from nobody of this group");
+        throw std::runtime_error("a connection from outside of this group");
       }
       peers_[from].in = fd;
     }

@@ -353,7 +353,7 @@ void CopierEnds() {
   Expect(plugin.last_error(r.context, &failed) == kSuccess && !failed, "a failure before there is one");
   kill(rma::Copier::Get()->process(), SIGKILL);
   void* const request = r.PutSignal(1, 0, 16, 0, 0, true);
-  Expect(!r.Done(request, 0.5), "a put completed that nobody has read");
+  Expect(!r.Done(request, 0.5), "a put completed that no rank has read");
   Expect(plugin.last_error(r.context, &failed) == kSuccess && failed, "the end was not told");
 }
 
