@@ -14,14 +14,15 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax import _validate
+from xen_moe_jax import _exact, _validate
 from xen_moe_jax._quantize import parse_wire
 from xen_moe_jax._spec import scale_blocks
 
-OPERATIONS = ("dispatch", "combine")
+OPERATIONS = ("dispatch", "combine", "balance")
 SMALL_BATCH = 512
 """Up to this many tokens a rank the fixed cost is that of the small-batch kernels."""
 
@@ -40,6 +41,8 @@ class Links:
         once for each slot. It is the bound where ranks are few; the default is from 2 x H200.
       slow: bandwidth between nodes. The default is a 400 Gb/s network card for each GPU at nine tenths of its rate; not
         measured.
+      flops: floating-point operations a second of the experts' matmuls; the default is a grouped matmul of bfloat16 on
+        an H100 (`torch._grouped_mm`, 532 to 741 TFLOP/s by shape).
       hop, hop_small: seconds that crossing between nodes adds, for (dispatch, combine): until the first chunk is on the
         slow link, and once the last has come. The values for large batches are from a simulated link on 2 x H100
         (`slow_link_h100x2.json`), less the time of the simulation itself; small batches are not measured, and no
@@ -54,6 +57,7 @@ class Links:
     slow: float = 45e9
     hop: tuple[float, float] = (25e-6, 70e-6)
     hop_small: tuple[float, float] = (10e-6, 10e-6)
+    flops: float = 600e12
 
 
 H200 = Links()
@@ -70,6 +74,7 @@ class Prediction:
       bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory.
       seconds: predicted time of the operation.
       bound: "fast", "slow", "memory" or "fixed": the largest term.
+      seconds_saved: "balance": what the experts of the busiest rank take less; 0 for other operations.
     """
 
     rows_fast: float
@@ -80,6 +85,12 @@ class Prediction:
     bytes_local: float
     seconds: float
     bound: str
+    seconds_saved: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        """True where `balance="exact"` saves more than it costs."""
+        return self.seconds_saved > self.seconds
 
 
 def perf_model(
@@ -95,18 +106,24 @@ def perf_model(
     wire: Any = None,
     nodes_per_token: int | None = None,
     topk_idx: Any = None,
+    intermediate: int | None = None,
+    slots_per_rank: int | None = None,
     links: Links = H200,
 ) -> Prediction:
-    """Predicts bytes per link and the time of a dispatch or combine.
+    """Predicts bytes per link and the time of a dispatch or combine, or of the weights that `balance="exact"` fetches.
 
     Args:
-      operation: "dispatch" or "combine".
+      operation: "dispatch" or "combine"; or "balance": rows are then the experts that the busiest rank fetches,
+        `row_bytes` the weights of one (three matrices `[H, F]`), and `seconds_saved` is the time by which the experts
+        of the busiest rank get shorter, in a forward pass. Needs `topk_idx` and `intermediate`.
       num_tokens, hidden, num_ranks, num_experts, top_k: `T` per rank, `H`, `R`, `E`, `K`.
       ranks_per_node: ranks that the fast link joins; None is all of them. Must divide `num_ranks`.
       dtype: dtype of the rows; float8_e4m3fn and int8 travel with one float32 scale per 128 elements.
       wire: as in `xm.dispatch`; the format that travels instead of `dtype`.
       nodes_per_token: group-limited routing: the token's experts are on this many nodes at most. None: anywhere.
       topk_idx: integer `[R, T, K]`, the routing itself; None is `K` distinct experts drawn uniformly, in expectation.
+      intermediate: "balance": features `F` inside an expert.
+      slots_per_rank: "balance": as in `xm.dispatch`.
       links: bandwidths and fixed costs.
 
     Raises:
@@ -131,6 +148,15 @@ def perf_model(
     if not isinstance(links, Links):
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype = _validate.dtype(dtype, caller)
+    if operation == "balance":
+        held = _validate.exact_slots(slots_per_rank, experts, ranks, caller)
+        inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
+        if topk_idx is None:
+            raise ValueError(
+                f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
+            )
+        counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
+        return _fetched_weights(counts, tokens * top_k, held, per_node, hidden * inner, dtype, links)
     if topk_idx is None:
         nodes = ranks // per_node
         most = nodes
@@ -153,6 +179,43 @@ def perf_model(
     seconds = terms["fixed"] + max(terms[name] for name in terms if name != "fixed")
     bound = max(terms, key=lambda name: terms[name])
     return Prediction(fast, slow, row, fast * row, slow * row, local, seconds, bound)
+
+
+def _fetched_weights(
+    counts: np.ndarray, most: int, slots: int, per_node: int, matrix: int, dtype: Any, links: Links
+) -> Prediction:
+    """Cost and gain of `balance="exact"` for `counts [R, E]`, with three matrices of `matrix` elements an expert."""
+    ranks, experts = counts.shape
+    divide = jax.jit(_exact.divide, static_argnames=("slots", "most"))
+    parts = np.asarray(divide(jnp.asarray(counts, jnp.int32), slots=slots, most=most))
+    home = np.arange(experts) // -(-experts // ranks)
+    rank = np.arange(ranks)[:, None]
+    far = (parts > 0) & (home // per_node != rank // per_node)
+    near = (parts > 0) & (home != rank) & ~far
+    size = 3 * matrix * jnp.dtype(dtype).itemsize
+    fast, slow = float(near.sum(axis=1).max()), float(far.sum(axis=1).max())
+    terms = {"fixed": links.fixed[0], "fast": fast * size / links.fast, "slow": slow * size / links.slow}
+    before = np.bincount(home, counts.sum(axis=0), ranks).max()
+    saved = float(before - parts.sum(axis=1).max()) * 6 * matrix / links.flops
+    seconds = terms["fixed"] + max(terms["fast"], terms["slow"])
+    bound = max(terms, key=lambda name: terms[name])
+    return Prediction(fast, slow, size, fast * size, slow * size, 0.0, seconds, bound, saved)
+
+
+def _counts(topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:
+    """`[R, E]`, slots of each rank that name each expert."""
+    _check_routing(topk_idx, tokens, top_k, ranks)
+    used = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx, experts).reshape(ranks, -1)
+    return np.stack([np.bincount(row, minlength=experts + 1)[:experts] for row in used])
+
+
+def _check_routing(topk_idx: np.ndarray, tokens: int, top_k: int, ranks: int) -> None:
+    if topk_idx.shape != (ranks, tokens, top_k):
+        raise ValueError(
+            f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
+        )
+    if not np.issubdtype(topk_idx.dtype, np.integer):
+        raise TypeError(f"perf_model: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype")
 
 
 def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
@@ -192,12 +255,7 @@ def _counted_rows(
 ) -> tuple[float, float, float]:
     """Counts the rows of a given routing: those of the busiest rank of each link, and the slots of the rank that has
     most."""
-    if topk_idx.shape != (ranks, tokens, top_k):
-        raise ValueError(
-            f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
-        )
-    if not np.issubdtype(topk_idx.dtype, np.integer):
-        raise TypeError(f"perf_model: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype")
+    _check_routing(topk_idx, tokens, top_k, ranks)
     owner = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx // -(-experts // ranks), -1)
     hit = (owner[..., None] == np.arange(ranks)).any(axis=2)  # [source, token, rank]
     by_node = hit.reshape(ranks, tokens, ranks // per_node, per_node)

@@ -221,6 +221,11 @@ def balance(
     ):
         if given is not None:
             raise ValueError(f"{caller}: balance='exact' with {name}: {why}; pass {name}=None")
+    return exact_slots(slots_per_rank, num_experts, num_ranks, caller)
+
+
+def exact_slots(slots_per_rank: Any, num_experts: int, num_ranks: int, caller: str) -> int:
+    """Returns the slots of a rank with balance="exact"; the default for None."""
     local = -(-num_experts // num_ranks)
     if slots_per_rank is None:
         return local + (-(-local // 4) if num_ranks > 1 else 0)

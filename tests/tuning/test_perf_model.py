@@ -173,3 +173,50 @@ def test_group_limited_routing_crosses_less():
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises((ValueError, TypeError), match=message):
         xm.perf_model(**({"num_tokens": 4096, "num_ranks": 8, **DEEPSEEK} | wrong))
+
+
+# -- the weights of balance="exact" ------------------------------------------------------------------------------------
+def skewed(tokens, hot):
+    """int32 `[4, tokens, 2]` over 16 experts: the first `hot` tokens of a rank name experts 0 and 1, others all."""
+    idx = np.arange(4 * tokens * 2, dtype=np.int32).reshape(4, tokens, 2) % 16
+    idx[:, :hot] = [0, 1]
+    return idx
+
+
+def balance(tokens, hot, **options):
+    sizes = {"num_tokens": tokens, "hidden": 4096, "intermediate": 1536, "num_ranks": 4, "num_experts": 16, "top_k": 2}
+    return xm.perf_model("balance", topk_idx=skewed(tokens, hot), **(sizes | options))
+
+
+def test_balance_pays_where_the_busiest_rank_has_many_rows_more():
+    expert = 3 * 4096 * 1536 * 2
+    many = balance(4096, 4096, slots_per_rank=6)
+    assert many.row_bytes == expert and many.rows_slow == 0
+    assert many.bytes_fast == many.rows_fast * expert and 1 <= many.rows_fast <= 2
+    # rank 0 had all 32768 rows and keeps 8192; a row is six times H * F operations
+    assert many.seconds_saved == pytest.approx((32768 - 8192) * 6 * 4096 * 1536 / xm.Links().flops)
+    assert many.pays
+    few = balance(32, 32, slots_per_rank=6)
+    assert few.bytes_fast == many.bytes_fast and not few.pays
+    even = balance(4096, 0)
+    assert even.bytes_fast == even.bytes_slow == even.seconds_saved == 0 and not even.pays
+
+
+def test_balance_between_nodes_counts_the_slow_link():
+    apart = balance(4096, 4096, slots_per_rank=6, ranks_per_node=1)
+    assert apart.bytes_fast == 0 and apart.bytes_slow == balance(4096, 4096, slots_per_rank=6).bytes_fast
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"topk_idx": None}, "topk_idx=None"),
+        ({"intermediate": 0}, "intermediate=0"),
+        ({"slots_per_rank": 4}, "slots_per_rank=4: must be >= 5"),
+        ({"topk_idx": np.zeros((4, 3, 2), int)}, "topk_idx has shape"),
+    ],
+)
+def test_balance_needs_the_routing_and_the_size_of_an_expert(changes, text):
+    sizes = {"num_tokens": 8, "hidden": 16, "intermediate": 8, "num_ranks": 4, "num_experts": 16, "top_k": 2}
+    with pytest.raises(ValueError, match=text):
+        xm.perf_model("balance", **({"topk_idx": skewed(8, 2)} | sizes | changes))
