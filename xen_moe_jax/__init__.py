@@ -10,6 +10,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, ReplicatedHandle, Routed
 from xen_moe_jax.backends import register_ahead as _register_ahead
@@ -30,6 +31,7 @@ __all__ = [
     "Links",
     "OperationFailed",
     "Prediction",
+    "QuantizedWeight",
     "ReplicatedHandle",
     "Routed",
     "Wire",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax._quantized_weight import widened
 from xen_moe_jax._types import experts_of_rows
 from xen_moe_jax.experts import grouped_matmul, hopper
 from xen_moe_jax.experts.function import ExpertFunction
@@ -107,6 +108,8 @@ def grouped_experts(
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
     matmul = grouped_matmul.choose(config.grouped_matmul)
+    if not callable(config.grouped_matmul):  # a function of the caller's may read a QuantizedWeight as it is
+        weights = {name: widened(weight, x.dtype) for name, weight in weights.items()}
     one_hot = used = None
     if config.expert_bias:
         ids = experts_of_rows(group_sizes, x.shape[0])[:, None]
@@ -149,7 +152,7 @@ def padded_experts(
         row_weights = jnp.where(used, row_weights, 0)
 
     def project(rows: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
-        out = jnp.einsum("lma,lab->lmb", rows, weights[name])
+        out = jnp.einsum("lma,lab->lmb", rows, widened(weights[name], rows.dtype))
         if not config.expert_bias:
             return out
         bias = weights[f"{name}_bias"][:, None, :]
@@ -166,6 +169,6 @@ def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share:
     """
 
     def project(rows: jax.Array, name: str) -> jax.Array:
-        return rows @ weights[f"shared_{name}"]
+        return rows @ widened(weights[f"shared_{name}"], rows.dtype)
 
     return _weighted(project(_activated(config, x, project), "down"), share)

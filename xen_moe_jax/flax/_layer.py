@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax import _validate
 from xen_moe_jax._mesh import vary_over
+from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax.experts.mlp import built_in, shared_expert
 from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
@@ -67,7 +68,7 @@ def moe_on_rank(
     routing = route(config, weights, x, mask, token_ids, topk_idx)
 
     parts = {
-        name: part_of_rank(config, name, parameter, weights[name]).astype(dtype)
+        name: _for_compute(part_of_rank(config, name, parameter, weights[name]), dtype)
         for name, parameter in parameter_table(config).items()
         if name not in ROUTER_PARAMETERS
     }
@@ -103,6 +104,11 @@ def moe_on_rank(
         shape = (*given.x.shape[:-1], config.top_k)
         metrics = dataclasses.replace(metrics, topk_idx=metrics.topk_idx.reshape(shape))
     return out.reshape(given.x.shape), metrics
+
+
+def _for_compute(weight: Any, dtype: Any) -> Any:
+    """Casts an array to the dtype of the computation; a `QuantizedWeight` is widened where it is multiplied by."""
+    return without_gradient(weight) if isinstance(weight, QuantizedWeight) else weight.astype(dtype)
 
 
 def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk) -> tuple[dict[str, jax.Array], Chunk]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax.flax._config import MoEConfig
 
 ROUTER_PARAMETERS = ("router", "logits_bias", "shared_router")
@@ -94,13 +95,53 @@ def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
     return specs | {ROUTER_BIAS: PartitionSpec()}
 
 
-def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: jax.Array) -> jax.Array:
+def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
+    """Returns the spec of a parameter, or a `QuantizedWeight` of the specs of values and scales."""
+    if not isinstance(weight, QuantizedWeight):
+        return spec
+    names = [*spec, *[None] * (weight.ndim - len(spec))]
+    # One scale for a whole dimension is on every rank.
+    of_scales = [
+        None if axis >= weight.ndim - 2 and weight.scales.shape[axis] == 1 else n for axis, n in enumerate(names)
+    ]
+    return QuantizedWeight(PartitionSpec(*names), PartitionSpec(*of_scales), weight.block)
+
+
+def check_blocks(name: str, weight: Any, spec: PartitionSpec, mesh: Any) -> None:
+    """Raises ValueError where the ranks of `mesh` cut blocks of a `QuantizedWeight`."""
+    if not isinstance(weight, QuantizedWeight):
+        return
+    names = [*spec, *[None] * (weight.ndim - len(spec))]
+    for axes, size, count, block in zip(
+        names[-2:], weight.shape[-2:], weight.scales.shape[-2:], weight.block, strict=True
+    ):
+        ranks = math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))
+        if ranks > 1 and count > 1 and size % (ranks * block):
+            raise ValueError(
+                f"{name} has blocks of {weight.block} with a scale each, which {ranks} ranks of {axes!r} cut in a "
+                f"dimension of {size}: load it for this mesh (load_hugging_face(..., mesh=mesh) makes smaller blocks)"
+            )
+
+
+def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: Any) -> Any:
     """Returns this rank's part of a parameter (own experts, own features); the rank may hold this part already, or all
-    of it.
+    of it. Of a `QuantizedWeight` it is the part of values and scales.
 
     Raises ValueError if it holds something else.
     """
+    if isinstance(weights, QuantizedWeight):
+        values, scales = (
+            _part_of_rank(config, name, dataclasses.replace(parameter, shape=shape), leaf)
+            for leaf, shape in zip((weights.values, weights.scales), weights.part_shapes(parameter.shape), strict=True)
+        )
+        return QuantizedWeight(values, scales, weights.block)
+    return _part_of_rank(config, name, parameter, weights)
+
+
+def _part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: jax.Array) -> jax.Array:
     for axis, dim in enumerate(parameter.dims):
+        if dim == "intermediate" and parameter.shape[axis] == 1:
+            continue  # one scale for all features
         if dim == "expert":
             weights = _own(name, weights, axis, parameter.shape[axis], config.axis_name, "experts", config)
         elif dim == "intermediate" and config.tensor_axis:

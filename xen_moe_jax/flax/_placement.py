@@ -21,7 +21,7 @@ from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
 from xen_moe_jax.flax._chunks import Members
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
-from xen_moe_jax.flax._parameters import pad_experts, parameter_table, rank_specs
+from xen_moe_jax.flax._parameters import check_blocks, pad_experts, parameter_table, rank_specs, weight_specs
 from xen_moe_jax.flax._shared_jit import shared_jit
 
 
@@ -210,7 +210,7 @@ def _mesh_of(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], x: jax
     mesh = current_mesh(config, mesh)
     if mesh is not None:
         return mesh
-    for array in (x, *weights.values()):
+    for array in jax.tree.leaves((x, weights)):
         sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return current_mesh(config, sharding.mesh)
@@ -276,8 +276,13 @@ def _mapped(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `shard_map`; the mesh divides tokens and weights."""
     over_tokens = PartitionSpec(place.token_axes)
-    specs = {name: spec for name, spec in rank_specs(config).items() if name in weights}
-    weights = {name: place.reshard(w, specs[name]) for name, w in weights.items()}
+    of_ranks, specs = rank_specs(config), {}
+    for name, weight in weights.items():
+        check_blocks(
+            name, weight, of_ranks[name], jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
+        )
+        specs[name] = weight_specs(weight, of_ranks[name])
+    weights = jax.tree.map(place.reshard, weights, specs)
     given = Tokens(*(a if a is None else place.reshard(a, over_tokens) for a in given))
     members = jax.tree.map(lambda a: place.reshard(jnp.asarray(a), PartitionSpec()), members)
     mapped = jax.shard_map(
@@ -345,8 +350,9 @@ def _on_mesh(
         given, num_sequences = _in_shards(config, given, place.num_shards)
     for name, parameter in parameter_table(config).items():
         if parameter.dims[0] == "expert" and config.expert_entries % place.num_ranks:
-            whole = place.reshard(weights[name], PartitionSpec())
-            weights = weights | {name: pad_experts(config, whole, place.num_ranks)}
+            whole = jax.tree.map(lambda part: place.reshard(part, PartitionSpec()), weights[name])
+            padded = jax.tree.map(lambda part: pad_experts(config, part, place.num_ranks), whole)
+            weights = weights | {name: padded}
     results = _mapped(config, place, num_sequences, weights, given, members)
     if not divides:
         results = _per_token(lambda a: _as_it_came(place.reshard(a, PartitionSpec()), came), *results)

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._quantized_weight import QuantizedWeight, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
@@ -17,6 +18,8 @@ from xen_moe_jax.flax._placement import apply_moe, current_mesh
 
 ROUTER_STATE = "router_state"
 """Collection of the router bias."""
+QUANTIZED = "quantized"
+"""Collection of the weights that are an `xm.QuantizedWeight`."""
 
 
 def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any, ...]) -> Callable[..., jax.Array]:
@@ -32,11 +35,23 @@ def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any
     return init
 
 
-def variables_of(weights: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
-    """Weights by name, the router bias included, as the variables of a `MoE`."""
-    params = {name: array for name, array in weights.items() if name != ROUTER_BIAS}
+def variables_of(weights: dict[str, jax.Array | QuantizedWeight]) -> dict[str, dict[str, Any]]:
+    """Weights by name, the router bias included, as the variables of a `MoE`; quantized ones have a collection of their
+    own."""
+    kept = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
+    params = {name: array for name, array in weights.items() if name != ROUTER_BIAS and name not in kept}
     state = {ROUTER_STATE: {ROUTER_BIAS: weights[ROUTER_BIAS]}} if ROUTER_BIAS in weights else {}
-    return {"params": params, **state}
+    return {"params": params, **state, **({QUANTIZED: kept} if kept else {})}
+
+
+def _quantized(name: str, weight: Any, shape: tuple[int, ...]) -> QuantizedWeight:
+    """Raises TypeError or ValueError where the weight is of another type, format or shape."""
+    if not isinstance(weight, QuantizedWeight):
+        raise TypeError(f"{QUANTIZED}[{name!r}] is a {type(weight).__name__}: must be an xm.QuantizedWeight")
+    check_format(name, weight)
+    if weight.shape != shape:
+        raise ValueError(f"{QUANTIZED}[{name!r}] is {weight.shape} and must be {shape}")
+    return weight
 
 
 class MoE(nn.Module):
@@ -93,6 +108,9 @@ class MoE(nn.Module):
             raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")
         weights: dict[str, Any] = {}
         for name, p in parameter_table(config, current_mesh(config, self.mesh)).items():
+            if self.has_variable(QUANTIZED, name):
+                weights[name] = _quantized(name, self.get_variable(QUANTIZED, name), p.shape)
+                continue
             init = nn.with_partitioning(_sharded_as_named(p.initializer, p.sharding), p.sharding)
             weights[name] = self.param(name, init, p.shape, p.dtype)
         bias = None

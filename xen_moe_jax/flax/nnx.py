@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from xen_moe_jax._quantized_weight import QuantizedWeight, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
@@ -17,6 +18,10 @@ from xen_moe_jax.flax._placement import apply_moe, current_mesh
 
 class RouterBias(nnx.Variable):
     """The router bias: state of the layer, but no parameter of the optimiser."""
+
+
+class QuantizedParam(nnx.Variable):
+    """A weight that is an `xm.QuantizedWeight`: no parameter of the optimiser, and `nnx.grad` does not see it."""
 
 
 class MoE(nnx.Module):
@@ -64,8 +69,12 @@ class MoE(nnx.Module):
             self.router_bias = RouterBias(jnp.zeros(config.num_experts, jnp.float32))
 
     @classmethod
-    def from_weights(cls, config: MoEConfig, weights: dict[str, jax.Array], *, mesh: Any = None) -> MoE:
+    def from_weights(
+        cls, config: MoEConfig, weights: dict[str, jax.Array | QuantizedWeight], *, mesh: Any = None
+    ) -> MoE:
         """Makes a layer around existing weights, by name, such as the weights of `load_hugging_face`.
+
+        An `xm.QuantizedWeight` becomes a `QuantizedParam`.
 
         Raises ValueError if a name is missing or unknown, or a shape is another.
         """
@@ -77,8 +86,13 @@ class MoE(nnx.Module):
             raise ValueError(
                 f"weights: {', '.join(f'{n} is {given.get(n)} and must be {wanted.get(n)}' for n in wrong)} by {config}"
             )
-        nnx.replace_by_pure_dict(state, weights)
-        return nnx.merge(graph, state)
+        kept = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
+        nnx.replace_by_pure_dict(state, {name: array for name, array in weights.items() if name not in kept})
+        layer = nnx.merge(graph, state)
+        for name, weight in kept.items():
+            check_format(name, weight)
+            setattr(layer, name, QuantizedParam(weight))
+        return layer
 
     def __call__(
         self,
@@ -109,7 +123,7 @@ class MoE(nnx.Module):
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
         """
-        weights = {name: getattr(self, name)[...] for name in self.weight_names}
+        weights = {name: getattr(self, name).get_value() for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
         return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement)

@@ -1,7 +1,7 @@
 """Readers return a parameter's part in the layer's own shape, from the tensors of a checkpoint.
 
 torch keeps matrices as `[out, in]`; this library multiplies by `[in, out]`. A reader is given the part wanted, in the
-layer's own shape, and reads that part of the file.
+layer's own shape, and reads that part of the file. A weight that is stored quantized is returned as it is stored.
 """
 
 from __future__ import annotations
@@ -12,27 +12,43 @@ import numpy as np
 
 from xen_moe_jax.flax.hugging_face import quantized
 from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint, Index
+from xen_moe_jax.flax.hugging_face.quantized import Shipped
 
-Reader = Callable[[Index], np.ndarray]
+Reader = Callable[[Index], np.ndarray | Shipped]
+
+
+def _swapped(array: np.ndarray | Shipped) -> np.ndarray | Shipped:
+    return array.swapped() if isinstance(array, Shipped) else array.swapaxes(-1, -2)
 
 
 def transposed(checkpoint: Checkpoint, name: str) -> Reader:
     """Reads `[out, in]` as `[in, out]`, from any stored dtype."""
 
-    def read(index: Index) -> np.ndarray:
+    def read(index: Index) -> np.ndarray | Shipped:
         rows, columns = index
-        return matrix(checkpoint, name, (columns, rows)).T
+        return _swapped(matrix(checkpoint, name, (columns, rows)))
 
     return read
 
 
-def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
-    """Reads a part of a matrix in its stored dtype; fp8 with a `_scale_inv` beside it is returned in float32."""
-    scale = f"{name}_scale_inv"
-    if scale not in checkpoint:
+def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray | Shipped:
+    """Reads a part of a matrix `[out, in]`, together with a `_scale_inv` (of blocks) or `_scale` (of channels)."""
+    blocks, channels = f"{name}_scale_inv", f"{name}_scale"
+    if blocks in checkpoint:
+        block = checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128))
+        scales, size = checkpoint.read(blocks), (int(block[0]), int(block[1]))
+    elif channels in checkpoint:
+        rows, columns = checkpoint.shape(name)
+        scales, size = checkpoint.read(channels).reshape(-1, 1), (1, columns)
+        if scales.shape != (rows, 1):
+            raise ValueError(
+                f"{channels} has shape {list(checkpoint.shape(channels))}: must have one scale for each of the {rows} "
+                f"rows of {name}; load a checkpoint in bfloat16"
+            )
+    else:
         return checkpoint.read(name, index)
-    block = tuple(checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128)))
-    return quantized.by_blocks(checkpoint.read(name), checkpoint.read(scale), block)[index]
+    whole = Shipped(checkpoint.read(name), scales.astype(np.float32), size)
+    return whole.part(*index)
 
 
 def vector(checkpoint: Checkpoint, name: str) -> Reader:
@@ -43,10 +59,17 @@ def vector(checkpoint: Checkpoint, name: str) -> Reader:
 def matrices(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
     """Reads one `[out, in]` matrix an expert as `[E, in, out]`."""
 
-    def read(index: Index) -> np.ndarray:
+    def read(index: Index) -> np.ndarray | Shipped:
         which, rows, columns = index
-        numbers = range(*which.indices(num_experts))
-        return np.stack([matrix(checkpoint, template.format(e), (columns, rows)).T for e in numbers])
+        parts = [matrix(checkpoint, template.format(e), (columns, rows)) for e in range(*which.indices(num_experts))]
+        shipped = [part for part in parts if isinstance(part, Shipped)]
+        if not shipped:
+            return np.stack([part.T for part in parts if not isinstance(part, Shipped)])
+        if len(shipped) < len(parts):
+            raise ValueError(
+                f"{template.format('*')}: {len(shipped)} of {len(parts)} experts have scales; must all or none"
+            )
+        return quantized.stacked(shipped).swapped()
 
     return read
 
@@ -75,20 +98,23 @@ def fused(checkpoint: Checkpoint, name: str, *, out_first: bool, part: int = 0, 
 def every_other(checkpoint: Checkpoint, name: str, offset: int) -> Reader:
     """Reads every second element of the last dimension, from `offset` on: gate and up take turns in gpt-oss."""
 
-    def read(index: Index) -> np.ndarray:
+    def read(index: Index) -> np.ndarray | Shipped:
         *before, last = index
         begin, end, _ = last.indices(1 << 62)
         both = slice(2 * begin, None if last.stop is None else 2 * end)
-        return stacked(checkpoint, name, (*before, both))[..., offset::2]
+        found = stacked(checkpoint, name, (*before, both))
+        if isinstance(found, Shipped):  # in MXFP4, whose blocks are one column wide
+            return Shipped(found.values[..., offset::2], found.scales[..., offset::2], found.block)
+        return found[..., offset::2]
 
     return read
 
 
-def stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray:
+def stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray | Shipped:
     """Reads a part of `[E, in, out]`, or of MXFP4 weights stored as `[E, out, in]` in blocks of 32 along `in`."""
     if f"{name}_blocks" not in checkpoint:
         return checkpoint.read(name, index)
     which, rows, columns = index
     part = (which, columns)
     whole = quantized.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
-    return whole[:, :, rows].swapaxes(1, 2)
+    return whole.swapped().part(rows, slice(None))

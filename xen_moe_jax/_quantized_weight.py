@@ -1,0 +1,156 @@
+"""Weights of experts in the formats that checkpoints ship: fp8 in blocks, int8 per channel, MXFP4.
+
+MXFP4 is E2M1 values with a power of two (E8M0) for 32 of them: OCP Microscaling Formats, version 1.0. Blocks of
+128 x 128 are DeepSeek-V3's (arXiv:2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xen_moe_jax._types import pytree
+
+SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""Dtypes of values that have float32 scales."""
+MXFP4_BLOCK = 32
+"""Elements along the contracted dimension that share one exponent in MXFP4."""
+
+
+@pytree(static=("block",))
+class QuantizedWeight:
+    """A weight `[..., A, B]`, contracted along `A`, as it is shipped: it is `values` times the scale of their block.
+
+    The Flax layers and their grouped matmuls take it in place of an array, and multiply by `widen(dtype of the rows)`.
+    It has no gradient: differentiating by it is a TypeError.
+
+    Attributes:
+      values: float8_e4m3fn, float8_e5m2 or int8 `[..., A, B]`; for MXFP4 uint8 `[..., A / 2, B]`, where row `n` holds
+        elements `2 n` (in the low four bits) and `2 n + 1` of each column.
+      scales: float32 `[..., ceil(A / a), ceil(B / b)]`; for MXFP4 uint8 exponents `[..., A / 32, B]`, biased by 127,
+        of which 255 is NaN.
+      block: `(a, b)`, rows and columns that share a scale: (128, 128) in DeepSeek-V3, (A, 1) for a scale a channel,
+        (32, 1) in MXFP4.
+    """
+
+    values: Any
+    scales: Any
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, `[..., A, B]`."""
+        *before, rows, columns = self.values.shape
+        return (*before, rows * (2 if self.is_mxfp4 else 1), columns)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the weight."""
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of `values`."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """True where `values` holds two E2M1 numbers a byte."""
+        return self.values.dtype == jnp.uint8
+
+    def part_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of values and scales of a weight of `shape` in this format."""
+        *before, rows, columns = shape
+        a, b = self.block
+        return (*before, rows // 2 if self.is_mxfp4 else rows, columns), (*before, -(-rows // a), -(-columns // b))
+
+    def widen(self, dtype: Any = jnp.bfloat16) -> jax.Array:
+        """Returns the weight `[..., A, B]`: `float32(values) * scales`, rounded to `dtype`.
+
+        Raises:
+          TypeError: a gradient by the weight is asked for, or the dtypes are of no known format.
+          ValueError: the scales do not fit the values.
+        """
+        check_format("QuantizedWeight", self)
+        weight = without_gradient(self)
+        scales = _spread(_exponents_to_float32(weight.scales) if self.is_mxfp4 else weight.scales, self)
+        values = _unpacked(weight.values) if self.is_mxfp4 else weight.values.astype(jnp.float32)
+        product = values * scales
+        if jnp.dtype(dtype) == jnp.bfloat16:  # not a conversion alone, which XLA may leave out in front of a matmul
+            product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
+        return product.astype(dtype)
+
+
+def widened(weight: Any, dtype: Any) -> Any:
+    """Returns `weight.widen(dtype)` of a `QuantizedWeight`, and an array as it is."""
+    return weight.widen(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def check_format(name: str, weight: QuantizedWeight) -> None:
+    """Raises TypeError or ValueError unless dtypes, shapes and block of the weight belong to one format."""
+    values, scales = (f"{a.dtype}{list(a.shape)}" for a in (weight.values, weight.scales))
+    given = f"{name} has values {values} and scales {scales} with block={weight.block}"
+    dtypes = weight.values.dtype.name, weight.scales.dtype.name
+    if dtypes != ("uint8", "uint8") and dtypes not in [(known, "float32") for known in SCALED]:
+        raise TypeError(f"{given}: must be values of one of {SCALED} with float32 scales, or uint8 with uint8 (MXFP4)")
+    if weight.is_mxfp4 and (weight.block != (MXFP4_BLOCK, 1) or weight.shape[-2] % MXFP4_BLOCK):
+        raise ValueError(f"{given}: MXFP4 has blocks of {(MXFP4_BLOCK, 1)} that divide the weight {weight.shape}")
+    if weight.part_shapes(weight.shape)[1] != tuple(weight.scales.shape):
+        raise ValueError(f"{given}: the scales must have shape {weight.part_shapes(weight.shape)[1]}")
+
+
+def without_gradient(weight: QuantizedWeight) -> QuantizedWeight:
+    """Returns the weight; differentiating the result by it is a TypeError."""
+    return QuantizedWeight(*_without_gradient(weight.values, weight.scales), weight.block)
+
+
+@jax.custom_jvp
+def _without_gradient(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return values, scales
+
+
+@_without_gradient.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        f"a gradient by a quantized weight ({primals[0].dtype}{list(primals[0].shape)}) was asked for: it has none. "
+        "Differentiate by other arguments alone (the weight may be closed over), or train weights in bfloat16 or "
+        "float32: load_hugging_face(..., keep_quantised=False), or .widen(dtype)"
+    )
+
+
+def _spread(scales: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """Returns scales that broadcast to the shape of the weight."""
+    for axis, size in zip((-2, -1), weight.block, strict=True):
+        if scales.shape[axis] > 1 and size > 1:
+            scales = lax.slice_in_dim(jnp.repeat(scales, size, axis), 0, weight.shape[axis], axis=scales.ndim + axis)
+    return scales
+
+
+def _exponents_to_float32(exponents: jax.Array) -> jax.Array:
+    """Returns `2 ** (exponents - 127)`, and NaN for 255."""
+    bits = exponents.astype(jnp.int32)
+    bits = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, 0x7FC00000, bits << 23))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _unpacked(packed: jax.Array) -> jax.Array:
+    """Returns float32 `[..., A, B]` of E2M1 values `[..., A / 2, B]` in pairs."""
+    *before, rows, columns = packed.shape
+    pairs = packed[..., None, :].astype(jnp.int32)
+    return _e2m1(jnp.concatenate([pairs & 0xF, pairs >> 4], axis=-2)).reshape(*before, 2 * rows, columns)
+
+
+def _e2m1(codes: jax.Array) -> jax.Array:
+    """Returns the float32 values of E2M1 codes, int32 0 to 15: a sign, two bits of exponent, one of mantissa."""
+    magnitude = codes & 7
+    normal = ((magnitude >> 1) + 126 << 23) | ((magnitude & 1) << 22)
+    bits = jnp.where(magnitude > 1, normal, jnp.where(magnitude == 1, 126 << 23, 0))
+    return lax.bitcast_convert_type(bits | ((codes >> 3) << 31), jnp.float32)
