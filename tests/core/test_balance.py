@@ -316,6 +316,30 @@ def test_bits_equal_the_oracle_with_all_optimisations(sizes):
         )
 
 
+def test_a_thousand_random_plans_against_a_dense_layer_in_float64():
+    """Random routings, weights and plans, some of them without a rank, in one program."""
+
+    def body(x, idx, topk_weights, weights, placement):
+        weights = placement.move(weights, None, placement)
+        routed = xm.dispatch(x, idx, topk_weights, num_experts=E, axis_name="ep", placement=placement)
+        y = routed.x * weights[jnp.minimum(routed.expert_ids(), S - 1), :, 0]
+        return xm.combine(y, routed.handle)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(EP, EP, EP, EP, P()), out_specs=EP))
+    x, idx, topk_weights, weights = operands(0)
+    x, weights = x.astype(np.float32), weights.astype(np.float32)
+    rng = np.random.default_rng(1)
+    for seed in range(1000):
+        placement = random_placement(seed)
+        idx = np.argsort(rng.random((R * T, E)) ** rng.uniform(0.2, 4, E), axis=1)[:, :K].astype(np.int32)
+        idx[rng.random(idx.shape) < 0.1] = -1
+        dense = np.where(idx >= 0, topk_weights, 0).astype(np.float64)[..., None] * weights[idx, :, 0] * x[:, None]
+        np.testing.assert_allclose(
+            run(x, idx, topk_weights, weights, placement), dense.sum(axis=1), rtol=1e-5, atol=1e-5
+        )
+    assert run._cache_size() == 1
+
+
 def test_start_and_done_have_the_same_bits():
     args, placement = operands(3), random_placement(3)
     programs = [

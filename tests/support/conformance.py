@@ -295,6 +295,37 @@ class Conformance:
         expected = oracle.dispatch(problem.x, problem.idx, dots, num_experts=problem.experts, layout=layout)
         assert_bits(found, expected.weights, "tangent of the weights", where=expected.specified)
 
+    # -- experts in slots --------------------------------------------------------------------------
+    def test_a_placement_changes_no_bit(self):
+        """Replicas on several ranks, and an exact balance: tokens get what they get with experts at home. Weights move
+        to their slots, and what lies there is added up at home."""
+        ranks = self.num_ranks
+        problem = self.problem(Case("placement", experts=lambda r: 2 * r + 1, top_k=3), "zipf")
+        names, config, experts = problem.axis_name, self.config, problem.experts
+        local = -(-experts // ranks)
+        placement = xm.balance.plan(np.bincount(problem.idx.ravel(), minlength=experts), ranks, local + 1)
+        held = np.random.default_rng(23).integers(-8, 8, (ranks, local, 2, 128)).astype(np.float32)
+
+        def body(x, idx, weights, held):
+            outs, rows = [], []
+            for options in ({"placement": placement}, {"balance": "exact", "slots_per_rank": local + 1}):
+                routed = xm.dispatch(x, idx, weights, num_experts=experts, axis_name=names, config=config, **options)
+                outs.append(xm.combine(routed.x, routed.handle, config=config))
+                rows.append(routed.num_tokens_per_expert.sum())
+            moved = placement.move(held, None, placement, config=config)
+            return outs, rows, moved, placement.reduce(moved, config=config)
+
+        outs, rows, moved, back = self.run(body, problem.x, problem.idx, problem.weights, held)
+        expected = oracle.combine(problem.expected.rows, problem.expected, weighted=True, axis_sizes=self.levels())
+        assert_bits(outs[0], expected, "with a placement")
+        assert_bits(outs[1], expected, "with an exact balance")
+        assert rows[0].sum() == rows[1].sum() == (problem.idx >= 0).sum()
+        assert rows[1].max() <= self.num_tokens * 3
+        flat = held.reshape(ranks * local, 2, 128)
+        assert_bits(moved, np.where(placement.experts[..., None, None] < 0, 0, flat[placement.experts]), "moved")
+        copies = np.pad(placement.num_replicas, (0, ranks * local - experts)).reshape(ranks, local, 1, 1)
+        assert_bits(np.abs(back), np.abs(held * copies.astype(np.float32)), "added up at home")
+
     # -- tokens that every rank has ----------------------------------------------------------------
     @pytest.mark.parametrize("layout", ["grouped", "padded"])
     def test_replicated_tokens(self, layout):
