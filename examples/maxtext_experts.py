@@ -14,18 +14,18 @@ from maxtext.version import __version__
 import xen_moe_jax as xm
 
 VERSION = "0.2.5"
-"""Of MaxText, which does not promise to keep what is replaced here: all of it is in maxtext/layers/moe.py."""
+"""The release of MaxText whose functions are replaced here; all of them are in maxtext/layers/moe.py."""
 MoE, RouteOutput = moe.RoutedMoE, moe.RouteOutput
 own_permute, own_unpermute, expert_shards = MoE.permute, MoE.unpermute, MoE.get_expert_parallelism_size
 
 
 def is_ours(layer) -> bool:
-    """Whether rows go to other devices by dispatch: several expert shards, and MaxText's all-to-all, not its ring."""
+    """Returns True where dispatch sends the rows: several expert shards, and MaxText's all-to-all, not its ring."""
     return expert_shards(layer) > 1 and not layer.config.use_ring_of_experts
 
 
 def permute(layer, inputs, gate_logits, pre_bias_logits, use_custom_sort_vjp=True, rngs=None, **options):
-    """In place of MaxText's sort of this shard's slots: the rows of this shard's experts, from every shard."""
+    """Replaces MaxText's sort of this shard's slots: returns the rows of this shard's experts, from every shard."""
     if not is_ours(layer):
         return own_permute(layer, inputs, gate_logits, pre_bias_logits, use_custom_sort_vjp, rngs, **options)
     chosen = [options.get(name) for name in ("input_ids", "forced_routed_experts")]
@@ -53,7 +53,7 @@ def permute(layer, inputs, gate_logits, pre_bias_logits, use_custom_sort_vjp=Tru
 
 
 def unpermute(layer, intermediate, way_back, weights, batch_size, sequence_length, *arguments, **options):
-    """In place of the sort back: expert outputs go home, are weighted and added there."""
+    """Replaces the sort back: expert outputs return to the shards of their tokens, which weigh and add them."""
     if not is_ours(layer):
         return own_unpermute(layer, intermediate, way_back, weights, batch_size, sequence_length, *arguments, **options)
     y = xm.combine(intermediate, way_back[0])  # `[rows, emb]`, or `[rows, emb / tensor shards]`

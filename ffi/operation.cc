@@ -67,7 +67,7 @@ constexpr Attribute<Plan> kPlanAttributes[] = {
     {"channel", &Plan::channel, 0, kMaxChannels - 1},
     {"site", &Plan::site, 0, std::numeric_limits<uint32_t>::max()},
 };
-// Of dispatch and combine.
+// Attributes of dispatch and combine.
 constexpr Attribute<Plan> kRoutedPlanAttributes[] = {
     {"dtype", &Plan::dtype_code, 0, kNumDtypes - 1},
     {"flight", &Plan::flight},

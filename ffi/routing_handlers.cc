@@ -68,8 +68,8 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
                });
 }
 
-// How many results of a dispatch start no kernel writes: xen_moe_jax/backends/cuda/start_done.py explains their
-// purpose.
+// The number of results of a dispatch start that no kernel writes: xen_moe_jax/backends/cuda/start_done.py explains
+// their purpose.
 constexpr size_t kHeld = 2;
 
 // x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, clean topk_idx,

@@ -39,7 +39,7 @@ class Turn {
   Turn(Turn&& other) noexcept : ticket_(std::exchange(other.ticket_, 0)) {}
   Turn& operator=(Turn&&) = delete;
   ~Turn() { End(); }
-  // As TicketOrder::Begin.
+  // Calls TicketOrder::Begin.
   void Begin(double seconds) { TicketOrder::Get().Begin(ticket_, seconds); }
   void End() {
     if (ticket_ != 0) TicketOrder::Get().End(std::exchange(ticket_, 0));

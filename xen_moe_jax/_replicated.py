@@ -65,7 +65,7 @@ def dispatch_replicated(
     num_local = -(-num_experts // math.prod(sizes))
     spec = _spec(caller, names, num_local, token_dims, topk_idx.shape[1], layout, alignment)
     weights = jnp.ones(topk_idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
-    # As varying, so that a cotangent is summed over the ranks once for each token and not once for each row.
+    # The axis varies from here on: a cotangent is summed over the ranks once for each token, not once for each row.
     values, weights = vary_over([values, weights], names)
 
     first = lax.axis_index(names) * num_local

@@ -83,7 +83,7 @@ class Handle:
 
 @pytree(static=("spec",))
 class ReplicatedHandle:
-    """Where `dispatch_replicated` put the rows of this rank's experts. Plain arrays, as a `Handle`.
+    """The places of `dispatch_replicated` for the rows of this rank's experts. Plain arrays, as a `Handle`.
 
     Attributes:
       positions: int32 `[T, K]`, row of `routed.x` of each slot; negative where this rank has none.

@@ -173,7 +173,7 @@ int main(int argc, char** argv) {
     Schedule s{};
     s.blocks = cut.blocks, s.push_blocks = cut.push, s.parts = cut.parts, s.low_latency = cut.low;
     s.part_elements = (kHidden / cut.parts + 255) / 256 * 256;
-    // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+    // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
     s.layout_blocks = cut.routing, s.segment_tokens = tokens;
     if (cut.low) return s;
     s.solo_layout = ranks * tokens * kTopK <= 2048;

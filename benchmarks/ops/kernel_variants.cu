@@ -145,7 +145,8 @@ int main(int argc, char** argv) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
       s.bulk = bulk;
-      // As xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+      // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for
+      // itself.
       s.solo_layout = ranks * tokens * top_k <= 2048;
       if (s.solo_layout) {
         s.layout_blocks = std::max(1, (tokens * top_k + 511) / 512);

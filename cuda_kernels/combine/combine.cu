@@ -7,8 +7,8 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 namespace {
 
-// Whether rows within one node, of a multiple of kOctet elements, have a faster kernel. Large groups have it only for
-// bf16 rows on a native or fp8 wire: each further kernel adds compile time.
+// True if a faster kernel exists for rows of a multiple of kOctet elements within one node. Large groups have it only
+// for bf16 rows on a native or fp8 wire: each further kernel adds compile time.
 template <class Y, WireType kWire>
 constexpr bool kHasFast = !kLargeGroups || (std::is_same_v<Y, __nv_bfloat16> && kWire != WireType::kInt8);
 

@@ -125,8 +125,7 @@ __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partia
   return chunk;
 }
 
-// Where a partial row of `source` goes, and which rank's staging row it takes there: to the source itself, as this
-// rank's row.
+// Sends each partial row of `source` to the source itself, into the staging row of this rank there.
 struct DirectPush {
   // The number of pairs of a source and a token, in the order in which they are pushed.
   __device__ __forceinline__ static int Pairs(const Routing& r) { return (r.ranks - 1) * r.tokens; }
@@ -292,8 +291,8 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   RowStream<Y, kSteps>::Run(ring, first_above + CountRanks(above), begin, end, row_of, clear, add, after_row, store);
 }
 
-// The same with a quantized wire: own rows go through the ring, staged rows through registers; the first staged row is
-// loaded before the own rows are summed.
+// StreamChunks for a quantized wire: own rows go through the ring, staged rows through registers; the first staged row
+// is loaded before the own rows are summed.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring,
                                              const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
@@ -421,7 +420,7 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   }
 }
 
-// The same through rings; also pushes the rows that PushPartials has left.
+// SumPartials through rings; also pushes the rows that PushPartials has left.
 template <class Y, WireType kWire, int kSteps, bool kGeneral>
 __device__ __forceinline__ void SumInRounds(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             uint32_t epoch) {

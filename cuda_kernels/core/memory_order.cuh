@@ -55,7 +55,8 @@ __device__ __forceinline__ void StoreRelaxedGpu(uint64_t* p, uint64_t v) {
 // An acquire and a release fence on this GPU. __threadfence() also orders stores before later loads, which takes
 // longer.
 __device__ __forceinline__ void FenceGpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// The same for all GPUs, as a flag requires. __threadfence_system() orders stores before later loads too.
+// An acquire and a release fence for all GPUs, as a flag requires. __threadfence_system() also orders stores before
+// later loads.
 __device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void StoreRelaxedSystem(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");

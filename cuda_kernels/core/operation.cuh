@@ -333,8 +333,8 @@ __device__ __forceinline__ void BeginFirstWarp(Running& run, const Call& call, O
   if (lane == 0) run.refused = refused;
 }
 // All threads of every block call it first. Afterwards `run` is complete. If run.refused is set, the block only poisons
-// and finishes. An inactive rank runs its operation like the others, with an empty run.active. `reachable`: the ranks
-// of this node; ranks of other nodes get announcements in another way (node/rail.cuh). `far`: how to reach those,
+// and finishes. An inactive rank runs its operation like an active one, with an empty run.active. `reachable`: the
+// ranks of this node; ranks of other nodes get announcements in another way (node/rail.cuh). `far`: how to reach those,
 // node/direct.cuh.
 template <class Far = SingleNode>
 __device__ __forceinline__ void BeginOperation(Running& run, const Call& call, Operation operation, int ranks, int rank,

@@ -16,8 +16,8 @@ enum class WireType : int { kNative = 0, kFp8 = 1, kInt8 = 2 };
 
 inline int ElementBytes(Element e) { return e == Element::kF32 ? 4 : e == Element::kByte ? 1 : 2; }
 
-// What every operation needs to run beside other operations and to report failures. The host fills it; it is the first
-// member of each Params.
+// The part of the parameters that lets an operation run beside other operations and report failures. The host fills it;
+// it is the first member of each Params.
 struct Call {
   Control* control;
   Mailbox* mailbox;     // this rank's own
@@ -154,7 +154,7 @@ struct ExchangeParams {
   const int* recv_sizes;
 };
 
-// How much memory staged rows may take in groups of more than kSmallGroup ranks: `bytes` of a half, or `tokens` of
+// Memory that staged rows may take in groups of more than kSmallGroup ranks: `bytes` of a half, or `tokens` of
 // every source where that is more. An operation of more tokens sends them in rounds (rounds.cuh). All ranks must agree.
 struct RingLimits {
   uint64_t bytes = 128ull << 20;
@@ -163,7 +163,7 @@ struct RingLimits {
 // Sizes and places, from the shapes (plan.cc). `scaled`: x comes with scales.
 Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled,
                     const RingLimits& limits = RingLimits());
-// The same for the low-latency kernels (schedule.low_latency). `operation`: dispatch or combine.
+// PlanStaging for the low-latency kernels (schedule.low_latency). `operation`: dispatch or combine.
 Staging PlanLowLatency(const Routing& routing, Operation operation, Element element, bool scaled);
 // Returns null, or why the low-latency kernels do not support the operation; the other kernels support every operation.
 // `chunk_tokens`: as in the schedule.

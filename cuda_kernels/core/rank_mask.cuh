@@ -93,7 +93,7 @@ struct TurnedRanks {
       f(rank);
     }
   }
-  // The same, but the compiler emits the code of `f` once.
+  // ForEach, but the compiler emits the code of `f` once.
   template <class F>
   __device__ __forceinline__ void ForEachOnce(F f) const {
 #pragma unroll 1

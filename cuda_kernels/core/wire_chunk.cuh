@@ -114,18 +114,18 @@ struct WireChunk {
 
  private:
   __device__ __forceinline__ static int Owner(int step) { return static_cast<int>(threadIdx.x & 16) | step; }
-  // Whether steps 2 * pair and 2 * pair + 1 lie interleaved.
+  // Returns true if steps 2 * pair and 2 * pair + 1 lie interleaved.
   __device__ __forceinline__ static bool Interleaved(int base, int end, int pair) {
     return base + (2 * pair + 2) * kWarpElements <= end;
   }
-  // Which of the row's scales this lane sends or loads; -1: none.
+  // Returns the number of the row's scale that this lane sends or loads; -1: none.
   __device__ __forceinline__ static int OwnScale(int base, int end) {
     const int lane = threadIdx.x & 31, step = lane & 15;
     const int scale = base / kScaleBlock + 2 * step + lane / 16;
     return step < kSteps && scale * kScaleBlock < end ? scale : -1;
   }
-  // Of `most[step]`, which every lane has of its own octets: the maximum of the step that this lane owns over the 16
-  // lanes of its half. Every round halves the steps that a lane handles: fewer shuffles than four a step.
+  // Returns the maximum of `most[step]` over the 16 lanes of this half, for the step that this lane owns; every lane
+  // gives `most` of its own octets. Every round halves the steps that a lane handles: fewer shuffles than four a step.
   template <int kBytes, int kApart>
   __device__ __forceinline__ static uint32_t LargestOfOwn(uint32_t (&most)[kOwners]) {
     const bool upper = threadIdx.x & kApart;

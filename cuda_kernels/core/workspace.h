@@ -3,7 +3,7 @@
 //
 // Each rank of a group has
 //   Mailbox   a small allocation that every rank of the group can write: announcements, the failure word, and what
-//             this rank shows to the others. It never moves while the workspace lives.
+//             this rank shows to the other ranks. It never moves while the workspace lives.
 //   staging   a large allocation that every rank can write. It is replaced when it must grow: one per generation.
 //   Control   device memory of this rank alone: the tables through which it reaches the other ranks. It never moves, so
 //             that a captured CUDA graph finds the staging areas after they have grown.
@@ -73,7 +73,7 @@ constexpr int kMaxRounds = 1024;  // rounds of one operation
 
 enum class Operation : uint32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kExchange = 3 };
 
-// What a waiting rank waits for.
+// The event that a waiting rank waits for.
 enum class Step : uint32_t {
   kArrival = 0,      // the other rank starts the operation
   kMetadata = 1,     // its routing
@@ -126,9 +126,9 @@ XEN_MOE_ANYWHERE inline bool OlderGeneration(uint32_t a, uint32_t b) {
   return static_cast<int8_t>(static_cast<uint8_t>(a - b)) < 0;
 }
 
-// What a rank is doing: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits` the rank has started
-// the epoch and is not known to wait. A waiting rank keeps changing the beat: a rank that has been stopped shows the
-// same word for ever.
+// The word that shows the state of a rank: epoch << 32 | waits << 31 | beat << 16 | step << 8 | rank. Without `waits`
+// the rank has started the epoch and is not known to wait. A waiting rank keeps changing the beat: a rank that has been
+// stopped shows the same word for ever.
 XEN_MOE_ANYWHERE inline uint64_t PackProgress(uint32_t epoch) { return static_cast<uint64_t>(epoch) << 32; }
 XEN_MOE_ANYWHERE inline uint64_t PackWaiting(uint32_t epoch, Step step, int rank, uint32_t beat = 0) {
   return static_cast<uint64_t>(epoch) << 32 | 1u << 31 | (beat & 0x7FFF) << 16 | static_cast<uint32_t>(step) << 8 |
@@ -259,7 +259,7 @@ XEN_MOE_ANYWHERE inline bool Suffices(const MemoryTable& table, const Needs& nee
          needs.scratch_bytes <= table.scratch_bytes;
 }
 
-// What the host reads without asking the device. Zeroed when allocated.
+// The record that the host reads without asking the device. Zeroed when allocated.
 struct alignas(64) ErrorRecord {
   uint64_t failure;     // as in Mailbox; written last
   uint64_t waited_ns;   // how long `other` had waited
@@ -292,7 +292,7 @@ struct alignas(128) Control {
   uint32_t cleared[2];                            // for each half: the epoch in which its flags were last set to 0
   uint64_t told_ns;                               // when this rank last notified other nodes of the waits here
   alignas(128) uint32_t started[2 * kMaxBlocks];  // fixed shares of work: the epoch in which a block began the share
-  uint32_t landed[kMaxBlocks];  // for each block: the last low-latency epoch whose rows are visible to other blocks
+  uint32_t visible[kMaxBlocks];  // for each block: the last low-latency epoch whose rows are visible to other blocks
   alignas(128) uint32_t taken[kMaxRounds];  // items of a round that are done; 0 again when all are (rounds.cuh)
 };
 

@@ -16,7 +16,7 @@ namespace xen_moe::XEN_MOE_VARIANT {
 
 constexpr int kGroupSlots = 32 / kBulkRows;  // slots of a pair, at most
 
-// What the eight lanes of a pair know about it.
+// A pair of a source and a token, as its eight lanes know it.
 struct Resolved {
   int position;  // of this lane's slot; -1, -2: as in the result
   int source, token;

@@ -235,7 +235,7 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   }
 }
 
-// The same through rings; also pushes the rows that Send has left.
+// PlaceRows through rings; also pushes the rows that Send has left.
 template <class Codec>
 __device__ __forceinline__ void PlaceInRounds(const DispatchParams& p, DispatchShared& shared,
                                               const LayoutScratch& scratch, const int* starts, uint32_t epoch) {

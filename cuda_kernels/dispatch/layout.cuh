@@ -132,7 +132,8 @@ __device__ __forceinline__ bool CountAndScan(const DispatchParams& p, const Runn
   return BlockAwait(&control->completed[1], r.local_experts, run);
 }
 
-// The same, by one block for itself, in shared memory. `write`: the block also writes recv_counts.
+// Counts and scans as CountAndScan does, but by one block for itself, in shared memory. `write`: the block also writes
+// recv_counts.
 __device__ __forceinline__ void CountAlone(const DispatchParams& p, const Running& run, const LayoutScratch& scratch,
                                            int* counters, bool write) {
   const Routing& r = p.routing;

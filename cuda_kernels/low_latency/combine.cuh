@@ -122,16 +122,16 @@ __device__ __forceinline__ void SumRows(const CombineParams& p, const TokenRows&
 template <class Y, int kSumRounds, int kRows>
 struct LowLatencyCombine {
   const CombineParams& p;
-  const LowLatencyCut& cut;
+  const LowLatencySchedule& schedule;
   const Running& run;
   const Piece piece;
 
-  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, const LowLatencyCut& line_cut,
+  __device__ __forceinline__ LowLatencyCombine(const CombineParams& params, const LowLatencySchedule& low_latency,
                                                const Running& running)
-      : p(params), cut(line_cut), run(running) {}
+      : p(params), schedule(low_latency), run(running) {}
 
   __device__ __forceinline__ int Lines(int round) const {
-    return round == p.staging.row_rounds - 1 ? cut.last_lines : kRoundLines;
+    return round == p.staging.row_rounds - 1 ? schedule.last_lines : kRoundLines;
   }
   // A round of a partial row, in the lines of rank `on`.
   __device__ __forceinline__ char* Round(int on, int source, int token, int round) const {
@@ -144,9 +144,9 @@ struct LowLatencyCombine {
   template <class Begin>
   __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const Routing& r = p.routing;
-    const uint32_t parts = cut.push_parts, others = r.ranks - 1, items = others * r.tokens * parts;
+    const uint32_t parts = schedule.push_parts, others = r.ranks - 1, items = others * r.tokens * parts;
     auto find = [&](uint32_t item, uint32_t* pair, int* source, uint32_t* token) {
-      *pair = cut.by_push_parts(item), *token = cut.by_others(*pair);
+      *pair = schedule.by_push_parts(item), *token = schedule.by_others(*pair);
       *source = r.rank + 1 + static_cast<int>(*pair - *token * others);
       if (*source >= r.ranks) *source -= r.ranks;
     };
@@ -156,7 +156,7 @@ struct LowLatencyCombine {
       find(item, &pair, &source, &token);
       return TokenRows::Load(p, source, token);
     };
-    uint32_t item = share + warp * cut.push;
+    uint32_t item = share + warp * schedule.push;
     int loaded = item < items ? load(item) : -1;
 #pragma unroll 1
     for (uint32_t next; item < items; item = next) {
@@ -164,10 +164,10 @@ struct LowLatencyCombine {
       int source;
       find(item, &pair, &source, &token);
       const TokenRows rows(p, loaded);
-      next = item + warps * cut.push;
+      next = item + warps * schedule.push;
       if (next < items) loaded = load(next);
-      const int base = static_cast<int>(item - pair * parts) * cut.push_rounds;
-      const int end = min(p.staging.row_rounds, base + cut.push_rounds);
+      const int base = static_cast<int>(item - pair * parts) * schedule.push_rounds;
+      const int end = min(p.staging.row_rounds, base + schedule.push_rounds);
       Values<Y> sums[kPushRounds];
       SumRows<kRows>(p, rows, piece, base, end, sums);
       if (!begin()) return;
@@ -181,12 +181,12 @@ struct LowLatencyCombine {
   }
   // One warp: does the shares that no block of this GPU has started. It is not a method of the caller's object, which
   // would then have to lie in memory.
-  static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LowLatencyCut& cut,
+  static __device__ __noinline__ void AdoptShares(const CombineParams& p, const LowLatencySchedule& schedule,
                                                   const Running& run) {
-    const LowLatencyCombine work(p, cut, run);
+    const LowLatencyCombine work(p, schedule, run);
     const int lane = threadIdx.x & 31;
-    for (int base = 0; base < cut.push; base += 32) {
-      const bool idle = base + lane < cut.push && LoadRelaxedGpu(&run.control->started[base + lane]) != run.epoch;
+    for (int base = 0; base < schedule.push; base += 32) {
+      const bool idle = base + lane < schedule.push && LoadRelaxedGpu(&run.control->started[base + lane]) != run.epoch;
       for (uint32_t m = __ballot_sync(0xFFFFFFFFu, idle); m; m &= m - 1) {
         const int share = base + __ffs(m) - 1;
         bool adopted = false;
@@ -270,7 +270,7 @@ struct LowLatencyCombine {
     const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
     const TokenRows own(p, TokenRows::Load(p, r.rank, token));
     const bool real = expert >= 0 && expert < r.experts;
-    const RankMask named = Union(real ? OneRank(cut.by_local_experts(expert)) : NoRanks(), r.ranks);
+    const RankMask named = Union(real ? OneRank(schedule.by_local_experts(expert)) : NoRanks(), r.ranks);
     uint4 mine[kSumRounds];  // rounded already, so that the warp holds little while it waits
     {
       Values<Y> sums[kSumRounds];
@@ -305,20 +305,20 @@ struct LowLatencyCombine {
   // All threads of the block. Returns false if the group has failed, or `begin()` was false.
   template <class Begin>
   __device__ __forceinline__ bool Sum(Begin begin) const {
-    const uint32_t parts = cut.parts, items = p.routing.tokens * parts;
-    const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
+    const uint32_t parts = schedule.parts, items = p.routing.tokens * parts;
+    const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - schedule.receivers);
     bool stalled = false;
 #pragma unroll 1
-    for (uint32_t item = summer + LateFirstWarp() * cut.receivers; summer >= 0 && item < items;) {
-      const uint32_t token = cut.by_parts(item), first = (item - token * parts) * cut.rounds;
+    for (uint32_t item = summer + LateFirstWarp() * schedule.receivers; summer >= 0 && item < items;) {
+      const uint32_t token = schedule.by_parts(item), first = (item - token * parts) * schedule.rounds;
       const bool before = stalled;
-      const int end = min(p.staging.row_rounds, static_cast<int>(first) + cut.rounds);
+      const int end = min(p.staging.row_rounds, static_cast<int>(first) + schedule.rounds);
       if (SumPart(token, first, end, &stalled, begin)) {
-        item += cut.receivers * kWarps;
+        item += schedule.receivers * kWarps;
       } else if (before == stalled) {
         return false;
       } else {
-        AdoptShares(p, cut, run);  // then try again, with nothing held in registers meanwhile
+        AdoptShares(p, schedule, run);  // then try again, with nothing held in registers meanwhile
       }
     }
     return begin();
@@ -327,15 +327,16 @@ struct LowLatencyCombine {
 
 template <class Y, int kSumRounds, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
-    LowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LowLatencyCut cut) {
+    LowLatencyCombineKernel(const __grid_constant__ CombineParams p,
+                            const __grid_constant__ LowLatencySchedule schedule) {
   __shared__ Running run;
-  const LowLatencyCombine<Y, kSumRounds, kRows> work(p, cut, run);
+  const LowLatencyCombine<Y, kSumRounds, kRows> work(p, schedule, run);
   AwaitKernelBefore();
   Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
     BeginLowLatency(run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
-    if (p.call.active && block < cut.push) StartOnce(run, block);
+    if (p.call.active && block < schedule.push) StartOnce(run, block);
   }
   bool begun = false;
   auto begin = [&] {  // all threads run it once: the first warp knows the epoch
@@ -343,12 +344,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();
       begun = true;
       Phase(1);
-      if (!run.refused && block < cut.push) StartShare(run.control, block, run.epoch);
+      if (!run.refused && block < schedule.push) StartShare(run.control, block, run.epoch);
     }
     return !run.refused;
   };
   if (warp == 0) begin();  // the first warp knows the epoch already: the other warps need not wait for its first rows
-  if (block < cut.push) work.PushShare(block, LateFirstWarp(), kWarps, [&] { return begin() && !run.repeats; });
+  if (block < schedule.push) work.PushShare(block, LateFirstWarp(), kWarps, [&] { return begin() && !run.repeats; });
   Phase(2);
   const bool good = work.Sum(begin);
   Phase(5);
@@ -362,10 +363,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Y>
 int LaunchLowLatencyCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
-  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, true);
+  const LowLatencySchedule schedule = ScheduleLowLatency(p.routing, p.schedule, p.staging, true);
   const auto kernel = p.routing.tokens <= kFewTokens ? LowLatencyCombineKernel<Y, kSumRoundsOfFew, 2>
                                                      : LowLatencyCombineKernel<Y, kSumRounds, 3>;
-  return LaunchEarly(kernel, p.schedule.blocks, 0, stream, p, cut);
+  return LaunchEarly(kernel, p.schedule.blocks, 0, stream, p, schedule);
 }
 template <class Y>
 int PreloadLowLatencyCombineOf() {

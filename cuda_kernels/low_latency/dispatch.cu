@@ -24,16 +24,16 @@ namespace {
 // All threads of the block: does the shares of this operation that no block has started. It makes its own plan: the
 // caller's plan would otherwise have to lie in memory.
 template <class Numbered>
-__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LowLatencyCut& cut, const Running& run,
-                                         char* dynamic, bool prepared) {
-  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
+__device__ __noinline__ void AdoptShares(const DispatchParams& p, const LowLatencySchedule& schedule,
+                                         const Running& run, char* dynamic, bool prepared) {
+  const Plan plan(p, schedule, run, dynamic, Numbered::Shared(p.routing));
   const Piece piece;
   auto begin = [] { return true; };
   for (int next = 0;;) {
     const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
     if (share < 0) return;
-    if (share >= cut.routing) {
-      PushShare(plan, piece, share - cut.routing, begin);
+    if (share >= schedule.routing) {
+      PushShare(plan, piece, share - schedule.routing, begin);
       continue;
     }
     if (!prepared) Numbered::PrepareLate(plan);
@@ -44,10 +44,11 @@ __device__ __noinline__ void AdoptShares(const DispatchParams& p, const LowLaten
 
 template <class Numbered>
 __global__ void __launch_bounds__(kThreads, 1)
-    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LowLatencyCut cut) {
+    LowLatencyDispatchKernel(const __grid_constant__ DispatchParams p,
+                             const __grid_constant__ LowLatencySchedule schedule) {
   __shared__ Running run;
   extern __shared__ __align__(16) char dynamic[];
-  const Plan plan(p, cut, run, dynamic, Numbered::Shared(p.routing));
+  const Plan plan(p, schedule, run, dynamic, Numbered::Shared(p.routing));
   const Piece piece;
   const int block = static_cast<int>(blockIdx.x);
   AwaitKernelBefore();
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int share = block; share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);
-    if (share >= cut.routing) {
-      PushShare(plan, piece, share - cut.routing, sends);
+    if (share >= schedule.routing) {
+      PushShare(plan, piece, share - schedule.routing, sends);
     } else {
       Numbered::Send(plan, piece, share, sends);
     }
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool good = begin();
   Phase(2);
   if (good && plan.receiver >= 0) {
-    good = Numbered::Receive(plan, piece, [&] { AdoptShares<Numbered>(p, cut, run, dynamic, block < cut.routing); });
+    good = Numbered::Receive(plan, piece,
+                             [&] { AdoptShares<Numbered>(p, schedule, run, dynamic, block < schedule.routing); });
     Phase(4);
     if (good) {
       good = PlaceRows<Numbered::kRounds, Numbered::kFew>(
@@ -105,11 +107,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
-  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, false);
+  const LowLatencySchedule schedule = ScheduleLowLatency(p.routing, p.schedule, p.staging, false);
   const bool few = IsFew(p.routing);
   const auto kernel = few ? LowLatencyDispatchKernel<NumberedByReceiver> : LowLatencyDispatchKernel<NumberedBySender>;
   const SharedPlan shared = few ? PlanFewShared(p.routing) : PlanShared(p.routing);
-  return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, cut);
+  return LaunchEarly(kernel, p.schedule.blocks, shared.bytes, stream, p, schedule);
 }
 int PreloadLowLatencyDispatch() {
   if (int e = LoadKernel(LowLatencyDispatchKernel<NumberedByReceiver>, kLowLatencySharedBytes)) return e;

@@ -18,7 +18,7 @@ struct NumberedBySender {
   __device__ __forceinline__ static SharedPlan Shared(const Routing& r) { return PlanShared(r); }
   // All warps but the first, before the epoch is known.
   __device__ __forceinline__ static void Prepare(const Plan& plan) {
-    if (static_cast<int>(blockIdx.x) < plan.cut.routing) NumberRows(plan);
+    if (static_cast<int>(blockIdx.x) < plan.schedule.routing) NumberRows(plan);
   }
   // All threads of a block that must send a share and has not prepared for it.
   __device__ __forceinline__ static void PrepareLate(const Plan& plan) {
@@ -47,8 +47,8 @@ struct NumberedBySender {
     LayoutScratch scratch{};
     scratch.columns = plan.at.local;
     scratch.totals = plan.In<int>(plan.at.groups);
-    ZeroPadding(plan.p, scratch, plan.In<int>(plan.at.starts), plan.receiver, plan.cut.receivers);
-    ClearUnusedRows(plan.p, scratch, plan.receiver, plan.cut.receivers);
+    ZeroPadding(plan.p, scratch, plan.In<int>(plan.at.starts), plan.receiver, plan.schedule.receivers);
+    ClearUnusedRows(plan.p, scratch, plan.receiver, plan.schedule.receivers);
   }
 };
 
@@ -69,7 +69,8 @@ struct NumberedByReceiver {
     const Routing& r = p.routing;
     const int slot = (threadIdx.x & 7) * 2, items = (r.tokens + kRoundLines - 1) / kRoundLines * r.ranks;
 #pragma unroll 1
-    for (int item = share + LateFirstWarp() * plan.cut.routing; item < items; item += plan.cut.routing * kWarps) {
+    for (int item = share + LateFirstWarp() * plan.schedule.routing; item < items;
+         item += plan.schedule.routing * kWarps) {
       const int group = item / r.ranks, first = group * kRoundLines, token = first + piece.line;
       int to = r.rank + 1 + item - group * r.ranks;
       if (to >= r.ranks) to -= r.ranks;
@@ -90,10 +91,10 @@ struct NumberedByReceiver {
     if (p.clean_topk_idx) {
       if (!begin()) return;
 #pragma unroll 1
-      for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
+      for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.schedule.routing * kThreads) {
         const int expert = p.topk_idx[i];
         const bool real = expert >= 0 && expert < r.experts;
-        p.clean_topk_idx[i] = real && Holds(plan.run.active, plan.cut.by_local_experts(expert)) ? expert : -1;
+        p.clean_topk_idx[i] = real && Holds(plan.run.active, plan.schedule.by_local_experts(expert)) ? expert : -1;
       }
     }
   }
@@ -108,7 +109,7 @@ struct NumberedByReceiver {
 #pragma unroll 1
       for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
            first += kWarps * kRoundLines) {
-        const int line = first + piece.line, source = static_cast<int>(plan.cut.by_tokens(line)),
+        const int line = first + piece.line, source = static_cast<int>(plan.schedule.by_tokens(line)),
                   token = line - source * r.tokens;
         const bool active = line < lines && Holds(plan.run.active, source);
         const char* const from = plan.run.half[r.rank] + plan.MessageAt(source, plan.p.staging.count_lines + token);
@@ -121,7 +122,7 @@ struct NumberedByReceiver {
           return __ballot_sync(0xFFFFFFFFu, active && piece.flags && v.w != plan.run.epoch);
         };
         auto source_of = [&](uint32_t mask) {
-          return static_cast<int>(plan.cut.by_tokens(first + (__ffs(mask) - 1) / 8));
+          return static_cast<int>(plan.schedule.by_tokens(first + (__ffs(mask) - 1) / 8));
         };
         good = AwaitLines(missing, source_of, [&] { return !patient; }, plan.run, Step::kMetadata);
         const uint32_t one = Checked(r, active ? v.x : 0), two = Checked(r, active && !piece.flags ? v.z : 0);
@@ -191,7 +192,9 @@ struct NumberedByReceiver {
  private:
   // Returns whether this block writes the counts into the result: the last block does, which has the fewest rows to
   // place.
-  __device__ __forceinline__ static bool Reports(const Plan& plan) { return plan.receiver == plan.cut.receivers - 1; }
+  __device__ __forceinline__ static bool Reports(const Plan& plan) {
+    return plan.receiver == plan.schedule.receivers - 1;
+  }
   // Returns a slot's word for rank `to`: local expert + 1, or 0 if the slot is not for that rank.
   __device__ __forceinline__ static uint32_t Word(const Routing& r, int to, int expert) {
     const int local = expert - to * r.local_experts;

@@ -99,7 +99,7 @@ struct Divisor {
 // How blocks and warps share the work. The first `routing` blocks send the messages, the next `push` blocks the rows,
 // the other blocks receive; if no block is left, all blocks receive. Received (summed) rows are divided into `parts` of
 // `rounds` rounds, about one for each warp; so are the rows that a combine pushes.
-struct LowLatencyCut {
+struct LowLatencySchedule {
   int routing, push, receivers;
   int rounds, parts;
   int push_rounds, push_parts;
@@ -112,25 +112,25 @@ constexpr int kFewPlaceRounds = 1;                // of few tokens
 constexpr int kFewTokens = 32;
 constexpr int kSumRounds = 2, kSumRoundsOfFew = 1;
 
-XEN_MOE_ANYWHERE inline void CutRow(int all_rounds, int rows, int warps, int most_rounds, int* rounds, int* parts) {
+XEN_MOE_ANYWHERE inline void DivideRow(int all_rounds, int rows, int warps, int most_rounds, int* rounds, int* parts) {
   const int most = rows > 0 ? warps / rows : 1;
   const int finest = most < 1 ? 1 : most > all_rounds ? all_rounds : most;
   *rounds = (all_rounds + finest - 1) / finest;
   if (*rounds > most_rounds) *rounds = most_rounds;
   *parts = (all_rounds + *rounds - 1) / *rounds;
 }
-XEN_MOE_ANYWHERE inline LowLatencyCut CutLowLatency(const Routing& r, const Schedule& s, const Staging& m,
-                                                    bool combine) {
-  LowLatencyCut c{};
+XEN_MOE_ANYWHERE inline LowLatencySchedule ScheduleLowLatency(const Routing& r, const Schedule& s, const Staging& m,
+                                                              bool combine) {
+  LowLatencySchedule c{};
   const int all_rounds = m.row_rounds;
   // No more shares than blocks: a second one could not be claimed together with the number (low_latency/dispatch.cu).
   c.routing = combine ? 0 : s.layout_blocks < s.blocks ? s.layout_blocks : s.blocks > 1 ? s.blocks - 1 : 1;
   c.push = s.push_blocks < s.blocks - c.routing ? s.push_blocks : s.blocks > c.routing ? s.blocks - c.routing : 1;
   c.receivers = s.blocks > c.routing + c.push ? s.blocks - c.routing - c.push : s.blocks;
   const int sum_rounds = r.tokens <= kFewTokens ? kSumRoundsOfFew : kSumRounds;
-  CutRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps, combine ? sum_rounds : kPlaceRounds,
-         &c.rounds, &c.parts);
-  CutRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, kPushRounds, &c.push_rounds, &c.push_parts);
+  DivideRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps,
+            combine ? sum_rounds : kPlaceRounds, &c.rounds, &c.parts);
+  DivideRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, kPushRounds, &c.push_rounds, &c.push_parts);
   const int last_bytes = static_cast<int>(m.row_bytes) - (all_rounds - 1) * kRoundData;
   c.last_lines = last_bytes >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last_bytes + 111) / 112;
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);

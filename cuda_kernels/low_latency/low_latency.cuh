@@ -19,9 +19,9 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 
 // Upper bound for the failure path: how long the last block of a failed operation waits for rows to become visible,
-// normally microseconds. Reached only if a block of an earlier operation overwrote a word of Control::landed; never
+// normally microseconds. Reached only if a block of an earlier operation overwrote a word of Control::visible; never
 // observed.
-constexpr uint64_t kLandedNs = 100000000;
+constexpr uint64_t kVisibleNs = 100000000;
 
 // {owner, epoch, generation, members} in one load of one aligned sector, which no store splits. The load is relaxed: an
 // operation returns `owner` after the atomic operations of all its blocks on Control.
@@ -149,19 +149,20 @@ struct LowLatencyTicket {
   __device__ __forceinline__ bool AllRefused() const { return Refused() == gridDim.x; }
 };
 
-// All threads of the last block: waits until the other blocks' rows are visible, so that no late row overwrites poison.
+// Waits until the other blocks' rows are visible, so that no late row overwrites poison. All threads of the last block
+// call it.
 // Refused blocks have written no rows.
-static __device__ __noinline__ void AwaitLanded(const Running& run) {
+static __device__ __noinline__ void AwaitVisible(const Running& run) {
   const uint32_t refused = LowLatencyTicket{LoadRelaxedGpu(&run.control->ticket)}.Refused();
   const uint64_t start = NowNs();
   for (bool late = false; !late;) {
-    uint32_t landed = refused;
+    uint32_t visible = refused;
     for (uint32_t base = 0; base < gridDim.x; base += blockDim.x) {
       const uint32_t block = base + threadIdx.x;
-      landed += __syncthreads_count(block < gridDim.x && LoadRelaxedGpu(&run.control->landed[block]) == run.epoch);
+      visible += __syncthreads_count(block < gridDim.x && LoadRelaxedGpu(&run.control->visible[block]) == run.epoch);
     }
-    if (landed >= gridDim.x) break;
-    late = __syncthreads_or(threadIdx.x == 0 && NowNs() - start > kLandedNs);
+    if (visible >= gridDim.x) break;
+    late = __syncthreads_or(threadIdx.x == 0 && NowNs() - start > kVisibleNs);
   }
   FenceGpu();
 }
@@ -171,13 +172,13 @@ __device__ __noinline__ void FinishRefused(Running& run, Poison poison) {
   FinishOperation<LowLatencyTicket>(run, poison);
 }
 // All threads of every block call it last, with whether the thread has completed its work. A block takes its ticket
-// before its rows are visible: another warp makes them visible meanwhile and records that in Control::landed. Only the
+// before its rows are visible: another warp makes them visible meanwhile and records that in Control::visible. Only the
 // last block of a failed operation reads that record.
 template <class Poison>
 __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison poison_share) {
   if constexpr (kLargeGroups) return FinishOperation(run, poison_share);
   auto poison = [&](uint32_t index, uint32_t count) {
-    if (count == 1 && gridDim.x > 1) AwaitLanded(run);
+    if (count == 1 && gridDim.x > 1) AwaitVisible(run);
     poison_share(index, count);
   };
   if (run.refused || run.outside) return FinishRefused(run, poison);
@@ -192,7 +193,7 @@ __device__ __forceinline__ void FinishLowLatency(Running& run, bool good, Poison
   const bool gave_up = !__syncthreads_and(good);
   if (threadIdx.x == 32) {
     FenceGpu();
-    StoreRelaxedGpu(&run.control->landed[blockIdx.x], run.epoch);
+    StoreRelaxedGpu(&run.control->visible[blockIdx.x], run.epoch);
   }
   if (threadIdx.x < 32) {
     if (!__all_sync(0xFFFFFFFFu, !Holds(run.active, lane) || AnnouncedEpoch(word) == run.epoch)) look();

@@ -12,27 +12,27 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// What a block knows about the operation. `shared`: its dynamic shared memory.
+// The operation as a block sees it. `shared`: the block's dynamic shared memory.
 struct Plan {
   const DispatchParams& p;
-  const LowLatencyCut& cut;
+  const LowLatencySchedule& schedule;
   const Running& run;
   char* shared;
   SharedPlan at;
   int receiver;  // this block's number among the receivers, or negative
 
-  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencyCut& line_cut, const Running& running,
-                                  char* dynamic)
-      : Plan(params, line_cut, running, dynamic, PlanShared(params.routing)) {}
-  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencyCut& line_cut, const Running& running,
-                                  char* dynamic, const SharedPlan& places)
-      : p(params), cut(line_cut), run(running), shared(dynamic), at(places) {
-    receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencySchedule& low_latency,
+                                  const Running& running, char* dynamic)
+      : Plan(params, low_latency, running, dynamic, PlanShared(params.routing)) {}
+  __device__ __forceinline__ Plan(const DispatchParams& params, const LowLatencySchedule& low_latency,
+                                  const Running& running, char* dynamic, const SharedPlan& places)
+      : p(params), schedule(low_latency), run(running), shared(dynamic), at(places) {
+    receiver = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - schedule.receivers);
   }
   __device__ __forceinline__ int Lines(int round) const {
-    return round == p.staging.row_rounds - 1 ? cut.last_lines : kRoundLines;
+    return round == p.staging.row_rounds - 1 ? schedule.last_lines : kRoundLines;
   }
-  __device__ __forceinline__ int Shares() const { return cut.routing + cut.push; }
+  __device__ __forceinline__ int Shares() const { return schedule.routing + schedule.push; }
   template <class T>
   __device__ __forceinline__ T* In(uint32_t offset) const {
     return reinterpret_cast<T*>(shared + offset);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   const Routing& r = plan.p.routing;
   const int warp = threadIdx.x / 32, q = threadIdx.x & 7;
   const int lines = plan.p.staging.count_lines + r.tokens, groups = (lines + kRoundLines - 1) / kRoundLines;
-  const int warps = plan.cut.routing * kWarps;
+  const int warps = plan.schedule.routing * kWarps;
 #pragma unroll 1
   for (int item = share * kWarps + warp; item < groups * r.ranks; item += warps) {
     const int group = item / r.ranks;  // the counts of all ranks come first: everything waits for them
@@ -172,9 +172,9 @@ __device__ __forceinline__ void SendRouting(const Plan& plan, const Piece& piece
   if (plan.p.clean_topk_idx) {
     const int16_t* experts = plan.In<int16_t>(plan.at.experts);
 #pragma unroll 1
-    for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
+    for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.schedule.routing * kThreads) {
       const int expert = experts[i];
-      const bool moves = expert >= 0 && Holds(plan.run.active, plan.cut.by_local_experts(expert));
+      const bool moves = expert >= 0 && Holds(plan.run.active, plan.schedule.by_local_experts(expert));
       plan.p.clean_topk_idx[i] = moves ? expert : -1;
     }
   }
@@ -230,7 +230,7 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
 #pragma unroll 1
     for (int first = warp * kRoundLines; good && first < max(lines, (warp + 1) * kRoundLines);
          first += kWarps * kRoundLines) {
-      const int line = first + piece.line, source = static_cast<int>(plan.cut.by_count_lines(line)),
+      const int line = first + piece.line, source = static_cast<int>(plan.schedule.by_count_lines(line)),
                 begin = line - source * per_source;
       const bool active = line < lines && Holds(plan.run.active, source);
       const char* from = plan.run.half[r.rank] + plan.MessageAt(source, begin);
@@ -316,7 +316,7 @@ __device__ __forceinline__ int ResolveSlots(const Plan& plan, int source, int to
   return lane == 0 ? row : -1;
 }
 
-// The same from the token's line, once it has arrived. Returns false if the group has failed.
+// ResolveSlots from the token's line, once it has arrived. Returns false if the group has failed.
 __device__ __forceinline__ bool ResolveRows(const Plan& plan, const Piece& piece, int source, int token, bool write,
                                             int* position) {
   const DispatchParams& p = plan.p;

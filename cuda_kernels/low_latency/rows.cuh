@@ -50,8 +50,8 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
   const int lane = threadIdx.x & 31, rounds = p.staging.row_rounds;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
   const int items = r.ranks > 1 ? r.tokens * rounds : 0;
-  const int end = items * (share + 1) / plan.cut.push;
-  for (int item = items * share / plan.cut.push + static_cast<int>(threadIdx.x / 32); item < end;
+  const int end = items * (share + 1) / plan.schedule.push;
+  for (int item = items * share / plan.schedule.push + static_cast<int>(threadIdx.x / 32); item < end;
        item += kAhead * kWarps) {
     uint4 v[kAhead];
     int expert[kAhead], token[kAhead];
@@ -59,7 +59,7 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
     for (int i = 0; i < kAhead; ++i) {
       const int now = item + i * kWarps;
       if (now >= end) break;
-      token[i] = static_cast<int>(plan.cut.by_row_rounds(now));
+      token[i] = static_cast<int>(plan.schedule.by_row_rounds(now));
       const int at = (now - token[i] * rounds) * kRoundData + piece.offset;
       v[i] = make_uint4(0, 0, 0, 0);
       if (at < row_bytes) v[i] = LoadPiece(WireRow(p, p.x, p.scales, token[i]).At(at, value_bytes), piece);
@@ -73,7 +73,8 @@ __device__ __forceinline__ void PushShare(const Plan& plan, const Piece& piece, 
       const int now = item + i * kWarps;
       if (now >= end) break;
       const bool real = expert[i] >= 0 && expert[i] < r.experts;
-      const RankMask ranks = Union(real ? OneRank(plan.cut.by_local_experts(expert[i])) : NoRanks(), r.ranks) & others;
+      const RankMask ranks =
+          Union(real ? OneRank(plan.schedule.by_local_experts(expert[i])) : NoRanks(), r.ranks) & others;
       const int round = now - token[i] * rounds, lines = plan.Lines(round);
       const uint64_t to = plan.RowAt(r.rank, token[i], round);
       TurnedRanks::Of(ranks, first, r.ranks).ForEachOnce([&](int rank) {
@@ -93,23 +94,23 @@ __device__ __forceinline__ bool PlaceRows(const Plan& plan, const Piece& piece, 
   const DispatchParams& p = plan.p;
   const Routing& r = p.routing;
   const int value_bytes = static_cast<int>(p.staging.scale_offset), row_bytes = static_cast<int>(p.staging.row_bytes);
-  const uint32_t parts = plan.cut.parts, items = static_cast<uint32_t>(r.ranks * r.tokens) * parts;
+  const uint32_t parts = plan.schedule.parts, items = static_cast<uint32_t>(r.ranks * r.tokens) * parts;
   const char* const half = plan.run.half[r.rank];
 #pragma unroll 1
-  for (uint32_t item = plan.receiver + threadIdx.x / 32 * plan.cut.receivers; item < items;
-       item += plan.cut.receivers * kWarps) {
+  for (uint32_t item = plan.receiver + threadIdx.x / 32 * plan.schedule.receivers; item < items;
+       item += plan.schedule.receivers * kWarps) {
     // Own tokens first, then token by token, the sources interleaved: the order in which rows arrive.
-    const uint32_t pair = plan.cut.by_parts(item);
+    const uint32_t pair = plan.schedule.by_parts(item);
     int source = r.rank, token = static_cast<int>(pair);
     if (token >= r.tokens) {
       const uint32_t other = pair - r.tokens, others = r.ranks - 1;
-      token = static_cast<int>(plan.cut.by_others(other));
+      token = static_cast<int>(plan.schedule.by_others(other));
       source = r.rank + 1 + static_cast<int>(other - token * others);
       if (source >= r.ranks) source -= r.ranks;
     }
     const bool own = source == r.rank;
-    const int first = static_cast<int>(item - pair * parts) * plan.cut.rounds;
-    const int end = min(p.staging.row_rounds, first + plan.cut.rounds);
+    const int first = static_cast<int>(item - pair * parts) * plan.schedule.rounds;
+    const int end = min(p.staging.row_rounds, first + plan.schedule.rounds);
     if constexpr (Far::kAny) {
       if (far.HasFrom(source)) {
         if (!far.Place(source, token, first, end)) return false;

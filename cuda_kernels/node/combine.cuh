@@ -305,12 +305,12 @@ __device__ __forceinline__ void SendSums(const CombineParams& p, CombineShared& 
   }
 }
 
-// What the warps of a block share about the current chunk.
+// Data about the current chunk that the warps of a block share.
 struct ArrivedShared {
   uint32_t came[kLargeGroups ? kRanks : 32];  // by rail.Place(rank): tokens that the rank has sent a row for
 };
-// The same for all lanes of a warp: each lane's own word or, if there may be more ranks than lanes, a pointer to the
-// words.
+// ArrivedShared::came as all lanes of a warp hold it: each lane's own word or, if there may be more ranks than lanes, a
+// pointer to the words.
 using Came = std::conditional_t<kLargeGroups, const uint32_t*, uint32_t>;
 template <class T = Came>
 __device__ __forceinline__ T CameOf(const ArrivedShared& arrivals) {
@@ -350,7 +350,7 @@ __device__ __noinline__ void AddFar(const CombineParams& p, const CombineShared&
     const uint32_t tokens = CameFrom(came, rank);
     if (!(tokens >> bit & 1)) continue;
     const int record = __popc(tokens & ((1u << bit) - 1));
-    const char* const row = shared.run.data[p.routing.rank] + rail.LandedRecord(rank, chunk, record);
+    const char* const row = shared.run.data[p.routing.rank] + rail.ArrivedRecord(rank, chunk, record);
     LoadPartial<Y, kWire, kSteps>(p, row, base, end, vector, partial);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) Add(total[s], partial[s]);
@@ -392,7 +392,7 @@ __device__ __forceinline__ void SumNodes(const CombineParams& p, CombineShared& 
       auto far_row = [&](int node) -> const char* {
         const int from = rail.RankOn(node);
         const uint32_t before = arrivals.came[rail.Place(from)] & ((1u << bit) - 1);
-        return shared.run.data[r.rank] + rail.LandedRecord(from, chunk, __popc(before));
+        return shared.run.data[r.rank] + rail.ArrivedRecord(from, chunk, __popc(before));
       };
       Y* const out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
       for (int part = 0; part < p.schedule.parts; ++part) {

@@ -54,8 +54,8 @@ class JoinBarrier {
     }
     return met;
   }
-  // The same warp, when flags are cleared before the epochs wrap around: removes the epochs that are stored with
-  // counters.
+  // Removes the epochs that are stored with counters. Called by the first warp when it clears flags before the epochs
+  // wrap around.
   __device__ __forceinline__ void ForgetEpochs(const Running& run) const {
     for (int i = threadIdx.x & 31; i < first_ - kDirectSignals; i += 32) {
       unsigned long long* const word = reinterpret_cast<unsigned long long*>(expected_ + kDirectSignals + i);
@@ -100,19 +100,20 @@ class Direct {
   __device__ __forceinline__ uint64_t SentCounts(int rank) const {
     return plan.send + Chunk(rank, 0) + sizeof(ChunkHeader);
   }
-  __device__ __forceinline__ uint64_t LandedCounts(int rank) const {
-    return plan.land + Chunk(rank, 0) + sizeof(ChunkHeader);
+  __device__ __forceinline__ uint64_t ArrivedCounts(int rank) const {
+    return plan.receive + Chunk(rank, 0) + sizeof(ChunkHeader);
   }
   __device__ __forceinline__ uint64_t SentRecord(int rank, int chunk, int record) const {
     return plan.send + Chunk(rank, chunk) + Records(chunk) + record * plan.record_bytes;
   }
-  __device__ __forceinline__ uint64_t LandedRecord(int rank, int chunk, int record) const {
-    return plan.land + Chunk(rank, chunk) + Records(chunk) + record * plan.record_bytes;
+  __device__ __forceinline__ uint64_t ArrivedRecord(int rank, int chunk, int record) const {
+    return plan.receive + Chunk(rank, chunk) + Records(chunk) + record * plan.record_bytes;
   }
   // Sends the chunk; the block has completed its records before a barrier. All lanes of one warp call it.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
-    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
-              Records(chunk) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, chunk));
+    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk),
+              plan.receive + Chunk(run_.rank, chunk), Records(chunk) + __popc(tokens) * plan.record_bytes, tokens,
+              Signal(run_.rank, chunk));
   }
   // Waits for a chunk of `rank` and returns its mask of tokens. Returns false if the group has failed. All lanes of a
   // warp call it, any number of times.
@@ -189,7 +190,7 @@ class Direct {
   __device__ __forceinline__ bool AwaitSlowly(int rank, int chunk, Step step, uint32_t* tokens) const {
     if (!AwaitCounter(rank, Signal(rank, chunk), step)) return false;
     const ChunkHeader* const header =
-        reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.land + Chunk(rank, chunk));
+        reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + plan.receive + Chunk(rank, chunk));
     *tokens = LoadRelaxedSystem(&header->tokens);
     return SameOperation(run_, LoadRelaxedSystem(&header->announcement), rank);
   }

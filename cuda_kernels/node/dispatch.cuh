@@ -20,7 +20,7 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// What the warps of a block share about the current message: tokens of its chunks.
+// Data about the current message that the warps of a block share: the tokens of its chunks.
 struct MessageShared {
   uint32_t tokens[kLeadChunks];
 };
@@ -174,7 +174,7 @@ __device__ __forceinline__ void ForwardLeads(const DispatchParams& p, const Disp
     const bool alone = (p.known_positions && lead > 0) || !rail.OnRail(source);
     const RankMask to = alone ? OneRank(r.rank) : shared.run.meets;
     const LeadHeader* const header =
-        reinterpret_cast<const LeadHeader*>(shared.run.data[r.rank] + rail.LandedLead(source, lead));
+        reinterpret_cast<const LeadHeader*>(shared.run.data[r.rank] + rail.ArrivedLead(source, lead));
     if (threadIdx.x < kLeadChunks) {
       const int chunk = lead * kLeadChunks + threadIdx.x;
       message.tokens[threadIdx.x] =
@@ -218,8 +218,8 @@ __device__ __forceinline__ void ForwardChunks(const DispatchParams& p, const Dis
       const int pair = source * r.tokens + token;
       const RankMask ranks = RanksOf(topk_idx, pair, r, here);
       const uint64_t row = p.staging.rows + static_cast<uint64_t>(pair) * p.staging.row_bytes;
-      const char* const landed = shared.run.data[r.rank] + rail.LandedRecord(source, chunk, record);
-      CopyCodec<int4>::Copy(reinterpret_cast<const int4*>(landed), static_cast<int>(p.staging.row_bytes / 16),
+      const char* const staged = shared.run.data[r.rank] + rail.ArrivedRecord(source, chunk, record);
+      CopyCodec<int4>::Copy(reinterpret_cast<const int4*>(staged), static_cast<int>(p.staging.row_bytes / 16),
                             [&](auto store) {
                               for (RankMask to = ranks; Any(to); DropFirst(to)) {
                                 store(reinterpret_cast<int4*>(shared.run.data[FirstRank(to)] + row));

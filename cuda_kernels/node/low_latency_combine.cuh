@@ -57,20 +57,20 @@ struct FarCombine {
     const CombineParams& p = near.p;
     const int warp = static_cast<int>(threadIdx.x / 32), others = direct.Others(), items = others * direct.plan.chunks;
 #pragma unroll 1
-    for (int item = share, turn = 0; item < items; item += near.cut.push, ++turn) {
+    for (int item = share, turn = 0; item < items; item += near.schedule.push, ++turn) {
       const int source = direct.RankAt(item % others), chunk = item / others;
       if (!Holds(far, source)) continue;
       const uint32_t tokens = TokensOfSource(source, chunk);
-      const int units = __popc(tokens) * near.cut.push_parts;
+      const int units = __popc(tokens) * near.schedule.push_parts;
 #pragma unroll 1
       for (int unit = warp; unit < units; unit += kWarps) {
-        const int record = static_cast<int>(near.cut.by_push_parts(unit));
+        const int record = static_cast<int>(near.schedule.by_push_parts(unit));
         uint32_t rest = tokens;
         for (int i = 0; i < record; ++i) rest &= rest - 1;
         const int token = chunk * direct.plan.chunk_tokens + __ffs(rest) - 1;
         const TokenRows rows(p, TokenRows::Load(p, source, token));
-        const int base = (unit - record * near.cut.push_parts) * near.cut.push_rounds;
-        const int end = min(p.staging.row_rounds, base + near.cut.push_rounds);
+        const int base = (unit - record * near.schedule.push_parts) * near.schedule.push_rounds;
+        const int end = min(p.staging.row_rounds, base + near.schedule.push_rounds);
         Values<Y> sums[kPushRounds];
         SumRows<kRows>(p, rows, near.piece, base, end, sums);
         StoreSums(near.run.data[p.routing.rank] + direct.SentRecord(source, chunk, record), near.piece, base, end,
@@ -83,7 +83,7 @@ struct FarCombine {
   // All threads of the block: does the shares of this operation that no block has started.
   __device__ __forceinline__ void AdoptShares() const {
     for (int next = 0;;) {
-      const int share = AdoptShare(near.run.control, near.cut.push, near.run.epoch, &next);
+      const int share = AdoptShare(near.run.control, near.schedule.push, near.run.epoch, &next);
       if (share < 0) return;
       Send(share);
       near.PushShare(share, static_cast<int>(threadIdx.x / 32), kWarps, [] { return true; });
@@ -93,7 +93,7 @@ struct FarCombine {
   __device__ __forceinline__ void AwaitShares() const {
     for (int poll = 0; poll < kLinePolls; ++poll) {
       bool idle = false;
-      for (int i = threadIdx.x; i < near.cut.push; i += kThreads) {
+      for (int i = threadIdx.x; i < near.schedule.push; i += kThreads) {
         idle |= LoadRelaxedGpu(&near.run.control->started[i]) != near.run.epoch;
       }
       if (!__syncthreads_or(idle)) return;
@@ -124,7 +124,7 @@ struct FarCombine {
         if (!direct.Await(rank, chunk, Step::kRows, &tokens)) return false;
         if (!(tokens >> bit & 1)) continue;
         const int record = __popc(tokens & ((1u << bit) - 1));
-        row[j] = near.run.data[p.routing.rank] + direct.LandedRecord(rank, chunk, record);
+        row[j] = near.run.data[p.routing.rank] + direct.ArrivedRecord(rank, chunk, record);
       }
 #pragma unroll
       for (int j = 0; j < kRanks; ++j) {
@@ -152,7 +152,7 @@ struct FarCombine {
     const int lane = threadIdx.x & 31;
     const int expert = lane < r.top_k ? p.topk_idx[token * r.top_k + lane] : -1;
     const bool real = expert >= 0 && expert < r.experts;
-    const RankMask named = Union(real ? OneRank(near.cut.by_local_experts(expert)) : NoRanks(), r.ranks);
+    const RankMask named = Union(real ? OneRank(near.schedule.by_local_experts(expert)) : NoRanks(), r.ranks);
     uint4 mine[kSumRounds];
     {
       const TokenRows own(p, TokenRows::Load(p, r.rank, token));
@@ -190,15 +190,17 @@ struct FarCombine {
   }
   // All threads of the block. Returns false if the group has failed.
   __device__ __forceinline__ bool Sum() const {
-    const LowLatencyCut& cut = near.cut;
-    const uint32_t parts = cut.parts, items = near.p.routing.tokens * parts;
-    const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - cut.receivers);
+    const LowLatencySchedule& schedule = near.schedule;
+    const uint32_t parts = schedule.parts, items = near.p.routing.tokens * parts;
+    const int summer = static_cast<int>(blockIdx.x) - (static_cast<int>(gridDim.x) - schedule.receivers);
     if (summer < 0) return true;
     AwaitShares();
 #pragma unroll 1
-    for (uint32_t item = summer + LateFirstWarp() * cut.receivers; item < items; item += cut.receivers * kWarps) {
-      const uint32_t token = cut.by_parts(item), first = (item - token * parts) * cut.rounds;
-      if (!SumPart(token, first, min(near.p.staging.row_rounds, static_cast<int>(first) + cut.rounds))) return false;
+    for (uint32_t item = summer + LateFirstWarp() * schedule.receivers; item < items;
+         item += schedule.receivers * kWarps) {
+      const uint32_t token = schedule.by_parts(item), first = (item - token * parts) * schedule.rounds;
+      if (!SumPart(token, first, min(near.p.staging.row_rounds, static_cast<int>(first) + schedule.rounds)))
+        return false;
     }
     return true;
   }
@@ -206,24 +208,25 @@ struct FarCombine {
 
 template <class Y, int kSumRounds, int kRows, class Link>
 __global__ void __launch_bounds__(kThreads, 1)
-    NodeLowLatencyCombineKernel(const __grid_constant__ CombineParams p, const __grid_constant__ LowLatencyCut cut,
+    NodeLowLatencyCombineKernel(const __grid_constant__ CombineParams p,
+                                const __grid_constant__ LowLatencySchedule schedule,
                                 const __grid_constant__ RailParams rails, const __grid_constant__ Link link) {
   __shared__ Running run;
   __shared__ RankMask far;
   extern __shared__ __align__(16) char bytes[];
-  const LowLatencyCombine<Y, kSumRounds, kRows> near(p, cut, run);
+  const LowLatencyCombine<Y, kSumRounds, kRows> near(p, schedule, run);
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes);
   const int block = static_cast<int>(blockIdx.x);
   const bool sends = rails.part != Part::kReceive;
   direct.ForgetSeen();
   if (threadIdx.x < 32) {
     BeginDirect(run, &far, p.call, Operation::kCombine, p.routing, rails, link);
-    if (sends && block < cut.push) StartOnce(run, block);
+    if (sends && block < schedule.push) StartOnce(run, block);
   }
   __syncthreads();
   const FarCombine<Y, kSumRounds, kRows, Link> others{near, direct, far};
   bool good = !run.refused;
-  if (good && sends && block < cut.push && !run.repeats) {
+  if (good && sends && block < schedule.push && !run.repeats) {
     others.Send(block);
     near.PushShare(block, LateFirstWarp(), kWarps, [] { return true; });
   }
@@ -244,12 +247,12 @@ int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rail
       p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
-  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, true);
+  const LowLatencySchedule schedule = ScheduleLowLatency(p.routing, p.schedule, p.staging, true);
   const auto few = NodeLowLatencyCombineKernel<Y, kSumRoundsOfFew, 2, Link>;
   const auto kernel = p.routing.tokens <= kFewTokens ? few : NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>;
-  return LaunchDirect(p.call, p.routing, Operation::kCombine, rails, link, p.schedule.blocks, cut.push, cut.receivers,
-                      stream, [&](const RailParams& part, int blocks) {
-                        kernel<<<blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, cut, part, link);
+  return LaunchDirect(p.call, p.routing, Operation::kCombine, rails, link, p.schedule.blocks, schedule.push,
+                      schedule.receivers, stream, [&](const RailParams& part, int blocks) {
+                        kernel<<<blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, schedule, part, link);
                       });
 }
 // Returns a cudaError_t.

@@ -75,7 +75,7 @@ struct FarDispatch {
     const int others = direct.Others(), items = others * direct.plan.chunks;
     char* const data = plan.run.data[r.rank];
 #pragma unroll 1
-    for (int item = share, turn = 0; item < items; item += plan.cut.routing, ++turn) {
+    for (int item = share, turn = 0; item < items; item += plan.schedule.routing, ++turn) {
       const int rank = direct.RankAt(item % others), chunk = item / others;
       if (!Holds(far, rank)) continue;
       const uint32_t tokens = TokensFor(rank, chunk);
@@ -109,7 +109,7 @@ struct FarDispatch {
       if (!Holds(far, rank)) continue;
       good = direct.Await(rank, 0, Step::kMetadata, &tokens);
       const uint32_t* const counts =
-          reinterpret_cast<const uint32_t*>(plan.run.data[r.rank] + direct.LandedCounts(rank));
+          reinterpret_cast<const uint32_t*>(plan.run.data[r.rank] + direct.ArrivedCounts(rank));
 #pragma unroll 1
       for (int l = lane; good && l < local; l += 32) {
         plan.In<int>(plan.at.counts)[rank * local + l] = static_cast<int>(min(counts[l], most));
@@ -130,7 +130,7 @@ struct FarDispatch {
     if (!direct.Await(source, chunk, Step::kRows, &tokens)) return false;
     const bool comes = tokens >> bit & 1;
     const char* const record =
-        plan.run.data[p.routing.rank] + direct.LandedRecord(source, chunk, __popc(tokens & ((1u << bit) - 1)));
+        plan.run.data[p.routing.rank] + direct.ArrivedRecord(source, chunk, __popc(tokens & ((1u << bit) - 1)));
     uint32_t word = 0;
     float weight = 0.0f;
     if (comes && lane < top_k) {
@@ -169,9 +169,9 @@ __device__ __forceinline__ void CleanExperts(const Plan& plan, int* clean, const
   const Routing& r = plan.p.routing;
   const int16_t* const experts = plan.In<int16_t>(plan.at.experts);
 #pragma unroll 1
-  for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.cut.routing * kThreads) {
+  for (int i = share * kThreads + threadIdx.x; i < r.tokens * r.top_k; i += plan.schedule.routing * kThreads) {
     const int expert = experts[i];
-    clean[i] = expert >= 0 && Holds(active, plan.cut.by_local_experts(expert)) ? expert : -1;
+    clean[i] = expert >= 0 && Holds(active, plan.schedule.by_local_experts(expert)) ? expert : -1;
   }
 }
 
@@ -186,18 +186,18 @@ __device__ __forceinline__ void SendShare(const FarDispatch<Link>& others, const
 
 // All threads of the block: does the shares of this operation that no block has started.
 template <class Link>
-static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LowLatencyCut& cut,
+static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, const LowLatencySchedule& schedule,
                                                     const Running& run, char* dynamic, const RailParams& rails,
                                                     const Link& link, const RankMask& far, int* clean, bool numbered) {
-  const Plan plan(p, cut, run, dynamic);
+  const Plan plan(p, schedule, run, dynamic);
   const Piece piece;
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, dynamic + plan.at.bytes);
   const FarDispatch<Link> others{plan, direct, far};
   for (int next = 0;;) {
     const int share = AdoptShare(run.control, plan.Shares(), run.epoch, &next);
     if (share < 0) return;
-    if (share >= cut.routing) {
-      PushShare(plan, piece, share - cut.routing, [] { return true; });
+    if (share >= schedule.routing) {
+      PushShare(plan, piece, share - schedule.routing, [] { return true; });
       continue;
     }
     if (!numbered) {
@@ -211,13 +211,14 @@ static __device__ __noinline__ void AdoptNodeShares(const DispatchParams& p, con
 
 template <class Link>
 __global__ void __launch_bounds__(kThreads, 1)
-    NodeLowLatencyDispatchKernel(const __grid_constant__ DispatchParams p, const __grid_constant__ LowLatencyCut cut,
+    NodeLowLatencyDispatchKernel(const __grid_constant__ DispatchParams p,
+                                 const __grid_constant__ LowLatencySchedule schedule,
                                  const __grid_constant__ RailParams rails, const __grid_constant__ Link link,
                                  int* clean) {
   __shared__ Running run;
   __shared__ RankMask far;
   extern __shared__ __align__(16) char bytes[];
-  const Plan plan(p, cut, run, bytes);
+  const Plan plan(p, schedule, run, bytes);
   const Piece piece;
   const Direct<Link> direct(rails, link, run, p.staging.data_bytes, bytes + plan.at.bytes);
   const int block = static_cast<int>(blockIdx.x);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 32) {
     BeginDirect(run, &far, p.call, Operation::kDispatch, p.routing, rails, link);
     if (sends && block < plan.Shares()) StartOnce(run, block);
-  } else if (sends && block < cut.routing) {
+  } else if (sends && block < schedule.routing) {
     NumberRows(plan);
   }
   bool begun = false;
@@ -240,15 +241,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int share = block; sends && share < plan.Shares(); share += static_cast<int>(gridDim.x)) {
     if (share != block) StartShare(run.control, share, run.epoch);  // a single block does both kinds
-    if (share >= cut.routing) PushShare(plan, piece, share - cut.routing, [&] { return begin() && !run.repeats; });
+    if (share >= schedule.routing)
+      PushShare(plan, piece, share - schedule.routing, [&] { return begin() && !run.repeats; });
     if (!begin()) break;
-    if (share < cut.routing && !run.repeats) SendShare(FarDispatch<Link>{plan, direct, far}, piece, clean, share);
+    if (share < schedule.routing && !run.repeats) SendShare(FarDispatch<Link>{plan, direct, far}, piece, clean, share);
   }
   bool good = begin();
   if (rails.part == Part::kSend) return;
   if (good && plan.receiver >= 0) {
     const FarDispatch<Link> others{plan, direct, far};
-    auto adopt = [&] { AdoptNodeShares(p, cut, run, bytes, rails, link, far, clean, sends && block < cut.routing); };
+    auto adopt = [&] {
+      AdoptNodeShares(p, schedule, run, bytes, rails, link, far, clean, sends && block < schedule.routing);
+    };
     good = ReceiveCounts(plan, piece, adopt, others);
     if (good) {
       LayoutScratch scratch{};
@@ -260,8 +264,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         return ResolveRows(plan, piece, source, token, write, position);
       };
       good = PlaceRows(plan, piece, resolve, others);
-      ZeroPadding(p, scratch, starts, plan.receiver, cut.receivers);
-      ClearUnusedRows(p, scratch, plan.receiver, cut.receivers);
+      ZeroPadding(p, scratch, starts, plan.receiver, schedule.receivers);
+      ClearUnusedRows(p, scratch, plan.receiver, schedule.receivers);
     }
   }
   if (!run.refused) good &= direct.Leave(p.call);
@@ -280,14 +284,15 @@ int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rail
       p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
-  const LowLatencyCut cut = CutLowLatency(p.routing, p.schedule, p.staging, false);
+  const LowLatencySchedule schedule = ScheduleLowLatency(p.routing, p.schedule, p.staging, false);
   DispatchParams near = p;
   near.clean_topk_idx = nullptr;
   const uint32_t shared = PlanShared(p.routing).bytes + SeenBytes(rails.plan);
   const auto kernel = NodeLowLatencyDispatchKernel<Link>;
-  return LaunchDirect(p.call, p.routing, Operation::kDispatch, rails, link, p.schedule.blocks, cut.routing + cut.push,
-                      cut.receivers, stream, [&](const RailParams& part, int blocks) {
-                        kernel<<<blocks, kThreads, shared, stream>>>(near, cut, part, link, p.clean_topk_idx);
+  return LaunchDirect(p.call, p.routing, Operation::kDispatch, rails, link, p.schedule.blocks,
+                      schedule.routing + schedule.push, schedule.receivers, stream,
+                      [&](const RailParams& part, int blocks) {
+                        kernel<<<blocks, kThreads, shared, stream>>>(near, schedule, part, link, p.clean_topk_idx);
                       });
 }
 template <class Link>

@@ -110,32 +110,35 @@ class Rail {
   __device__ __forceinline__ uint64_t SentRecord(int rank, int chunk, int record) const {
     return plan.send + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
   }
-  __device__ __forceinline__ uint64_t LandedRecord(int rank, int chunk, int record) const {
-    return plan.land + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
+  __device__ __forceinline__ uint64_t ArrivedRecord(int rank, int chunk, int record) const {
+    return plan.receive + Chunk(rank, chunk) + sizeof(ChunkHeader) + record * plan.record_bytes;
   }
-  // The same of a lead: its header, with the records behind it.
+  // Byte offset of a lead in a rank's data: its header, with the records behind it.
   __device__ __forceinline__ uint64_t SentLead(int rank, int lead) const { return plan.lead_send + Lead(rank, lead); }
-  __device__ __forceinline__ uint64_t LandedLead(int rank, int lead) const { return plan.lead_land + Lead(rank, lead); }
+  __device__ __forceinline__ uint64_t ArrivedLead(int rank, int lead) const {
+    return plan.lead_receive + Lead(rank, lead);
+  }
 
   // Sends the chunk whose records are complete. All lanes of a warp call it: the warp that stored them, or any warp
   // after a barrier.
   __device__ __forceinline__ void Send(int rank, int chunk, uint32_t tokens) const {
-    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk), plan.land + Chunk(run_.rank, chunk),
-              sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, tokens, Signal(run_.rank, OnRail(rank), chunk));
+    SendChunk(run_, transport_, data_bytes_, rank, plan.send + Chunk(rank, chunk),
+              plan.receive + Chunk(run_.rank, chunk), sizeof(ChunkHeader) + __popc(tokens) * plan.record_bytes, tokens,
+              Signal(run_.rank, OnRail(rank), chunk));
   }
-  // The same of a lead with `records` records.
+  // Sends a lead with `records` records.
   __device__ __forceinline__ void SendLead(int rank, int lead, int records) const {
-    SendChunk(run_, transport_, data_bytes_, rank, SentLead(rank, lead), LandedLead(run_.rank, lead),
+    SendChunk(run_, transport_, data_bytes_, rank, SentLead(rank, lead), ArrivedLead(run_.rank, lead),
               sizeof(LeadHeader) + records * plan.routing_bytes, 0, Signal(run_.rank, OnRail(rank), kMaxChunks + lead));
   }
   // Waits for a chunk of `rank` and returns its mask of tokens. Returns false if the group has failed. All lanes call
   // it.
   __device__ __forceinline__ bool Await(int rank, int chunk, uint32_t* tokens) const {
-    return AwaitMessage(rank, chunk, plan.land + Chunk(rank, chunk), Step::kRows, tokens);
+    return AwaitMessage(rank, chunk, plan.receive + Chunk(rank, chunk), Step::kRows, tokens);
   }
   __device__ __forceinline__ bool AwaitLead(int rank, int lead) const {
     uint32_t tokens;
-    return AwaitMessage(rank, kMaxChunks + lead, LandedLead(rank, lead), Step::kMetadata, &tokens);
+    return AwaitMessage(rank, kMaxChunks + lead, ArrivedLead(rank, lead), Step::kMetadata, &tokens);
   }
   // Sends the failure word, if the group has failed, to the other nodes: to their rank of this place, which passes it
   // on; where ranks may be inactive, to every active rank. One thread calls it.
@@ -171,13 +174,13 @@ class Rail {
     return on_rail ? ChunkSignals(sources) + (source / plan.per_node * 2 + parity) * kRailMessages + message
                    : PastSignals(sources) + (parity * sources + source) * kRailMessages + message;
   }
-  __device__ __forceinline__ bool AwaitMessage(int rank, int message, uint64_t landed, Step step,
+  __device__ __forceinline__ bool AwaitMessage(int rank, int message, uint64_t offset, Step step,
                                                uint32_t* tokens) const {
     const uint32_t signal = Signal(rank, OnRail(rank), message);
     uint64_t* const reached = expected_ + signal;
     const uint64_t value = *reached + 1;
     if (!transport_.Wait(signal, value, step, rank)) return false;
-    const ChunkHeader* const header = reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + landed);
+    const ChunkHeader* const header = reinterpret_cast<const ChunkHeader*>(run_.data[run_.rank] + offset);
     // Read once: lanes that took different branches would wait for each other for ever.
     bool good = true;
     *tokens = 0;

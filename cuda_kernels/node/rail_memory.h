@@ -1,4 +1,4 @@
-// What the host keeps for a rank of a group of several nodes, beside its Control. Plain data: no CUDA header.
+// Memory that the host keeps for a rank of a group of several nodes, beside its Control. Plain data: no CUDA header.
 //
 //   counters     raised by ranks of other nodes, one for each chunk that can come from there (rail_plan.h). In memory
 //                that those ranks can write.
@@ -53,8 +53,9 @@ struct alignas(128) PeerTable {
   Mailbox* mailbox[kMaxRanks];
 };
 
-// The same for puts over NCCL (nccl_transport.cuh), between processes. Windows belong to NCCL and are opaque here; the
-// counters are NCCL's too, and are never reset: they count from `base`. The host writes the fields before `reserved`.
+// The table of peers for puts over NCCL (nccl_transport.cuh), between processes. Windows belong to NCCL and are opaque
+// here; the counters are NCCL's too, and are never reset: they count from `base`. The host writes the fields before
+// `reserved`.
 struct alignas(128) WindowTable {
   void* staging[kGenerations];  // of the own block of a generation: entry g % kGenerations; null: none
   void* mailbox;

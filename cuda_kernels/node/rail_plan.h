@@ -1,4 +1,4 @@
-// What goes between nodes, and where it lies. Plain data: the host plans with it too.
+// The messages between nodes and their places in memory. Plain data: the host plans with it too.
 //
 // Ranks are numbered node by node, `per_node` to a node. A rail is the set of ranks with the same place in their nodes:
 // what rank `i` of a node sends to another node goes to rank `i` there, which forwards it by pointer, and nothing else
@@ -49,9 +49,9 @@ struct RailPlan {
   uint64_t routing_flags;  // from the start of a half, [R][chunks]: the routing of a lead, or a mask, has arrived
   int leads;               // leads of a dispatch along the rails
   uint64_t lead_bytes;     // room for a full lead
-  uint64_t lead_send, lead_land;  // data, as `send` and `land`: [nodes][leads] or [R][leads]
-  uint64_t masks;                 // combine, data: [R][chunks] bit masks of tokens
-  uint64_t send, land;  // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
+  uint64_t lead_send, lead_receive;  // data, as `send` and `receive`: [nodes][leads] or [R][leads]
+  uint64_t masks;                    // combine, data: [R][chunks] bit masks of tokens
+  uint64_t send, receive;  // data: [nodes][chunks] chunks, to and from other nodes; masked or direct: [R][chunks]
 };
 
 // The part of an operation that a kernel for few tokens does. An asynchronous operation is three kernels on one stream:
@@ -77,8 +77,8 @@ inline void PlanDirect(const Routing& r, Operation operation, RailPlan* plan, St
   plan->chunk_bytes = sizeof(ChunkHeader) + plan->counts_bytes + most * plan->record_bytes;
   const uint64_t all = static_cast<uint64_t>(r.ranks) * plan->chunks * plan->chunk_bytes;
   plan->send = up(staging->data_bytes, 128);
-  plan->land = up(plan->send + all, 128);
-  staging->data_bytes = up(plan->land + all, 256);
+  plan->receive = up(plan->send + all, 128);
+  staging->data_bytes = up(plan->receive + all, 256);
 }
 
 // Completes `staging`, as PlanStaging or PlanLowLatency made it, for an operation over several nodes. `masked`: the
@@ -108,10 +108,10 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   if (operation != Operation::kCombine) plan.leads = (plan.chunks + kLeadChunks - 1) / kLeadChunks;
   plan.lead_bytes = sizeof(LeadHeader) + kLeadChunks * plan.chunk_tokens * plan.routing_bytes;
   plan.send = up(plan.masks + flags, 128);
-  plan.land = up(plan.send + all, 128);
-  plan.lead_send = up(plan.land + all, 128);
-  plan.lead_land = up(plan.lead_send + places * plan.leads * plan.lead_bytes, 128);
-  staging->data_bytes = up(plan.lead_land + places * plan.leads * plan.lead_bytes, 256);
+  plan.receive = up(plan.send + all, 128);
+  plan.lead_send = up(plan.receive + all, 128);
+  plan.lead_receive = up(plan.lead_send + places * plan.leads * plan.lead_bytes, 128);
+  staging->data_bytes = up(plan.lead_receive + places * plan.leads * plan.lead_bytes, 256);
   return plan;
 }
 

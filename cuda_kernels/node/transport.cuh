@@ -73,8 +73,8 @@ class Transport {
     Publish();
     if (Reserve(rank)) link_.Put(run_.generation, rank, to, from, bytes);
   }
-  // The same; then `rank`'s counter `signal` grows by one, and a reader of the new value sees this put and all earlier
-  // puts of this warp to that rank. With 0 bytes it only signals.
+  // Puts as Put does; then `rank`'s counter `signal` grows by one, and a reader of the new value sees this put and all
+  // earlier puts of this warp to that rank. With 0 bytes it only signals.
   __device__ __forceinline__ void PutSignal(int rank, uint64_t to, uint64_t from, uint64_t bytes,
                                             uint32_t signal) const {
     Publish();

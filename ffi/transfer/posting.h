@@ -80,7 +80,7 @@ std::unique_ptr<Posting> Start(const Link& link, bool is_get, void* key, int mem
 class Prepared {
  public:
   Prepared(const Link& link, void* key, int memory, std::vector<Run> runs, int polls);
-  // As Start, for a source that begins at `local`.
+  // Starts the posting for a source that begins at `local`, as the function Start does.
   std::unique_ptr<Posting> Start(int64_t local);
 
  private:
@@ -112,7 +112,7 @@ struct Driver {
 struct PeerMemory {
   uint64_t remote, bytes, here;
 
-  // Whether the peer gave this range. A peer names addresses; an address outside of its memory is not followed.
+  // Returns true if the peer gave this range. A peer names addresses; an address outside of its memory is not followed.
   bool Holds(uint64_t address, size_t length) const {
     return address >= remote && length <= bytes && address - remote <= bytes - length;
   }

@@ -49,7 +49,7 @@ def started(x, idx):
 
 
 def started_under_vmap(x, idx):
-    """As on a GPU: the plain backend's operations are complete when they have started."""
+    """Starts a dispatch as a GPU does; the plain backend's operations are complete when they have started."""
     config = xm.KernelConfig(backend="reference")
     with mock.patch.object(reference.BACKEND, "supports_async", lambda spec, config: True):
         start = lambda x: xm.dispatch_start(x, idx, num_experts=E, axis_name="ep", config=config)  # noqa: E731

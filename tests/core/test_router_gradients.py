@@ -11,7 +11,7 @@ import xen_moe_jax as xm
 
 T, E, K = 24, 8, 3
 TINY = float(np.finfo(np.float32).tiny)
-# How far the logits are below zero, and how far apart.
+# Distances of the logits from zero, and from each other.
 LOGITS = {
     "usual": (0.0, 1.0),
     "around -30": (-30.0, 3.0),

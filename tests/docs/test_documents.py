@@ -45,8 +45,11 @@ def python_blocks(document: pathlib.Path) -> list[str]:
 
 
 DURATIONS = {"in a few seconds": (0, 16), "in about half a minute": (8, 60), "in minutes": (45, 600)}
-"""What a page says of its blocks -> CPU seconds that they take here, at least and at most. A laptop's time is close to
-these: two cores halve them, and XLA's whole compiler, which a test does without, makes up for that."""
+"""A page's statement about its blocks -> CPU seconds that they take here, at least and at most.
+
+A laptop's time is close to these: two cores halve them, and XLA's whole compiler, which a test does without, makes up
+for that.
+"""
 
 
 def stated_duration(document: pathlib.Path) -> tuple[int, int]:

@@ -202,7 +202,7 @@ def test_llama4_elsewhere(axes, layout, tmp_path):
     ids=["Qwen3.5", "Qwen3-VL", "Qwen3-VL by transformers 5"],
 )
 def test_experts_in_one_tensor(write, kind, out_first, tmp_path):
-    """The same experts as `[E, out, in]` or `[E, in, out]`. Gate and up are square here: `2 * F == H`."""
+    """Returns the experts as `[E, out, in]` or `[E, in, out]`. Gate and up are square here: `2 * F == H`."""
     layer, _ = write(tmp_path / "single", normalize=True)
     expected = load_hugging_face(tmp_path / "single", layer)
     shutil.copytree(tmp_path / "single", tmp_path / "fused")

@@ -121,7 +121,7 @@ std::string Rings(const Options& o) {
   std::vector<Problem> awaited = {credits};
   if (!quick) awaited.insert(awaited.end(), {combine, dispatch});
   const Pools late = PoolOf(world, o, awaited, LateSeconds(o));
-  // As `calls` operations of random shapes, some in one round.
+  // Random shapes for `calls` operations, some of one round.
   std::vector<Problem> shapes;
   for (int i = 0; i < (o.calls ? 12 : 0); ++i) {
     Problem p;

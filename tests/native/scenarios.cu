@@ -38,7 +38,7 @@ std::string Random(const Options& o) {
               seconds * 1e6 / static_cast<double>(o.calls));
 }
 
-// As many random calls of the pool's operations as are asked for; how many.
+// Runs random calls of the pool's operations: `o.calls`, and 20,000 at most. Returns their number.
 long long RunCalls(World& world, const std::vector<std::vector<Prepared*>>& pool, const Options& o) {
   const int64_t calls = std::min<int64_t>(o.calls, 20000);
   world.Start(Largest(pool));

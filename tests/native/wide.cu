@@ -56,7 +56,7 @@ std::vector<Problem> SmallProblems(const Options& o) {
   return out;
 }
 
-// Whether the blocks of all ranks of a GPU are resident together: ranks that share a GPU need that.
+// Returns true if the blocks of all ranks of a GPU are resident together, which ranks that share a GPU need.
 bool Resident(const Options& o, const Problem& p) {
   const int sharing = (o.ranks + o.gpus - 1) / o.gpus;
   return p.operation != Operation::kExchange || sharing == 1 || sharing * p.ranks * p.lanes <= Multiprocessors(0);

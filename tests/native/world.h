@@ -78,7 +78,7 @@ class World {
   void Publish(int rank, uint32_t generation);
   // Allocates and makes it the current generation of all. Nothing may be running.
   void Start(const xen_moe::Needs& needs);
-  // As the host's reset(): asks the kernels to leave, waits, clears, and goes on with a later epoch.
+  // Does what the host's reset() does: asks the kernels to leave, waits, clears, and goes on with a later epoch.
   void Reset();
   // Runs `body(rank)` in a thread per rank, on its GPU. Throws the exception of a body.
   template <class Body>
@@ -94,7 +94,7 @@ class World {
   std::string Picture();
   uint64_t FailureOf(int rank) const { return *reinterpret_cast<volatile uint64_t*>(&states[rank].error->failure); }
   Prepared* Add(const Problem& problem, const RankCase& c, int rank, uint32_t call_id, double timeout_s);
-  // The same problem for every rank: [rank].
+  // One problem, as every rank sees it: [rank].
   std::vector<Prepared*> AddAll(const Problem& problem, double timeout_s, uint32_t call_id = 0);
 
   std::vector<RankState> states;

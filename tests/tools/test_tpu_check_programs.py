@@ -22,7 +22,7 @@ from tools import tpu_check
 pytestmark = pytest.mark.tpu_aot
 
 HOSTS = {"v4-8": "v4:2x2x1", "v5e-8": "v5e:2x4", "v5p-8": "v5p:2x2x1", "v6e-8": "v6e:2x4", "7x-8": "tpu7x:2x2x1"}
-"""What a host is called, and its topology."""
+"""The name of a host, and its topology."""
 QUICK = "(TestHalves and [ranked/uniform]) or (TestFewTokens and [padded/uniform]) or (sizes and values[128])"
 EACH_KIND = " or ".join(
     [
@@ -75,7 +75,7 @@ def test_every_program_compiles(host):
 
 
 def test_one_chip():
-    """What a machine with a single chip runs."""
+    """The steps that a machine with a single chip runs."""
     chosen = "TestOneChip and ([grouped/uniform] or (test_gradients and ranked) or in_segments)"
     assert compile_tests("v5e:2x2", chosen) == 3
 

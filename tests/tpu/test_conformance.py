@@ -75,7 +75,7 @@ class TestChips(Chips):
 
 @pytest.mark.tpu4
 class TestFewTokens(Chips):
-    """As a decode runs: small blocks, and, where ranks are no more than slots, records that go to every rank."""
+    """Configs of a decode: small blocks, and, where ranks are no more than slots, records that go to every rank."""
 
     mode = "auto"
 

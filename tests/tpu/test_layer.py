@@ -24,7 +24,7 @@ from xen_moe_jax.flax import MoEConfig
 
 HIDDEN, TOKENS = 256, 8
 TOLERANCE = 0.02
-"""Of the largest element, in bfloat16: layers round alike, but for one unit in the last place of a weighted sum."""
+"""Share of the largest element. Layers in bfloat16 round alike, but for a unit in the last place of a weighted sum."""
 CASES = {
     "swiglu": MoEConfig(
         hidden_size=HIDDEN, intermediate_size=128, num_experts=8, top_k=2, balancing="none", param_dtype=jnp.bfloat16

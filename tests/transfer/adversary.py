@@ -49,7 +49,7 @@ class AdversaryPosting:
             self.error = self.error or self._inner.error
             self._inner = None
         if not self._parts:
-            return True  # As often as it is asked.
+            return True  # Repeats the attack as often as it is asked.
         if self._rng.random() < CUT:
             self._link.failed = self.error = "the adversary cut the link"
             self._parts = []

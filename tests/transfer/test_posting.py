@@ -37,7 +37,7 @@ def test_pages_short_writes_and_a_link_that_breaks(engine):
         target, source = peer["big"], jnp.ones((64 << 20,), np.uint8)
         link = peer.link
         transfer = sender.write(source, target)
-        link._lost(None, None, -80)  # As when the library finds the peer gone.
+        link._lost(None, None, -80)  # Acts as the library does when it finds the peer gone.
         try:
             transfer.wait(30)
             ended = "well"

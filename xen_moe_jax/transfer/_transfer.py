@@ -206,7 +206,7 @@ class Transfer:
 
     def _follow(self) -> None:
         """Hands a transfer that has not ended yet to the engine's thread."""
-        if self.ended:  # As small writes between processes of one host have.
+        if self.ended:  # Small writes between processes of one host have.
             return
         self._core.pending.append(self)
         if self._runs_alone():

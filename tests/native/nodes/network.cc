@@ -193,7 +193,7 @@ void Network::Complete(int rank, int context, uint64_t ticket) {
   --uncounted_[{rank, context}];
 }
 
-// Whether all that the signal speaks for has arrived.
+// Returns true if all puts that the signal announces have arrived.
 bool Network::MaySignal(const Message& message, uint64_t now) const {
   if (message.signal < 0 || message.signalled || message.signal_not_before > now) return false;
   if (faults_.broken & kBrokenSignals) return true;
@@ -209,7 +209,7 @@ bool Network::MaySignal(const Message& message, uint64_t now) const {
   return true;
 }
 
-// Whether the next operation has not come yet.
+// Returns true if the next operation has not arrived yet.
 bool Network::WaitsForNext(const Message& m, uint64_t now) const {
   if (m.overtaken_until <= now) return false;
   const auto own = sent_.find({m.source, m.target, m.epoch}), next = sent_.find({m.source, m.target, m.epoch + 1});

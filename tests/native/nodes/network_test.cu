@@ -143,7 +143,7 @@ void Kills(const Faults& faults) {
          "something went to or came from a dead rank");
   Expect(hosts.network.Pending(0, 0) == 2 && hosts.network.Pending(0, 1) < 0, "a put to a dead rank is done");
 }
-// Of one rank's puts to another the first arrives late and the rest never; words of Notify arrive, and so do the puts
+// The first of one rank's puts to another arrives late and the rest never; words of Notify arrive, and so do the puts
 // of all other ranks.
 void Starves(const Faults& faults) {
   Hosts hosts(3, 1, faults);

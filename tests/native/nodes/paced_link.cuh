@@ -179,14 +179,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first = static_cast<int>(blockIdx.x) + static_cast<int>(threadIdx.x / 32 * gridDim.x);
   for (int item = first; item < items; item += warps) {
     const int node = (plan.node + 1 + item % turns) % plan.nodes, rank = node * plan.per_node + plan.index;
-    auto put = [&](uint64_t land, uint64_t send, int count, int n, uint64_t room, uint64_t bytes) {
+    auto put = [&](uint64_t receive, uint64_t send, int count, int n, uint64_t room, uint64_t bytes) {
       auto place = [&](int of) { return (static_cast<uint64_t>(of) * count + n) * room; };
-      link.PutSignal(1, rank, land + place(plan.node), send + place(node), bytes, signal(plan.node, item));
+      link.PutSignal(1, rank, receive + place(plan.node), send + place(node), bytes, signal(plan.node, item));
     };
     if (item < leads) {
-      put(plan.lead_land, plan.lead_send, plan.leads, item / turns, plan.lead_bytes, lead_bytes);
+      put(plan.lead_receive, plan.lead_send, plan.leads, item / turns, plan.lead_bytes, lead_bytes);
     } else {
-      put(plan.land, plan.send, plan.chunks, (item - leads) / turns, plan.chunk_bytes, chunk_bytes);
+      put(plan.receive, plan.send, plan.chunks, (item - leads) / turns, plan.chunk_bytes, chunk_bytes);
     }
   }
   for (int item = first; item < items; item += warps) {

@@ -232,8 +232,8 @@ FAULTS = {
     ),
     "share-done-twice": (
         "node/low_latency_combine.cuh",
-        "if (good && sends && block < cut.push && !run.repeats) {",
-        "if (good && sends && block < cut.push) {",
+        "if (good && sends && block < schedule.push && !run.repeats) {",
+        "if (good && sends && block < schedule.push) {",
         "FAILED",
         "members",
     ),

@@ -52,7 +52,7 @@ void GiveTurn(Channel* channel, Channel::Turn whose);
 
 class Copier {
  public:
-  // Of this process, started on the current context's GPU at the first call. Throws.
+  // Returns the copier of this process, which starts on the current context's GPU at the first call. Throws.
   static std::shared_ptr<Copier> Get();
   ~Copier();
   Copier(const Copier&) = delete;

@@ -21,7 +21,7 @@ struct Memory {
   uint64_t mapped = 0;  // GPU memory: its number in the process that copies
 };
 
-// Of one thread. Host memory it copies itself. Everything is done on return.
+// Moves bytes for one thread. It copies host memory itself. Everything is done on return.
 class Mover {
  public:
   Mover() : own_(kPieceBytes) {}

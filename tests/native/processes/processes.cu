@@ -211,7 +211,7 @@ std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   Expect(took < 2 * 0.4 * o.patience + 5, Text("20 operations took %.2f s", took));
   uint64_t heard = 0;
   for (const uint64_t of_rank : world.Meet(HeardOfRanks(world, o))) heard += of_rank;
-  // Of two ranks one is left, which has no rank to tell.
+  // With two ranks, one rank is left, which has no rank to tell.
   Expect(heard > 0 || o.ranks == 2, "no rank was told for which rank other ranks wait");
   return Text("the last rank named by all others after %.2f s; ranks of which another node heard that they waited: %d",
               took, static_cast<int>(heard));
