@@ -49,10 +49,10 @@ class Pipe:
         self._reading, self._writing = reading, writing
         self.address = None
 
-    def say(self, line=""):
+    def send(self, line=""):
         print(line, file=self._writing, flush=True)
 
-    def hear(self):
+    def receive(self):
         if not (line := self._reading.readline()):
             raise RuntimeError("the other process has ended")
         return line.strip()
@@ -62,11 +62,11 @@ def send_files(pipe, arrays):
     import numpy as np
 
     FOLDER.mkdir(exist_ok=True)
-    while pipe.hear() == "send":
+    while pipe.receive() == "send":
         for number, array in enumerate(arrays):
             for shard in array.addressable_shards:
                 np.asarray(shard.data).tofile(FOLDER / f"{number}.{shard.index[0].start}")
-        pipe.say()
+        pipe.send()
 
 
 def take_files(pipe, aval, count):
@@ -76,8 +76,8 @@ def take_files(pipe, aval, count):
     def read(index, number):
         return np.fromfile(FOLDER / f"{number}.{index[0].start}", aval.dtype).reshape(-1, aval.shape[1])
 
-    pipe.say("send")
-    pipe.hear()
+    pipe.send("send")
+    pipe.receive()
     made = [
         jax.make_array_from_callback(aval.shape, aval.sharding, functools.partial(read, number=i)) for i in range(count)
     ]
@@ -89,11 +89,11 @@ def send_transfer(pipe, arrays):
     from jax.experimental import transfer
 
     server = transfer.start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"] * 2)
-    pipe.say(server.address())
+    pipe.send(server.address())
     number = 0
-    while pipe.hear() == "send":
+    while pipe.receive() == "send":
         server.await_pull(number, arrays)
-        pipe.say(str(number))
+        pipe.send(str(number))
         number += 1
 
 
@@ -109,10 +109,10 @@ def connection(address):
 def take_transfer(pipe, aval, count):
     import jax
 
-    pipe.address = pipe.address or pipe.hear()
+    pipe.address = pipe.address or pipe.receive()
     _, there = connection(pipe.address)
-    pipe.say("send")
-    return jax.block_until_ready(there.pull(int(pipe.hear()), [aval] * count))
+    pipe.send("send")
+    return jax.block_until_ready(there.pull(int(pipe.receive()), [aval] * count))
 
 
 WAYS = {"files": (send_files, take_files), "transfer": (send_transfer, take_transfer)}
@@ -129,7 +129,7 @@ def receive(options):
     aval = jax.ShapeDtypeStruct(jobs.shape(options.gib), "uint16", sharding=jobs.sharding(jobs.SOURCE))
     seconds, whole = [], True
     try:
-        pipe.hear()
+        pipe.receive()
         for _ in range(REPEATS):
             begun = time.perf_counter()
             arrays = WAYS[options.way][1](pipe, aval, jobs.ARRAYS)
@@ -152,7 +152,7 @@ def send(options):
     os.dup2(2, 1)
     pipe = Pipe(sys.stdin, answers)
     arrays = jax.block_until_ready(weights(options.gib))
-    pipe.say()
+    pipe.send()
     WAYS[options.way][0](pipe, arrays)
 
 

@@ -241,10 +241,10 @@ struct Workers {
   void Do(std::function<void()> f) {
     std::lock_guard<std::mutex> lock(mutex);
     work.push_back(std::move(f));
-    if (static_cast<int>(work.size()) > idle) std::thread([this] { Serve(); }).detach();
+    if (static_cast<int>(work.size()) > idle) std::thread([this] { RunWork(); }).detach();
     changed.notify_one();
   }
-  void Serve() {
+  void RunWork() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       ++idle;
@@ -437,7 +437,7 @@ struct Stream {
   std::vector<Task>* captured = nullptr;
   std::thread thread;
 
-  explicit Stream(int gpu) : gpu(gpu), thread([this] { Serve(); }) {}
+  explicit Stream(int gpu) : gpu(gpu), thread([this] { RunWork(); }) {}
   ~Stream() {
     {
       std::lock_guard<std::mutex> lock(mutex);
@@ -446,7 +446,7 @@ struct Stream {
     changed.notify_all();
     thread.join();
   }
-  void Serve() {
+  void RunWork() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       changed.wait(lock, [&] { return ends || !tasks.empty(); });

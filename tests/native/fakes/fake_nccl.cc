@@ -107,15 +107,15 @@ struct Comm {
 
   std::string Path(const std::string& what, int of) const { return folder + "/" + what + "-" + std::to_string(of); }
   // Publishes `words` under a name, waits until all processes have done so, and returns the words of all.
-  int Meet(const std::string& what, const std::string& words, std::vector<std::string>* said) {
+  int AllGather(const std::string& what, const std::string& words, std::vector<std::string>* gathered) {
     const std::string part = Path(what, rank) + ".part";
     std::ofstream(part) << words << "\n";
     std::rename(part.c_str(), Path(what, rank).c_str());
-    said->assign(ranks, "");
+    gathered->assign(ranks, "");
     for (int other = 0; other < ranks; ++other) {
       while (true) {
         std::ifstream in(Path(what, other));
-        if (in && std::getline(in, (*said)[other])) break;
+        if (in && std::getline(in, (*gathered)[other])) break;
         const bool known = other < static_cast<int>(processes.size());
         const bool gone = (known && !Alive(processes[other])) || access(Path("aborted", other).c_str(), F_OK) == 0;
         if (gone && Knob("deaf") == 0) return Fail(kRemoteError, "rank " + std::to_string(other) + " closed");
@@ -135,10 +135,10 @@ struct Comm {
 namespace {
 
 int Init(Comm* comm, void*, size_t, Window**) {
-  std::vector<std::string> said;
-  const int rc = comm->Meet("process", std::to_string(getpid()), &said);
+  std::vector<std::string> gathered;
+  const int rc = comm->AllGather("process", std::to_string(getpid()), &gathered);
   if (rc != kSuccess) return rc;
-  for (const std::string& one : said) comm->processes.push_back(std::atoi(one.c_str()));
+  for (const std::string& one : gathered) comm->processes.push_back(std::atoi(one.c_str()));
   return kSuccess;
 }
 
@@ -149,13 +149,13 @@ int Register(Comm* comm, void* own, size_t bytes, Window** out) {
     std::lock_guard<std::mutex> lock(mutex);
     file = memory.at(own).file;
   }
-  std::vector<std::string> said;
+  std::vector<std::string> gathered;
   const std::string name = "window-" + std::to_string(comm->windows++);
-  int rc = comm->Meet(name, std::to_string(file) + " " + std::to_string(bytes), &said);
+  int rc = comm->AllGather(name, std::to_string(file) + " " + std::to_string(bytes), &gathered);
   if (rc != kSuccess) return rc;
   auto* window = new Window{{}, {}, comm->rank, own};
   for (int rank = 0; rank < comm->ranks; ++rank) {
-    std::istringstream in(said[rank]);
+    std::istringstream in(gathered[rank]);
     int theirs = -1;
     size_t size = 0;
     in >> theirs >> size;
@@ -167,7 +167,7 @@ int Register(Comm* comm, void* own, size_t bytes, Window** out) {
     window->peers.push_back(at);
     window->sizes.push_back(size);
   }
-  rc = comm->Meet(name + "-mapped", "yes", &said);  // a file may be closed once all have it mapped
+  rc = comm->AllGather(name + "-mapped", "yes", &gathered);  // a file may be closed once all have it mapped
   if (rc != kSuccess) return rc;
   if (Knob("no_windows") != 0) return kSuccess;
   Add("windows", 1);
@@ -182,10 +182,10 @@ int Connect(Comm* comm, void* requirements, size_t bytes, Window** out) {
   while (Knob("stall") != 0 && !comm->aborted) Pause();
   std::string words;
   for (size_t i = 0; i < bytes; ++i) words += std::to_string(static_cast<unsigned char*>(requirements)[i]) + " ";
-  std::vector<std::string> said;
-  const int rc = comm->Meet("devices-" + std::to_string(comm->devices++), words, &said);
+  std::vector<std::string> gathered;
+  const int rc = comm->AllGather("devices-" + std::to_string(comm->devices++), words, &gathered);
   if (rc != kSuccess) return rc;
-  for (const std::string& one : said) {
+  for (const std::string& one : gathered) {
     if (one != words) return Fail(kInvalidUsage, "ranks ask for different device communicators");
   }
   int* const made = reinterpret_cast<int*>(out);

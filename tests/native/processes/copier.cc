@@ -141,14 +141,14 @@ Copier::Copier() {
     close(socket_);
     Throw(program + ": " + std::strerror(rc));
   }
-  Say(start, -1, "start");
+  Send(start, -1, "start");
 }
 Copier::~Copier() {
   close(socket_);  // it ends
   waitpid(process_, nullptr, 0);
 }
 
-void Copier::Say(const Order& order, int fd, const char* what) {
+void Copier::Send(const Order& order, int fd, const char* what) {
   iovec data{const_cast<Order*>(&order), sizeof(order)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
@@ -171,7 +171,7 @@ uint64_t Copier::Map(char* base, uint64_t bytes) {
   Order order{};
   order.what = Order::kMap, order.memory = ++last_memory_, order.bytes = shared.bytes, order.offset = shared.offset;
   try {
-    Say(order, shared.fd, "map memory");
+    Send(order, shared.fd, "map memory");
   } catch (...) {
     close(shared.fd);
     throw;
@@ -183,7 +183,7 @@ void Copier::Unmap(uint64_t memory) {
   std::lock_guard<std::mutex> lock(mutex_);
   Order order{};
   order.what = Order::kUnmap, order.memory = memory;
-  Say(order, -1, "unmap memory");
+  Send(order, -1, "unmap memory");
 }
 
 Channel* Copier::Open() {
@@ -196,7 +196,7 @@ Channel* Copier::Open() {
   if (memory == MAP_FAILED) Throw(std::string("no memory to share: ") + std::strerror(errno));
   Order order{};
   order.what = Order::kOpen;
-  Say(order, fd, "open a channel");
+  Send(order, fd, "open a channel");
   close(fd);
   return static_cast<Channel*>(memory);
 }

@@ -68,7 +68,7 @@ class Copier {
 
  private:
   Copier();
-  void Say(const Order& order, int fd, const char* what);
+  void Send(const Order& order, int fd, const char* what);
 
   std::mutex mutex_;
   int socket_ = -1;

@@ -70,7 +70,7 @@ int Answer(Channel* c, void* stream) {
   return driver->StreamSynchronize(stream);
 }
 
-[[noreturn]] void Serve(Channel* c, void* stream) {
+[[noreturn]] void RunOrders(Channel* c, void* stream) {
   driver->CtxSetCurrent(context);
   while (true) {
     AwaitTurn(c, Channel::kCopier, -1);
@@ -125,7 +125,7 @@ int Open(int fd) {
   if (int rc = driver->MemHostRegister(memory, sizeof(Channel), 0)) return rc;
   void* stream = nullptr;
   if (int rc = driver->StreamCreateWithPriority(&stream, 1, -5)) return rc;
-  std::thread([memory, stream] { Serve(static_cast<Channel*>(memory), stream); }).detach();
+  std::thread([memory, stream] { RunOrders(static_cast<Channel*>(memory), stream); }).detach();
   return 0;
 }
 

@@ -30,10 +30,11 @@ void SetEnvironment(const ProcessOptions& o) {
 
 }  // namespace
 
-ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : options_(options), meeting_(meeting) {
+ProcessWorld::ProcessWorld(const ProcessOptions& options, Rendezvous* rendezvous)
+    : options_(options), rendezvous_(rendezvous) {
   const ProcessOptions& o = options_;
   SetEnvironment(o);
-  meeting->Say("starting CUDA");
+  rendezvous->ShowStep("starting CUDA");
   state.rank = o.rank, state.device = o.rank % o.gpus;
   NATIVE_CHECK(cudaSetDevice(state.device));
   NATIVE_CHECK(cudaFree(nullptr));
@@ -46,12 +47,12 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   NATIVE_CHECK(cudaHostAlloc(&state.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
   std::memset(static_cast<void*>(state.error), 0, sizeof(ErrorRecord));
 
-  meeting->Say("starting NCCL's communicator");
+  rendezvous->ShowStep("starting NCCL's communicator");
   const double before = Now();
   const int version = LoadNccl(o.nccl);
   std::string id(kNcclUniqueIdBytes, '\0');
   if (o.rank == 0) id = NewNcclId();
-  meeting->Broadcast(id.data(), id.size(), o.limit_s);
+  rendezvous->Broadcast(id.data(), id.size(), o.limit_s);
   StartNccl(&CudaDevices(), state.device, o.rank, o.ranks, id, StartSeconds());
   const double communicator = Now();
   ncclCommProperties_t has{};
@@ -64,10 +65,10 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
            version, NCCL_VERSION_CODE, has.deviceApiSupport, static_cast<int>(has.ginType),
            static_cast<int>(has.railedGinType), has.nLsaTeams);
 
-  meeting->Say("making a window");
+  rendezvous->ShowStep("making a window");
   mailbox_ = state.mailbox = reinterpret_cast<Mailbox*>(Window(sizeof(Mailbox)));
   const double windows = Now();
-  meeting->Say("making the device communicator");
+  rendezvous->ShowStep("making the device communicator");
   const ncclDevCommRequirements_t wanted = NcclRequirements(o.ranks, o.ranks / o.per_node);
   const std::string made =
       JoinNcclDevices({reinterpret_cast<const char*>(&wanted), sizeof(wanted)}, sizeof(ncclDevComm), StartSeconds());
@@ -79,7 +80,7 @@ ProcessWorld::ProcessWorld(const ProcessOptions& options, Meeting* meeting) : op
   started_ += Text("; communicator %.2f s, window %.2f s, device communicator %.2f s, %zu bytes", communicator - before,
                    windows - communicator, Now() - windows, sizeof(ncclDevComm));
 
-  meeting->Say("preparing operations");
+  rendezvous->ShowStep("preparing operations");
   if (o.plugin.empty()) return;
   if (void* const library = dlopen(o.plugin.c_str(), RTLD_NOW | RTLD_NOLOAD)) {
     traffic_ = reinterpret_cast<decltype(traffic_)>(dlsym(library, "xen_moe_rma_traffic"));
@@ -101,7 +102,7 @@ char* ProcessWorld::Window(uint64_t bytes) {
   Expect(own != nullptr, std::string("no memory from NCCL: ") + (own ? "" : nccl.reason()));
   NATIVE_CHECK(cudaMemset(own, 0, bytes));
   NATIVE_CHECK(cudaDeviceSynchronize());
-  Meet();
+  AllGather();
   if (!nccl.join(own, StartSeconds())) throw std::runtime_error(nccl.reason());
   for (int r = 0; r < options_.ranks; ++r) {
     if (r / options_.per_node != options_.rank / options_.per_node) continue;
@@ -133,7 +134,7 @@ ProcessOperation ProcessWorld::Add(Problem problem, int chunk_tokens, double tim
 void ProcessWorld::Start() {
   const ProcessOptions& o = options_;
   staging_bytes_ = 2 * (needs_.flag_bytes + needs_.data_bytes);
-  for (uint64_t bytes : Meet(staging_bytes_)) Expect(bytes == staging_bytes_, "ranks need different memory");
+  for (uint64_t bytes : AllGather(staging_bytes_)) Expect(bytes == staging_bytes_, "ranks need different memory");
   staging_ = Window(staging_bytes_);
   const MemoryProvider& nccl = *NcclProvider();
   Control control{};
@@ -155,11 +156,11 @@ void ProcessWorld::Start() {
   NATIVE_CHECK(cudaMemcpy(state.control, &control, sizeof(control), cudaMemcpyHostToDevice));
   NATIVE_CHECK(cudaMemcpy(link.table, &table, sizeof(table), cudaMemcpyHostToDevice));
   Synchronize();
-  Meet();
+  AllGather();
 }
 
 void ProcessWorld::Launch(const ProcessOperation& o, bool poisoned) {
-  meeting_->Say(Text("operation %d", ++launched_).c_str());
+  rendezvous_->ShowStep(Text("operation %d", ++launched_).c_str());
   LaunchUnchecked(o);
   o.operation.prepared->Verify(state.stream[0], poisoned);
 }

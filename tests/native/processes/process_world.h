@@ -8,7 +8,7 @@
 
 #include "cuda_kernels/node/nccl_transport.cuh"
 #include "tests/native/nodes/node_operations.cuh"
-#include "tests/native/processes/meeting.h"
+#include "tests/native/processes/rendezvous.h"
 #include "tests/native/processes/tcp_rma.h"
 
 namespace native {
@@ -31,14 +31,14 @@ struct ProcessOperation {
 class ProcessWorld {
  public:
   // Starts NCCL: the communicator, the mailbox's window, the device communicator. Collective, as Start is.
-  ProcessWorld(const ProcessOptions& options, Meeting* meeting);
+  ProcessWorld(const ProcessOptions& options, Rendezvous* rendezvous);
   ProcessOperation Add(Problem problem, int chunk_tokens, double timeout_s);
-  // Makes the staging area for all that were added.
+  // Makes the staging area for all operations that were added.
   void Start();
-  // The operation and the check of its results. `poisoned`: they must be those of a failed one.
+  // Launches the operation and checks its results. `poisoned`: they must be those of a failed operation.
   void Launch(const ProcessOperation& o, bool poisoned = false);
   void LaunchUnchecked(const ProcessOperation& o);
-  std::vector<uint64_t> Meet(uint64_t number = 0) { return meeting_->Meet(number, options_.limit_s); }
+  std::vector<uint64_t> AllGather(uint64_t number = 0) { return rendezvous_->AllGather(number, options_.limit_s); }
   bool counts() const { return traffic_ != nullptr; }  // whether the network counts, and can be cut
   void Synchronize();
   uint32_t Wrong();  // words of results that were not as expected since the last call
@@ -58,7 +58,7 @@ class ProcessWorld {
   char* Window(uint64_t bytes);  // symmetric memory of all ranks, zero
 
   const ProcessOptions options_;
-  Meeting* const meeting_;
+  Rendezvous* const rendezvous_;
   std::string started_;
   Mailbox* mailbox_ = nullptr;
   char* staging_ = nullptr;

@@ -86,7 +86,7 @@ std::string Start(const ProcessOptions& o, ProcessWorld& world) {
   static const char* const what[] = {"",           "no room", "no signal from", "wrong data from", "wrong data from",
                                      "never done:"};
   Expect(result[0] == 0, Text("rank %d: %s rank %d", o.rank, what[result[0] % 6], static_cast<int>(result[1])));
-  world.Meet();
+  world.AllGather();
   return world.started() + Text("; a put and its signal after %.0f us", result[2] * 1e-3);
 }
 
@@ -100,10 +100,10 @@ std::string RunNormal(const ProcessOptions& o, ProcessWorld& world, const std::v
     for (int repeat = 0; repeat < 2; ++repeat) {
       std::vector<RmaTraffic> before;
       for (int t = 0; t < o.ranks; ++t) before.push_back(world.Sent(t));
-      world.Meet();
+      world.AllGather();
       world.Launch(one);
       world.Synchronize();
-      world.Meet();
+      world.AllGather();
       ExpectGood(world, Name(one.problem()));
       for (int t = 0; t < o.ranks; ++t) {
         if (!world.counts()) break;
@@ -134,7 +134,7 @@ std::string RunRandom(const ProcessOptions& o, ProcessWorld& world, const std::v
   }
   ExpectGood(world, "some of the calls");
   const double took = Now() - start;
-  world.Meet();
+  world.AllGather();
   return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
               took * 1e6 / static_cast<double>(o.calls));
 }
@@ -151,13 +151,13 @@ std::string RunGraph(const ProcessOptions&, ProcessWorld& world, const std::vect
   NATIVE_CHECK(cudaGraphInstantiate(&replay, graph, 0));
   NATIVE_CHECK(cudaGraphUpload(replay, stream));
   world.Synchronize();
-  world.Meet();
+  world.AllGather();
   for (int i = 0; i < 4; ++i) {
     NATIVE_CHECK(cudaGraphLaunch(replay, stream));
     NATIVE_CHECK(cudaStreamSynchronize(stream));
   }
   ExpectGood(world, "replayed operations");
-  world.Meet();
+  world.AllGather();
   return Text("a graph of %zu operations, 4 times", count);
 }
 
@@ -186,7 +186,7 @@ void StartWell(ProcessWorld& world, const ProcessOperation& one) {
   world.Start();
   world.Launch(one);
   ExpectGood(world, "the operation before");
-  world.Meet();
+  world.AllGather();
 }
 
 // Number of ranks of other nodes whose awaited rank this process knows.
@@ -210,7 +210,7 @@ std::string Absent(const ProcessOptions& o, ProcessWorld& world) {
   const double took = Now() - start;
   Expect(took < 2 * 0.4 * o.patience + 5, Text("20 operations took %.2f s", took));
   uint64_t heard = 0;
-  for (const uint64_t of_rank : world.Meet(HeardOfRanks(world, o))) heard += of_rank;
+  for (const uint64_t of_rank : world.AllGather(HeardOfRanks(world, o))) heard += of_rank;
   // With two ranks, one rank is left, which has no rank to tell.
   Expect(heard > 0 || o.ranks == 2, "no rank was told for which rank other ranks wait");
   return Text("the last rank named by all others after %.2f s; ranks of which another node heard that they waited: %d",
@@ -232,7 +232,7 @@ std::string Mismatch(const ProcessOptions& o, ProcessWorld& world) {
   Expect(f.cause == Cause::kMismatch, Text("rank %d: ", o.rank) + FailureText(world.Failure()));
   Expect(wrong == 0, "results that are not poisoned");
   Expect(Now() - start < 10 * o.patience, Text("took %.2f s", Now() - start));
-  world.Meet();
+  world.AllGather();
   return "named by all";
 }
 
@@ -243,12 +243,12 @@ std::string Cut(const ProcessOptions& o, ProcessWorld& world) {
   const ProcessOperation one = world.Add(NodeProblem(rng, o, 0), 16, 0.4);
   StartWell(world, one);
   if (o.rank == o.ranks - 1) world.Cut();
-  world.Meet();
+  world.AllGather();
   const double start = Now();
   for (int i = 0; i < 100; ++i) world.Launch(one, true);
   ExpectNamed(world, o, o.ranks - 1, true);
   const double took = Now() - start;
-  world.Meet();
+  world.AllGather();
   return Text("all gave up, naming an end of its rail, after %.2f s", took);
 }
 
@@ -302,16 +302,16 @@ std::string Throttled(const ProcessOptions& o, ProcessWorld& world) {
       bytes += there, rows += there / (p.hidden * 2);
     }
     for (int repeat = 0; repeat < 3; ++repeat) {
-      world.Meet();
+      world.AllGather();
       const double start = Now();
       world.Launch(one);
       world.Synchronize();
-      const std::vector<uint64_t> took = world.Meet(static_cast<uint64_t>(1e9 * (Now() - start)));
+      const std::vector<uint64_t> took = world.AllGather(static_cast<uint64_t>(1e9 * (Now() - start)));
       best = std::min(best, 1e-9 * *std::max_element(took.begin(), took.end()));
       ExpectGood(world, Name(p));
     }
     // The rank that has most to send sets the pace.
-    const std::vector<uint64_t> all = world.Meet(bytes);
+    const std::vector<uint64_t> all = world.AllGather(bytes);
     const uint64_t most = *std::max_element(all.begin(), all.end());
     const double ratio = best / (most / rate);
     slow |= ratio > 1.15;
@@ -341,9 +341,9 @@ const ProcessScenario kScenarios[] = {{"start", Start},
                                       {"throttled", Throttled}};
 
 // Runs one rank's part. Returns true if it passed, and its report.
-bool RunRank(const ProcessScenario& scenario, const ProcessOptions& o, Meeting* meeting, std::string* text) {
+bool RunRank(const ProcessScenario& scenario, const ProcessOptions& o, Rendezvous* rendezvous, std::string* text) {
   try {
-    auto* const world = new ProcessWorld(o, meeting);  // stays: others may use its memory until the process ends
+    auto* const world = new ProcessWorld(o, rendezvous);  // stays: others may use its memory until the process ends
     *text = scenario.run(o, *world);
     return true;
   } catch (const MemoryError& e) {
@@ -361,9 +361,9 @@ void Print(const char* scenario, bool passed, double took, const std::string& te
 // A child. Never returns: the exit handlers of CUDA and NCCL may wait for other processes.
 [[noreturn]] void Child(const ProcessScenario& scenario, const ProcessOptions& o, Shared* shared) {
   Shared::Report& report = shared->reports[o.rank];
-  const std::unique_ptr<Meeting> meeting = MeetInMemory(shared, o.rank, o.ranks);
+  const std::unique_ptr<Rendezvous> rendezvous = RendezvousInMemory(shared, o.rank, o.ranks);
   std::string text;
-  report.passed = RunRank(scenario, o, meeting.get(), &text);
+  report.passed = RunRank(scenario, o, rendezvous.get(), &text);
   std::snprintf(report.text, sizeof(report.text), "%s", text.c_str());
   report.finished = 1;
   if (!report.passed) shared->ended = 1;
@@ -428,9 +428,10 @@ bool RunAll(const ProcessScenario& scenario, ProcessOptions o) {
   std::string text;
   bool passed = false;
   try {
-    const std::unique_ptr<Meeting> meeting = MeetOverTcp(o.address, o.rank, o.ranks, o.limit_s);
-    passed = RunRank(scenario, o, meeting.get(), &text);
-    if (passed && !scenario.kills) meeting->Meet(0, o.limit_s);  // other ranks may still read this rank's memory
+    const std::unique_ptr<Rendezvous> rendezvous = RendezvousOverTcp(o.address, o.rank, o.ranks, o.limit_s);
+    passed = RunRank(scenario, o, rendezvous.get(), &text);
+    if (passed && !scenario.kills)
+      rendezvous->AllGather(0, o.limit_s);  // other ranks may still read this rank's memory
   } catch (const std::exception& e) {
     passed = false;
     text = e.what();

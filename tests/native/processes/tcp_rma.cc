@@ -40,7 +40,7 @@ constexpr int kConnectSeconds = 30;
 constexpr int kMostRanks = 64;
 
 Log log_function = nullptr;
-void Say(int level, const std::string& text) {
+void LogText(int level, const std::string& text) {
   if (log_function != nullptr) {
     log_function(level, ~0ul, "tcp_rma.cc", 0, "%s", text.c_str());
   } else if (level == kLogWarning) {
@@ -158,7 +158,7 @@ class Group {
     try {
       if (kind == kDeviceMemory) mapped = Map(base, bytes);
     } catch (const std::exception& e) {
-      Say(kLogWarning, e.what());
+      LogText(kLogWarning, e.what());
       return kSystemError;
     }
     auto* const memory = new Memory{++last_id_, base, bytes, kind, mapped};
@@ -173,7 +173,7 @@ class Group {
     try {
       if (memory->mapped != 0) copier_->Unmap(memory->mapped);
     } catch (const std::exception& e) {
-      Say(kLogWarning, e.what());
+      LogText(kLogWarning, e.what());
     }
     delete memory;
     return known ? kSuccess : kInvalidArgument;
@@ -183,12 +183,12 @@ class Group {
     auto outside = [](const Memory& m, uint64_t at, uint64_t bytes) { return at > m.bytes || bytes > m.bytes - at; };
     if (target >= peers_.size() ||
         (put.bytes && (outside(put.source, put.from, put.bytes) || outside(put.target, put.to, put.bytes)))) {
-      Say(kLogWarning,
-          "a put of " + std::to_string(put.bytes) + " bytes to rank " + std::to_string(target) + " outside its memory");
+      LogText(kLogWarning, "a put of " + std::to_string(put.bytes) + " bytes to rank " + std::to_string(target) +
+                               " outside its memory");
       return kInvalidArgument;
     }
     if (put.signal && (outside(put.signals, put.signal_at, 8) || put.signal_at % 8)) {
-      Say(kLogWarning, "a signal outside its memory, or not at a multiple of 8 bytes");
+      LogText(kLogWarning, "a signal outside its memory, or not at a multiple of 8 bytes");
       return kInvalidArgument;
     }
     put.request = new Request;
@@ -228,7 +228,7 @@ class Group {
       body();
     } catch (const std::exception& e) {
       failed_ = true;
-      Say(kLogWarning, e.what());
+      LogText(kLogWarning, e.what());
     }
   }
 
@@ -385,7 +385,7 @@ int Init(void** state, uint64_t, Log log) {
   try {
     Faults::FromEnvironment();
   } catch (const std::exception& e) {
-    Say(kLogWarning, e.what());
+    LogText(kLogWarning, e.what());
     return kInvalidArgument;
   }
   return kSuccess;
@@ -414,7 +414,7 @@ int Listen(void*, int, void* handle, void** out) {
   socklen_t bytes = sizeof(address);
   if (bind(listener->fd, reinterpret_cast<sockaddr*>(&address), bytes) != 0 || listen(listener->fd, 256) != 0 ||
       getsockname(listener->fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) {
-    Say(kLogWarning, std::string("no socket to listen on: ") + std::strerror(errno));
+    LogText(kLogWarning, std::string("no socket to listen on: ") + std::strerror(errno));
     return kSystemError;
   }
   std::memset(handle, 0, kHandleBytes);
@@ -435,12 +435,12 @@ int Connect(void*, void* handles[], int ranks, int rank, void* listener, void** 
     *out = group.release();
     return kSuccess;
   } catch (const std::exception& e) {
-    Say(kLogWarning, e.what());
+    LogText(kLogWarning, e.what());
     return kSystemError;
   }
 }
 int CreateContext(void* group, ContextConfig* config, void** out) {
-  Say(kLogInfo, "tcp_rma: " + std::to_string(config->contexts) + " contexts");
+  LogText(kLogInfo, "tcp_rma: " + std::to_string(config->contexts) + " contexts");
   *out = new Context{static_cast<Group*>(group)};
   return kSuccess;
 }

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "tests/native/processes/copier.h"
-#include "tests/native/processes/meeting.h"
+#include "tests/native/processes/rendezvous.h"
 #include "tests/native/processes/rma_interface.h"
 
 namespace {
@@ -375,28 +375,28 @@ void Unregistered() {
   }
 }
 
-// The meeting of processes, with threads in their place: every rank gets all numbers of a round and none of another,
+// The rendezvous of processes, with threads in their place: every rank gets all numbers of a round and none of another,
 // and no rank waits for a rank that never comes.
-void Meetings(const std::function<std::unique_ptr<native::Meeting>(int rank, int ranks)>& make) {
+void TestRendezvous(const std::function<std::unique_ptr<native::Rendezvous>(int rank, int ranks)>& make) {
   constexpr int kRanks = 4, kRounds = 300;
   std::vector<std::thread> threads;
   std::vector<std::string> failed(kRanks);
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        const std::unique_ptr<native::Meeting> meeting = make(rank, kRanks);
+        const std::unique_ptr<native::Rendezvous> rendezvous = make(rank, kRanks);
         for (uint64_t round = 0; round < kRounds; ++round) {
-          const std::vector<uint64_t> numbers = meeting->Meet(1000 * round + rank, 20);
+          const std::vector<uint64_t> numbers = rendezvous->AllGather(1000 * round + rank, 20);
           for (uint64_t r = 0; r < kRanks; ++r) Expect(numbers.at(r) == 1000 * round + r, "a wrong number");
         }
         char text[16] = {};
         if (rank == 0) std::strcpy(text, "to all of them");
-        meeting->Broadcast(text, sizeof(text), 20);
+        rendezvous->Broadcast(text, sizeof(text), 20);
         Expect(std::string(text) == "to all of them", "what rank 0 said did not come");
         if (rank == kRanks - 1) return;
         bool gave_up = false;
         try {
-          meeting->Meet(0, 0.2);
+          rendezvous->AllGather(0, 0.2);
         } catch (const std::exception&) {
           gave_up = true;
         }
@@ -409,14 +409,14 @@ void Meetings(const std::function<std::unique_ptr<native::Meeting>(int rank, int
   for (std::thread& t : threads) t.join();
   for (const std::string& why : failed) Expect(why.empty(), why);
 }
-void MeetingInMemory() {
+void TestInMemory() {
   const auto shared = std::make_unique<native::Shared>();
-  Meetings([&](int rank, int ranks) { return native::MeetInMemory(shared.get(), rank, ranks); });
+  TestRendezvous([&](int rank, int ranks) { return native::RendezvousInMemory(shared.get(), rank, ranks); });
 }
-void MeetingOverTcp() {
+void TestOverTcp() {
   // Below the ports that the system gives to programs that ask for any port.
   const std::string address = "127.0.0.1:" + std::to_string(20000 + getpid() % 12000);
-  Meetings([&](int rank, int ranks) { return native::MeetOverTcp(address, rank, ranks, 20); });
+  TestRendezvous([&](int rank, int ranks) { return native::RendezvousOverTcp(address, rank, ranks, 20); });
 }
 
 struct Test {
@@ -435,8 +435,8 @@ const Test kTests[] = {
     {"late", Late},
     {"unregistered", Unregistered},
     {"errors", Errors},
-    {"meeting_in_memory", MeetingInMemory},
-    {"meeting_over_tcp", MeetingOverTcp},
+    {"rendezvous_in_memory", TestInMemory},
+    {"rendezvous_over_tcp", TestOverTcp},
     {"copier_ends", CopierEnds},
     {"killed", Killed},  // the last: rank 2 stays dead
 };

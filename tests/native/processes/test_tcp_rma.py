@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 
 PROGRAMS = {
-    "tcp_rma_test": ("tcp_rma", "copier", "driver", "meeting", "tcp_rma_test"),
+    "tcp_rma_test": ("tcp_rma", "copier", "driver", "rendezvous", "tcp_rma_test"),
     "xen_moe_rma_copier": ("copier_main", "copier", "driver"),
     "fake_driver.so": ("fake_driver",),
 }
@@ -38,7 +38,7 @@ def programs(tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize("memory", ["host", "gpu"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_network_keeps_its_rules(programs, seed, memory):
-    """Puts, order of signals, errors, throttle, a dead rank, meetings; in two of the tests a rule is broken. With
+    """Puts, order of signals, errors, throttle, a dead rank, rendezvous; in two of the tests a rule is broken. With
     "gpu", a process of its own copies, and a driver of the tests ends any other process that does."""
     environment = dict(os.environ)
     if memory == "gpu":

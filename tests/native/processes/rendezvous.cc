@@ -1,4 +1,4 @@
-#include "tests/native/processes/meeting.h"
+#include "tests/native/processes/rendezvous.h"
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -18,10 +18,10 @@ namespace {
 
 double Seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-class MemoryMeeting : public Meeting {
+class MemoryRendezvous : public Rendezvous {
  public:
-  MemoryMeeting(Shared* shared, int rank, int ranks) : shared_(shared), rank_(rank), ranks_(ranks) {}
-  std::vector<uint64_t> Meet(uint64_t number, double seconds) override {
+  MemoryRendezvous(Shared* shared, int rank, int ranks) : shared_(shared), rank_(rank), ranks_(ranks) {}
+  std::vector<uint64_t> AllGather(uint64_t number, double seconds) override {
     Shared& s = *shared_;
     const uint32_t now = s.round;
     uint64_t* const numbers = s.numbers[now & 1];  // no rank writes the next round's numbers before all have read these
@@ -39,7 +39,7 @@ class MemoryMeeting : public Meeting {
     }
     return {numbers, numbers + ranks_};
   }
-  void Say(const char* what) override {
+  void ShowStep(const char* what) override {
     std::snprintf(shared_->reports[rank_].text, sizeof(Shared::Report::text), "%s", what);
   }
 
@@ -49,9 +49,9 @@ class MemoryMeeting : public Meeting {
 };
 
 // Rank 0 is connected with all other ranks, receives their numbers, and sends all of them to every rank.
-class TcpMeeting : public Meeting {
+class TcpRendezvous : public Rendezvous {
  public:
-  TcpMeeting(const std::string& address, int rank, int ranks, double seconds) : rank_(rank), ranks_(ranks) {
+  TcpRendezvous(const std::string& address, int rank, int ranks, double seconds) : rank_(rank), ranks_(ranks) {
     const size_t colon = address.rfind(':');
     if (colon == std::string::npos) throw std::runtime_error("--address: HOST:PORT");
     const std::string host = address.substr(0, colon), port = address.substr(colon + 1);
@@ -65,10 +65,10 @@ class TcpMeeting : public Meeting {
     rank == 0 ? Gather(*found, until) : Join(*found, until, address);
     freeaddrinfo(found);
   }
-  ~TcpMeeting() override {
+  ~TcpRendezvous() override {
     for (int fd : others_) close(fd);
   }
-  std::vector<uint64_t> Meet(uint64_t number, double seconds) override {
+  std::vector<uint64_t> AllGather(uint64_t number, double seconds) override {
     std::vector<uint64_t> numbers(ranks_);
     numbers[rank_] = number;
     const double until = Seconds() + seconds;
@@ -135,20 +135,20 @@ class TcpMeeting : public Meeting {
 
 }  // namespace
 
-void Meeting::Broadcast(char* bytes, size_t count, double seconds) {
+void Rendezvous::Broadcast(char* bytes, size_t count, double seconds) {
   for (size_t at = 0; at < count; at += 8) {
     uint64_t word;
     std::memcpy(&word, bytes + at, 8);
-    word = Meet(word, seconds)[0];
+    word = AllGather(word, seconds)[0];
     std::memcpy(bytes + at, &word, 8);
   }
 }
 
-std::unique_ptr<Meeting> MeetInMemory(Shared* shared, int rank, int ranks) {
-  return std::make_unique<MemoryMeeting>(shared, rank, ranks);
+std::unique_ptr<Rendezvous> RendezvousInMemory(Shared* shared, int rank, int ranks) {
+  return std::make_unique<MemoryRendezvous>(shared, rank, ranks);
 }
-std::unique_ptr<Meeting> MeetOverTcp(const std::string& address, int rank, int ranks, double seconds) {
-  return std::make_unique<TcpMeeting>(address, rank, ranks, seconds);
+std::unique_ptr<Rendezvous> RendezvousOverTcp(const std::string& address, int rank, int ranks, double seconds) {
+  return std::make_unique<TcpRendezvous>(address, rank, ranks, seconds);
 }
 
 }  // namespace native
