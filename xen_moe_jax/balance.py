@@ -21,7 +21,7 @@ from xen_moe_jax import _layout, _validate
 from xen_moe_jax._placement import Placement, of_experts, sources
 from xen_moe_jax._placement import home as _home
 
-__all__ = ["Placement", "count", "from_experts", "home", "moves", "plan"]
+__all__ = ["Placement", "count", "from_experts", "home", "moves", "plan", "repair"]
 
 TRIALS = 32
 """Numbers of replicas that `plan` tries."""
@@ -119,14 +119,7 @@ def plan(
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
     load = _load(counts, caller)
     up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
-    if up.shape != (ranks,) or up.dtype != np.bool_:
-        raise ValueError(f"{caller}: alive is {up.dtype}{list(up.shape)}: must be bool[{ranks}], one for each rank")
-    room = int(up.sum()) * slots
-    if room < load.size:
-        raise ValueError(
-            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {load.size} experts: "
-            f"slots_per_rank must be at least {-(-load.size // max(int(up.sum()), 1))}"
-        )
+    room = _room(up, ranks, slots, load.size, caller)
     nodes = [[r for r in range(first, first + per_node) if up[r]] for first in range(0, ranks, per_node)]
     nodes = [node for node in nodes if node]
     more = _order_of_replicas(load, room - load.size, int(up.sum()))
@@ -144,6 +137,66 @@ def plan(
     for rank, row in enumerate(best[1]):
         experts[rank, : len(row)] = sorted(row)
     return of_experts(experts, load.size)
+
+
+def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
+    """Gives the experts that were on lost ranks alone a slot on the ranks that are left, and moves nothing else. NumPy.
+
+    The expert with the most rows comes first, and goes to the rank with the least load that has an empty slot. Where no
+    slot is empty, it takes the place of a replica: that of the expert whose other replicas then have the fewest rows.
+    `np.argwhere(new.experts != placement.without(alive).experts)` names the slots whose weights have to be fetched.
+
+    Args:
+      placement: as it was; values, not traced.
+      alive: bool `[R]`, False for a rank that is gone.
+      counts: as in `plan`; None counts all experts alike.
+
+    Returns:
+      `Placement` of NumPy arrays, with the shapes of `placement`.
+
+    Raises:
+      ValueError: an argument is wrong, or the ranks that are left have fewer slots than there are experts.
+    """
+    caller = "balance.repair"
+    if not isinstance(placement, Placement):
+        raise TypeError(f"{caller}: placement is a {type(placement).__name__}: must be a Placement")
+    ranks, slots, size = placement.num_ranks, placement.slots_per_rank, placement.num_experts
+    up = np.asarray(alive)
+    _room(up, ranks, slots, size, caller)
+    load = _load(np.ones(size) if counts is None else counts, caller)
+    if load.size != size:
+        raise ValueError(f"{caller}: counts has {load.size} experts, and the placement {size}: they must be equal")
+    left = jax.tree.map(np.asarray, placement).without(up)
+    held, copies = left.experts.copy(), left.num_replicas.copy()
+    gone = np.flatnonzero(copies == 0)
+    for expert in gone[np.argsort(-load[gone], kind="stable")].tolist():
+        each = np.append(load / np.maximum(copies, 1), 0.0)
+        by_rank = each[held].sum(axis=1)
+        spare = np.append(copies > 1, True)[held] & up[:, None]  # an empty slot is -1, the last entry
+        # For a slot that is in use: rows of each other replica once this one is gone.
+        then = np.append(load / np.maximum(copies - 1, 1), -1.0)[held]
+        order = np.lexsort(
+            (np.broadcast_to(by_rank[:, None], held.shape).ravel(), np.where(spare, then, np.inf).ravel())
+        )
+        rank, slot = divmod(int(order[0]), slots)
+        if held[rank, slot] >= 0:
+            copies[held[rank, slot]] -= 1
+        held[rank, slot] = expert
+        copies[expert] = 1
+    return of_experts(held, size)
+
+
+def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str) -> int:
+    """Slots of the ranks that are `up`; raises ValueError if they are fewer than the experts."""
+    if up.shape != (ranks,) or up.dtype != np.bool_:
+        raise ValueError(f"{caller}: alive is {up.dtype}{list(up.shape)}: must be bool[{ranks}], one for each rank")
+    room = int(up.sum()) * slots
+    if room < experts:
+        raise ValueError(
+            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {experts} experts: "
+            f"slots_per_rank must be at least {-(-experts // max(int(up.sum()), 1))}"
+        )
+    return room
 
 
 def _load(counts: Any, caller: str) -> np.ndarray:

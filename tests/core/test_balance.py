@@ -156,6 +156,31 @@ def test_without_a_rank_its_replicas_serve(seed, gone):
     chex.assert_trees_all_equal(left, jax.tree.map(np.asarray, placement.without(jnp.asarray(alive))))
 
 
+@given(data=st.data())
+def test_repair_gives_lost_experts_a_slot_and_moves_nothing_else(data):
+    ranks, experts = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 20))
+    alive = np.ones(ranks, bool)
+    alive[list(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1)))] = False
+    slots = -(-experts // int(alive.sum())) + data.draw(st.integers(0, 2))
+    counts = np.array(data.draw(st.lists(st.integers(0, 999), min_size=experts, max_size=experts)))
+    placement = xm.balance.plan(counts, ranks, slots)
+    left, new = placement.without(alive), xm.balance.repair(placement, alive, counts)
+    check(new, experts, ranks, slots, alive)
+    assert (new.num_replicas >= 1).all()
+    changed = new.experts[new.experts != left.experts]
+    assert sorted(changed) == np.flatnonzero(left.num_replicas == 0).tolist()
+
+
+def test_repair_takes_empty_slots_first_and_then_the_least_needed_replica():
+    placement = xm.balance.from_experts([[0, 1, 2], [0, 1, 3], [0, 4, -1]], 5)
+    alive = np.array([True, True, False])
+    counts = [90, 10, 5, 5, 1]
+    new = xm.balance.repair(placement, alive, counts)
+    assert new.experts.tolist() == [[0, 4, 2], [0, 1, 3], [-1, -1, -1]]  # expert 1 needs its second replica less than 0
+    alive = np.array([True, False, True])
+    assert xm.balance.repair(placement, alive, counts).experts.tolist() == [[0, 1, 2], [-1] * 3, [0, 4, 3]]
+
+
 # -- weights and gradients ---------------------------------------------------------------------------------------------
 @functools.cache
 def mesh():
@@ -395,6 +420,49 @@ def test_a_rank_that_is_out_is_replaced_by_its_replicas_in_the_same_program():
     assert run._cache_size() == 1
 
 
+def test_a_rank_dies_and_comes_back_in_one_program():
+    """A step without the rank that died, a step with its experts fetched, and a step with the rank back have the bits
+    of a group that never failed, for every token of a rank that takes part, and nothing is compiled again."""
+    x, idx, topk_weights, weights = operands(6)
+    counts = np.bincount(idx.ravel(), minlength=E)
+    whole = xm.balance.plan(counts, R, S, alive=np.arange(R) != 2)
+    checkpoint = np.pad(weights, ((0, R * 3 - len(weights)), (0, 0), (0, 0)))
+
+    def body(x, idx, topk_weights, held, placement, active):
+        routed = xm.dispatch(x, idx, topk_weights, num_experts=E, axis_name="ep", placement=placement, active=active)
+        y = routed.x * held[jnp.minimum(routed.expert_ids(), S - 1), :, 0]
+        return xm.combine(y, routed.handle)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(EP,) * 4 + (P(), P()), out_specs=EP))
+
+    def step(held, placement, active):
+        return np.asarray(run(x, idx, topk_weights, held, placement, active))
+
+    everyone, alive = np.ones(R, bool), np.arange(R) != 1
+    held = np.array(whole.move(checkpoint, None, whole))
+    expected = step(held, whole, everyone)
+    assert np.abs(expected.astype("f4")).max() > 1
+
+    left = whole.without(alive)
+    lost = np.flatnonzero(left.num_replicas == 0)
+    held[S : 2 * S] = np.nan  # what the rank held is gone
+    at_once = step(held, left, alive).reshape(R, T, H)
+    whole_tokens = ~np.isin(idx, lost).any(axis=1).reshape(R, T) & alive[:, None]
+    assert lost.size and whole_tokens.any()
+    assert_bits(at_once[whole_tokens], expected.reshape(R, T, H)[whole_tokens], "tokens whose experts have replicas")
+
+    repaired = xm.balance.repair(whole, alive, counts)
+    for rank, slot in np.argwhere(repaired.experts != left.experts):
+        held[rank * S + slot] = checkpoint[repaired.experts[rank, slot]]
+    assert_bits(step(held, repaired, alive).reshape(R, T, H)[alive], expected.reshape(R, T, H)[alive], "fetched")
+
+    again = xm.balance.plan(counts, R, S)
+    assert (again.experts[1] >= 0).any()
+    held = np.asarray(again.move(held, repaired, again))
+    assert_bits(step(held, again, everyone), expected, "the rank is back, and another that was never there")
+    assert run._cache_size() == 1
+
+
 def test_a_placement_is_saved_with_an_exported_program():
     placement = random_placement(1)
     exported = jax.export.export(jax.jit(lambda placement, idx: (placement.route(idx, 1), placement)))(
@@ -435,6 +503,9 @@ def test_a_placement_is_saved_with_an_exported_program():
         (lambda: xm.balance.home(4, 2).reduce(np.zeros(4), axis_name="ep"), ValueError, "inside jax.shard_map"),
         (lambda: xm.balance.home(4, 2).without(np.ones(3, bool)), ValueError, r"must be \(2,\)"),
         (lambda: xm.balance.moves(None, None), TypeError, "pass a Placement"),
+        (lambda: xm.balance.repair(None, np.ones(2, bool)), TypeError, "must be a Placement"),
+        (lambda: xm.balance.repair(xm.balance.home(4, 2), np.array([True, False])), ValueError, "must be at least 4"),
+        (lambda: xm.balance.repair(xm.balance.home(4, 2), np.ones(2, bool), [1, 2]), ValueError, "they must be equal"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument_and_the_remedy(call, error, text):
