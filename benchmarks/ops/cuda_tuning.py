@@ -45,7 +45,7 @@ TABLE = {  # name: (operation, dtype, wire, tokens, [(blocks, push blocks, parts
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1)  # the cuts of one entry share a problem; the next one frees it
+@functools.lru_cache(maxsize=1)  # the schedules of one entry share a problem; the next one frees it
 def problem(dtype: str, wire: str | None, tokens: int, ranks: int) -> Problem:
     sizes: dict[str, Any] = {**DEEPSEEK_V3, "dtype": dtype, "wire": wire, "ranks": ranks, "pool": 1}
     return make_problem(Workload(tokens, **sizes))

@@ -44,7 +44,7 @@ __global__ void Empty(int* p) {
   if (p) *p = 1;
 }
 
-struct Cut {
+struct Setting {
   bool low;
   int blocks, routing, push, parts;
 };
@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
   bool comma = false;
 
   // Microseconds of one launch on the slowest GPU: graphs of `inner` launches, median and best of the repeats.
-  auto run = [&](const char* what, int tokens, const Cut& cut, auto launch) {
+  auto run = [&](const char* what, int tokens, const Setting& setting, auto launch) {
     const int inner = 200;
     std::vector<cudaGraphExec_t> graphs(ranks);
     for (int r = 0; r < ranks; ++r) {
@@ -151,14 +151,14 @@ int main(int argc, char** argv) {
     std::sort(times.begin(), times.end());
     for (int r = 0; r < ranks; ++r) CHECK(cudaGraphExecDestroy(graphs[r]));
     std::printf("%-14s %s T %4d blocks %3d routing %2d push %3d parts %2d: median %7.2f best %7.2f us\n", what,
-                cut.low ? "low" : "old", tokens, cut.blocks, cut.routing, cut.push, cut.parts, times[times.size() / 2],
-                times[0]);
+                setting.low ? "low" : "old", tokens, setting.blocks, setting.routing, setting.push, setting.parts,
+                times[times.size() / 2], times[0]);
     std::fflush(stdout);
     std::fprintf(out,
                  "%s\n {\"what\": \"%s\", \"low_latency\": %s, \"tokens\": %d, \"blocks\": %d, \"routing_blocks\": %d, "
                  "\"push_blocks\": %d, \"parts\": %d, \"us\": %.3f, \"best_us\": %.3f}",
-                 comma ? "," : "", what, cut.low ? "true" : "false", tokens, cut.blocks, cut.routing, cut.push,
-                 cut.parts, times[times.size() / 2], times[0]);
+                 comma ? "," : "", what, setting.low ? "true" : "false", tokens, setting.blocks, setting.routing,
+                 setting.push, setting.parts, times[times.size() / 2], times[0]);
     comma = true;
     std::fflush(out);
   };
@@ -169,22 +169,22 @@ int main(int argc, char** argv) {
     q.ranks_per_node = ranks, q.layout = Layout::kGrouped;
     return q;
   };
-  auto schedule = [&](int tokens, const Cut& cut) {
+  auto schedule = [&](int tokens, const Setting& setting) {
     Schedule s{};
-    s.blocks = cut.blocks, s.push_blocks = cut.push, s.parts = cut.parts, s.low_latency = cut.low;
-    s.part_elements = (kHidden / cut.parts + 255) / 256 * 256;
+    s.blocks = setting.blocks, s.push_blocks = setting.push, s.parts = setting.parts, s.low_latency = setting.low;
+    s.part_elements = (kHidden / setting.parts + 255) / 256 * 256;
     // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
-    s.layout_blocks = cut.routing, s.segment_tokens = tokens;
-    if (cut.low) return s;
+    s.layout_blocks = setting.routing, s.segment_tokens = tokens;
+    if (setting.low) return s;
     s.solo_layout = ranks * tokens * kTopK <= 2048;
     if (s.solo_layout) {
       s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
       s.segment_tokens = (tokens * ranks + 15) / 16;
     } else {
-      const int counting = (cut.blocks - cut.push) * 16;
+      const int counting = (setting.blocks - setting.push) * 16;
       s.segment_tokens = std::max(32 / kTopK, (ranks * tokens + counting - 1) / counting);
       const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
-      s.layout_blocks = std::max(1, std::min(cut.blocks - cut.push, (segments + 15) / 16));
+      s.layout_blocks = std::max(1, std::min(setting.blocks - setting.push, (segments + 15) / 16));
     }
     return s;
   };
@@ -193,27 +193,27 @@ int main(int argc, char** argv) {
     c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
     return c;
   };
-  auto dispatch = [&](int r, int tokens, bool fp8, const Cut& cut) {
+  auto dispatch = [&](int r, int tokens, bool fp8, const Setting& setting) {
     Rank& k = all[r];
     DispatchParams p{};
-    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, cut);
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, setting);
     p.element = fp8 ? Element::kByte : Element::kBf16, p.wire = WireType::kNative;
     p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
     p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions, p.recv_counts = k.counts;
     p.weights = k.row_weights;
-    p.staging = cut.low ? PlanLowLatency(p.routing, Operation::kDispatch, p.element, fp8)
-                        : PlanStaging(p.routing, p.schedule, p.element, p.wire, fp8);
+    p.staging = setting.low ? PlanLowLatency(p.routing, Operation::kDispatch, p.element, fp8)
+                            : PlanStaging(p.routing, p.schedule, p.element, p.wire, fp8);
     Describe(&p, fp8, 0, 0);
     return LaunchDispatch(p, k.stream);
   };
-  auto combine = [&](int r, int tokens, const Cut& cut) {
+  auto combine = [&](int r, int tokens, const Setting& setting) {
     Rank& k = all[r];
     CombineParams p{};
-    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, cut);
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, setting);
     p.element = Element::kBf16, p.wire = WireType::kNative;
     p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.out;
-    p.staging = cut.low ? PlanLowLatency(p.routing, Operation::kCombine, p.element, false)
-                        : PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
+    p.staging = setting.low ? PlanLowLatency(p.routing, Operation::kCombine, p.element, false)
+                            : PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
     Describe(&p, true, 0, 0);
     return LaunchCombine(p, k.stream);
   };
@@ -226,7 +226,7 @@ int main(int argc, char** argv) {
 #ifdef XEN_MOE_PHASES
   const double ghz = 1.98;
   static uint64_t stamps[kMaxBlocks][16];
-  auto phases = [&](const char* what, int tokens, const Cut& cut, auto launch, auto read) {
+  auto phases = [&](const char* what, int tokens, const Setting& setting, auto launch, auto read) {
     double sums[3][8] = {}, starts[3] = {}, ends[3] = {};
     int counts[3] = {};
     for (int repeat = 0; repeat < 60; ++repeat) {
@@ -242,9 +242,9 @@ int main(int argc, char** argv) {
       CHECK(read(&stamps[0][0]));
       if (repeat < 10) continue;
       uint64_t first = ~0ull;
-      for (int b = 0; b < cut.blocks; ++b) first = std::min(first, stamps[b][8]);
-      for (int b = 0; b < cut.blocks; ++b) {
-        const int role = b < cut.routing ? 0 : b < cut.routing + cut.push ? 1 : 2;
+      for (int b = 0; b < setting.blocks; ++b) first = std::min(first, stamps[b][8]);
+      for (int b = 0; b < setting.blocks; ++b) {
+        const int role = b < setting.routing ? 0 : b < setting.routing + setting.push ? 1 : 2;
         ++counts[role];
         starts[role] += static_cast<double>(stamps[b][8] - first);
         ends[role] += static_cast<double>(stamps[b][14] - first);
@@ -265,16 +265,19 @@ int main(int argc, char** argv) {
     }
   };
   for (int tokens : {1, 32, 128}) {
-    const Cut cut{true, 96, 4, 16, 1}, without{true, 96, 0, 48, 1};
-    phases("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); }, ReadDispatchPhases);
-    phases("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); }, ReadDispatchPhases);
-    Cut cut_combine = without;
-    cut_combine.routing = 1;
-    phases("combine", tokens, without, [&](int r) { return combine(r, tokens, cut_combine); }, ReadCombinePhases);
+    const Setting setting{true, 96, 4, 16, 1}, without{true, 96, 0, 48, 1};
+    phases(
+        "fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); }, ReadDispatchPhases);
+    phases(
+        "bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); },
+        ReadDispatchPhases);
+    Setting of_combine = without;
+    of_combine.routing = 1;
+    phases("combine", tokens, without, [&](int r) { return combine(r, tokens, of_combine); }, ReadCombinePhases);
   }
 #else
   {
-    const Cut none{false, 1, 0, 0, 1};
+    const Setting none{false, 1, 0, 0, 1};
     run("empty kernel", 0, none, [&](int r) {
       Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
       return cudaGetLastError();
@@ -282,33 +285,36 @@ int main(int argc, char** argv) {
   }
   const std::vector<int> others = blocks_only ? std::vector<int>{48, 64, 80, 112, 120, 132} : std::vector<int>{};
   for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
-    std::vector<Cut> cuts{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
+    std::vector<Setting> settings{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
     if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
-      for (Cut c : {Cut{true, 96, 4, 24, 1}, Cut{true, 96, 4, 32, 1}, Cut{true, 132, 4, 32, 1}}) {
-        cuts.push_back(c);
+      for (Setting c : {Setting{true, 96, 4, 24, 1}, Setting{true, 96, 4, 32, 1}, Setting{true, 132, 4, 32, 1}}) {
+        settings.push_back(c);
       }
     }
     if (all_cuts && tokens <= 32) {
-      for (Cut c : {Cut{true, 24, 2, 6, 1}, Cut{true, 48, 2, 12, 1}, Cut{true, 72, 4, 12, 1}}) cuts.push_back(c);
+      for (Setting c : {Setting{true, 24, 2, 6, 1}, Setting{true, 48, 2, 12, 1}, Setting{true, 72, 4, 12, 1}})
+        settings.push_back(c);
     }
-    if (low_only) cuts.erase(cuts.begin());
-    for (int blocks : others) cuts.push_back({true, blocks, 4, blocks / 6, 1});
-    for (const Cut& cut : cuts) {
-      run("fp8 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, true, cut); });
-      run("bf16 dispatch", tokens, cut, [&](int r) { return dispatch(r, tokens, false, cut); });
+    if (low_only) settings.erase(settings.begin());
+    for (int blocks : others) settings.push_back({true, blocks, 4, blocks / 6, 1});
+    for (const Setting& setting : settings) {
+      run("fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); });
+      run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
     }
-    cuts = {{false, 64, 1, 32, old_parts((ranks - 1) * tokens, 4 * 32 * 16)}, {true, 96, 1, 48, 1}};
+    settings = {{false, 64, 1, 32, old_parts((ranks - 1) * tokens, 4 * 32 * 16)}, {true, 96, 1, 48, 1}};
     if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
-      for (Cut c : {Cut{true, 96, 1, 40, 1}, Cut{true, 96, 1, 56, 1}, Cut{true, 132, 1, 64, 1}}) {
-        cuts.push_back(c);
+      for (Setting c : {Setting{true, 96, 1, 40, 1}, Setting{true, 96, 1, 56, 1}, Setting{true, 132, 1, 64, 1}}) {
+        settings.push_back(c);
       }
     }
     if (all_cuts && tokens <= 32) {
-      for (Cut c : {Cut{true, 24, 1, 12, 1}, Cut{true, 48, 1, 24, 1}, Cut{true, 72, 1, 36, 1}}) cuts.push_back(c);
+      for (Setting c : {Setting{true, 24, 1, 12, 1}, Setting{true, 48, 1, 24, 1}, Setting{true, 72, 1, 36, 1}})
+        settings.push_back(c);
     }
-    if (low_only) cuts.erase(cuts.begin());
-    for (int blocks : others) cuts.push_back({true, blocks, 1, blocks / 2, 1});
-    for (const Cut& cut : cuts) run("combine", tokens, cut, [&](int r) { return combine(r, tokens, cut); });
+    if (low_only) settings.erase(settings.begin());
+    for (int blocks : others) settings.push_back({true, blocks, 1, blocks / 2, 1});
+    for (const Setting& setting : settings)
+      run("combine", tokens, setting, [&](int r) { return combine(r, tokens, setting); });
   }
 #endif
   std::fprintf(out, "\n]}\n");

@@ -1,9 +1,9 @@
 """The peer on `jax.lax.ragged_all_to_all`, with any number of segments for each peer.
 
 XLA's kernel for one host gives every segment one row of thread blocks, so one segment for each peer, the obvious way to
-call it, leaves almost all of a GPU idle. More of them are made in two ways: a rank's rows are cut into equal pieces, or
-every expert is a segment of its own (cut again where that is not enough). The latter also lands every row in its place,
-so that the receiver need not sort.
+call it, leaves almost all of a GPU idle. More segments are made in two ways: a rank's rows are divided into equal
+pieces, or every expert is a segment of its own (divided again where that is not enough). The latter also puts every row
+in its place, so that the receiver need not sort.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def exclusive(sizes: jax.Array, axis: int = 0) -> jax.Array:
     return jnp.cumsum(sizes, axis) - sizes
 
 
-def cut(offsets: jax.Array, sizes: jax.Array, pieces: int) -> tuple[jax.Array, jax.Array]:
+def divide(offsets: jax.Array, sizes: jax.Array, pieces: int) -> tuple[jax.Array, jax.Array]:
     """Divides `[n]` segments into `[n * pieces]`, equal to within a row; returns their offsets and sizes."""
     bounds = sizes[:, None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
     starts = offsets[:, None] + bounds[:, :-1]
@@ -35,20 +35,20 @@ def exchange(
     rows: Any,
     capacity: int,
     sent: tuple[jax.Array, jax.Array],
-    landing: jax.Array,
+    target: jax.Array,
     arriving: jax.Array,
     pieces: int,
 ) -> Any:
-    """Exchanges segments `sent` = (offsets, sizes), each in `pieces`; they arrive at `landing` offsets with `arriving`
+    """Exchanges segments `sent` = (offsets, sizes), each in `pieces`; they arrive at `target` offsets with `arriving`
     sizes."""
     offsets, whole = sent
-    starts, sizes = cut(offsets, whole, pieces)
-    landings, _ = cut(landing, whole, pieces)
-    _, received = cut(jnp.zeros_like(arriving), arriving, pieces)
+    starts, sizes = divide(offsets, whole, pieces)
+    targets, _ = divide(target, whole, pieces)
+    _, received = divide(jnp.zeros_like(arriving), arriving, pieces)
 
     def one(leaf):
         output = jnp.zeros((capacity, *leaf.shape[1:]), leaf.dtype)
-        return ragged(leaf, output, starts, sizes, landings, received, axis_name=AXIS)
+        return ragged(leaf, output, starts, sizes, targets, received, axis_name=AXIS)
 
     return jax.tree.map(one, rows)
 
@@ -72,7 +72,7 @@ def sorted_ragged(
     """Peer that sorts rows by expert and sends them there and back by `ragged`, in `segments` for each peer.
 
     Args:
-      segments: a multiple of the local experts makes every expert a segment; other numbers cut the rows of a rank.
+      segments: a multiple of the local experts makes every expert a segment; other numbers divide the rows of a rank.
       ragged: None is `jax.lax.ragged_all_to_all`.
     """
     ragged = ragged or jax.lax.ragged_all_to_all
@@ -120,9 +120,9 @@ def _segment_per_expert(work: Workload, caps: Capacities, pieces: int, ragged: C
         order, counts = sort_by_expert(work, topk_idx)
         rows = jax.tree.map(lambda leaf: leaf[order // work.top_k], tokens)
         mine = counts[me].reshape(-1)
-        landing = (exclusive(counts.sum(0), 1) + exclusive(counts)[me]).reshape(-1)
+        target = (exclusive(counts.sum(0), 1) + exclusive(counts)[me]).reshape(-1)
         sent = exclusive(mine), mine
-        arrived = exchange(ragged, rows, caps.grouped, sent, landing, counts[:, me].reshape(-1), pieces)
+        arrived = exchange(ragged, rows, caps.grouped, sent, target, counts[:, me].reshape(-1), pieces)
         ends = jnp.cumsum(counts[:, me].sum(0))
         local = jnp.searchsorted(ends, jnp.arange(caps.grouped), side="right").astype(jnp.int32)
         return arrived, jnp.minimum(local, work.local_experts - 1), (inverse(order), counts)

@@ -61,7 +61,7 @@ def test_dispatch_and_combine_of_every_peer(name, dtype, monkeypatch):
 
 
 def test_a_rank_cut_into_pieces_loses_no_row():
-    offsets, sizes = peers_ragged.cut(jax.numpy.array([5, 20]), jax.numpy.array([7, 2]), 4)
+    offsets, sizes = peers_ragged.divide(jax.numpy.array([5, 20]), jax.numpy.array([7, 2]), 4)
     assert sizes.tolist() == [1, 2, 2, 2, 0, 1, 0, 1] and offsets.tolist() == [5, 6, 8, 10, 20, 20, 21, 21]
 
 

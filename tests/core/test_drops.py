@@ -191,7 +191,7 @@ def test_start_done_and_remat_choose_once(mesh4, drop):
     assert program.count("xen_moe_keep_rows[") == 1
 
 
-@pytest.mark.parametrize("active", [None, (True, False, True, True)], ids=["every rank", "one is out"])
+@pytest.mark.parametrize("active", [None, (True, False, True, True)], ids=["every rank", "one is inactive"])
 @pytest.mark.parametrize("size", [3, 2500])
 def test_words_gathered_by_a_dispatch(mesh4, active, size):
     """Gathers words by a dispatch, as a backend does that must not wait for inactive ranks; here with the reference's

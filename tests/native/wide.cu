@@ -104,7 +104,7 @@ std::string Wide(const Options& o) {
   world.Start(Largest(all));
   RunAll(world, o, pool, "");
   RunAll(world, o, without, "without some ranks: ");
-  RunAll(world, o, whole, "with all again: ");  // those that were out join
+  RunAll(world, o, whole, "with all again: ");  // the ranks that were inactive join
   // The last rank does not come, and all name it.
   const int last = o.ranks - 1;
   world.Each([&](int rank) {
