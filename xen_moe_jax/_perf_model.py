@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax import _exact, _validate
+from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
 from xen_moe_jax._spec import scale_blocks
 
@@ -106,6 +107,7 @@ def perf_model(
     wire: Any = None,
     nodes_per_token: int | None = None,
     topk_idx: Any = None,
+    placement: Placement | None = None,
     intermediate: int | None = None,
     slots_per_rank: int | None = None,
     links: Links = H200,
@@ -122,6 +124,7 @@ def perf_model(
       wire: as in `xm.dispatch`; the format that travels instead of `dtype`.
       nodes_per_token: group-limited routing: the token's experts are on this many nodes at most. None: anywhere.
       topk_idx: integer `[R, T, K]`, the routing itself; None is `K` distinct experts drawn uniformly, in expectation.
+      placement: as in `xm.dispatch`; needs `topk_idx`. Each row of a combine then travels by itself.
       intermediate: "balance": features `F` inside an expert.
       slots_per_rank: "balance": as in `xm.dispatch`.
       links: bandwidths and fixed costs.
@@ -147,7 +150,7 @@ def perf_model(
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
     if not isinstance(links, Links):
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
-    dtype = _validate.dtype(dtype, caller)
+    dtype, small = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH
     if operation == "balance":
         held = _validate.exact_slots(slots_per_rank, experts, ranks, caller)
         inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
@@ -157,6 +160,17 @@ def perf_model(
             )
         counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
         return _fetched_weights(counts, tokens * top_k, held, per_node, hidden * inner, dtype, links)
+    if placement is not None:
+        _validate.placement(placement, experts, ranks, caller)
+        if topk_idx is None:
+            raise ValueError(
+                f"{caller}: placement with topk_idx=None: which replica gets a row follows from the routing"
+            )
+        _check_routing(np.asarray(topk_idx), tokens, top_k, ranks)
+        topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(np.asarray(topk_idx))])
+        experts = ranks * placement.slots_per_rank
+        if operation == "combine":
+            topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1
     if topk_idx is None:
         nodes = ranks // per_node
         most = nodes
@@ -167,7 +181,6 @@ def perf_model(
     else:
         fast, slow, slots = _counted_rows(np.asarray(topk_idx), tokens, experts, top_k, ranks, per_node)
     row, local = _row_bytes(hidden, dtype, wire, caller), slots * _row_bytes(hidden, dtype, None, caller)
-    small = tokens <= SMALL_BATCH
     which = OPERATIONS.index(operation)
     fixed, hop = (links.fixed_small, links.hop_small) if small else (links.fixed, links.hop)
     terms = {

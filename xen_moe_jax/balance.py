@@ -50,7 +50,8 @@ def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) 
                 f"bool{list(jnp.shape(topk_idx)[:-1])}"
             )
         idx = jnp.where(jnp.asarray(mask).reshape(-1, 1), idx, -1)
-    return jnp.sum(idx[..., None] == jnp.arange(num_experts, dtype=jnp.int32), axis=(0, 1), dtype=jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    return jnp.sum(idx[..., None] == experts, axis=(0, 1), dtype=jnp.int32)
 
 
 def home(num_experts: int, num_ranks: int) -> Placement:

@@ -86,6 +86,28 @@ def test_inactive_ranks(mesh4, layout):
     lower(gradients(body), mesh4)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("options", [{}, {"balance": "exact"}], ids=["placement", "exact"])
+def test_placements(mesh4, options, x64):
+    """The placement traced, as it is where it is an argument, and weights moved to its slots and back."""
+    placement = xm.balance.plan([5, 1, 1, 1, 1, 1, 1, 1], RANKS, 3)
+
+    def body(x, idx, weights):
+        given = options or {"placement": jax.tree.map(jnp.asarray, placement)}
+        routed = xm.dispatch(x, idx, weights, num_experts=E, axis_name="ep", **given)
+        made = routed.handle.placement
+        left = made.without(jnp.ones(RANKS, bool))
+        moved = made.move(jnp.ones((2, 3), jnp.float16), None, left)
+        return xm.combine(routed.x, routed.handle), made.reduce(moved), xm.balance.count(idx, E, idx[:, 0] >= 0)
+
+    with jax.enable_x64(x64):
+        lower(body, mesh4)
+        lower(gradients(lambda *args: body(*args)[0]), mesh4)
+        everywhere = placement.move(jnp.ones((8, 3), jnp.float16), None, placement)
+        assert placement.reduce(everywhere).shape == (8, 3)
+        assert placement.route(jnp.ones((2, 2), jnp.int32), 1).dtype == jnp.int32
+
+
 def test_two_axes(node_mesh):
     axis = ("node", "gpu")
     lower(gradients(lambda *a: layer(*a, axis=axis)), node_mesh, axis=axis)

@@ -220,3 +220,20 @@ def test_balance_needs_the_routing_and_the_size_of_an_expert(changes, text):
     sizes = {"num_tokens": 8, "hidden": 16, "intermediate": 8, "num_ranks": 4, "num_experts": 16, "top_k": 2}
     with pytest.raises(ValueError, match=text):
         xm.perf_model("balance", **({"topk_idx": skewed(8, 2)} | sizes | changes))
+
+
+def test_a_placement_is_counted_and_its_combine_by_rows():
+    """Rank 0 holds both experts that tokens name: two rows of a token go there as one and come back one by one."""
+    sizes = {"num_tokens": 8, "hidden": 16, "num_ranks": 4, "num_experts": 16, "top_k": 2}
+    placement = xm.balance.from_experts([[0, 1, 2, 3], [*range(4, 8)], [*range(8, 12)], [*range(12, 16)]], 16)
+    idx = np.broadcast_to(np.array([0, 1], np.int32), (4, 8, 2))
+    assert xm.perf_model("dispatch", topk_idx=idx, placement=placement, **sizes).rows_fast == 8
+    assert xm.perf_model("combine", topk_idx=idx, **sizes).rows_fast == 8
+    assert xm.perf_model("combine", topk_idx=idx, placement=placement, **sizes).rows_fast == 16
+    spread = xm.balance.plan([99, 99, *[1] * 14], 4, 5)
+    assert (spread.num_replicas[:2] > 1).all()
+    slots = np.stack([spread.route(idx[rank], rank) for rank in range(4)])
+    busiest = np.bincount(slots.ravel() // 5, minlength=4).max()
+    assert xm.perf_model("combine", topk_idx=idx, placement=spread, **sizes).bytes_local == busiest * 32
+    with pytest.raises(ValueError, match="placement with topk_idx=None"):
+        xm.perf_model(placement=placement, **sizes)
