@@ -23,6 +23,8 @@ FLAGS = gpu_flags.FLAGS
 
 flags.adopt_module_key_flags(gpu_flags)
 
+flags.DEFINE_bool("replicas", False, "every expert has a replica on the rank before its home")
+
 
 def main(_: list[str]) -> None:
     rank_flags.start_logging()
@@ -39,47 +41,60 @@ def main(_: list[str]) -> None:
     config, sizes = xm.KernelConfig(backend="cuda"), programs.SIZES  # the default timeout: ten minutes
     traces = 0
 
-    def body(x, idx, weights, active):
-        """Identity experts: a token comes back times the number of its slots whose expert's rank takes part, / 4."""
+    local = sizes.experts // mesh.size
+    home = np.arange(sizes.experts).reshape(mesh.size, local)
+    replicas = xm.balance.from_experts(np.concatenate([home, np.roll(home, -1, axis=0)], axis=1), sizes.experts)
+
+    def body(x, idx, weights, active, placement):
+        """Identity experts: a token comes back times the number of its slots whose expert's rank takes part, / 4; with
+        replicas it comes back as it left."""
         nonlocal traces
         traces += 1
-        routed = xm.dispatch(x, idx, weights, num_experts=sizes.experts, axis_name="ep", active=active, config=config)
+        options = {"num_experts": sizes.experts, "axis_name": "ep", "active": active, "placement": placement}
+        routed = xm.dispatch(x, idx, weights, **options, config=config)
         rows = jnp.arange(routed.x.shape[0])[:, None] < routed.group_sizes.sum()
         out = xm.combine(jnp.where(rows, routed.x, 0), routed.handle, config=config)
-        owner = idx // (sizes.experts // mesh.size)
-        share = active[owner].sum(axis=1) * active[jax.lax.axis_index("ep")] / 4
+        served = active[idx // local] if placement is None else jnp.ones(idx.shape, bool)
+        share = served.sum(axis=1) * active[jax.lax.axis_index("ep")] / 4
         wrong = jnp.sum((out != x * share[:, None]) & ~jnp.isnan(out))
-        dropped = routed.num_dropped != sum(~active[owner]).sum()
+        dropped = routed.num_dropped != sum(~served).sum()
         return jnp.sum(out).reshape(1), (wrong + dropped * ~jnp.isnan(out).any()).reshape(1)
 
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3 + (P(),), out_specs=P("ep"), check_vma=False))
+    step = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(P("ep"),) * 3 + (P(), P()), out_specs=P("ep"), check_vma=False)
+    )
     operands = programs.distributed_operands(mesh)
     result = {"failure": "", "wrong": 0, "steps_before": 0}
 
     def members(active):
         return jax.make_array_from_callback(active.shape, NamedSharding(mesh, P()), lambda i: active[i])
 
-    def serve(active):
-        total, wrong = jax.block_until_ready(step(*operands, active))
+    def serve(active, placement):
+        total, wrong = jax.block_until_ready(step(*operands, active, placement))
         xm.check()
         result["wrong"] += int(wrong.addressable_shards[0].data[0])
         return float(total.addressable_shards[0].data[0])
 
-    active = members(cuda.alive(mesh, "ep"))
-    serve(active)
+    def known():
+        """The ranks that take part, and the experts' slots on them."""
+        alive = cuda.alive(mesh, "ep")
+        return members(alive), jax.tree.map(members, replicas.without(alive)) if FLAGS.replicas else None
+
+    now = known()
+    serve(*now)
     print("ready", flush=True)
     try:
         while True:
-            serve(active)
+            serve(*now)
             result["steps_before"] += 1
     except (xm.OperationFailed, jax.errors.JaxRuntimeError) as error:
         result["failure"], result["named"] = str(error), time.time()
     cuda.reset()
     alive = cuda.alive(mesh, "ep")
-    active = members(alive)
+    now = known()
     began = time.time()
     for _ in range(200):
-        assert np.isfinite(serve(active))
+        assert np.isfinite(serve(*now))
     print(
         json.dumps(
             result

@@ -45,6 +45,12 @@ def test_a_server_goes_on_without_a_killed_process():
     go_on_without_a_killed_process()
 
 
+@pytest.mark.gpu1
+def test_replicas_serve_the_experts_of_a_killed_process():
+    """Every expert has a replica: after a kill the other ranks' tokens are what they were, from the first step."""
+    go_on_without_a_killed_process("--replicas")
+
+
 def go_on_without_a_killed_process(*options: str, seconds_after: float = 10.0) -> None:
     count, gpus = 4, min(4, jax.device_count())
     environment = processes.environment(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.08")
