@@ -78,7 +78,7 @@ class Placement:
         return jnp.where((expert >= 0) & (copies > 0), slot, -1).reshape(idx.shape)
 
     def without(self, alive: Any) -> Placement:
-        """The same slots on the ranks that are left: nothing moves, and replicas serve at once.
+        """Returns the same slots on the ranks that are left: nothing moves, and replicas serve at once.
 
         Args:
           alive: bool `[R]`, False for a rank that is gone. Its slots become empty. An expert that only it had is

@@ -24,7 +24,7 @@ EP = P("ep")
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def check(placement, num_experts, ranks, slots, alive):
-    """What every placement must be, by plain loops."""
+    """Asserts the properties of every placement, by plain loops."""
     assert placement.experts.shape == (ranks, slots) and placement.slots.shape == (num_experts, ranks)
     found = [[] for _ in range(num_experts)]
     for rank in range(ranks):
