@@ -61,7 +61,7 @@ class Launch:
         ]
         rank = len(grid_spec.grid)
         semantics = ["parallel" if shared and i == 0 else "arbitrary" for i in range(rank)]
-        return pl.pallas_call(
+        call = pl.pallas_call(
             lambda *given: body(refs(**dict(zip(names, given, strict=True)))),
             grid_spec=grid_spec,
             out_shape=shapes if many else shapes[0],
@@ -78,6 +78,13 @@ class Launch:
             interpret=self.interpret,
             name=name,
         )
+
+        def with_32_bits(*operands: jax.Array) -> Any:
+            # a TPU computes row numbers in 32 bits: a number in a body is no int64 where jax_enable_x64 is set
+            with jax.enable_x64(False):
+                return call(*operands)
+
+        return with_32_bits
 
 
 def divided(steps: Any, cores: int) -> Any:

@@ -136,7 +136,9 @@ def _lowering(
         run: Callable[..., Any] = functools.partial(function, call)
         if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
-        return _lower(ctx, operands, backend.operand_avals(operation, _plain_avals(ctx), call), run)
+        avals = backend.operand_avals(operation, _plain_avals(ctx), call)
+        with jax.enable_x64(False) if backend.in_32_bits else contextlib.nullcontext():
+            return _lower(ctx, operands, avals, run)
 
     return rule
 

@@ -4,6 +4,7 @@ Every operation in every layout, wire and direction is traced and lowered under 
 which tracing does not show.
 """
 
+import functools
 import itertools
 
 import jax
@@ -173,3 +174,36 @@ def test_routers_and_layout_counts():
 def test_the_tpu_program_too(mesh4, layout):
     """Kernels and the operations around them are lowered for a TPU, without one."""
     lower(gradients(lambda *a: layer(*a, layout=layout)), mesh4, platforms=("tpu",))
+
+
+def exchanges(x, idx, weights):
+    """The drop-ins; segments are int64, as `jnp.arange` and sums make them where `jax_enable_x64` is set."""
+    x = xm.all_to_all(x, "ep", 0, 1, tiled=True)
+    sizes = jnp.ones(RANKS, jnp.int64)
+    return xm.ragged_all_to_all(x, x, *(sizes,) * 4, axis_name="ep")
+
+
+def halves(x, idx, weights):
+    flight = xm.dispatch_start(x, idx, weights, num_experts=E, axis_name="ep")
+    routed = xm.dispatch_done(flight)
+    return xm.combine_done(xm.combine_start(routed.x, routed.handle))
+
+
+def wide(body):
+    """`body` with experts and weights of 64 bits."""
+    return lambda x, idx, weights: body(x, idx.astype(jnp.int64), weights.astype(jnp.float64))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(pytest.param(gradients(wide(functools.partial(layer, layout=layout))), id=layout) for layout in LAYOUTS),
+        pytest.param(gradients(wide(halves)), id="halves"),
+        pytest.param(lambda *a: layer(*a, config=xm.KernelConfig(mode="low_latency")), id="low_latency"),
+        pytest.param(exchanges, id="drop-ins"),
+    ],
+)
+def test_the_tpu_program_with_64_bits(mesh4, body):
+    """Mosaic has no 64-bit numbers: none may come into a kernel, whatever `jax_enable_x64` says."""
+    with jax.enable_x64(True):
+        lower(body, mesh4, platforms=("tpu",))

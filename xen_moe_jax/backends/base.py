@@ -76,6 +76,7 @@ class Backend:
       register: makes the operations known to programs that another process compiled or exported.
       takes_active: operations take `active` as an operand and wait for no inactive rank. Otherwise the operands are
         masked before the backend gets them.
+      in_32_bits: operations are traced and lowered as if `jax_enable_x64` were not set. Operands keep their dtypes.
       takes_nodes: a combine adds inside each node first where `KernelConfig.ranks_per_node` divides a single axis.
         Otherwise a node of the backend is an axis of the mesh.
       supports_async: `supports_async(spec, config)` returns True if start and done of an operation can be two programs.
@@ -104,6 +105,7 @@ class Backend:
     check_available: Callable[[], None] = lambda: None
     register: Callable[[], None] = lambda: None
     takes_active: bool = False
+    in_32_bits: bool = False
     takes_nodes: bool = False
 
     supports_async: Callable[[Spec, KernelConfig], bool] = lambda spec, config: False

@@ -5,6 +5,7 @@ from xen_moe_jax.backends.pallas import collectives, combine, dispatch, start_do
 
 BACKEND = Backend(
     name="pallas",
+    in_32_bits=True,
     dispatch=dispatch.dispatch,
     combine=combine.combine,
     redispatch=dispatch.redispatch,
