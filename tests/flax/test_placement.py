@@ -58,6 +58,31 @@ def test_values_and_gradients_are_those_without_a_placement(config):
     assert_same_gradients(placed, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"slots_per_rank": 3, "num_chunks": 2, "remat": "experts", "alignment": 4},
+        {"tensor_axis": "tp", "apply_weights_to": "activation", "remat": "all"},
+    ],
+    ids=["plain", "chunks-remat-aligned", "tensor-axis-remat-all"],
+)
+def test_an_exact_balance_changes_no_value_and_drops_nothing(changes):
+    """All tokens are alike, so that two experts get every row."""
+    config = dataclasses.replace(CONFIG, **changes, balance="exact")
+    unbalanced = dataclasses.replace(config, balance=None, slots_per_rank=None)
+    moe, over = layer(unbalanced), mesh(*(["tp"] if config.tensor_axis else []))
+    x, target = np.repeat(tokens(1), 16, axis=0) + 0.01 * tokens(16, seed=3), tokens(16, seed=5)
+    y, metrics, gradients = run_with_gradients(moe, x, target, over)
+    assert (metrics.tokens_per_expert > 0).sum() == 2
+    moe.config = config
+    exact_y, exact_metrics, exact = run_with_gradients(moe, x, target, over)
+    np.testing.assert_allclose(exact_y, y, rtol=1e-5, atol=1e-6)
+    assert exact_metrics.num_dropped == 0
+    assert (exact_metrics.tokens_per_expert == metrics.tokens_per_expert).all()
+    assert_same_gradients(exact, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
+
+
 def test_a_tensor_axis_and_linen_take_it():
     config = dataclasses.replace(CONFIG, tensor_axis="tp")
     moe, x = layer(config), tokens(16)
@@ -100,12 +125,35 @@ def test_weights_stay_in_their_slots_and_another_plan_is_no_other_program():
         ({"num_slots": 12}, None, ValueError, "placement is None with MoEConfig.num_slots=12"),
         ({"num_slots": 12}, xm.balance.home(E, RANKS), ValueError, "placement has 8 slots"),
         ({"token_axes": ()}, xm.balance.home(E, RANKS), ValueError, "tokens are replicated"),
+        ({"balance": "exact"}, xm.balance.home(E, RANKS), ValueError, "balance='exact' with placement"),
+        ({"balance": "exact", "slots_per_rank": 2}, None, ValueError, "slots_per_rank=2: must be >= 3"),
     ],
 )  # fmt: skip
 def test_errors(config, placement, error, text):
     moe = layer(dataclasses.replace(CONFIG, **config))
     with pytest.raises(error, match=text):
         run(moe, tokens(16), mesh(), placement=placement)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"balance": "even"},
+        {"balance": "exact", "layout": "padded"},
+        {"balance": "exact", "capacity": 8},
+        {"balance": "exact", "num_slots": 8},
+        {"balance": "exact", "token_axes": ()},
+    ],
+)
+def test_balance_is_checked(fields):
+    with pytest.raises(ValueError, match="MoEConfig.balance"):
+        dataclasses.replace(CONFIG, **fields)
+
+
+@pytest.mark.parametrize("slots", [0, 2.5, 3])
+def test_slots_per_rank_is_checked(slots):
+    with pytest.raises(ValueError, match="MoEConfig.slots_per_rank"):
+        dataclasses.replace(CONFIG, slots_per_rank=slots)
 
 
 @pytest.mark.parametrize("fields", [{"num_slots": 7}, {"num_slots": 8.5}, {"num_slots": 12, "token_axes": ()}])

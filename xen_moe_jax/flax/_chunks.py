@@ -80,11 +80,21 @@ def through_experts(
     """
     num_tokens = tokens.x.shape[0]
     chunks = _split(tokens, config.num_chunks)
-    overlap = len(chunks) > 1 and config.remat != "all" and _overlaps(config, chunks[0], members)
+    overlap = (
+        len(chunks) > 1 and config.remat != "all" and config.balance is None and _overlaps(config, chunks[0], members)
+    )
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
+        def bound(
+            rows: jax.Array, sizes: jax.Array, *factors: jax.Array, lent: xm.balance.Placement | None = None
+        ) -> jax.Array:
+            held = weights
+            if lent is not None:
+                held = lent.move(weights, None, lent, axis_name=config.axis_name, config=config.kernel)
+            return experts(rows, sizes, held, *factors)
+
         run_here = _pipelined if overlap else functools.partial(_whole, add_up=_adder(config, weights, tokens.x))
-        return run_here(config, lambda rows, sizes, *factors: experts(rows, sizes, weights, *factors), chunks, members)
+        return run_here(config, bound, chunks, members)
 
     if config.remat == "all":
         run = jax.checkpoint(run)
@@ -153,7 +163,8 @@ def _whole(
     """Sends one chunk through the experts; `add_up(config, rows, handle)` is a combine."""
     (chunk,) = chunks
     routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, members))
-    y = experts(*for_experts(config, routed))
+    lent = {} if config.balance is None else {"lent": routed.handle.placement}
+    y = experts(*for_experts(config, routed), **lent)
     return [add_up(config, y, routed.handle)], routed.num_dropped
 
 
@@ -235,6 +246,8 @@ def _options(config: MoEConfig, chunk: Chunk, members: Members) -> dict[str, Any
         "wire": config.wire,
         "active": members.active,
         "placement": placement,
+        "balance": config.balance,
+        "slots_per_rank": config.slots_per_rank,
         "config": config.kernel,
     }
 

@@ -24,6 +24,10 @@ class PlacementFields:
       num_slots: the experts' parameters have this many entries in place of `num_experts`, one for each slot of the
         `placement` that every call then needs: weights stay in their slots, and each slot has a gradient of its own
         (`placement.reduce`). None: weights are at home, and a call with a placement moves them to their slots.
+      balance: "exact": experts are lent from their homes by each call's own counts, so that no rank gets more than
+        `T * K` rows and none is dropped, as `xm.dispatch` says. Weights of lent experts travel in each call, in each of
+        its chunks, and their gradients go home. Needs layout="grouped", without a capacity.
+      slots_per_rank: experts of which a rank may have rows, with balance="exact"; None is `L + ceil(L / 4)`.
     """
 
     axis_name: str | tuple[str, str] = "ep"
@@ -31,6 +35,8 @@ class PlacementFields:
     tensor_axis: str | None = None
     expert_sharding: tuple[Any, Any, Any] | None = None
     num_slots: int | None = None
+    balance: str | None = None
+    slots_per_rank: int | None = None
 
 
 def check_placement(config: Any) -> None:
@@ -60,6 +66,7 @@ def check_placement(config: Any) -> None:
     require(slots is None or (is_int(slots) and slots >= config.num_experts), "num_slots", slots, remedy)
     remedy = "tokens are replicated over the experts' ranks, where no placement is taken; use None"
     require(slots is None or not config.replicated_tokens, "num_slots", slots, remedy)
+    _check_exact(config)
     if config.expert_sharding is not None:
         require(
             isinstance(config.expert_sharding, tuple) and len(config.expert_sharding) == 3,
@@ -67,3 +74,17 @@ def check_placement(config: Any) -> None:
             config.expert_sharding,
             "must be None or a tuple of three: names for (expert, hidden, intermediate)",
         )
+
+
+def _check_exact(config: Any) -> None:
+    require(config.balance in (None, "exact"), "balance", config.balance, "must be None or 'exact'")
+    slots, exact = config.slots_per_rank, config.balance == "exact"
+    require(slots is None or (is_int(slots) and slots > 0), "slots_per_rank", slots, "must be None or a positive int")
+    require(slots is None or exact, "slots_per_rank", slots, "needs balance='exact'; leave it None")
+    if not exact:
+        return
+    require(config.layout == "grouped", "balance", "exact", f"needs layout='grouped', not {config.layout!r}")
+    for name in ("capacity", "capacity_factor", "num_slots"):
+        require(getattr(config, name) is None, "balance", "exact", f"takes no {name}; leave it None")
+    remedy = "tokens are replicated over the experts' ranks, where nothing is sent; use None"
+    require(not config.replicated_tokens, "balance", "exact", remedy)
