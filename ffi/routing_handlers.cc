@@ -68,10 +68,6 @@ ffi::Error Run(const AnyPlan& plan, Params* p, int32_t ordinal, cudaStream_t str
                });
 }
 
-// The number of results of a dispatch start that no kernel writes: xen_moe_jax/backends/cuda/start_done.py explains
-// their purpose.
-constexpr size_t kHeld = 2;
-
 // x, scales, topk_idx, topk_weights, active -> rows, row_scales, positions, recv_counts, weights, clean topk_idx,
 // [local_idx]
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, DispatchPlan* plan, ffi::AnyBuffer x,
@@ -82,7 +78,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Dispat
   DispatchParams p = plan->params;
   const Routing& r = p.routing;
   const bool ranked = r.layout == Layout::kRanked;
-  const size_t others = ranked + (plan->flight ? kHeld : 0);
+  const size_t others = ranked;
   if (rest.size() != others) {
     return ffi::Error::InvalidArgument("xen_moe_jax: " + std::to_string(6 + rest.size()) + " results, not " +
                                        std::to_string(6 + others));
@@ -145,17 +141,15 @@ ffi::Error Redispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Disp
 
 // y, topk_idx, positions, recv_counts, active, weights -> out
 ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CombinePlan* plan, ffi::AnyBuffer y,
-                   Ints2 topk_idx, ffi::AnyBuffer positions, ffi::AnyBuffer recv_counts, Bools active,
-                   ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
+                   Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active, ffi::Buffer<ffi::F32> weights,
+                   ffi::Result<ffi::AnyBuffer> out) {
   CombineParams p = plan->params;
   const Routing& r = p.routing;
-  // A start in a backward pass takes the bits of its integers as float32, because only floats have cotangents.
-  const ffi::DataType integers = plan->flight && positions.element_type() == ffi::F32 ? ffi::F32 : ffi::S32;
   ffi::Error error = CheckOnce(plan, [&] {
     std::vector<Expected> all{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
                               {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
-                              {"positions", positions, integers, {r.ranks, r.tokens, r.slots}},
-                              {"recv_counts", recv_counts, integers, {r.ranks, r.local_experts}},
+                              {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                              {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
                               {"active", active, ffi::PRED, ActiveShape(*plan, r)},
                               {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
     if (plan->weighted) all.push_back({"weights", weights, ffi::F32, WeightsShape(r)});
@@ -164,7 +158,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   if (!error.success()) return error;
   p.y = y.untyped_data();
   p.topk_idx = topk_idx.typed_data();
-  p.positions = static_cast<const int*>(positions.untyped_data());
+  p.positions = positions.typed_data();
   p.call.active = plan->masked ? active.typed_data() : nullptr;
   p.weights = plan->weighted ? weights.typed_data() : nullptr;
   p.out = out->untyped_data();
@@ -234,8 +228,8 @@ auto CombineArguments() {
   return Given<CombinePlan>()
       .Arg<ffi::AnyBuffer>()
       .Arg<Ints2>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
       .Arg<Bools>()
       .Arg<ffi::Buffer<ffi::F32>>()
       .Ret<ffi::AnyBuffer>();

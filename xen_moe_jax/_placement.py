@@ -6,6 +6,7 @@ placement. Everything here is data: another placement of the same shapes runs in
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _layout, _mesh
+from xen_moe_jax import _layout, _mesh, _nodes
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
@@ -298,10 +299,14 @@ def _reduce_everywhere(gradients: Any, source: Any, rows: int) -> Any:
 
 def _ragged(operand: Any, output: Any, sent: Any, sent_to: Any, landed: Any, came: Any, params: Any) -> Any:
     """One ragged exchange of at most a row between any two ranks: `sent`, `came` bool `[R]`, by peer; `sent_to`: the
-    row of `operand`; `landed [R]`: its row in the peer's `output`."""
+    row of `operand`; `landed [R]`: its row in the peer's `output`. Between nodes it is XLA's collective: the CUDA
+    backend's exchange stores at every rank by pointer."""
     peers = came.shape[0]
+    config = params["config"]
+    if _nodes.several(peers, config):
+        config = dataclasses.replace(config, backend="reference")
     segments = (jnp.broadcast_to(sent_to, (peers,)), sent, jnp.broadcast_to(landed, (peers,)), came)
-    known = {name: params[name] for name in ("axis_name", "axis_sizes", "config")}
+    known = {"axis_name": params["axis_name"], "axis_sizes": params["axis_sizes"], "config": config}
     return ragged_all_to_all_p.bind(
         operand, output, *(a.astype(jnp.int32) for a in segments), axis_index_groups=None, **known
     )[0]
