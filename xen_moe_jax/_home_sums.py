@@ -4,7 +4,7 @@ A combine rounds the sum of a token's rows on each rank that holds them. Which r
 depends on the placement, and so would the result. Here every row travels by itself, in its own dtype, and the token's
 rank does what the homes would have done: it adds the rows of each home in slot order, rounds, and adds these sums in
 ascending order of the homes. Rows by themselves are a combine of `T * K` tokens with one slot each, which every backend
-has. Derivatives are those of the usual combine.
+has, or one after another for each slot (`AT_ONCE`). Derivatives are those of the usual combine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,15 @@ from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.rounding import multiply_rounded, round_to, runtime_zero
 
+AT_ONCE = 4096
+"""Up to this many rows `T * K` travel in one combine. Memory for a combine grows with ranks times tokens, so that more
+rows take a combine for each slot, one after another."""
+
+
+def slots_at_once(num_tokens: int, top_k: int) -> int:
+    """Slots of a token whose rows travel in the same combine: all of them, or one."""
+    return top_k if num_tokens * top_k <= AT_ONCE else 1
+
 
 def homes(topk_idx: jax.Array, experts: jax.Array, num_experts: int) -> jax.Array:
     """int32 `[T, K]`: the home of each slot's expert, -1 for an unused slot. `topk_idx` has slots of a placement whose
@@ -36,34 +45,34 @@ def homes(topk_idx: jax.Array, experts: jax.Array, num_experts: int) -> jax.Arra
 
 def _combine(y: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
     topk_idx, positions, recv_counts, active, weights, home, topk_weights = operands
-    count = spec.num_tokens * spec.top_k
-    rows = math.prod(spec.row_dims)
+    rows, slots = math.prod(spec.row_dims), slots_at_once(spec.num_tokens, spec.top_k)
+    tokens = slots * spec.num_tokens
     single = dataclasses.replace(
-        spec, num_tokens=count, top_k=1, layout="grouped", capacity=rows, alignment=1, token_dims=()
+        spec, num_tokens=tokens, top_k=1, layout="grouped", capacity=rows, alignment=1, token_dims=()
     )
-    (alone,) = primitives.combine_p.bind(
-        y.reshape(rows, y.shape[-1]),
-        topk_idx.reshape(count, 1),
-        positions.reshape(spec.num_ranks, count, 1),
-        recv_counts,
-        active,
-        weights.reshape(rows),
-        spec=single,
-        **{**params, "weighted": False},
-    )
+    flat, flat_weights = y.reshape(rows, y.shape[-1]), weights.reshape(rows)
+
+    def alone(some: Any) -> Any:
+        idx, places = some
+        handle = idx[:, None], places[..., None], recv_counts, active, flat_weights
+        return primitives.combine_p.bind(flat, *handle, spec=single, **{**params, "weighted": False})[0]
+
+    # slots first, then tokens
+    idx, places = topk_idx.T.reshape(-1, tokens), jnp.moveaxis(positions, 2, 1).reshape(spec.num_ranks, -1, tokens)
+    returned = lax.map(alone, (idx, jnp.moveaxis(places, 1, 0))) if len(idx) > 1 else alone((idx[0], places[:, 0]))
     factors = topk_weights if params["weighted"] else None
     per_node = _nodes.ranks_per_node(spec, params["config"])
-    return _add_up(alone, home, factors, per_node, runtime_zero(recv_counts))
+    return _add_up(returned.reshape(-1, y.shape[-1]), home, factors, per_node, runtime_zero(recv_counts))
 
 
 def _add_up(rows: jax.Array, home: jax.Array, weights: jax.Array | None, per_node: int, zero: jax.Array) -> jax.Array:
-    """`[T, H]` from `rows [T * K, H]`: a token's rows by ascending home, those of one home in slot order. A sum is
-    rounded where the home ends, and again where its node ends if there are several."""
+    """`[T, H]` from `rows [K * T, H]`, slots first: a token's rows by ascending home, those of one home in slot order.
+    A sum is rounded where the home ends, and again where its node ends if there are several."""
     num_tokens, top_k = home.shape
     last = jnp.iinfo(jnp.int32).max
     keys, order = ops.stable_order(jnp.where(home >= 0, home, last), 1)
-    first = jnp.arange(num_tokens, dtype=jnp.int32) * top_k
-    flat_weights = None if weights is None else weights.reshape(-1)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    flat_weights = None if weights is None else weights.T.reshape(-1)
 
     def rounded(x: jax.Array) -> jax.Array:
         return round_to(x, rows.dtype, zero).astype(jnp.float32)
@@ -71,7 +80,7 @@ def _add_up(rows: jax.Array, home: jax.Array, weights: jax.Array | None, per_nod
     def add(j: Any, state: Any) -> Any:
         home_sum, node_sum, total, before = state
         here = lax.dynamic_index_in_dim(keys, j, 1, keepdims=False)
-        at = first + lax.dynamic_index_in_dim(order, j, 1, keepdims=False)
+        at = lax.dynamic_index_in_dim(order, j, 1, keepdims=False) * num_tokens + tokens
         row = ops.take(rows, at).astype(jnp.float32)
         if flat_weights is not None:
             row = multiply_rounded(row, ops.take(flat_weights, at)[:, None], zero)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax import _exact, _validate
+from xen_moe_jax import _exact, _home_sums, _validate
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
 from xen_moe_jax._spec import scale_blocks
@@ -150,7 +150,7 @@ def perf_model(
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
     if not isinstance(links, Links):
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
-    dtype, small = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH
+    dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1
     if operation == "balance":
         held = _validate.exact_slots(slots_per_rank, experts, ranks, caller)
         inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
@@ -170,6 +170,7 @@ def perf_model(
         topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(np.asarray(topk_idx))])
         experts = ranks * placement.slots_per_rank
         if operation == "combine":
+            calls = top_k // _home_sums.slots_at_once(tokens, top_k)
             topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1
     if topk_idx is None:
         nodes = ranks // per_node
@@ -184,7 +185,7 @@ def perf_model(
     which = OPERATIONS.index(operation)
     fixed, hop = (links.fixed_small, links.hop_small) if small else (links.fixed, links.hop)
     terms = {
-        "fixed": fixed[which] + (hop[which] if slow else 0.0),
+        "fixed": calls * (fixed[which] + (hop[which] if slow else 0.0)),
         "fast": fast * row / (links.fast_small if small else links.fast),
         "slow": slow * row / links.slow,
         "memory": local / links.memory,

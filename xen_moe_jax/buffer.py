@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xen_moe_jax import _mesh, _validate, backends
+from xen_moe_jax import _home_sums, _mesh, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 
@@ -26,6 +26,7 @@ def buffer_size_hint(
     dtype: Any = "bfloat16",
     wire: Any = None,
     ranks_per_node: int | None = None,
+    slots_per_rank: int | None = None,
     backend: str | None = None,
 ) -> int:
     """Bytes of symmetric memory per rank that dispatch and combine of these shapes need, before anything is allocated.
@@ -36,6 +37,7 @@ def buffer_size_hint(
       dtype: dtype of `x` and `y`; the values' dtype for a `BlockScaled` x.
       wire: as in `dispatch`.
       ranks_per_node: the `KernelConfig.ranks_per_node` of the operations.
+      slots_per_rank: `S` of a placement, with which a combine moves rows by themselves; None: experts are at home.
       backend: None asks for the one that `jax.default_backend()` would use.
 
     Returns:
@@ -54,7 +56,16 @@ def buffer_size_hint(
     name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
     checked_dtype = _validate.dtype(dtype, caller)
     size = backends.load(name).buffer_size_hint
-    return 0 if size is None else size(**checked, dtype=checked_dtype, wire=parsed, ranks_per_node=per_node)
+    if size is None:
+        return 0
+    common = {"dtype": checked_dtype, "ranks_per_node": per_node}
+    if slots_per_rank is None:
+        return size(**checked, wire=parsed, **common)
+    slots = _validate.integer(slots_per_rank, "slots_per_rank", caller, minimum=1)
+    checked["num_experts"] = checked["num_ranks"] * slots
+    tokens = checked["num_tokens"] * _home_sums.slots_at_once(checked["num_tokens"], checked["top_k"])
+    back = size(**checked | {"num_tokens": tokens, "top_k": 1}, wire=None, **common)
+    return max(size(**checked, wire=parsed, **common), back)
 
 
 def checked_nodes(ranks_per_node: Any, num_ranks: int, caller: str) -> int:
@@ -89,13 +100,14 @@ class Buffer:
         size_bytes: int | None = None,
         channel: int = 0,
         ranks_per_node: int | None = None,
+        slots_per_rank: int | None = None,
         backend: str | None = None,
     ) -> None:
         """Allocates at once, on every rank of the axis.
 
         Args:
           mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
-          num_tokens, hidden, top_k, num_experts, dtype, wire: as in `buffer_size_hint`.
+          num_tokens, hidden, top_k, num_experts, dtype, wire, slots_per_rank: as in `buffer_size_hint`.
           size_bytes: more than the hint, for operations of other shapes on the same channel; None takes the hint.
           channel, ranks_per_node: fields of the `KernelConfig`s that it serves.
 
@@ -126,6 +138,7 @@ class Buffer:
             dtype=dtype,
             wire=wire,
             ranks_per_node=ranks_per_node,
+            slots_per_rank=slots_per_rank,
             backend=self.backend,
         )
         self.size_bytes = (

@@ -17,6 +17,7 @@ import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.cases import ROUTINGS
 from tests.support.checks import assert_bits
+from xen_moe_jax import _home_sums
 
 R, S, E, T, K, H = 4, 4, 11, 12, 4, 16
 EP = P("ep")
@@ -318,9 +319,11 @@ def test_forward_bits_are_those_without_replicas_and_nothing_is_compiled_again(n
 
 
 @pytest.mark.optimized
+@pytest.mark.parametrize("at_once", [4096, 4], ids=["all-slots", "slot-by-slot"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["one-axis", "two-axes"])
-def test_bits_equal_the_oracle_with_all_optimisations(sizes):
+def test_bits_equal_the_oracle_with_all_optimisations(sizes, at_once, monkeypatch):
     """Rounding where a home and where a node ends, in a program of which XLA may fuse what it likes."""
+    monkeypatch.setattr(_home_sums, "AT_ONCE", at_once)
     names = ("node", "gpu")[-len(sizes) :]
     axes = names if len(names) > 1 else names[0]
     grid = jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes), devices=jax.devices()[:R])
