@@ -4,7 +4,8 @@ What moves: the weights of every expert that has rows, once, in slabs of whole r
 and up, along the contracted dimension, then slabs of down. A slab travels while the one before it is multiplied, over
 the ends of matrices and of experts, so that HBM has no pause between the first expert and the last. Rows of an expert
 stay in VMEM while its weights go by, together with the float32 sums of both projections and of the output. An expert
-without rows is not visited; one with more rows than fit is visited again.
+without rows is not visited; one with more rows than fit is visited again. Weights of one byte travel as they are
+(`scaled_weights.py`).
 
 Who does it: a visit is one expert with up to `rows_at_once` rows. Where a device has two cores, each takes every second
 visit.
@@ -28,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.record import LANES
+from xen_moe_jax.pallas_kernels.scaled_weights import Scales
 
 GROUP = 16
 """Groups of rows begin at multiples of this: a DMA addresses whole tiles of two-byte rows."""
@@ -91,6 +93,9 @@ class _Refs:
     gate_bias: Any = None
     up_bias: Any = None
     down_bias: Any = None
+    gate_scales: Any = None
+    up_scales: Any = None
+    down_scales: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +178,15 @@ def _fill_tables(refs: _Refs, most: int, alignment: int) -> Any:
     return visits
 
 
-def _body(refs: _Refs, *, pieces: Pieces, activate: Callable[..., jax.Array], alignment: int, cores: int) -> None:
+def _body(
+    refs: _Refs,
+    *,
+    pieces: Pieces,
+    activate: Callable[..., jax.Array],
+    alignment: int,
+    cores: int,
+    blocks: dict[str, tuple[int, int] | None],
+) -> None:
     core = pl.program_id(0)
     visits = _fill_tables(refs, pieces.rows_at_once // GROUP, alignment)
     mine = lax.div(visits - core + (cores - 1), cores)
@@ -181,7 +194,11 @@ def _body(refs: _Refs, *, pieces: Pieces, activate: Callable[..., jax.Array], al
         beyond = refs.result.shape[2] - refs.out_sum.shape[1]
         zeros = jnp.zeros((*refs.result.shape[:2], beyond), refs.result.dtype)
         refs.result[:, :, refs.out_sum.shape[1] :] = zeros
-    _Rows(refs, pieces, activate, core, cores, mine).run()
+    scales = {
+        name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape)
+        for name, block in blocks.items()
+    }
+    _Rows(refs, pieces, activate, core, cores, mine, scales).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +214,7 @@ class Streams:
     core: Any
     cores: int
     mine: Any
+    scales: dict[str, Scales] = dataclasses.field(default_factory=dict)
 
     def visit(self, i: Any) -> Any:
         return self.core + i * self.cores
@@ -297,21 +315,47 @@ class Streams:
     def _multiply(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
         """Multiplies a slab of down, or of gate and up, and adds the products to their sums."""
         refs = self.refs
-        totals = [(refs.out_sum, refs.downs)] if phase.down else [(refs.up_sum, refs.ups), (refs.gate_sum, refs.gates)]
+        expert = refs.experts[self.visit(i)]
+        totals = [(refs.up_sum, refs.ups, "up"), (refs.gate_sum, refs.gates, "gate")]
+        if phase.down:
+            totals = [(refs.out_sum, refs.downs, "down")]
 
         def work(rows: Any) -> None:
-            at = phase.rows(turn)
-            left = refs.hidden[rows, at] if phase.down else self.left(i)[rows, at]
-            for total, buffer in totals:
+            of_slab = phase.rows(turn)
+            left = refs.hidden[rows, of_slab] if phase.down else self.left(i)[rows, of_slab]
+            for total, buffer, name in totals:
                 if total is not None:
+                    scales, slab = self.scales.get(name), buffer.at[slot, pl.ds(0, phase.size)]
 
-                    def columns(at: Any, size: int, total: Any = total, buffer: Any = buffer) -> None:
-                        right = buffer[slot, pl.ds(0, phase.size), pl.ds(at, size)]
-                        total[rows, pl.ds(at, size)] += jnp.dot(left, right, preferred_element_type=jnp.float32)
+                    def columns(
+                        at: Any, size: int, total: Any = total, scales: Scales | None = scales, slab: Any = slab
+                    ) -> None:
+                        if scales is None:
+                            product = jnp.dot(left, slab[:, pl.ds(at, size)], preferred_element_type=jnp.float32)
+                        else:
+                            product = scales.product(left, slab, of_slab.start, at, size, expert)
+                        total[rows, pl.ds(at, size)] += product
 
                     for_columns(total.shape[1], columns)
 
         self.for_rows(i, work)
+
+    def _finish(self, i: Any, *, down: bool) -> None:
+        """Multiplies sums by the scales of channels, where weights have them."""
+        refs, expert = self.refs, self.refs.experts[self.visit(i)]
+        of_both = {"down": refs.out_sum} if down else {"gate": refs.gate_sum, "up": refs.up_sum}
+        for name, total in of_both.items():
+            scales = self.scales.get(name)
+            if total is None or scales is None or scales.block is not None:
+                continue
+
+            def work(rows: Any, total: Any = total, scales: Scales = scales) -> None:
+                def columns(at: Any, size: int) -> None:
+                    total[rows, pl.ds(at, size)] = scales.finish(total[rows, pl.ds(at, size)], expert, pl.ds(at, size))
+
+                for_columns(total.shape[1], columns)
+
+            self.for_rows(i, work)
 
     def _activation(self, i: Any) -> None:
         """Makes the operand of down out of the sums of gate and up."""
@@ -354,6 +398,7 @@ class Streams:
         self._zero(i)
         for phase in self.phases:
             if phase.down and phase.at == 0:
+                self._finish(i, down=False)
                 self._activation(i)
 
             def turn(n: Any, state: Any, phase: _Phase = phase) -> Any:
@@ -367,6 +412,7 @@ class Streams:
                 return here.up, here.down, ahead
 
             state = lax.fori_loop(0, phase.turns, turn, state)
+        self._finish(i, down=True)
         self.after(i)
         return state
 
@@ -430,11 +476,13 @@ class _Rows(Streams):
                 self._move(self.mine - back, lambda copy: copy.wait(), out=True)
 
 
-def vmem_bytes(pieces: Pieces, hidden: int, width: int, gated: bool, itemsize: int) -> int:
-    """VMEM that the kernel needs beside biases."""
+def vmem_bytes(
+    pieces: Pieces, hidden: int, width: int, gated: bool, itemsize: int, of_weights: int | None = None
+) -> int:
+    """VMEM that the kernel needs beside biases and scales; `of_weights` are bytes of a weight, if not `itemsize`."""
     wide, narrow = (-(-n // LANES) * LANES for n in (hidden, width))
     ups, downs = pieces.buffers(hidden, width)
-    in_slabs = (ups * (1 + gated) * pieces.depth * narrow + downs * pieces.width * wide) * itemsize
+    in_slabs = (ups * (1 + gated) * pieces.depth * narrow + downs * pieces.width * wide) * (of_weights or itemsize)
     in_rows = pieces.rows_at_once * (wide * (4 * itemsize + 4) + narrow * (itemsize + 4 * (1 + gated)))
     return in_slabs + in_rows
 
@@ -451,17 +499,20 @@ def decode_experts(
     alignment: int,
     pieces: Pieces,
     launch: Launch,
+    scales: dict[str, tuple[jax.Array, tuple[int, int] | None]] | None = None,
 ) -> jax.Array:
     """Rows of each expert through its MLP.
 
     Args:
       x: `[C, W]`, rows sorted by expert, of which the first `H` columns count; `C` is a multiple of `GROUP`.
       received: int32 `[R, L]`, rows that each source has sent to each expert.
-      gate, up: `[L, H, F]` in `x.dtype`; gate is None where the activation takes one projection.
+      gate, up: `[L, H, F]` in `x.dtype`, or in float8_e4m3fn or int8 with `scales`; gate is None where the activation
+        takes one projection.
       down: `[L, F, H]`.
       biases: None, or float32 `gate [L, 1, F]`, `up [L, 1, F]`, `down [L, 1, H]`.
       activate: `(gate or None, up) -> [m, n]`, of float32 values, element by element.
       alignment: an expert's rows begin at the next multiple of this, itself a multiple of `GROUP`.
+      scales: of weights of one byte, for each matrix and its block as `scaled_weights.Scales` has them.
 
     Returns:
       `[C, W]` in `x.dtype`, zero in the columns past `H`; rows past the last group are unspecified.
@@ -472,11 +523,16 @@ def decode_experts(
     operands: dict[str, Any] = {"x": x, "up": up, "down": down}
     if gated:
         operands["gate"] = gate
-    streamed = len(operands)
+    spaces: list[Any] = [pltpu.HBM] * len(operands)
     for name, bias in (biases or {}).items():
         operands[f"{name}_bias"] = bias
+        spaces.append(pltpu.VMEM)
+    blocks = {name: block for name, (_, block) in (scales or {}).items()}
+    for name, (of_matrix, block) in (scales or {}).items():
+        operands[f"{name}_scales"] = of_matrix
+        spaces.append(pltpu.VMEM if block is None else pltpu.SMEM)
 
-    def slab(size: int, columns: int, count: int = 2) -> Any:
+    def slab(size: int, columns: int, count: int = 2, dtype: Any = dtype) -> Any:
         return pltpu.VMEM((count, size, columns), dtype)
 
     table, semaphores = pltpu.SMEM((visits,), jnp.int32), pltpu.SemaphoreType.DMA((2,))
@@ -487,8 +543,8 @@ def decode_experts(
         "firsts": table,
         "counts": table,
         "rows": slab(most, wide),
-        "ups": slab(min(pieces.depth, hidden), width, ups),
-        "downs": slab(min(pieces.width, width), hidden, downs),
+        "ups": slab(min(pieces.depth, hidden), width, ups, up.dtype),
+        "downs": slab(min(pieces.width, width), hidden, downs, down.dtype),
         "up_sum": pltpu.VMEM((most, width), jnp.float32),
         "hidden": pltpu.VMEM((most, width), dtype),
         "out_sum": pltpu.VMEM((most, hidden), jnp.float32),
@@ -499,12 +555,11 @@ def decode_experts(
         "out_semaphore": semaphores,
     }
     if gated:
-        scratch["gates"] = slab(min(pieces.depth, hidden), width, ups)
+        scratch["gates"] = slab(min(pieces.depth, hidden), width, ups, up.dtype)
         scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    body = functools.partial(_body, pieces=pieces, activate=activate, alignment=alignment, cores=launch.cores)
     return launch.call(
-        functools.partial(_body, pieces=pieces, activate=activate, alignment=alignment, cores=launch.cores),
+        functools.partial(body, blocks=blocks),
         _Refs,
         ["received", *operands, "out", *scratch],
         name="xen_moe_decode_experts",
@@ -514,8 +569,8 @@ def decode_experts(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(launch.cores,),
-            in_specs=[in_hbm] * streamed + [in_vmem] * (len(operands) - streamed),
-            out_specs=in_hbm,
+            in_specs=[pl.BlockSpec(memory_space=space) for space in spaces],
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=((rows, wide), dtype),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lib import report
@@ -51,7 +53,20 @@ MODELS = {
 TOKENS = (8, 32, 128)
 
 
-def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str) -> Any:
+WEIGHTS = {"bfloat16": None, "float8_e4m3fn": (128, 128), "int8": None}
+"""Dtypes of weights, and the blocks that share a scale: DeepSeek-V3's in fp8, a column each in int8."""
+
+
+def quantized(dtype: str, shape: tuple[int, ...], struct: Callable[..., Any]) -> Any:
+    """Returns the shapes of a weight of one byte."""
+    from xen_moe_jax import QuantizedWeight
+
+    local, rows, columns = shape
+    a, b = WEIGHTS[dtype] or (rows, 1)
+    return QuantizedWeight(struct(dtype, *shape), struct("float32", local, -(-rows // a), -(-columns // b)), (a, b))
+
+
+def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str) -> Any:
     """The layer in bfloat16; "auto" takes the decode kernel."""
     import jax
     import jax.numpy as jnp
@@ -88,8 +103,11 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     wide, narrow = (model.experts, model.hidden), (model.experts, model.width)
-    weights = {name: struct(jnp.bfloat16, *wide, model.width) for name in ("gate", "up")}
-    weights["down"] = struct(jnp.bfloat16, *narrow, model.hidden)
+    shapes = {"gate": (*wide, model.width), "up": (*wide, model.width), "down": (*narrow, model.hidden)}
+    if weights_dtype == "bfloat16":
+        weights = {name: struct(weights_dtype, *shape) for name, shape in shapes.items()}
+    else:
+        weights = {name: quantized(weights_dtype, shape, struct) for name, shape in shapes.items()}
     if model.biased:
         weights |= {f"{name}_bias": struct(jnp.bfloat16, *narrow) for name in ("gate", "up")}
         weights["down_bias"] = struct(jnp.bfloat16, *wide)
@@ -164,7 +182,9 @@ def largest_copy(text: str) -> int:
     return max(found)
 
 
-def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder: str, seed: int) -> dict[str, Any]:
+def one_row(
+    generation: str, name: str, tokens: int, grouped_matmul: str, weights_dtype: str, folder: str, seed: int
+) -> dict[str, Any]:
     """One layer: compiled, and counted."""
     from xen_moe_jax.flax import tpu_decode
     from xen_moe_jax.pallas_kernels.decode_experts import GROUP
@@ -173,12 +193,12 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
     model, chip = MODELS[name], tpu_topologies.TOPOLOGIES[generation]
     us = 1e6 / chip.clock_hz
     program = tpu_bundles.compile_counted(
-        functools.partial(compile_layer, generation, model, tokens, grouped_matmul), folder
+        functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype), folder
     )
     group = tpu_bundles.pair_group(program)
     routing = tpu_bundles.random_routing(tokens, RANKS, model.experts, model.top_k, group, seed)
     active = len(routing.experts)
-    of_expert = 3 * model.hidden * model.width * 2
+    of_expert = 3 * model.hidden * model.width * (2 if weights_dtype == "bfloat16" else 1)
     weights_us = active * of_expert / chip.hbm_bytes_per_s * 1e6
     of_experts = [round_up(n, GROUP) for n in routing.experts]
     works = tpu_bundles.works(
@@ -204,6 +224,7 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
         "model": name,
         "tokens": tokens,
         "matmul": grouped_matmul,
+        "weights": weights_dtype,
         "active_experts": active,
         "weights_us": round(weights_us, 1),
         "wire_us": round(wire, 1),
@@ -220,7 +241,7 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
         limits = {found.name: found.vmem_bytes for found in hardware.GENERATIONS.values()}
         pieces = tpu_decode.pieces_for(
             limits[generation], model.hidden, (model.experts // RANKS, model.hidden, model.width), 2,
-            gated=True, biased=model.biased,
+            gated=True, biased=model.biased, scaled=scaled_of(model, tokens, weights_dtype),
         )  # fmt: skip
         most = max(of_experts)
         cycles, last = expert_cycles(kernel, active, min(most, pieces.rows), model, pieces)
@@ -234,13 +255,41 @@ def one_row(generation: str, name: str, tokens: int, grouped_matmul: str, folder
     return row
 
 
+def scaled_of(model: Model, tokens: int, weights_dtype: str) -> Any:
+    """Returns what the policy of the experts' kernel is told of weights of one byte."""
+    from xen_moe_jax.flax import tpu_decode
+
+    if weights_dtype == "bfloat16":
+        return None
+    rows = tpu_decode.rows_of_product(RANKS * tokens * model.top_k / model.experts)
+    return tpu_decode.Scaled(rows, WEIGHTS[weights_dtype] is None)
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines of a Markdown table, one layer a line."""
-    columns = ["chip", "layer", "tokens", "active", "weights us", "experts us", "of it core us", "moved us", "XLA us"]
+    columns = [
+        "chip",
+        "layer",
+        "weights",
+        "tokens",
+        "active",
+        "weights us",
+        "experts us",
+        "of it core us",
+        "moved us",
+        "XLA us",
+    ]
     columns += ["wire us", "layer us", "ratio"]
     lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
     for row in rows:
-        cells = [row["generation"], row["model"], row["tokens"], row["active_experts"], row["weights_us"]]
+        cells = [
+            row["generation"],
+            row["model"],
+            row["weights"],
+            row["tokens"],
+            row["active_experts"],
+            row["weights_us"],
+        ]
         cells += [row["experts_us"], row.get("core_us"), row["kernels_us"], row["xla_us"], row["wire_us"]]
         cells += [row.get("layer_us"), row.get("ratio")]
         lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |")
@@ -255,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a device")
     parser.add_argument("--grouped-matmul", default="auto", help="auto takes the decode kernel")
+    parser.add_argument("--weights", nargs="+", choices=list(WEIGHTS), default=["bfloat16"], help="as they are in HBM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args(arguments)
@@ -268,9 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for generation in options.generations:
         for name in options.models:
-            for tokens in options.tokens:
-                report.progress(f"{generation} {name} {tokens}")
-                rows.append(one_row(generation, name, tokens, options.grouped_matmul, folder, options.seed))
+            for dtype, tokens in itertools.product(options.weights, options.tokens):
+                report.progress(f"{generation} {name} {dtype} {tokens}")
+                rows.append(one_row(generation, name, tokens, options.grouped_matmul, dtype, folder, options.seed))
     document = {
         "command": "python -m benchmarks.tpu.decode " + shlex.join(sys.argv[1:]),
         "notice": NOTICE,

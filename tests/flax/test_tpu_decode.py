@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("flax", reason="Flax layers: pip install 'xen-moe-jax[flax]'")
 
+import flax.linen as nn
+
 import xen_moe_jax as xm
 from tests.support import interpreter
 from xen_moe_jax.flax import MoEConfig, linen, tpu_decode
@@ -115,3 +117,67 @@ def test_experts_that_are_given_keep_grouped_matmuls():
     for given, taken in (({}, True), ({"topk_idx": jnp.zeros((8, 2), jnp.int32)}, False)):
         program = str(jax.make_jaxpr(lambda v, x, given=given: layer.apply(v, x, **given)[0])(variables, x))
         assert ("xen_moe_decode_experts" in program) == taken
+
+
+def quantized(shape, key, block):
+    """Random fp8 weights with scales of blocks or channels, which are powers of two: widened, they are exact."""
+    local, rows, columns = shape
+    a, b = block or (rows, 1)
+    of_values, of_scales = jax.random.split(key)
+    values = jax.random.normal(of_values, shape).astype(jnp.float8_e4m3fn)
+    exponents = jax.random.randint(of_scales, (local, -(-rows // a), -(-columns // b)), -6, -3)
+    return xm.QuantizedWeight(values, jnp.exp2(exponents.astype(jnp.float32)), (a, b))
+
+
+@pytest.mark.parametrize("block", [(128, 128), None], ids=["blocks", "channels"])
+def test_weights_of_one_byte_are_read_as_they_are(block):
+    """The layer, and its gradient by the tokens, are those of grouped matmuls with widened weights."""
+    changes = {"hidden_size": 256, "intermediate_size": 160, "num_experts": 8}
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 256)), jnp.float32)
+    plain = replaced(kernel=xm.KernelConfig(), **changes)
+    params = nn.unbox(linen.MoE(plain, mesh=mesh).init(jax.random.key(0), x))["params"]
+    kept = {n: quantized(params[n].shape, jax.random.key(i), block) for i, n in enumerate(("gate", "up", "down"))}
+    weights = {"router": params["router"]} | kept
+    widened = {n: w.widen(jnp.float32) if n in kept else w for n, w in weights.items()}
+
+    def run(config, weights):
+        def loss(x, weights):
+            y, _ = linen.MoE(config, mesh=mesh).apply(linen.variables_of(weights), x)
+            return jnp.sum(jnp.square(y)), y
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True)), (x, weights)
+
+    function, given = run(replaced(**changes), weights)
+    program = str(jax.make_jaxpr(lambda *given: function(*given))(*given))
+    assert "xen_moe_decode_experts" in program and "blocks=((" in program
+    with interpreter.quick():
+        (_, y), by_x = function(*given)
+    function, given = run(plain, widened)
+    (_, expected), expected_by_x = function(*given)
+    for value, wanted in ((y, expected), (by_x, expected_by_x)):
+        assert np.abs(value - wanted).max() <= 3e-6 * np.abs(wanted).max()
+    with pytest.raises(TypeError, match="a gradient by a quantized weight"):
+        jax.grad(lambda w: linen.MoE(replaced(**changes), mesh=mesh).apply(linen.variables_of(w), x)[0].sum())(weights)
+
+
+def test_weights_that_are_widened_instead():
+    """MXFP4 and small blocks are the grouped matmuls' business; a layer that asks for low latency says so."""
+    config = low_latency(hidden_size=256, intermediate_size=128, num_experts=2)
+    experts = tpu_decode.adapted(config, 8).experts
+    rows, received = jnp.zeros((64, 256), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
+    shapes = {"gate": (2, 256, 128), "up": (2, 256, 128), "down": (2, 128, 256)}
+    key = jax.random.key(0)
+    small = {n: quantized(shape, key, (64, 128)) for n, shape in shapes.items()}
+    with pytest.warns(
+        UserWarning, match=r"gate is float8_e4m3fn\[2, 256, 128\] .*\(64, 128\), and is widened: the kernel"
+    ):
+        assert experts(rows, received, small).shape == rows.shape
+    mixed = {n: quantized(shape, key, (128, 128)) for n, shape in shapes.items()}
+    mixed["down"] = mixed["down"].widen(jnp.bfloat16)
+    with pytest.warns(UserWarning, match="quantized in several ways, or some are not"):
+        assert experts(rows, received, mixed).shape == rows.shape
+
+
+def test_rows_of_a_product():
+    assert [tpu_decode.rows_of_product(mean) for mean in (0, 9, 10, 22, 23, 36, 37)] == [16, 16, 32, 32, 48, 48, 64]

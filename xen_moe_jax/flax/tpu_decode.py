@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import mlp
@@ -27,8 +29,10 @@ from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces, decode_experts, vmem_bytes
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.record import LANES
+from xen_moe_jax.pallas_kernels.scaled_weights import supports
 
 DTYPES = ("bfloat16", "float32")
+MATRICES = ("gate", "up", "down")
 CHOICES = ((128, 64, 512), (128, 64, 256), (64, 64, 256), (64, 64, 128), (32, 32, 128))
 """Rows of a visit, rows of a matrix product, and most rows of a slab. The first that fits half of the VMEM is taken,
 else the last. Of larger slabs each DMA is longer; of larger visits fewer read an expert's weights twice."""
@@ -94,16 +98,38 @@ class Experts:
 
     config: MoEConfig
     alignment: int
+    blocks: tuple[tuple[str, tuple[int, int] | None], ...] = ()
+    """For each matrix that is a `QuantizedWeight` its block, or None for scales of channels. Their scales are operands
+    beside the weights."""
 
-    def __call__(self, rows: jax.Array, received: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        names: tuple[str, ...] = tuple(name for name in ("gate", "up", "down") if name in weights)
+    def __call__(self, rows: jax.Array, received: jax.Array, weights: dict[str, Any]) -> jax.Array:
+        names: tuple[str, ...] = tuple(name for name in MATRICES if name in weights)
+        kept = {name: weights[name] for name in names if isinstance(weights[name], QuantizedWeight)}
         names += tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
         if rows.dtype.name not in DTYPES:
             return self.composed(rows, received, weights)
+        if kept:
+            if reason := _why_widened(kept, len(kept) == len(MATRICES) - (not self.config.gated)):
+                if self.config.kernel.mode == "low_latency":
+                    warnings.warn(f"MoEConfig.kernel.mode='low_latency': {reason}", stacklevel=2)
+                return self.composed(rows, received, weights)
+            blocks = tuple((n, None if w.scales.shape[-2] == 1 else w.block) for n, w in kept.items())
+            flat = [kept[name].values if name in kept else weights[name].astype(rows.dtype) for name in names]
+            names += tuple(f"{name}_scales" for name in kept)
+            given = vary_alike(rows, received, *flat, *(weight.scales for weight in kept.values()))
+            return _run(dataclasses.replace(self, blocks=blocks), names, *given)
         given = vary_alike(rows, received, *(weights[name].astype(rows.dtype) for name in names))
         return _run(self, names, *given)
 
-    def composed(self, rows: jax.Array, received: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    def together(self, names: tuple[str, ...], operands: Sequence[jax.Array]) -> dict[str, Any]:
+        """Returns the weights by name, values and scales as a `QuantizedWeight`."""
+        weights: dict[str, Any] = dict(zip(names, operands, strict=True))
+        for name, block in self.blocks:
+            values, scales = weights[name], weights.pop(f"{name}_scales")
+            weights[name] = QuantizedWeight(values, scales, block or (values.shape[-2], 1))
+        return weights
+
+    def composed(self, rows: jax.Array, received: jax.Array, weights: dict[str, Any]) -> jax.Array:
         """Returns the same rows by grouped matmuls; the backward pass is theirs."""
         groups = (jnp.sum(received, axis=0, dtype=jnp.int32) + (self.alignment - 1)) // self.alignment
         ends = jnp.minimum(jnp.cumsum(groups * self.alignment), rows.shape[0])  # rows past the capacity were dropped
@@ -123,13 +149,15 @@ def _forward(experts: Experts, names: tuple[str, ...], *operands: Any) -> tuple[
 
 
 def _backward(experts: Experts, names: tuple[str, ...], operands: Any, cotangent: Any) -> tuple[Any, ...]:
-    rows, received, *weights = operands
+    rows, received, *given = operands
+    weights = experts.together(names, given)
+    fixed = {name: weights.pop(name) for name, _ in experts.blocks}  # without a gradient
 
-    def composed(rows: Any, *weights: Any) -> Any:
-        return experts.composed(rows, received, dict(zip(names, weights, strict=True)))
+    def composed(rows: Any, weights: Any) -> Any:
+        return experts.composed(rows, received, weights | fixed)
 
-    by_rows, *by_weights = jax.vjp(composed, rows, *weights)[1](cotangent)
-    return by_rows, None, *by_weights
+    by_rows, by_weights = jax.vjp(composed, rows, weights)[1](cotangent)
+    return by_rows, None, *(by_weights.get(name) for name in names)
 
 
 _run.defvjp(_forward, _backward)
@@ -145,7 +173,12 @@ def _lowered(
     by_name = dict(zip(names, weights, strict=True))
     biases = {n: by_name[f"{n}_bias"].astype(jnp.float32)[:, None] for n in names if f"{n}_bias" in by_name}
     shape = by_name["up"].shape
-    pieces, launch = _policy(experts.config, rows.shape[1], shape, rows.dtype.itemsize, bool(biases), config)
+    scales = {}
+    for name, block in experts.blocks:
+        of_matrix = by_name[f"{name}_scales"]
+        scales[name] = (of_matrix if block is None else of_matrix.ravel(), block)
+    policy = functools.partial(_policy, experts.config, rows.shape[1], shape, rows.dtype.itemsize, bool(biases), config)
+    pieces, launch = policy(scaled=_scaled(experts, rows.shape[0], received.shape))
 
     def activate(gate: jax.Array | None, up: jax.Array) -> jax.Array:
         return mlp.activate(experts.config, gate, up)
@@ -161,6 +194,7 @@ def _lowered(
         alignment=experts.alignment,
         pieces=pieces,
         launch=launch,
+        scales=scales or None,
     )
     return (out,)
 
@@ -168,15 +202,76 @@ def _lowered(
 _decode_p = declare_composite("decode_experts", _shapes, _lowered)
 
 
-def pieces_for(limit: int, hidden: int, shape: tuple[int, ...], itemsize: int, *, gated: bool, biased: bool) -> Pieces:
+class Scaled(NamedTuple):
+    """Weights of one byte.
+
+    Attributes:
+      rows: most rows of a matrix product. Few are better here than many: sums are scaled.
+      channels: True where scales of channels lie in VMEM.
+    """
+
+    rows: int
+    channels: bool
+
+
+def _scaled(experts: Experts, capacity: int, received: tuple[int, ...]) -> Scaled | None:
+    """Returns what weights of one byte ask for, None for others.
+
+    Args:
+      capacity: rows of the buffer, the worst case. received: shape, `[R, L]`.
+    """
+    if not experts.blocks:
+        return None
+    ranks, local = received
+    top_k = experts.config.top_k
+    tokens = (capacity - local * (experts.alignment - 1)) / min(top_k, local)
+    mean = max(tokens, 0) * top_k / (ranks * local)
+    return Scaled(rows_of_product(mean), any(block is None for _, block in experts.blocks))
+
+
+def rows_of_product(mean: float) -> int:
+    """Returns 16, 32, 48 or 64: the rows that most experts do not exceed if they have `mean` rows each."""
+    return next((rows for rows in (16, 32, 48) if mean + 2 * math.sqrt(mean) <= rows), 64)
+
+
+def _why_widened(kept: dict[str, QuantizedWeight], every: bool) -> str | None:
+    """Returns the reason why the kernel does not read such weights as they are; None where it does."""
+    for name, weight in kept.items():
+        if not supports(weight.values, weight.scales, weight.block):
+            return (
+                f"{name} is {weight.dtype}{list(weight.shape)} with scales of blocks {weight.block}, and is widened: "
+                "the kernel reads fp8 (e4m3) and int8 with scales of channels, or of blocks of multiples of 128 x 128, "
+                "and widths that are multiples of 32"
+            )
+    if not every or len({weight.dtype for weight in kept.values()}) > 1:
+        return "the experts' matrices are quantized in several ways, or some are not: they are widened"
+    scalars = 4 * sum(math.prod(w.scales.shape) for w in kept.values() if w.scales.shape[-2] > 1)
+    if scalars > hardware.SMEM_BUDGET:
+        return f"scales of {scalars} bytes do not fit the SMEM: weights are widened; spread the experts over more ranks"
+    return None
+
+
+def pieces_for(
+    limit: int,
+    hidden: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    *,
+    gated: bool,
+    biased: bool,
+    scaled: Scaled | None = None,
+) -> Pieces:
     """Returns the largest slabs that fit half of `limit` bytes of VMEM, or the smallest ones.
 
     Args:
       shape: of `up`, `[L, H, F]`.
     """
     for most, rows, size in CHOICES:
+        if scaled:
+            rows = min(rows, scaled.rows)
+            most -= most % rows
         pieces = Pieces(most, rows, _slab(hidden, size), _slab(shape[-1], size))
-        if _need(pieces, hidden, shape, itemsize, gated, biased) <= limit // 2:
+        if _need(pieces, hidden, shape, itemsize, gated, biased, scaled) <= limit // 2:
             break
     return pieces
 
@@ -187,15 +282,30 @@ def _slab(rows: int, most: int) -> int:
     return next((size for size in range(most, 0, -LANES) if rows % size == 0 and rows > size), most)
 
 
-def _need(pieces: Pieces, hidden: int, shape: tuple[int, ...], itemsize: int, gated: bool, biased: bool) -> int:
+def _need(
+    pieces: Pieces,
+    hidden: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    gated: bool,
+    biased: bool,
+    scaled: Scaled | None = None,
+) -> int:
     """Returns the bytes of VMEM that the kernel takes."""
     local, _, width = shape
-    biases = local * 8 * 4 * (2 * width + hidden) if biased else 0
-    return RESERVED + biases + vmem_bytes(pieces, hidden, width, gated, itemsize)
+    beside = (biased + (scaled is not None and scaled.channels)) * local * 8 * 4 * (2 * width + hidden)
+    of_weights = itemsize if scaled is None else 1
+    return RESERVED + beside + vmem_bytes(pieces, hidden, width, gated, itemsize, of_weights)
 
 
 def _policy(
-    experts: MoEConfig, hidden: int, shape: tuple[int, ...], itemsize: int, biased: bool, config: KernelConfig
+    experts: MoEConfig,
+    hidden: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    biased: bool,
+    config: KernelConfig,
+    scaled: Scaled | None = None,
 ) -> tuple[Pieces, Launch]:
     """Returns the slabs, and how to launch the kernel.
 
@@ -204,8 +314,8 @@ def _policy(
     """
     chip = hardware.generation()
     limit = config.vmem_limit_bytes or chip.vmem_bytes
-    chosen = pieces_for(limit, hidden, shape, itemsize, gated=experts.gated, biased=biased)
-    need = _need(chosen, hidden, shape, itemsize, experts.gated, biased)
+    chosen = pieces_for(limit, hidden, shape, itemsize, gated=experts.gated, biased=biased, scaled=scaled)
+    need = _need(chosen, hidden, shape, itemsize, experts.gated, biased, scaled)
     if need > limit:
         raise ValueError(
             f"the decode_experts kernel needs {need} bytes of VMEM for hidden_size={hidden} and "

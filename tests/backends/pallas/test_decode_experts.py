@@ -129,3 +129,54 @@ def test_sums_that_are_rounded_are_close():
         expected = (g / (1 + np.exp(-g)) * u) @ np.asarray(down[e], np.float32)
         np.testing.assert_allclose(np.asarray(out[at : at + size], np.float32), expected, rtol=0.05, atol=0.05)
         at += size
+
+
+ONE_BYTE = {
+    # one scale for each block, of which the slabs and the columns of a product hold parts, or for each column
+    "fp8 in blocks": {"dtype": "float8_e4m3fn", "block": (128, 128)},
+    "int8 in large blocks, one projection": {"dtype": "int8", "block": (256, 384), "gated": False},
+    "int8 with scales of channels": {"dtype": "int8", "block": None},
+    "fp8 with scales of channels, biases": {"dtype": "float8_e4m3fn", "block": None, "biased": True},
+}
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_BYTE)
+def test_weights_of_one_byte(name, dtype, mode):
+    """Scales are powers of two, so that a widened weight is exact: the bits of the product with widened weights."""
+    case = ONE_BYTE[name]
+    hidden, width, counts = 288, 672, np.array([40, 0, 5])  # 672: a column piece of 512 and one of 160
+    rng = np.random.default_rng(5)
+    x = whole_numbers(rng, int((-(-counts // GROUP) * GROUP).sum()), -(-hidden // 128) * 128)
+    names = ("gate", "up", "down") if case.get("gated", True) else ("up", "down")
+    shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+    values, scales, widened = {}, {}, {}
+    for n in names:
+        rows, columns = shapes[n]
+        values[n] = whole_numbers(rng, len(counts), rows, columns)
+        a, b = case["block"] or (rows, 1)
+        powers = 2.0 ** rng.integers(-7, -4, (len(counts), -(-rows // a), -(-columns // b)))
+        scales[n] = powers.astype(np.float32)
+        widened[n] = values[n] * powers.repeat(a, 1).repeat(b, 2)[:, :rows, :columns]
+    biases = {n: whole_numbers(rng, len(counts), shapes[n][1]) / 4 for n in names} if case.get("biased") else None
+    expected, used = by_numpy(x, counts[None], widened, biases, bfloat16 if dtype == "bfloat16" else np.asarray, GROUP)
+    kernel = functools.partial(
+        decode_experts,
+        activate=product,
+        alignment=GROUP,
+        pieces=Pieces(rows_at_once=32, rows=16, depth=128, width=256, ahead=2),
+        launch=Launch(1, interpret=pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)),
+    )
+    given = {n: jnp.asarray(value, case["dtype"]) for n, value in values.items()}
+    flat = {n: jnp.asarray(s if case["block"] is None else s.ravel()) for n, s in scales.items()}
+    out = jax.jit(lambda x, received, given, biases, flat: kernel(
+        x, received, given.get("gate"), given["up"], given["down"], biases,
+        scales={n: (s, case["block"]) for n, s in flat.items()},
+    ))(
+        jnp.asarray(x, dtype), jnp.asarray(counts[None], jnp.int32), given,
+        biases and {n: jnp.asarray(value)[:, None] for n, value in biases.items()}, flat,
+    )  # fmt: skip
+    assert not interpreter.races_found()
+    assert_bits(np.asarray(out.astype(jnp.float32))[used], np.asarray(expected, np.float32)[used], name)
+    assert np.abs(expected).max() > 0.1, "the case tests nothing"

@@ -16,20 +16,25 @@ from tests.support import ROOT
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
-    ("generation", "model", "tokens"),
+    ("generation", "model", "tokens", "weights"),
     [
-        ("v4", "gpt-oss-120b", 8),
-        ("v5e", "Qwen3-30B-A3B", 8),
-        ("v5p", "Qwen3-30B-A3B", 32),
-        ("v6e", "DeepSeek-V3", 128),
-        ("tpu7x", "gpt-oss-120b", 128),
+        ("v4", "gpt-oss-120b", 8, "bfloat16"),
+        ("v5e", "Qwen3-30B-A3B", 8, "bfloat16"),
+        ("v5p", "Qwen3-30B-A3B", 32, "bfloat16"),
+        ("v6e", "DeepSeek-V3", 128, "bfloat16"),
+        ("tpu7x", "gpt-oss-120b", 128, "bfloat16"),
+        ("v5e", "DeepSeek-V3", 128, "int8"),
+        ("v5p", "DeepSeek-V3", 8, "int8"),
+        ("v6e", "DeepSeek-V3", 32, "int8"),
+        ("tpu7x", "DeepSeek-V3", 8, "float8_e4m3fn"),
     ],
 )
-def test_the_experts_wait_for_their_weights(generation, model, tokens, tmp_path):
+def test_the_experts_wait_for_their_weights(generation, model, tokens, weights, tmp_path):
     """The core needs less time than HBM for the weights, and nothing copies rows or weights between the kernels."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     path = tmp_path / "counts.json"
-    options = ["--generations", generation, "--models", model, "--tokens", str(tokens), "--json", str(path)]
+    options = ["--generations", generation, "--models", model, "--tokens", str(tokens)]
+    options += ["--weights", weights, "--json", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tpu.decode", *options],

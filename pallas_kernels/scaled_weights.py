@@ -1,0 +1,81 @@
+"""Weights of one byte in the decode kernel: they are converted where they are multiplied, and scaled behind the sum.
+
+A value of fp8 or int8 is exact in bfloat16, so a slab's product is that of its values. Scales of blocks multiply the
+sums of `BLOCK` products, since a block is at least so many rows high; scales of channels multiply the whole sum once.
+That is the product with widened weights but for the rounding of each widened weight, which this kernel does not make:
+both are equal where scales are powers of two. Scaling sums takes far fewer operations than scaling weights: an expert
+has 16 to 64 rows here, and a block 128.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+BLOCK = 128
+"""Rows and columns that scales of blocks may differ by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """Scales of one matrix `[L, A, B]`.
+
+    Attributes:
+      ref: blocks: float32 `[L * ceil(A / a) * ceil(B / b)]` in SMEM, a matrix's rows one after the other. Channels:
+        float32 `[L, 1, B]` in VMEM.
+      block: `(a, b)`, both multiples of `BLOCK`; None for channels.
+      shape: `[L, A, B]`.
+    """
+
+    ref: Any
+    block: tuple[int, int] | None
+    shape: tuple[int, ...]
+
+    def product(self, left: jax.Array, buffer: Any, row: Any, at: Any, size: int, expert: Any) -> jax.Array:
+        """Returns the sums of a slab's products for `size` columns, which channels' scales have still to multiply.
+
+        Args:
+          left: `[m, k]`, rows. buffer: ref of the slab, `[k, B]`, which begins at row `row` of the matrix.
+          at: first of the columns.
+        """
+        depth, columns = left.shape[1], pl.ds(at, size)
+        if self.block is None:
+            return jnp.dot(left, buffer[:, columns].astype(left.dtype), preferred_element_type=jnp.float32)
+        total = None
+        for k in range(0, depth, BLOCK):
+            rows = pl.ds(k, min(BLOCK, depth - k))
+            right = buffer[rows, columns].astype(left.dtype)
+            part = jnp.dot(left[:, k : k + BLOCK], right, preferred_element_type=jnp.float32)
+            part = part * self._of_columns(expert, row + k, at, size)
+            total = part if total is None else total + part
+        assert total is not None  # a slab has rows
+        return total
+
+    def _of_columns(self, expert: Any, row: Any, at: Any, size: int) -> jax.Array:
+        """Returns float32 `[1, size]`, the scale of each column of blocks that hold row `row`."""
+        assert self.block is not None
+        _, rows, columns = self.shape
+        above, beside = (-(-n // b) for n, b in zip((rows, columns), self.block, strict=True))
+        first = (expert * above + jax.lax.div(jnp.int32(row), jnp.int32(self.block[0]))) * beside
+        pieces = []
+        for offset in range(0, size, BLOCK):
+            scale = self.ref[first + jax.lax.div(jnp.int32(at + offset), jnp.int32(self.block[1]))]
+            pieces.append(jnp.full((1, min(BLOCK, size - offset)), scale, jnp.float32))
+        return jnp.concatenate(pieces, axis=1)
+
+    def finish(self, total: jax.Array, expert: Any, at: Any) -> jax.Array:
+        """Returns sums times the scales of channels."""
+        return total if self.block is not None else total * self.ref[expert, :, at]
+
+
+def supports(values: Any, scales: Any, block: tuple[int, int]) -> bool:
+    """True for weights that the kernel reads as they are: one byte a value, whole tiles of 32 rows, and scales of
+    channels or of blocks that are multiples of 128 x 128."""
+    whole = values.shape[-2] % 32 == 0 and values.shape[-1] % 32 == 0
+    of_channels = scales.shape[-2] == 1 and block[1] == 1
+    of_blocks = block[0] % BLOCK == 0 and block[1] % BLOCK == 0
+    return values.dtype.name in ("float8_e4m3fn", "int8") and whole and (of_channels or of_blocks)
