@@ -17,7 +17,7 @@ from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import Wire
-from xen_moe_jax._spec import Spec, worst_case_capacity
+from xen_moe_jax._spec import Spec, exact_capacity, worst_case_capacity
 from xen_moe_jax._types import Handle
 
 
@@ -161,8 +161,7 @@ def dispatch(
     if exact is not None:
         entries = math.prod(sizes) * exact
         alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
-        rows = num_tokens * topk_idx.shape[1]
-        capacity = (rows + min(exact, rows) * (alignment - 1)) // alignment * alignment
+        capacity = exact_capacity(num_tokens=num_tokens, top_k=topk_idx.shape[1], slots=exact, alignment=alignment)
     spec = _make_spec(
         caller,
         names,

@@ -94,3 +94,9 @@ def worst_case_capacity(
         return local * num_ranks * num_tokens
     rows = num_ranks * num_tokens * min(top_k, local)
     return (rows + min(local, rows) * (alignment - 1)) // alignment * alignment
+
+
+def exact_capacity(*, num_tokens: int, top_k: int, slots: int, alignment: int) -> int:
+    """Rows of a rank with balance="exact" and `slots` slots: `T * K`, and `alignment - 1` for each group with a row."""
+    rows = num_tokens * top_k
+    return (rows + min(slots, rows) * (alignment - 1)) // alignment * alignment

@@ -53,6 +53,24 @@ def test_rows_are_those_of_the_layer():
         assert (rows, H) in shapes
 
 
+def test_an_exact_balance_has_rows_for_its_own_tokens_and_weights_of_its_slots():
+    config = dataclasses.replace(WIDE, capacity_factor=None, balance="exact", slots_per_rank=4)
+    assert memory.chunk_rows(config, T, R) == T * K
+    assert memory.chunk_rows(dataclasses.replace(config, alignment=8), T, R) == T * K + 4 * 7 // 8 * 8
+    by_name = {b.name: b for b in memory.forward_buffers(config, T, R)}
+    assert by_name["expert weights in slots"].shape == (4, H, F)
+    assert by_name["rows on their way back"].shape == (T * K, H)
+    assert by_name["handle: counts"].shape == (R, 4)
+    found = {(b.shape, b.dtype): b.count for b in memory.kept_buffers(config, T, R, "float32")}
+    assert found[(T * K, F), "float32"] >= 3
+
+
+def test_slots_of_a_placement_are_counted_as_experts():
+    config = dataclasses.replace(WIDE, capacity_factor=None, top_k=4, num_experts=8)
+    assert memory.chunk_rows(config, T, R) == R * T * 2
+    assert memory.chunk_rows(dataclasses.replace(config, num_slots=12), T, R) == R * T * 3
+
+
 def test_the_page_quotes_the_command(capsys):
     assert cli.main(["memory"]) == 0
     printed = capsys.readouterr().out

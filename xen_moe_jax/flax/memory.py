@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from xen_moe_jax import _validate
 from xen_moe_jax._command_line import Parser
-from xen_moe_jax._spec import worst_case_capacity
+from xen_moe_jax._spec import exact_capacity, worst_case_capacity
 from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
@@ -41,7 +42,10 @@ class MemoryEntry:
 def chunk_rows(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
     """Rows of the buffers of one chunk, with `num_tokens` tokens a rank."""
     tokens = -(-num_tokens // config.num_chunks)
-    asked = config.chunk_capacity(tokens, num_ranks)
+    if config.balance is not None:
+        slots = rank_slots(config, num_ranks)
+        return exact_capacity(num_tokens=tokens, top_k=config.top_k, slots=slots, alignment=config.alignment)
+    asked = config.chunk_capacity(tokens, num_ranks, config.expert_entries)
     if asked is not None:
         return asked
     return worst_case_capacity(
@@ -49,9 +53,16 @@ def chunk_rows(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
         num_ranks=num_ranks,
         num_tokens=tokens,
         top_k=config.top_k,
-        num_experts=config.num_experts,
+        num_experts=config.expert_entries,
         alignment=config.alignment,
     )
+
+
+def rank_slots(config: MoEConfig, num_ranks: int) -> int:
+    """Experts of which a rank may have rows."""
+    if config.balance is not None:
+        return _validate.exact_slots(config.slots_per_rank, config.num_experts, num_ranks, "memory")
+    return -(-config.expert_entries // num_ranks)
 
 
 def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[MemoryEntry]:
@@ -59,8 +70,10 @@ def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: A
     place."""
     tokens = -(-num_tokens // config.num_chunks)
     rows, name = chunk_rows(config, num_tokens, num_ranks), jnp.dtype(config.dtype or dtype).name
-    local = -(-config.num_experts // num_ranks)
+    slots = rank_slots(config, num_ranks)
     hidden, width = config.hidden_size, config.intermediate_size
+    placed = [MemoryEntry("rows on their way back", (config.top_k * tokens, hidden), name)]
+    lent = [MemoryEntry("expert weights in slots", (slots, hidden, width), name, 3 if config.gated else 2)]
     return [
         MemoryEntry("rows that came", (rows, hidden), name),
         MemoryEntry("expert projections", (rows, width), name, 2 if config.gated else 1),
@@ -68,9 +81,11 @@ def forward_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: A
         MemoryEntry("rows that go back", (rows, hidden), name),
         MemoryEntry("combined tokens", (tokens, hidden), name),
         MemoryEntry("handle: positions", (num_ranks, tokens, config.top_k), "int32"),
-        MemoryEntry("handle: counts", (num_ranks, local), "int32"),
+        MemoryEntry("handle: counts", (num_ranks, slots), "int32"),
         MemoryEntry("handle: weights", (rows,), "float32"),
         MemoryEntry("handle: experts", (tokens, config.top_k), "int32"),
+        *(placed if config.balance or config.num_slots else []),
+        *(lent if config.balance else []),
     ]
 
 
